@@ -18,9 +18,9 @@ __all__ = [
     "data_dir_of",
     "free_bytes",
     "gib",
+    "job_dir",
     "lack_of_space",
     "locked",
-    "study_dir",
 ]
 
 # For configuration, tokenizer, model card, and what other programs write meanwhile.
@@ -30,7 +30,7 @@ MARGIN_BYTES = 64 * 2**20
 LOCK_FILE = ".lock"
 
 
-def study_dir(data_dir: Path, study_id: str) -> Path:
+def job_dir(data_dir: Path, study_id: str) -> Path:
     """Where the drivers of a study keep their files, in a server's data directory."""
     return data_dir / "studies" / study_id
 

@@ -23,11 +23,11 @@ __all__ = [
     "ExportRecord",
     "ExportState",
     "JobKind",
+    "JobRecord",
+    "JobState",
     "Origin",
     "ResolvedStudy",
     "RungRecord",
-    "StudyRecord",
-    "StudyState",
     "TrialRecord",
     "TrialState",
 ]
@@ -75,7 +75,7 @@ class JobKind(StrEnum):
         return {JobKind.SEARCH: "study", JobKind.FINETUNE: "fine-tuning"}[self]
 
 
-class StudyState(StrEnum):
+class JobState(StrEnum):
     """CREATED -> RUNNING -> COMPLETE | FAILED | CANCELLED. A server continues a STOPPED study automatically, a FAILED
     one on request."""
 
@@ -88,7 +88,7 @@ class StudyState(StrEnum):
 
     @property
     def is_finished(self) -> bool:
-        return self in (StudyState.COMPLETE, StudyState.FAILED, StudyState.CANCELLED)
+        return self in (JobState.COMPLETE, JobState.FAILED, JobState.CANCELLED)
 
 
 class ExportState(StrEnum):
@@ -277,7 +277,7 @@ class ResolvedStudy:
 
 
 @dataclass(frozen=True)
-class StudyRecord:
+class JobRecord:
     """A study as stored.
 
     `document` is the canonical study file, `resolved` what its names resolved to at creation. `attempt` counts
@@ -288,7 +288,7 @@ class StudyRecord:
 
     id: str
     name: str
-    state: StudyState
+    state: JobState
     document: Mapping[str, Any]
     resolved: ResolvedStudy
     created_at: float

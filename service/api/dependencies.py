@@ -26,7 +26,7 @@ from service.api.requests import principal
 from service.errors import NotFound
 from service.store import Store
 from service.store.artifacts import ArtifactStore
-from service.types import JobKind, StudyRecord
+from service.types import JobKind, JobRecord
 
 __all__ = [
     "GIVEN",
@@ -92,14 +92,14 @@ ID_PATTERN = "^[0-9a-f]{32}$"
 def _study(
     study_id: Annotated[str, PathParameter(description="As in the study's `id`.", pattern=ID_PATTERN)],
     services: Context,
-) -> StudyRecord:
+) -> JobRecord:
     return _found(services, study_id, JobKind.SEARCH)
 
 
 def _finetune(
     finetune_id: Annotated[str, PathParameter(description="As in the fine-tuning's `id`.", pattern=ID_PATTERN)],
     services: Context,
-) -> StudyRecord:
+) -> JobRecord:
     return _found(services, finetune_id, JobKind.FINETUNE)
 
 
@@ -113,13 +113,13 @@ def _against(
             default_factory=list,
         ),
     ],
-) -> list[StudyRecord]:
+) -> list[JobRecord]:
     return [_found(services, finetune_id, JobKind.FINETUNE) for finetune_id in against]
 
 
-def _found(services: Services, study_id: str, kind: JobKind) -> StudyRecord:
+def _found(services: Services, study_id: str, kind: JobKind) -> JobRecord:
     try:
-        record = services.store.study(study_id)
+        record = services.store.job(study_id)
     except NotFound as error:
         raise Refusal(404, f"{kind.noun} {study_id!r}: there is no such {kind.noun}") from error
     if record.kind is not kind:
@@ -129,6 +129,6 @@ def _found(services: Services, study_id: str, kind: JobKind) -> StudyRecord:
 
 # Parameters of routes: the stored record that the path names.
 GIVEN: Mapping[JobKind, Any] = {JobKind.SEARCH: Depends(_study), JobKind.FINETUNE: Depends(_finetune)}
-Study = Annotated[StudyRecord, GIVEN[JobKind.SEARCH]]
-Finetune = Annotated[StudyRecord, GIVEN[JobKind.FINETUNE]]
-Against = Annotated[list[StudyRecord], Depends(_against)]
+Study = Annotated[JobRecord, GIVEN[JobKind.SEARCH]]
+Finetune = Annotated[JobRecord, GIVEN[JobKind.FINETUNE]]
+Against = Annotated[list[JobRecord], Depends(_against)]

@@ -22,7 +22,7 @@ from service.api.presenters import event_document
 from service.errors import NotFound
 from service.schemas.api import EndDocument
 from service.store import EventRecord, Store
-from service.types import StudyRecord
+from service.types import JobRecord
 
 __all__ = ["EventHub", "frame"]
 
@@ -163,15 +163,15 @@ class _Feed:
     async def _in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
         return await anyio.to_thread.run_sync(function, *arguments, limiter=self._threads)
 
-    def _look(self) -> tuple[StudyRecord, tuple[EventRecord, ...]]:
+    def _look(self) -> tuple[JobRecord, tuple[EventRecord, ...]]:
         # The state is read first: if the study has ended by then, all of its events are stored.
-        study = self._store.study(self._study_id)
+        study = self._store.job(self._study_id)
         return study, self._read(self._position)
 
     def _read(self, after: int) -> tuple[EventRecord, ...]:
         return self._store.events(self._study_id, after=after, limit=BATCH)
 
-    def _publish(self, study: StudyRecord, events: Iterable[EventRecord], *, is_last: bool) -> None:
+    def _publish(self, study: JobRecord, events: Iterable[EventRecord], *, is_last: bool) -> None:
         is_changed = False
         for event in events:
             self._window.append((event.id, _frame_of(event)))

@@ -19,7 +19,7 @@ import anyio.to_thread
 
 from service.api.limits.exports import ExportLimits, KeptExport, to_remove
 from service.api.worker_process import WorkerProcess
-from service.disk import alignments_dir, study_dir
+from service.disk import alignments_dir, job_dir
 from service.errors import Conflict, NotFound
 from service.store import Store
 from service.studies.export import export_trial
@@ -75,7 +75,7 @@ class Exports:
 
     def directory(self, record: ExportRecord) -> Path:
         """Where the model is once the export is COMPLETE; the folder in the archive has the same name."""
-        name = self._store.study(record.study).name
+        name = self._store.job(record.study).name
         return self._root / record.id / f"{name}-trial-{record.trial}"
 
     def reading(self, owner: str, chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -90,7 +90,7 @@ class Exports:
         """Delete an export and its files. Raises NotFound, and Conflict if it is being written or downloaded."""
         await anyio.to_thread.run_sync(self._delete, (record,))
 
-    async def delete_study(self, study_id: str) -> None:
+    async def delete_job(self, study_id: str) -> None:
         """Delete a study or fine-tuning that has ended, with its exports. Raises NotFound, and Conflict, when
         nothing is deleted, if it has not ended or one of its models is being written or downloaded."""
 
@@ -134,7 +134,7 @@ class Exports:
             if study_id is not None:
                 if self._downloads[study_id]:
                     raise Conflict(f"an expert of {study_id} is being downloaded; it can be deleted afterwards")
-                self._store.delete_study(study_id)
+                self._store.delete_job(study_id)
             for record in records:
                 self._store.delete_export(record.id)
             # Not at its place any more: the same export may be requested again at once.
@@ -204,7 +204,7 @@ class Exports:
                     str(record.trial),
                     directory,
                     dtype=record.dtype,
-                    alignments_in=alignments_dir(study_dir(self._data_dir, record.study)),
+                    alignments_in=alignments_dir(job_dir(self._data_dir, record.study)),
                 )
             state, reason = ExportState.COMPLETE, None
         except Exception as error:
@@ -226,7 +226,7 @@ class Exports:
 def _export(url: str, study_id: str, trial: str, directory: Path, *, dtype: str, alignments_in: Path) -> None:
     store = Store(url)
     try:
-        export_trial(store, store.study(study_id), trial, directory, dtype=dtype, alignments_in=alignments_in)
+        export_trial(store, store.job(study_id), trial, directory, dtype=dtype, alignments_in=alignments_in)
     finally:
         store.close()
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.types import StudyRecord, StudyState
+from service.types import JobRecord, JobState
 
 __all__ = ["CountRequests", "RequestCounter", "prometheus_text"]
 
@@ -48,13 +48,13 @@ class CountRequests:
         await self._app(scope, receive, counted if scope["type"] == "http" else send)
 
 
-def prometheus_text(studies: Iterable[StudyRecord], counter: RequestCounter, *, is_ready: bool) -> str:
+def prometheus_text(studies: Iterable[JobRecord], counter: RequestCounter, *, is_ready: bool) -> str:
     """The text format, version 0.0.4."""
     states = Counter(study.state for study in studies)
     lines = [
         "# HELP mergesearch_studies Studies by state.",
         "# TYPE mergesearch_studies gauge",
-        *(f'mergesearch_studies{{state="{state.value}"}} {states[state]}' for state in StudyState),
+        *(f'mergesearch_studies{{state="{state.value}"}} {states[state]}' for state in JobState),
         "# HELP mergesearch_ready Whether studies are being worked on.",
         "# TYPE mergesearch_ready gauge",
         f"mergesearch_ready {int(is_ready)}",

@@ -17,7 +17,7 @@ from service.schemas.api import (
     StudyDocument,
 )
 from service.store import EventRecord
-from service.types import ArtifactRecord, ExportRecord, ExportState, StudyRecord
+from service.types import ArtifactRecord, ExportRecord, ExportState, JobRecord
 from workers.training.finetuning.fleet import EXPERTS
 
 __all__ = [
@@ -52,7 +52,7 @@ def export_path(record: ExportRecord) -> str:
     return f"{study_path(record.study)}/exports/{record.id}"
 
 
-def study_document(record: StudyRecord, *, trials: Mapping[str, int], cluster: Cluster) -> StudyDocument:
+def study_document(record: JobRecord, *, trials: Mapping[str, int], cluster: Cluster) -> StudyDocument:
     path = study_path(record.id)
     return {
         "id": record.id,
@@ -73,10 +73,10 @@ def study_document(record: StudyRecord, *, trials: Mapping[str, int], cluster: C
 
 
 def finetune_document(
-    record: StudyRecord,
+    record: JobRecord,
     *,
     artifacts: Iterable[ArtifactRecord],
-    study: StudyRecord | None,
+    study: JobRecord | None,
     is_analysed: bool,
     cluster: Cluster,
 ) -> FinetuneDocument:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from service.schemas.api import JobDocument
-from service.types import StudyRecord
+from service.types import JobRecord
 
 __all__ = ["Cluster", "Principal"]
 
@@ -23,13 +23,13 @@ class Cluster(Protocol):
     def not_ready(self) -> str | None:
         """Why no study can make progress; None if studies can."""
 
-    def waiting_for(self, study: StudyRecord) -> str | None:
+    def waiting_for(self, study: JobRecord) -> str | None:
         """What must happen before the study goes on; None if a driver works on it, or if it has ended."""
 
-    def job(self, study: StudyRecord) -> JobDocument | None:
+    def job(self, study: JobRecord) -> JobDocument | None:
         """The job of the study's last driver; None before the first."""
 
-    def log(self, study: StudyRecord) -> str:
+    def log(self, study: JobRecord) -> str:
         """The output of the study's drivers. Raises ConnectionError while the cluster is unreachable."""
 
     def wake(self) -> None:

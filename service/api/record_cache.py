@@ -60,7 +60,7 @@ class RunRecords:
 
     def _computed(self, entry: _Entry, study_id: str, function: Callable[[RunRecord], Result]) -> Result:
         # The version is read first: a result stored between the two reads makes the entry outdated, never wrong.
-        version = (self._store.study(study_id).attempt, self._store.last_event_id(study_id))
+        version = (self._store.job(study_id).attempt, self._store.last_event_id(study_id))
         if entry.record is None or entry.version != version:
             entry.record, entry.results = run_record(self._store, study_id), {}
             entry.version = version

@@ -37,7 +37,7 @@ def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], in
         read_analysis,
         render_training,
     )
-    from service.types import StudyState
+    from service.types import JobState
     from workers.training.finetuning.fleet import STUDY, Analysis, load_pipeline
 
     out: Path = options.out
@@ -49,7 +49,7 @@ def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], in
     if analysed and (problems := lack_of_losses(pipeline)):
         raise InvalidStudy(problems)
 
-    def report(state: StudyState, reason: str | None = None) -> Path:
+    def report(state: JobState, reason: str | None = None) -> Path:
         file = out / REPORT
         curves = directory_curves(places)
         file.write_text(
@@ -64,14 +64,14 @@ def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], in
         print(f"interrupted; the same command goes on with the fine-tuning in {out}", file=sys.stderr)
         return 130
     except TrainingFailed as error:
-        report(StudyState.FAILED, str(error))
+        report(JobState.FAILED, str(error))
         raise
     if analysed:
         fleets = [(pipeline.experts, places), *map(trained_fleet, options.analyse or ())]
         samples = options.samples or (pipeline.analysis or Analysis()).samples
         found = analyse(fleets, samples=samples, note=_quiet if options.json else _note)
         (out / ANALYSIS_FILE).write_text(json.dumps(found, indent=1) + "\n")
-    written = report(StudyState.COMPLETE)
+    written = report(JobState.COMPLETE)
     study = pipeline.study_of({alias: place / EXPERT_DIR for alias, place in places.items()})
     if study is None and options.json:
         print_json(summaries if pipeline.is_fleet else next(iter(summaries.values())))

@@ -20,7 +20,7 @@ from service.cli.terminal import console, print_export, print_json, print_json_l
 from service.client import Client, Event
 from service.errors import Conflict, ServerUnreachable
 from service.studies.progress import ProgressSnapshot
-from service.types import JobKind, StudyState, TrialState
+from service.types import JobKind, JobState, TrialState
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -221,16 +221,16 @@ class ServerVerbs:
         summary = self._client.summary(study["id"])
         if self._as_json:
             print_json_line({"kind": "summary", "id": None, "time": None, "payload": summary})
-        elif ended["state"] == StudyState.COMPLETE:
+        elif ended["state"] == JobState.COMPLETE:
             report = self._client.url + ended["links"]["report"]
             print_results(self._client.pareto(study["id"]), summary, report=report)
         else:
             reason = f": {ended['reason']}" if ended["reason"] else ""
             print(f"study {ended['name']}: {ended['state']}{reason}", file=sys.stderr)
-        return 0 if ended["state"] == StudyState.COMPLETE else 1
+        return 0 if ended["state"] == JobState.COMPLETE else 1
 
     def _tell_experts(self, ended: FinetuneDocument) -> int:
-        is_complete = ended["state"] == StudyState.COMPLETE
+        is_complete = ended["state"] == JobState.COMPLETE
         if self._as_json:
             print_json_line({"kind": "finetune", "id": None, "time": None, "payload": ended})
         elif is_complete:
@@ -295,7 +295,7 @@ def _note(event: Event, noun: str) -> str | None:
             return f"trial {payload['trial']}: its engine crashed" + _because(payload["reason"])
         case "actors":
             return str(payload["reason"])
-        case "state" if payload["state"] != StudyState.RUNNING:
+        case "state" if payload["state"] != JobState.RUNNING:
             return f"the {noun} is {payload['state']}" + _because(payload["reason"])
         case "study":
             return f"study {payload['name']}: {payload['study']} merges the experts"

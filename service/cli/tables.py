@@ -31,7 +31,7 @@ from service.schemas.files import (
     TrialDocument,
     VerificationDocument,
 )
-from service.types import Origin, StudyState, TrialState
+from service.types import JobState, Origin, TrialState
 
 __all__ = [
     "finding_line",
@@ -48,7 +48,7 @@ __all__ = [
     "verification_line",
 ]
 
-STUDY_STYLES: Mapping[str, str] = {StudyState.RUNNING: "cyan", StudyState.COMPLETE: "green", StudyState.FAILED: "red"}
+STUDY_STYLES: Mapping[str, str] = {JobState.RUNNING: "cyan", JobState.COMPLETE: "green", JobState.FAILED: "red"}
 
 VERIFICATION_STYLES: Mapping[str, str] = {"not verified": "yellow", "disagreement": "red"}
 

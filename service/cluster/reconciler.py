@@ -22,7 +22,7 @@ from service.cluster.host import Host
 from service.cluster.session import prepare_environment
 from service.schemas.api import JobDocument
 from service.store import Store
-from service.types import HEARTBEAT_S, RESUMED_BY_REQUEST, StudyRecord, StudyState
+from service.types import HEARTBEAT_S, RESUMED_BY_REQUEST, JobRecord, JobState
 
 __all__ = ["MAX_CONSECUTIVE_FAILURES", "Action", "RayCluster", "Step", "next_step", "submission_id"]
 
@@ -76,13 +76,13 @@ class Step:
     until: float | None = None
 
 
-def submission_id(study: StudyRecord, number: int) -> str:
+def submission_id(study: JobRecord, number: int) -> str:
     """The id of the Ray Job of a study's `number`-th driver. It is fixed, so Ray refuses a second submission."""
     return f"{study.name}-{study.id[:8]}-{number}"
 
 
 def next_step(
-    study: StudyRecord,
+    study: JobRecord,
     job: str | None,
     *,
     consecutive_failures: int,
@@ -128,7 +128,7 @@ def _end_of_driver(job: str | None, reason: str) -> str:
     return f"its driver ended (Ray job {job}): {' '.join(reason.split())}"
 
 
-def _reason_to_stop(study: StudyRecord, *, now: float) -> str | None:
+def _reason_to_stop(study: JobRecord, *, now: float) -> str | None:
     """Why the driver, whose job has not ended, is replaced; None: it is not."""
     heard_at = study.heartbeat_at or 0.0
     if study.attempt <= study.submitted_after or heard_at < study.submitted_at:  # the heartbeat is the last driver's
@@ -186,7 +186,7 @@ class RayCluster:
     def not_ready(self) -> str | None:
         return self._not_ready
 
-    def waiting_for(self, study: StudyRecord) -> str | None:
+    def waiting_for(self, study: JobRecord) -> str | None:
         """What must happen before the study goes on; None: a driver works on it, or it has ended."""
         if study.state.is_finished:
             return None
@@ -199,14 +199,14 @@ class RayCluster:
             return f"one of the {MAX_RUNNING} studies before it to end"
         return study.waiting_for if study.attempt > study.submitted_after else "its driver to start"
 
-    def job(self, study: StudyRecord) -> JobDocument | None:
+    def job(self, study: JobRecord) -> JobDocument | None:
         if study.submissions == 0:
             return None
         name = submission_id(study, study.submissions)
         url = self._dashboard_url
         return {"submission_id": name, "dashboard_url": url and f"{url}/#/jobs/{name}"}
 
-    def log(self, study: StudyRecord) -> str:
+    def log(self, study: JobRecord) -> str:
         """The output of the study's drivers. Raises ConnectionError while Ray does not answer."""
         client = self._client
         if client is None:
@@ -270,13 +270,13 @@ class RayCluster:
         self._client, self._dashboard_url, self._not_ready = None, None, reason
 
     def _look_at_studies(self) -> None:
-        studies = self._store.studies()
+        studies = self._store.jobs()
         num_running = 0
         queued: set[str] = set()
         for study in studies:
             if study.state.is_finished:
                 self._paused.pop(study.id, None)
-            if study.state is StudyState.CANCELLED:
+            if study.state is JobState.CANCELLED:
                 self._stop_cancelled(study)
             elif not study.state.is_finished:
                 has_driver = self._look_at(study, may_start=num_running < MAX_RUNNING)
@@ -284,7 +284,7 @@ class RayCluster:
                 queued |= set() if has_driver else {study.id}
         self._queued = queued
 
-    def _look_at(self, study: StudyRecord, *, may_start: bool) -> bool:
+    def _look_at(self, study: JobRecord, *, may_start: bool) -> bool:
         """Take the study's next step. Returns True if it has a driver, or will have one soon."""
         job, message = self._job(study)
         step = next_step(
@@ -307,7 +307,7 @@ class RayCluster:
             self._client.stop_job(submission_id(study, study.submissions))
         elif step.action is Action.GIVE_UP:
             logger.error("study %s: given up: %s", study.id, step.because)
-            self._store.open_attempt(study.id, because="giving up").set_state(StudyState.FAILED, step.because)
+            self._store.open_attempt(study.id, because="giving up").set_state(JobState.FAILED, step.because)
             return False
         elif step.action is Action.SUBMIT:
             if not may_start:
@@ -318,12 +318,12 @@ class RayCluster:
             return self._submit(study, study.submissions + (not step.again), because)
         return True
 
-    def _lose_driver(self, study: StudyRecord, because: str | None) -> None:
+    def _lose_driver(self, study: JobRecord, because: str | None) -> None:
         """Note why the last driver is replaced. Only the first reason is kept: later ones are its consequences."""
         if because is not None:
             self._losses.setdefault(study.id, {}).setdefault(study.submissions, because)
 
-    def _submit(self, study: StudyRecord, number: int, because: str | None) -> bool:
+    def _submit(self, study: JobRecord, number: int, because: str | None) -> bool:
         """Submit the study's `number`-th driver. Returns whether the cluster accepted it."""
         self._store.record_submission(study.id, number)
         name = submission_id(study, number)
@@ -349,7 +349,7 @@ class RayCluster:
         self._refusals.pop(study.id, None)
         return True
 
-    def _stop_cancelled(self, study: StudyRecord) -> None:
+    def _stop_cancelled(self, study: JobRecord) -> None:
         if study.id in self._quiet:
             return
         if self._job(study)[0] in ("PENDING", "RUNNING"):
@@ -357,7 +357,7 @@ class RayCluster:
         else:
             self._quiet.add(study.id)
 
-    def _job(self, study: StudyRecord) -> tuple[str | None, str | None]:
+    def _job(self, study: JobRecord) -> tuple[str | None, str | None]:
         """The state of the last driver's job and the cluster's message on one line; (None, None): no such job."""
         if study.submissions == 0:
             return None, None

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Protocol
 
 from search_spaces.errors import InvalidStudy
-from service.disk import study_dir
+from service.disk import job_dir
 from service.errors import Conflict, InUse, NotFound, StaleAttempt, StudyFailed
 from service.jobs import finetune, search
 from service.jobs.progress_log import ProgressLog
-from service.store import Store, StudyWriter
+from service.store import JobWriter, Store
 from service.studies.heartbeat import Heartbeat
 from service.studies.preflight.files import FilesRefused
-from service.types import JobKind, StudyState
+from service.types import JobKind, JobState
 from workers.errors import EngineUnavailable
 
 __all__ = ["KINDS", "Work", "drive"]
@@ -35,7 +35,7 @@ class Work(Protocol):
     its files, `heartbeat` says that it gets on, `view` is its log."""
 
     def __call__(
-        self, store: Store, writer: StudyWriter, *, work_dir: Path, heartbeat: Heartbeat, view: ProgressLog
+        self, store: Store, writer: JobWriter, *, work_dir: Path, heartbeat: Heartbeat, view: ProgressLog
     ) -> None: ...
 
 
@@ -55,7 +55,7 @@ def main() -> int:
         os.environ["RAY_ADDRESS"] = options.ray_address
     store = Store(f"sqlite:///{options.data / search.DATABASE}")
     try:
-        return drive(store, options.study, work_dir=study_dir(options.data, options.study), because=options.because)
+        return drive(store, options.study, work_dir=job_dir(options.data, options.study), because=options.because)
     finally:
         store.close()
 
@@ -70,10 +70,10 @@ def drive(store: Store, study_id: str, *, work_dir: Path, because: str | None = 
     except (StaleAttempt, NotFound) as error:
         logger.info("%s", error)
         return 0
-    heartbeat = Heartbeat(writer, store.study(study_id).wall_clock_s)
+    heartbeat = Heartbeat(writer, store.job(study_id).wall_clock_s)
     try:
         with heartbeat, ProgressLog() as view:
-            work = KINDS[store.study(study_id).kind]
+            work = KINDS[store.job(study_id).kind]
             work(store, writer, work_dir=work_dir, heartbeat=heartbeat, view=view)
         return 0
     except StudyFailed as error:  # stored already
@@ -83,7 +83,7 @@ def drive(store: Store, study_id: str, *, work_dir: Path, because: str | None = 
         _wait(writer, heartbeat, str(error))
         return 1
     except (Conflict, FilesRefused) as error:
-        _end(writer, StudyState.FAILED, str(error))
+        _end(writer, JobState.FAILED, str(error))
         return 0
     except StaleAttempt as error:
         logger.info("%s", error)
@@ -93,11 +93,11 @@ def drive(store: Store, study_id: str, *, work_dir: Path, because: str | None = 
         return 1
     except Exception as error:
         logger.exception("the driver failed")
-        _end(writer, StudyState.STOPPED, f"{type(error).__name__}: {error}")
+        _end(writer, JobState.STOPPED, f"{type(error).__name__}: {error}")
         return 1
 
 
-def _wait(writer: StudyWriter, heartbeat: Heartbeat, reason: str) -> None:
+def _wait(writer: JobWriter, heartbeat: Heartbeat, reason: str) -> None:
     logger.error("waiting: %s", reason)
     try:
         heartbeat.wait_for(f"its next driver: {reason}")
@@ -107,7 +107,7 @@ def _wait(writer: StudyWriter, heartbeat: Heartbeat, reason: str) -> None:
         logger.info("%s", error)
 
 
-def _end(writer: StudyWriter, state: StudyState, reason: str) -> None:
+def _end(writer: JobWriter, state: JobState, reason: str) -> None:
     logger.error("%s: %s", state.value, reason)
     try:
         writer.set_state(state, reason)

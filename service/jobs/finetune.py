@@ -26,11 +26,11 @@ from service.jobs.progress_log import ProgressLog
 from service.jobs.training_analysis import tell_analysis
 from service.jobs.training_events import telling
 from service.jobs.training_study import begin_study
-from service.store import Store, StudyWriter
+from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
 from service.studies.heartbeat import Heartbeat
 from service.studies.preflight.finetune import check_finetune_files, resolved_finetune
-from service.types import JobKind, StudyRecord, StudyState
+from service.types import JobKind, JobRecord, JobState
 from workers.errors import InvalidModel, InvalidTask, TrainingFailed
 from workers.file_access import FileAccess
 from workers.training.finetuning.fleet import EXPERTS, Pipeline, parse_pipeline
@@ -136,7 +136,7 @@ def _ray(note: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def work(store: Store, writer: StudyWriter, *, work_dir: Path, heartbeat: Heartbeat, view: ProgressLog) -> None:
+def work(store: Store, writer: JobWriter, *, work_dir: Path, heartbeat: Heartbeat, view: ProgressLog) -> None:
     """Train the stored specification, or every expert of a fleet, to its end, and store each expert as an artifact of
     its alias.
 
@@ -148,15 +148,15 @@ def work(store: Store, writer: StudyWriter, *, work_dir: Path, heartbeat: Heartb
 
     def keep(alias: str, summary: Mapping[str, Any]) -> None:
         facts = {name: summary[name] for name in ("method", "steps", "loss", "values")}
-        artifacts.put(writer.study_id, alias, places[alias] / EXPERT_DIR, facts=facts)
+        artifacts.put(writer.job_id, alias, places[alias] / EXPERT_DIR, facts=facts)
         heartbeat.progressed()
 
-    record = store.study(writer.study_id)
+    record = store.job(writer.job_id)
     pipeline = parse_pipeline(record.document)
     check_finetune_files(pipeline, record.resolved.access)
     places = pipeline.places(work_dir)
     artifacts = ArtifactStore(store, artifacts_dir(data_dir_of(work_dir)))
-    writer.set_state(StudyState.RUNNING)
+    writer.set_state(JobState.RUNNING)
     try:
         with telling(store, writer, heartbeat, places, spec_file=SPEC_FILE, worker_file=WRITER_LOCK):
             run_fleet(pipeline.experts, places, note=note, finished=keep, access=record.resolved.access)
@@ -167,15 +167,15 @@ def work(store: Store, writer: StudyWriter, *, work_dir: Path, heartbeat: Heartb
         note("Checking the study of the experts ...")
         begin_study(store, writer, pipeline, artifacts)
     heartbeat.send()  # the last progress
-    writer.set_state(StudyState.COMPLETE)
+    writer.set_state(JobState.COMPLETE)
     for place in places.values():  # what the artifacts hold, or nobody needs any more
         for name in (EXPERT_DIR, CHECKPOINTS, RAY_DIR):
             shutil.rmtree(place / name, ignore_errors=True)
 
 
-def stored(store: Store, pipeline: Pipeline, **request: Any) -> StudyRecord:
-    """A new study of this kind. `request` is as for `Store.create_study`."""
-    return store.create_study(
+def stored(store: Store, pipeline: Pipeline, **request: Any) -> JobRecord:
+    """A new study of this kind. `request` is as for `Store.create_job`."""
+    return store.create_job(
         name=pipeline.name,
         document=pipeline.canonical(),
         resolved=resolved_finetune(),

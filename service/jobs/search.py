@@ -9,7 +9,7 @@ from search_spaces.study.file import Study
 from service.cluster.session import ray_session
 from service.disk import artifacts_dir, data_dir_of
 from service.jobs.progress_log import ProgressLog
-from service.store import Store, StudyWriter
+from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
 from service.studies.attempt import ALIGNMENTS, execute, with_alignments
 from service.studies.chains import on_server, with_exported_sources
@@ -28,14 +28,14 @@ DATABASE = "mergesearch.db"
 KEEP_IDLE_S = 600.0
 
 
-def work(store: Store, writer: StudyWriter, *, work_dir: Path, heartbeat: Heartbeat, view: ProgressLog) -> None:
+def work(store: Store, writer: JobWriter, *, work_dir: Path, heartbeat: Heartbeat, view: ProgressLog) -> None:
     """Work on the study to its end. Raises as `with_alignments` and `execute`, and what the checks raise."""
 
     def note(text: str) -> None:
         heartbeat.progressed()
         view.note(text)
 
-    record = store.study(writer.study_id)
+    record = store.job(writer.job_id)
     stored = Study.model_validate(record.document)
     exported, chained = with_exported_sources(
         stored, open_study=on_server(store), directory=work_dir.parents[1], before=record.resolved, note=note

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from service.errors import Conflict
 from service.results.training import analyse, stored_analysis
-from service.store import Store, StudyWriter
+from service.store import JobWriter, Store
 from service.studies.heartbeat import Heartbeat
 from service.types import EventKind
 from workers.errors import InvalidModel, InvalidTask
@@ -19,7 +19,7 @@ __all__ = ["tell_analysis"]
 
 def tell_analysis(
     store: Store,
-    writer: StudyWriter,
+    writer: JobWriter,
     heartbeat: Heartbeat,
     pipeline: Pipeline,
     places: Mapping[str, Path],
@@ -29,7 +29,7 @@ def tell_analysis(
 ) -> None:
     """Analyse the experts in `places` if the specification asks for it, and an earlier driver has not done so. Raises
     Conflict if that cannot be done."""
-    if pipeline.analysis is None or stored_analysis(store, writer.study_id) is not None:
+    if pipeline.analysis is None or stored_analysis(store, writer.job_id) is not None:
         return
     try:
         found = analyse(

@@ -16,7 +16,7 @@ from typing import Any
 
 from service.errors import StaleAttempt
 from service.schemas.api import ExpertProgressDocument
-from service.store import Store, StudyWriter
+from service.store import JobWriter, Store
 from service.studies.heartbeat import Heartbeat
 from service.types import EventKind
 from workers.training.finetuning.history import METRICS, HistoryReader
@@ -36,7 +36,7 @@ WORKERS = "its workers to start"
 @contextmanager
 def telling(
     store: Store,
-    writer: StudyWriter,
+    writer: JobWriter,
     heartbeat: Heartbeat,
     places: Mapping[str, Path],
     *,
@@ -75,13 +75,13 @@ def telling(
 class _Teller:
     """Stores what is new in the experts' histories."""
 
-    def __init__(self, store: Store, writer: StudyWriter, heartbeat: Heartbeat, places: Mapping[str, Path]) -> None:
+    def __init__(self, store: Store, writer: JobWriter, heartbeat: Heartbeat, places: Mapping[str, Path]) -> None:
         self._writer, self._heartbeat = writer, heartbeat
         self._readers = {alias: HistoryReader(place / METRICS) for alias, place in places.items()}
         self._progress: dict[str, ExpertProgressDocument] = {}
         # The last step that was told, of updates and of evaluations.
         self._told = {(alias, is_value): 0 for alias in places for is_value in (False, True)}
-        for event in store.events(writer.study_id, kinds=[EventKind.TRAINING]):
+        for event in store.events(writer.job_id, kinds=[EventKind.TRAINING]):
             self._told[event.payload["expert"], "values" in event.payload] = event.payload["step"]
 
     def tell(self) -> None:

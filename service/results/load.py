@@ -17,7 +17,7 @@ from service.results.ranges import OutOfRange, out_of_range
 from service.results.record import EngineFigures, GradientRecord, RunRecord, SearchFigures, UpdateRecord
 from service.results.selection import best_trial, held_out
 from service.store import EvidenceRecord, StepRecord, Store
-from service.types import Estimate, EventKind, Origin, StudyRecord, TrialRecord
+from service.types import Estimate, EventKind, JobRecord, Origin, TrialRecord
 from workers.types import SampleDifference, Split, VerificationReport
 
 __all__ = ["POLICY_START", "held_out_estimates", "run_record"]
@@ -31,7 +31,7 @@ POLICY_START = "policy_start"
 
 def run_record(store: Store, study_id: str) -> RunRecord:
     """The study as far as it is stored."""
-    study = store.study(study_id)
+    study = store.job(study_id)
     objectives = study.resolved.objectives
     trials = store.trials(study_id)
     evidence = store.evidence(study_id)
@@ -74,7 +74,7 @@ def held_out_estimates(
     store: Store, study_id: str, trial: int, *, trials: Sequence[TrialRecord], objectives: Sequence[Objective]
 ) -> dict[str, Estimate] | None:
     """The held-out values of one of `trials`, as in its row of the held-out table; None where it has no row."""
-    stage = _held_out(store, store.study(study_id), trials, objectives)
+    stage = _held_out(store, store.job(study_id), trials, objectives)
     return next((dict(row.values) for row in stage.results.rows if row.trial == trial), None)
 
 
@@ -88,7 +88,7 @@ class _HeldOut:
 
 
 def _held_out(
-    store: Store, study: StudyRecord, trials: Sequence[TrialRecord], objectives: Sequence[Objective]
+    store: Store, study: JobRecord, trials: Sequence[TrialRecord], objectives: Sequence[Objective]
 ) -> _HeldOut:
     compared = [trial.recipe.digest for trial in held_out(trials, objectives)]
     winner = best_trial(trials, objectives)
@@ -176,7 +176,7 @@ def _engine(
     )
 
 
-def _search(store: Store, study: StudyRecord, steps: Sequence[StepRecord]) -> SearchFigures:
+def _search(store: Store, study: JobRecord, steps: Sequence[StepRecord]) -> SearchFigures:
     charged = [step for step in steps if step.charged]  # notes cost nothing
     charges = Counter[int]()
     for step in charged:

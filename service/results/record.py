@@ -10,7 +10,7 @@ from search_spaces.objectives import Objective
 from service.results.finding import RivalTest
 from service.results.holdout import FrontVolume
 from service.results.ranges import OutOfRange
-from service.types import Comparison, Estimate, StudyRecord, TrialRecord
+from service.types import Comparison, Estimate, JobRecord, TrialRecord
 from workers.types import VerificationReport
 
 __all__ = ["EngineFigures", "GradientRecord", "RunRecord", "SearchFigures", "UpdateRecord"]
@@ -87,7 +87,7 @@ class RunRecord:
     described in `service.results.holdout`. `verification_reason` says why no trial was to be verified.
     """
 
-    study: StudyRecord
+    study: JobRecord
     objectives: tuple[Objective, ...]
     trials: tuple[TrialRecord, ...]
     full_budget: Mapping[str, int]

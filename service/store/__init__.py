@@ -10,7 +10,7 @@
 - `upgrade`: creates and migrates databases, by the Alembic migrations in `migrations`
 """
 
-from service.store.attempt_writer import StudyWriter
+from service.store.attempt_writer import JobWriter
 from service.store.records import (
     BracketRecord,
     EngineFaultRecord,
@@ -26,8 +26,8 @@ __all__ = [
     "EngineFaultRecord",
     "EventRecord",
     "EvidenceRecord",
+    "JobWriter",
     "StepRecord",
     "Store",
-    "StudyWriter",
     "VoidSample",
 ]

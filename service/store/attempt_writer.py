@@ -13,13 +13,13 @@ from service.errors import StaleAttempt
 from service.store import schema
 from service.store.records import BracketRecord, StepRecord, tokens_text
 from service.store.void import void_samples
-from service.types import EventKind, RungRecord, StudyState, TrialRecord, TrialState
+from service.types import EventKind, JobState, RungRecord, TrialRecord, TrialState
 from workers.types import SampleResult, ScoreResult, Split
 
-__all__ = ["StudyWriter", "insert", "insert_event"]
+__all__ = ["JobWriter", "insert", "insert_event"]
 
 
-class StudyWriter:
+class JobWriter:
     """The only writer of a study. Every method is one transaction and raises StaleAttempt once another has taken over.
 
     Writing the same chunk, rung or bracket again changes nothing, so a driver may repeat a write after a crash.
@@ -28,9 +28,9 @@ class StudyWriter:
     (time.monotonic(); 0: never); `longest_chunk_s` is the longest that a replica took for a chunk, its wait included.
     """
 
-    def __init__(self, engine: sa.Engine, study_id: str, attempt: int) -> None:
+    def __init__(self, engine: sa.Engine, job_id: str, attempt: int) -> None:
         self._engine = engine
-        self.study_id = study_id
+        self.job_id = job_id
         self.attempt = attempt
         self.stored_at = 0.0
         self.scored_at = 0.0
@@ -41,11 +41,11 @@ class StudyWriter:
         table = schema.studies
         with self._engine.begin() as connection:
             current = connection.execute(
-                sa.select(table.c.attempt).where(table.c.id == self.study_id).with_for_update()
+                sa.select(table.c.attempt).where(table.c.id == self.job_id).with_for_update()
             ).scalar()
             if current != self.attempt:
                 raise StaleAttempt(
-                    f"study {self.study_id}: attempt {self.attempt} may not write, attempt {current} has taken over"
+                    f"study {self.job_id}: attempt {self.attempt} may not write, attempt {current} has taken over"
                 )
             yield connection
         if not is_heartbeat:
@@ -76,25 +76,25 @@ class StudyWriter:
         if progress is not None:
             changes["progress"] = dict(progress)
         with self._transaction(is_heartbeat=True) as connection:
-            self._update_study(connection, **changes)
+            self._update_job(connection, **changes)
 
-    def set_state(self, state: StudyState, reason: str | None = None) -> None:
+    def set_state(self, state: JobState, reason: str | None = None) -> None:
         with self._transaction() as connection:
-            self._update_study(connection, state=state.value, reason=reason)
+            self._update_job(connection, state=state.value, reason=reason)
             self._add_event(connection, EventKind.STATE, {"state": state.value, "reason": reason})
 
     def set_waiting(self, reason: str) -> None:
         """Stop until another driver tries again: something that the study needs is not there now."""
-        stopped = StudyState.STOPPED.value
+        stopped = JobState.STOPPED.value
         with self._transaction() as connection:
-            self._update_study(connection, state=stopped, reason=reason)
+            self._update_job(connection, state=stopped, reason=reason)
             self._add_event(connection, EventKind.STATE, {"state": stopped, "reason": reason})
             self._add_event(connection, EventKind.WAITING, {"reason": reason})
 
     def set_document(self, document: Mapping[str, Any]) -> None:
         """Replace the study file, by one with other limits or more trials."""
         with self._transaction() as connection:
-            self._update_study(connection, document=dict(document))
+            self._update_job(connection, document=dict(document))
 
     def open_bracket(self, record: BracketRecord) -> None:
         with self._transaction() as connection:
@@ -108,14 +108,14 @@ class StudyWriter:
         """The search ended before the bracket was full."""
         table = schema.brackets
         with self._transaction() as connection:
-            where = (table.c.study == self.study_id) & (table.c.bracket == bracket)
+            where = (table.c.study == self.job_id) & (table.c.bracket == bracket)
             connection.execute(sa.update(table).where(where).values(size=size))
 
     def add_trial(self, trial: TrialRecord) -> None:
         with self._transaction() as connection:
             connection.execute(
                 sa.insert(schema.trials).values(
-                    study=self.study_id,
+                    study=self.job_id,
                     number=trial.number,
                     origin=trial.origin.value,
                     label=trial.label,
@@ -150,7 +150,7 @@ class StudyWriter:
             evidence_id = connection.execute(
                 sa.insert(schema.evidence)
                 .values(
-                    study=self.study_id,
+                    study=self.job_id,
                     trial=trial,
                     recipe_digest=evidence.recipe_digest,
                     bank_fingerprint=evidence.bank_fingerprint,
@@ -185,7 +185,7 @@ class StudyWriter:
                     for sample in samples
                 ],
             )
-            where = (table.c.study == self.study_id) & (table.c.number == trial)
+            where = (table.c.study == self.job_id) & (table.c.number == trial)
             timings = connection.execute(sa.select(table.c.timings_s).where(where)).scalar_one()
             connection.execute(
                 sa.update(table)
@@ -224,7 +224,7 @@ class StudyWriter:
             if state is not None:
                 changes["state"] = state.value
             connection.execute(
-                sa.update(table).where((table.c.study == self.study_id) & (table.c.number == trial)).values(changes)
+                sa.update(table).where((table.c.study == self.job_id) & (table.c.number == trial)).values(changes)
             )
             self._add_event(
                 connection,
@@ -238,7 +238,7 @@ class StudyWriter:
         with self._transaction() as connection:
             connection.execute(
                 sa.update(table)
-                .where((table.c.study == self.study_id) & table.c.number.in_(list(trials)))
+                .where((table.c.study == self.job_id) & table.c.number.in_(list(trials)))
                 .values(state=state.value, reason=reason)
             )
             for trial in trials:
@@ -261,8 +261,8 @@ class StudyWriter:
         """Store the result of a closing stage; it replaces an earlier one."""
         table = schema.documents
         with self._transaction() as connection:
-            connection.execute(sa.delete(table).where((table.c.study == self.study_id) & (table.c.name == name)))
-            connection.execute(sa.insert(table).values(study=self.study_id, name=name, document=document))
+            connection.execute(sa.delete(table).where((table.c.study == self.job_id) & (table.c.name == name)))
+            connection.execute(sa.insert(table).values(study=self.job_id, name=name, document=document))
             self._add_event(connection, name, {})
 
     def record_engine_fault(self, replica: str, canaries: int, reason: str) -> None:
@@ -283,16 +283,16 @@ class StudyWriter:
     # -- inside a transaction --------------------------------------------------------------------------------------
 
     def _add_event(self, connection: sa.Connection, kind: str, payload: Mapping[str, Any]) -> None:
-        insert_event(connection, self.study_id, kind, payload)
+        insert_event(connection, self.job_id, kind, payload)
 
-    def _update_study(self, connection: sa.Connection, **changes: Any) -> None:
-        connection.execute(sa.update(schema.studies).where(schema.studies.c.id == self.study_id).values(**changes))
+    def _update_job(self, connection: sa.Connection, **changes: Any) -> None:
+        connection.execute(sa.update(schema.studies).where(schema.studies.c.id == self.job_id).values(**changes))
 
     def _tell_complete_studies(self, connection: sa.Connection, replica: str, reason: str) -> None:
         """Say in the reason of every COMPLETE study, and in an event, that samples of this replica are void."""
         studies, study = schema.studies, schema.samples.c.study
         query = void_samples(study, studies.c.reason, sa.func.count()).join(studies, studies.c.id == study)
-        is_concerned = (schema.engine_faults.c.replica == replica) & (studies.c.state == StudyState.COMPLETE.value)
+        is_concerned = (schema.engine_faults.c.replica == replica) & (studies.c.state == JobState.COMPLETE.value)
         query = query.where(is_concerned).group_by(study, studies.c.reason)
         for study_id, before, number in connection.execute(query).all():
             told = f"{number} samples are void since: {reason}; resume the study to score them again"
@@ -307,7 +307,7 @@ class StudyWriter:
         positions = [sample.position for sample in result.samples]
         stored = connection.execute(
             sa.select(table.c.objective, table.c.position).where(
-                (table.c.study == self.study_id)
+                (table.c.study == self.job_id)
                 & (table.c.recipe_digest == result.evidence.recipe_digest)
                 & (table.c.split == Split(split).value)
                 & table.c.objective.in_({sample.objective for sample in result.samples})
@@ -324,7 +324,7 @@ class StudyWriter:
         if keys:
             connection.execute(
                 sa.delete(table).where(
-                    (table.c.study == self.study_id)
+                    (table.c.study == self.job_id)
                     & (table.c.recipe_digest == digest)
                     & (table.c.split == Split(split).value)
                     & sa.tuple_(table.c.objective, table.c.position).in_(list(keys))
@@ -336,7 +336,7 @@ class StudyWriter:
         if not rows:
             return
         statement = insert(connection, table).on_conflict_do_nothing()
-        connection.execute(statement, [{"study": self.study_id, **row} for row in rows])
+        connection.execute(statement, [{"study": self.job_id, **row} for row in rows])
 
 
 def insert(connection: sa.Connection, table: sa.Table) -> Any:

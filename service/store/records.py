@@ -10,7 +10,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from search_spaces.recipe import Recipe
-from service.types import JobKind, Origin, ResolvedStudy, RungRecord, StudyRecord, StudyState, TrialRecord, TrialState
+from service.types import JobKind, JobRecord, JobState, Origin, ResolvedStudy, RungRecord, TrialRecord, TrialState
 from workers.types import SampleResult, Split
 
 __all__ = [
@@ -20,9 +20,9 @@ __all__ = [
     "EvidenceRecord",
     "StepRecord",
     "VoidSample",
+    "job_record",
     "num_tokens",
     "sample_result",
-    "study_record",
     "tokens_text",
     "trial_record",
 ]
@@ -111,11 +111,11 @@ class VoidSample:
     replica: str
 
 
-def study_record(row: sa.RowMapping) -> StudyRecord:
+def job_record(row: sa.RowMapping) -> JobRecord:
     values = {name: value for name, value in row.items() if name not in ("idempotency_key", "facts")}
     resolved = ResolvedStudy.from_json(row["facts"])
-    kinds = {"state": StudyState(row["state"]), "kind": JobKind(row["kind"])}
-    return StudyRecord(**{**values, **kinds, "resolved": resolved})
+    kinds = {"state": JobState(row["state"]), "kind": JobKind(row["kind"])}
+    return JobRecord(**{**values, **kinds, "resolved": resolved})
 
 
 def trial_record(row: sa.RowMapping, rungs: tuple[RungRecord, ...]) -> TrialRecord:

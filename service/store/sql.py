@@ -1,6 +1,6 @@
 """The store: studies, trials, rungs, samples and events in SQL (SQLite or PostgreSQL, through SQLAlchemy).
 
-Every process may read. Only a study's driver writes its trials, rungs, samples and events, through a `StudyWriter` that
+Every process may read. Only a study's driver writes its trials, rungs, samples and events, through a `JobWriter` that
 checks its attempt number inside every transaction: a driver that was replaced can no longer write.
 """
 
@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from service.errors import Conflict, NotFound, StaleAttempt
 from service.store import schema
-from service.store.attempt_writer import StudyWriter, insert, insert_event
+from service.store.attempt_writer import JobWriter, insert, insert_event
 from service.store.connection import connect
 from service.store.records import (
     BracketRecord,
@@ -27,9 +27,9 @@ from service.store.records import (
     EvidenceRecord,
     StepRecord,
     VoidSample,
+    job_record,
     num_tokens,
     sample_result,
-    study_record,
     trial_record,
 )
 from service.store.upgrade import upgrade
@@ -39,10 +39,10 @@ from service.types import (
     ExportRecord,
     ExportState,
     JobKind,
+    JobRecord,
+    JobState,
     ResolvedStudy,
     RungRecord,
-    StudyRecord,
-    StudyState,
     TrialRecord,
 )
 from workers.types import SampleResult, Split
@@ -93,7 +93,7 @@ class Store:
 
     # -- studies ---------------------------------------------------------------------------------------------------
 
-    def create_study(
+    def create_job(
         self,
         *,
         name: str,
@@ -102,13 +102,13 @@ class Store:
         kind: JobKind = JobKind.SEARCH,
         idempotency_key: str | None = None,
         request_digest: str | None = None,
-    ) -> StudyRecord:
+    ) -> JobRecord:
         """A new study, or the one that was created with the same `idempotency_key`."""
         study_id = uuid.uuid4().hex
         row = {
             "id": study_id,
             "name": name,
-            "state": StudyState.CREATED.value,
+            "state": JobState.CREATED.value,
             "kind": kind.value,
             "document": dict(document),
             "facts": resolved.to_json(),
@@ -121,33 +121,33 @@ class Store:
             if added.rowcount == 1:
                 insert_event(connection, study_id, EventKind.CREATED, {"name": name})
         if idempotency_key is None:
-            return self.study(study_id)
-        record = self.study_of_key(idempotency_key)
+            return self.job(study_id)
+        record = self.job_of_key(idempotency_key)
         assert record is not None
         return record
 
-    def study(self, study_id: str) -> StudyRecord:
+    def job(self, study_id: str) -> JobRecord:
         """Raises NotFound."""
-        found = self._studies(schema.studies.c.id == study_id)
+        found = self._jobs(schema.studies.c.id == study_id)
         if not found:
             raise NotFound(f"study {study_id!r}: no such study in {self._engine.url.render_as_string()}")
         return found[0]
 
-    def studies(self, kind: JobKind | None = None) -> tuple[StudyRecord, ...]:
+    def jobs(self, kind: JobKind | None = None) -> tuple[JobRecord, ...]:
         """Every study, or those of one kind, oldest first."""
-        return self._studies(sa.true() if kind is None else schema.studies.c.kind == kind.value)
+        return self._jobs(sa.true() if kind is None else schema.studies.c.kind == kind.value)
 
-    def study_of_key(self, idempotency_key: str) -> StudyRecord | None:
+    def job_of_key(self, idempotency_key: str) -> JobRecord | None:
         """The study that was created with this key."""
-        return next(iter(self._studies(schema.studies.c.idempotency_key == idempotency_key)), None)
+        return next(iter(self._jobs(schema.studies.c.idempotency_key == idempotency_key)), None)
 
-    def _studies(self, where: sa.ColumnElement[bool]) -> tuple[StudyRecord, ...]:
+    def _jobs(self, where: sa.ColumnElement[bool]) -> tuple[JobRecord, ...]:
         table = schema.studies
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(where).order_by(table.c.created_at, table.c.id))
-            return tuple(study_record(row) for row in rows.mappings())
+            return tuple(job_record(row) for row in rows.mappings())
 
-    def open_attempt(self, study_id: str, *, because: str | None = None) -> StudyWriter:
+    def open_attempt(self, study_id: str, *, because: str | None = None) -> JobWriter:
         """Take over the study: from now on only the returned writer may write.
 
         `because` says why another attempt was needed. Raises NotFound, and StaleAttempt for a cancelled study."""
@@ -161,12 +161,12 @@ class Store:
             ).one_or_none()
             if found is None:
                 raise NotFound(f"study {study_id!r}: no such study in {self._engine.url.render_as_string()}")
-            if found.state == StudyState.CANCELLED.value:
+            if found.state == JobState.CANCELLED.value:
                 raise StaleAttempt(f"study {study_id}: was cancelled")
             insert_event(connection, study_id, EventKind.ATTEMPT, {"attempt": found.attempt, "because": because})
-        return StudyWriter(self._engine, study_id, found.attempt)
+        return JobWriter(self._engine, study_id, found.attempt)
 
-    def delete_study(self, study_id: str) -> None:
+    def delete_job(self, study_id: str) -> None:
         """Delete a study that has ended, with everything that is stored of it. Raises NotFound, and Conflict if it has
         not ended."""
         table = schema.studies
@@ -176,7 +176,7 @@ class Store:
             ).one_or_none()
             if found is None:
                 raise NotFound(f"study {study_id!r}: no such study in {self._engine.url.render_as_string()}")
-            if not StudyState(found.state).is_finished:
+            if not JobState(found.state).is_finished:
                 noun = JobKind(found.kind).noun
                 raise Conflict(
                     f"{noun} {study_id} is {found.state}; only a {noun} that has ended can be deleted: cancel it first"
@@ -201,19 +201,19 @@ class Store:
         with self._engine.begin() as connection:
             insert_event(connection, study_id, EventKind.JOB_REFUSED, {"reason": reason})
 
-    def resume(self, study_id: str, *, reason: str) -> StudyRecord:
+    def resume(self, study_id: str, *, reason: str) -> JobRecord:
         """The study, made to go on if it is FAILED or STOPPED, or COMPLETE with void samples: it is STOPPED, and
         drivers are counted anew.
 
         Raises NotFound."""
         table = schema.studies
         has_void = void_samples(schema.samples.c.study).where(schema.samples.c.study == study_id).exists()
-        is_resumable = table.c.state.in_((StudyState.FAILED.value, StudyState.STOPPED.value)) | (
-            (table.c.state == StudyState.COMPLETE.value) & has_void
+        is_resumable = table.c.state.in_((JobState.FAILED.value, JobState.STOPPED.value)) | (
+            (table.c.state == JobState.COMPLETE.value) & has_void
         )
-        state = StudyState.STOPPED.value
+        state = JobState.STOPPED.value
         # Drivers that were submitted and never began are counted by the difference of these two numbers.
-        has_absent = (table.c.state == StudyState.FAILED.value) & (table.c.submissions > table.c.attempt)
+        has_absent = (table.c.state == JobState.FAILED.value) & (table.c.submissions > table.c.attempt)
         attempt = sa.case((has_absent, table.c.submissions), else_=table.c.attempt)
         with self._engine.begin() as connection:
             changed = connection.execute(
@@ -224,7 +224,7 @@ class Store:
             if changed.rowcount == 1:
                 insert_event(connection, study_id, EventKind.RESUMED, {})
                 insert_event(connection, study_id, EventKind.STATE, {"state": state, "reason": reason})
-        return self.study(study_id)
+        return self.job(study_id)
 
     def consecutive_failures(self, study_id: str) -> int:
         """How many drivers in a row, up to the last one, ended or failed to start without storing a result.
@@ -232,7 +232,7 @@ class Store:
         A stored chunk or step is a result. Drivers that only waited are not counted (`consecutive_waits`)."""
         setbacks = self._setbacks(study_id)
         failures = [kind for kind, then in pairwise([*setbacks, ""]) if EventKind.WAITING not in (kind, then)]
-        study = self.study(study_id)
+        study = self.job(study_id)
         return max(len(failures), study.submissions - study.attempt)
 
     def consecutive_waits(self, study_id: str) -> int:

@@ -17,7 +17,7 @@ from search_spaces.spaces.base import AlignedSpace, LayerPair
 from search_spaces.study.file import Study
 from service.errors import Conflict, StaleAttempt, StudyFailed, StudyUnusable
 from service.results.selection import best_trial
-from service.store import Store, StudyWriter
+from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
 from service.studies.heartbeat import ENGINE, SCORING_PATIENCE_S, VERIFYING_PATIENCE_S, Heartbeat
 from service.studies.preflight.examine import PreflightResult, examine
@@ -32,7 +32,7 @@ from service.tune.proposing.completions import SourceCompletions
 from service.tune.searchers import get_searcher
 from service.tune.searchers.base import LearningSearcher, SearchSetting
 from service.tune.steps import Step
-from service.types import Origin, StudyRecord, StudyState, TrialRecord, TrialState
+from service.types import JobRecord, JobState, Origin, TrialRecord, TrialState
 from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask
 from workers.types import CanaryReport, Scorer
 
@@ -52,7 +52,7 @@ ALIGNMENTS = "alignments"
 def with_alignments(
     preflight: PreflightResult,
     store: Store,
-    writer: StudyWriter,
+    writer: JobWriter,
     *,
     directory: Path,
     note: Callable[[str], None],
@@ -77,11 +77,11 @@ def with_alignments(
         positions_of({name: info.num_samples for name, info in preflight.task_infos.items()}),
         space.alignment,
     )
-    before = stored_alignments(store, writer.study_id)
+    before = stored_alignments(store, writer.job_id)
     try:
         names = alignments_in(directory, job, space.pairs, before=before, note=note)
     except (InvalidModel, InvalidTask, StudyFailed) as error:
-        writer.set_state(StudyState.FAILED, str(error))
+        writer.set_state(JobState.FAILED, str(error))
         raise StudyFailed(str(error)) from error
     except OSError as error:
         raise EngineUnavailable(f"alignments cannot be kept: {error}") from error
@@ -98,7 +98,7 @@ def stored_alignments(store: Store, study_id: str) -> dict[LayerPair, str]:
 
 def execute(
     store: Store,
-    writer: StudyWriter,
+    writer: JobWriter,
     preflight: PreflightResult,
     scorer: Scorer,
     *,
@@ -116,9 +116,9 @@ def execute(
     from service.tune.proposing.ray_proposer import RayProposer
     from service.tune.ray_tune import run_evaluations
 
-    study_id = writer.study_id
-    resolved = store.study(study_id).resolved
-    writer.set_state(StudyState.RUNNING)
+    study_id = writer.job_id
+    resolved = store.job(study_id).resolved
+    writer.set_state(JobState.RUNNING)
     try:
         plan = preflight.plan(study_id, resolved, baselines=_baselines(store, study_id, preflight))
         algorithm = resolved.algorithm or preflight.study.search.algorithm
@@ -178,17 +178,17 @@ def execute(
             is_closed = _is_closed(coordinator, close)
         heartbeat.send()
         reasons = [reason for reason in (coordinator.end_of_search, not_verified) if reason]
-        writer.set_state(StudyState.COMPLETE, "; ".join(reasons) or None)
+        writer.set_state(JobState.COMPLETE, "; ".join(reasons) or None)
         observer("complete")
     except (StudyFailed, StudyUnusable, EvidenceMismatch, EngineUnavailable, InvalidModel, InvalidTask) as error:
-        if (reason := _reason_to_fail(error, store.study(study_id), preflight)) is None:
+        if (reason := _reason_to_fail(error, store.job(study_id), preflight)) is None:
             raise EngineUnavailable(str(error)) from error
-        writer.set_state(StudyState.FAILED, reason)
+        writer.set_state(JobState.FAILED, reason)
         raise StudyFailed(reason) from error
     except StaleAttempt:
         raise
     except KeyboardInterrupt:
-        writer.set_state(StudyState.STOPPED, "interrupted")
+        writer.set_state(JobState.STOPPED, "interrupted")
         raise
 
 
@@ -208,7 +208,7 @@ class _EngineWatch:
     """While the search gets no results, counts the start of an engine as progress, because it may take long, and tells
     of it."""
 
-    def __init__(self, scorer: Scorer, writer: StudyWriter, heartbeat: Heartbeat) -> None:
+    def __init__(self, scorer: Scorer, writer: JobWriter, heartbeat: Heartbeat) -> None:
         self._scorer = scorer
         self._writer = writer
         self._heartbeat = heartbeat
@@ -262,7 +262,7 @@ class _Snapshots:
         )
 
 
-def _reason_to_fail(error: Exception, record: StudyRecord, preflight: PreflightResult) -> str | None:
+def _reason_to_fail(error: Exception, record: JobRecord, preflight: PreflightResult) -> str | None:
     """Why the study cannot go on after `error`; None: it can later. Engines read models and task data again when they
     start: what the study was started with may have changed since, or be away."""
     if isinstance(error, (StudyFailed, EvidenceMismatch)):
@@ -305,12 +305,12 @@ def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
     return coordinator.is_finished
 
 
-def _check_engines(store: Store, writer: StudyWriter, scorer: Scorer) -> None:
+def _check_engines(store: Store, writer: JobWriter, scorer: Scorer) -> None:
     """A canary in every engine that runs, so that the study does not rest on samples that none came after.
 
     Stores how many samples remain unchecked: of engines that have ended, or could not make a canary."""
     reports: Sequence[CanaryReport] = scorer.check()
     passed = {report.replica: report.canaries for report in reports}
     skipped = {report.replica: report.skipped for report in reports if report.skipped}
-    unchecked = store.num_unchecked(writer.study_id, passed)
+    unchecked = store.num_unchecked(writer.job_id, passed)
     writer.set_document_named("canaries", {"samples_not_checked": unchecked, "skipped": skipped})

@@ -28,7 +28,7 @@ from service.store import Store
 from service.studies.export import export_trial, write_model
 from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
 from service.studies.preflight.models import with_revisions
-from service.types import ChainedSource, ResolvedStudy, StudyRecord
+from service.types import ChainedSource, JobRecord, ResolvedStudy
 from workers.errors import InvalidModel
 from workers.models.family import resolve_family
 
@@ -43,7 +43,7 @@ DIGEST_DIGITS = 16
 
 BASE = "base"
 
-OpenStudy: TypeAlias = Callable[[AnotherStudy], AbstractContextManager[tuple[Store, StudyRecord]]]
+OpenStudy: TypeAlias = Callable[[AnotherStudy], AbstractContextManager[tuple[Store, JobRecord]]]
 """Opens the study that a source, or a policy, is from. Raises NotFound, or Conflict if it cannot be named so here."""
 
 
@@ -88,7 +88,7 @@ def _with_directories(study: Study, found: Mapping[str, ChainedSource]) -> Study
 
 
 def _exported(
-    store: Store, record: StudyRecord, source: FromStudy, known: ChainedSource | None, directory: Path
+    store: Store, record: JobRecord, source: FromStudy, known: ChainedSource | None, directory: Path
 ) -> ChainedSource:
     number, recipe = _trial(store, record, source, known)
     if any(layer.alignment is not None for layer in recipe.layers):
@@ -107,7 +107,7 @@ def _place(directory: Path, recipe: Recipe, dtype: str) -> Path:
     return directory.resolve() / SOURCES / f"{recipe.digest[:DIGEST_DIGITS]}-{dtype}"
 
 
-def _trial(store: Store, record: StudyRecord, source: FromStudy, known: ChainedSource | None) -> tuple[int, Recipe]:
+def _trial(store: Store, record: JobRecord, source: FromStudy, known: ChainedSource | None) -> tuple[int, Recipe]:
     """The number and recipe of the trial that a source names. Raises NotFound and Conflict."""
     trials = store.trials(record.id)
     if known is not None:
@@ -201,9 +201,9 @@ def on_server(store: Store) -> OpenStudy:
     """Studies of a server, by id."""
 
     @contextmanager
-    def open_study(source: AnotherStudy) -> Iterator[tuple[Store, StudyRecord]]:
+    def open_study(source: AnotherStudy) -> Iterator[tuple[Store, JobRecord]]:
         if source.id is None:
             raise Conflict(f"dir: {source.dir} names a run's directory; on a server, give the id of one of its studies")
-        yield store, store.study(source.id)
+        yield store, store.job(source.id)
 
     return open_study

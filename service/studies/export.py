@@ -19,7 +19,7 @@ from workers.models.family import resolve_family
 
 if TYPE_CHECKING:
     from service.store import Store
-    from service.types import StudyRecord, TrialRecord
+    from service.types import JobRecord, TrialRecord
     from workers.merging.bank import Bank
 
 __all__ = ["export_trial", "model_bytes", "write_model"]
@@ -27,7 +27,7 @@ __all__ = ["export_trial", "model_bytes", "write_model"]
 
 def export_trial(
     store: Store,
-    record: StudyRecord,
+    record: JobRecord,
     trial: str,
     out: Path,
     *,

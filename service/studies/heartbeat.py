@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from service.errors import StaleAttempt
-from service.store import StudyWriter
+from service.store import JobWriter
 from service.types import HEARTBEAT_S
 
 __all__ = ["ENGINE", "SCORING_PATIENCE_S", "VERIFYING_PATIENCE_S", "Heartbeat"]
@@ -38,7 +38,7 @@ class Heartbeat:
 
     It makes progress when `writer` stores something, or when it calls `progressed`."""
 
-    def __init__(self, writer: StudyWriter, worked_s: float, *, interval_s: float = HEARTBEAT_S) -> None:
+    def __init__(self, writer: JobWriter, worked_s: float, *, interval_s: float = HEARTBEAT_S) -> None:
         self.progress: Mapping[str, Any] | None = None
         self.min_patience_s = PREPARING_PATIENCE_S
         self._writer = writer

@@ -29,7 +29,7 @@ from service.studies.policies.start import check_start, with_start
 from service.studies.preflight.examine import EXPORT, PreflightResult, examine
 from service.studies.preflight.models import check_unchanged, with_revisions
 from service.studies.progress import ProgressReporter
-from service.types import ChainedSource, ResolvedStudy, StudyRecord, StudyState
+from service.types import ChainedSource, JobRecord, JobState, ResolvedStudy
 from workers.errors import EngineUnavailable
 from workers.serving.deployment import serving
 from workers.types import Scorer
@@ -77,7 +77,7 @@ def run_study(
         try:
             record = _created_or_resumed(store, study, preflight, directory)
             try:
-                if record.state is not StudyState.COMPLETE:
+                if record.state is not JobState.COMPLETE:
                     writer = store.open_attempt(record.id)
                     artifacts = ArtifactStore(store, artifacts_dir(directory))
                     preflight = with_start(preflight, store, writer, artifacts=artifacts, open_study=open_run)
@@ -100,7 +100,7 @@ def run_study(
                                 observer=observer,
                             )
             except EngineUnavailable as error:
-                writer.set_state(StudyState.STOPPED, str(error))
+                writer.set_state(JobState.STOPPED, str(error))
                 raise
             finally:
                 result = run_record(store, record.id)
@@ -111,13 +111,13 @@ def run_study(
 
 
 @contextmanager
-def read_run(directory: Path) -> Iterator[tuple[Store, StudyRecord]]:
+def read_run(directory: Path) -> Iterator[tuple[Store, JobRecord]]:
     """The store and the study of a run's directory, also while a run uses it. Raises NotFound."""
     if not (directory / DATABASE).is_file():
         raise NotFound(f"{directory}: no run here (no {DATABASE}); give the directory that `mergesearch run` was given")
     store = Store(f"sqlite:///{directory / DATABASE}")
     try:
-        studies = store.studies()
+        studies = store.jobs()
         if not studies:
             raise NotFound(f"{directory}: its {DATABASE} holds no study")
         yield store, studies[0]
@@ -142,18 +142,18 @@ def as_started(
 
 
 @contextmanager
-def open_run(source: AnotherStudy) -> Iterator[tuple[Store, StudyRecord]]:
+def open_run(source: AnotherStudy) -> Iterator[tuple[Store, JobRecord]]:
     if source.dir is None:
         raise Conflict(f"id: {source.id} names a study on a server; give the dir of a run")
     with read_run(Path(source.dir)) as found:
         yield found
 
 
-def _created_or_resumed(store: Store, study: Study, preflight: PreflightResult, directory: Path) -> StudyRecord:
+def _created_or_resumed(store: Store, study: Study, preflight: PreflightResult, directory: Path) -> JobRecord:
     resolved = preflight.resolved()
-    studies = store.studies()
+    studies = store.jobs()
     if not studies:
-        return store.create_study(name=study.name, document=study.canonical(), resolved=resolved)
+        return store.create_job(name=study.name, document=study.canonical(), resolved=resolved)
     record = studies[0]
     before = Study.model_validate(record.document)
     if differing := same_but_limits(before, study):
@@ -165,7 +165,7 @@ def _created_or_resumed(store: Store, study: Study, preflight: PreflightResult, 
     if before != study:
         writer = store.open_attempt(record.id)
         writer.set_document(study.canonical())
-        if record.state is StudyState.COMPLETE:
-            writer.set_state(StudyState.STOPPED, "limits or max_trials were raised")
-        record = store.study(record.id)
+        if record.state is JobState.COMPLETE:
+            writer.set_state(JobState.STOPPED, "limits or max_trials were raised")
+        record = store.job(record.id)
     return record

@@ -15,7 +15,7 @@ import numpy as np
 from search_spaces.study.sections import Verify
 from service.errors import StudyFailed
 from service.results.selection import best_trial, full_budget_trials
-from service.store import Store, StudyWriter
+from service.store import JobWriter, Store
 from service.studies.preflight.examine import PreflightResult
 from service.types import TrialRecord
 from workers.errors import TrialFailed
@@ -31,7 +31,7 @@ Report = dict[str, Any]
 
 def verify_trials(
     store: Store,
-    writer: StudyWriter,
+    writer: JobWriter,
     preflight: PreflightResult,
     scorer: Scorer,
     trials: Sequence[TrialRecord],
@@ -45,7 +45,7 @@ def verify_trials(
     cannot score what the engine has scored.
     """
     options = preflight.study.engine.verify
-    document = store.document(writer.study_id, DOCUMENT) or {}
+    document = store.document(writer.job_id, DOCUMENT) or {}
     if not options:
         if not document:
             writer.set_document_named(DOCUMENT, {"reports": [], "reason": "switched off in the study file"})
@@ -55,7 +55,7 @@ def verify_trials(
     chosen = _chosen(preflight, options, trials, known)
     reports = {trial.number: known[trial.number] for trial in chosen if trial.number in known}
     for trial in chosen:
-        samples = _samples(store, writer.study_id, trial, spans)
+        samples = _samples(store, writer.job_id, trial, spans)
         digest = digest_of([asdict(sample) for sample in samples])
         if _is_verified(reports.get(trial.number, {}), trial, digest):
             continue

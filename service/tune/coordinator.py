@@ -17,7 +17,7 @@ from search_spaces.spaces.base import SearchSpace
 from service.errors import StudyFailed
 from service.results.ranges import out_of_range
 from service.results.selection import held_out
-from service.store import BracketRecord, Store, StudyWriter
+from service.store import BracketRecord, JobWriter, Store
 from service.tune.crashes import Crashes
 from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
 from service.tune.feasibility import Feasibility
@@ -53,7 +53,7 @@ class Coordinator:
         *,
         space: SearchSpace,
         store: Store,
-        writer: StudyWriter,
+        writer: JobWriter,
         proposer: Proposer,
         observer: Callable[[str], None] = lambda _: None,
         is_out_of_budget: Callable[[], str | None] = lambda: None,

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
 from service.errors import StudyFailed
-from service.store import EngineFaultRecord, Store, StudyWriter
+from service.store import EngineFaultRecord, JobWriter, Store
 from service.tune.evaluation import Evaluation
 from service.tune.sample_cache import SampleCache
 from service.types import EventKind, TrialRecord
@@ -39,7 +39,7 @@ class Rescoring:
     are never stored: a study that failed for them fails again when it is resumed.
     """
 
-    def __init__(self, study_id: str, store: Store, writer: StudyWriter, samples: SampleCache) -> None:
+    def __init__(self, study_id: str, store: Store, writer: JobWriter, samples: SampleCache) -> None:
         self._study_id = study_id
         self._store = store
         self._writer = writer

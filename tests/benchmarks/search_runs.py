@@ -269,7 +269,7 @@ class Bench:
         self, store: Store, spec: SearchSpec, preflight: PreflightResult, actor: GradientActor | None, started: float
     ) -> tuple[Run, Mapping[int, bytes]]:
         resolved = preflight.resolved()
-        study = store.create_study(name=spec.name, document=preflight.study.canonical(), resolved=resolved)
+        study = store.create_job(name=spec.name, document=preflight.study.canonical(), resolved=resolved)
 
         def spent() -> int:
             scored = sum(t.samples_scored for t in coordinator.trials if t.origin is Origin.SEARCH)

@@ -26,7 +26,7 @@ import yaml
 from search_spaces.study.file import load_study
 from service.jobs.search import DATABASE
 from service.store import Store
-from service.types import StudyState
+from service.types import JobState
 from tests.end_to_end.server import Server, drivers, processes_of_ray, replicas, serving
 from tests.end_to_end.studies import undisturbed, write_small_study
 from tests.service.tune.harness import trial_list
@@ -96,7 +96,7 @@ class _Studies:
     @property
     def current(self) -> str:
         """The study at work; a new one if there is none."""
-        if not self.ids or self.store.study(self.ids[-1]).state.is_finished:
+        if not self.ids or self.store.job(self.ids[-1]).state.is_finished:
             document = load_study(self.file_of(len(self.ids))).canonical()
             self.ids.append(self.server.submit(document))
         return self.ids[-1]
@@ -126,10 +126,10 @@ class _Studies:
         """The studies that did not end with the trials of an undisturbed run, and in what they differ."""
         wrong = []
         for number, study in enumerate(self.ids):
-            record = self.store.study(study)
+            record = self.store.job(study)
             expected = self.undisturbed(self, number)
             found = results_of(self.store, study)
-            if record.state is not StudyState.COMPLETE or found != expected:
+            if record.state is not JobState.COMPLETE or found != expected:
                 pairs = zip(found, expected, strict=False)
                 unequal = [(ours[0], str(ours[3]), ours[-1]) for ours, other in pairs if ours != other]
                 wrong.append(f"{study} {record.state} {record.reason}; {len(unequal)} results differ: {unequal[:2]}")
@@ -159,7 +159,7 @@ def results_of(store: Store, study: str) -> Results:
 
 def in_this_process(studies: _Studies, number: int) -> Results:
     """The study without a server, Ray or Tune: for searchers that compute no steps."""
-    resolved = studies.store.study(studies.ids[number]).resolved
+    resolved = studies.store.job(studies.ids[number]).resolved
     return undisturbed(studies.file_of(number), studies.directory / f"alone-{number}", resolved=resolved)
 
 

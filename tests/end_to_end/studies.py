@@ -123,7 +123,7 @@ def undisturbed(
     preflight = examine(load_study(study_file))
     store = Store(f"sqlite:///{directory / DATABASE}")
     resolved = resolved or preflight.resolved()
-    study_id = store.create_study(name="undisturbed", document={}, resolved=resolved).id
+    study_id = store.create_job(name="undisturbed", document={}, resolved=resolved).id
     coordinator = Coordinator(
         preflight.plan(study_id, resolved),
         space=preflight.space,

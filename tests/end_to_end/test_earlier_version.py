@@ -11,7 +11,7 @@ import pytest
 
 from service.results.selection import best_trial
 from service.studies.local_run import read_run
-from service.types import StudyState, TrialRecord
+from service.types import JobState, TrialRecord
 from tests.end_to_end.processes import started
 from tests.mid_rung import expected_trials, restore
 from workers.models.checkpoints import open_checkpoint
@@ -28,7 +28,7 @@ def test_a_study_stopped_by_an_earlier_version_is_resumed_to_the_same_trials_and
     study, run_dir = restore(tmp_path)
     with read_run(run_dir) as (store, record):
         before = store.trials(record.id)
-        assert record.state is StudyState.RUNNING
+        assert record.state is JobState.RUNNING
         at_rung = {trial.number: max((sum(r.num_samples.values()) for r in trial.rungs), default=0) for trial in before}
         (trial,) = [trial for trial in before if trial.samples_scored > at_rung[trial.number]]
         assert len(trial.rungs) == 1, "the chunk of its second rung is stored, the rung is not"
@@ -38,7 +38,7 @@ def test_a_study_stopped_by_an_earlier_version_is_resumed_to_the_same_trials_and
     with started(command, directory=run_dir, ray_address=ray_address) as run:
         assert run.wait(timeout_s=RUN_S) == 0, run.log
     with read_run(run_dir) as (store, record):
-        assert (record.state, record.attempt) == (StudyState.COMPLETE, attempt + 1)
+        assert (record.state, record.attempt) == (JobState.COMPLETE, attempt + 1)
         trials = store.trials(record.id)
         assert [as_json(trial) for trial in trials] == expected_trials()
         scored = store.sample_values(record.id, Split.SEARCH)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from service.jobs.finetune import EXPERT_DIR, SUMMARY_FILE, WRITER_LOCK
 from service.studies.local_run import read_run
-from service.types import StudyState
+from service.types import JobState
 from tests.builders import tiny_llama
 from workers.models.family import open_family
 from workers.training.finetuning.fleet import EXPERTS, STUDY, load_pipeline
@@ -152,7 +152,7 @@ def check_lineage(whole: Path, directory: Path) -> None:
     family = open_family(directory / "base", experts)
     prints = {model.alias: model.fingerprint for model in family.models}
     with read_run(whole / STUDY) as (_, study):
-        assert study.state is StudyState.COMPLETE
+        assert study.state is JobState.COMPLETE
         assert study.resolved.fingerprints == prints
     exported = whole / STUDY / "export"
     assert (exported / "model.safetensors").exists()

@@ -12,7 +12,7 @@ import pytest
 
 from search_spaces.recipe import Recipe
 from service.studies.local_run import read_run
-from service.types import StudyState
+from service.types import JobState
 from tests.end_to_end.processes import started
 from tests.end_to_end.studies import DIS, stored, undisturbed, write_small_study
 from tests.service.tune.harness import trial_list
@@ -56,7 +56,7 @@ def test_killed_at_every_point_the_study_ends_with_the_trials_chunks_and_samples
     with started(command(study, out, {}), directory=out, ray_address=ray_address) as run:
         assert run.wait(timeout_s=ATTEMPT_S) == 0, run.log
     with read_run(out) as (store, record):
-        assert record.state is StudyState.COMPLETE
+        assert record.state is JobState.COMPLETE
         trials = trial_list(store, record.id)
         assert trials == undisturbed(study, tmp_path / "undisturbed", resolved=record.resolved, concurrency=1)
     assert stored(out) == stored(tmp_path / "undisturbed")

@@ -15,7 +15,7 @@ from search_spaces.study.file import load_study
 from service.studies.export import export_trial
 from service.studies.local_run import DATABASE, read_run
 from service.studies.preflight.examine import examine
-from service.types import Origin, StudyState, TrialState
+from service.types import JobState, Origin, TrialState
 from tests.end_to_end.processes import num_chunks, started
 from tests.end_to_end.studies import SHIPPED_SAMPLES, undisturbed
 from tests.service.tune.harness import trial_list
@@ -101,7 +101,7 @@ def test_ctrl_c_leaves_a_directory_that_the_same_command_resumes(small: Path, tm
     with started(fake(small, out), directory=out, ray_address=ray_address) as run:
         assert run.wait(timeout_s=START_S) == 0, run.log
     with read_run(out) as (store, study):
-        assert study.state is StudyState.COMPLETE
+        assert study.state is JobState.COMPLETE
         assert trial_list(store, study.id) == undisturbed(small, tmp_path / "undisturbed")
 
 
@@ -115,7 +115,7 @@ def test_study_whose_candidates_all_fail_ends_failed_and_says_why(
     assert f"mergesearch: {reason}" in run.log
     assert "Traceback" not in run.log
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["state"] == StudyState.FAILED
+    assert summary["state"] == JobState.FAILED
     assert summary["reason"].startswith(reason)
     assert "fake: coefficient" in summary["reason"]
     assert set(summary["trials"]) == {TrialState.FAIL}
@@ -131,7 +131,7 @@ def test_study_whose_stored_answers_are_not_those_of_transformers_fails_whenever
             assert run.wait(timeout_s=START_S) == 1, run.log
         assert "Traceback" not in run.log
         summary = json.loads((out / "summary.json").read_text())
-        assert summary["state"] == StudyState.FAILED
+        assert summary["state"] == JobState.FAILED
         assert summary["verification"]["status"] == "disagreement"
         best = summary["best"]["trial"]
         reason = f"verification: trial {best}: 16 of 16 samples differ between the engine and transformers"
@@ -139,4 +139,4 @@ def test_study_whose_stored_answers_are_not_those_of_transformers_fails_whenever
         assert run.log.count(f"mergesearch: {reason}") == attempt
         assert f"Verifying trial {best} with transformers" in run.log
         with read_run(out) as (_, study):
-            assert (study.state, study.attempt) == (StudyState.FAILED, attempt)
+            assert (study.state, study.attempt) == (JobState.FAILED, attempt)

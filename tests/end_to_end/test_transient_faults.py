@@ -22,7 +22,7 @@ from search_spaces.study.file import load_study
 from service.jobs.search import DATABASE
 from service.store import Store
 from service.studies.preflight.examine import examine
-from service.types import StudyState
+from service.types import JobState
 from tests.end_to_end.processes import started
 from tests.end_to_end.server import Server, processes_of_ray, serving
 from tests.end_to_end.studies import undisturbed, write_small_study
@@ -55,7 +55,7 @@ def test_a_driver_that_was_stopped_and_replaced_leaves_when_it_wakes_up_and_writ
     data.mkdir()
     store = Store(f"sqlite:///{data / DATABASE}")
     study = load_study(study_file)
-    record = store.create_study(name=study.name, document=study.canonical(), resolved=examine(study).resolved())
+    record = store.create_job(name=study.name, document=study.canonical(), resolved=examine(study).resolved())
     command = [sys.executable, "-m", "tests.benchmarks.fake_job", "--data", data, "--study", record.id]
     command += ["--ray-address", ray_address]
     with started(command, directory=tmp_path / "first", ray_address=ray_address) as first:
@@ -63,12 +63,12 @@ def test_a_driver_that_was_stopped_and_replaced_leaves_when_it_wakes_up_and_writ
         stop_outside_transactions(first.pid, data / DATABASE)
         with started(command, directory=tmp_path / "second", ray_address=ray_address) as second:
             assert second.wait(timeout_s=ATTEMPT_S) == 0, second.log
-        ended = store.study(record.id), store.events(record.id), store.evidence(record.id)
-        assert ended[0].state is StudyState.COMPLETE
+        ended = store.job(record.id), store.events(record.id), store.evidence(record.id)
+        assert ended[0].state is JobState.COMPLETE
         os.kill(first.pid, signal.SIGCONT)
         assert first.wait(timeout_s=60.0) == 0, first.log
         assert "attempt 1 may not write, attempt 2 has taken over" in first.log
-    assert (store.study(record.id), store.events(record.id), store.evidence(record.id)) == ended
+    assert (store.job(record.id), store.events(record.id), store.evidence(record.id)) == ended
     assert trial_list(store, record.id) == undisturbed(study_file, tmp_path / "alone", resolved=record.resolved)
     store.close()
 
@@ -101,7 +101,7 @@ def test_hanging_actors_and_a_model_that_is_away_are_survived_and_told(study_fil
     assert "made no progress" in reasons[1]
     assert "does not exist" in reasons[-1]
     store = Store(f"sqlite:///{tmp_path / 'data' / DATABASE}")
-    record = store.study(name)
+    record = store.job(name)
     assert trial_list(store, name) == undisturbed(study_file, tmp_path / "alone", resolved=record.resolved)
     store.close()
 

@@ -20,4 +20,4 @@ def finished(site: Site) -> str:
     """The id of a study that is COMPLETE."""
     writer = site.begin("finished")
     site.finish(writer)
-    return writer.study_id
+    return writer.job_id

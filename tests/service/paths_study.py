@@ -71,7 +71,7 @@ def add_study(
     resolved = resolved_study(
         objectives=objectives, fingerprints=FINGERPRINTS, num_layers=NUM_LAYERS, rung_samples=sizes
     )
-    study = store.create_study(name="paths", document=parse_study(document).canonical(), resolved=resolved).id
+    study = store.create_job(name="paths", document=parse_study(document).canonical(), resolved=resolved).id
     own = space_of(kind)
     given = {"objectives": objectives, "max_trials": 20, **plan}
     drive(coordinator_of(store, study, space=own, proposer=InlineProposer(own, seed=3), **given), FakeScorer())

@@ -16,9 +16,9 @@ from service.api.preflight_process import PreflightOutcome, examine_here, read_r
 from service.results.load import run_record
 from service.results.selection import held_out
 from service.schemas.api import JobDocument
-from service.store import Store, StudyWriter
+from service.store import JobWriter, Store
 from service.studies.preflight.examine import examine
-from service.types import JobKind, StudyRecord, StudyState, TrialRecord
+from service.types import JobKind, JobRecord, JobState, TrialRecord
 from tests.builders import tiny_family
 from tests.service.http_server import HttpServer
 from tests.service.sums import score_baselines, sums_study, write_sums
@@ -43,14 +43,14 @@ class FakeCluster:
     def not_ready(self) -> str | None:
         return self.reason
 
-    def waiting_for(self, study: StudyRecord) -> str | None:
+    def waiting_for(self, study: JobRecord) -> str | None:
         return None if study.state.is_finished else self.reason
 
-    def job(self, study: StudyRecord) -> JobDocument | None:
+    def job(self, study: JobRecord) -> JobDocument | None:
         name = f"{study.name}-1"
         return {"submission_id": name, "dashboard_url": f"http://dashboard/#/jobs/{name}"} if study.attempt else None
 
-    def log(self, study: StudyRecord) -> str:
+    def log(self, study: JobRecord) -> str:
         if self.reason is not None:
             raise ConnectionError(self.reason)
         return self.log_text
@@ -116,22 +116,22 @@ class Site:
     def create(self, name: str) -> str:
         """The id of a new study that nobody works on."""
         study = Study.model_validate({**self.document, "name": name})
-        return self.store.create_study(name=name, document=study.canonical(), resolved=self.preflight.resolved()).id
+        return self.store.create_job(name=name, document=study.canonical(), resolved=self.preflight.resolved()).id
 
-    def begin(self, name: str) -> StudyWriter:
+    def begin(self, name: str) -> JobWriter:
         """A new study's first driver."""
         writer = self.store.open_attempt(self.create(name))
-        writer.set_state(StudyState.RUNNING)
+        writer.set_state(JobState.RUNNING)
         return writer
 
-    def finish(self, writer: StudyWriter) -> None:
+    def finish(self, writer: JobWriter) -> None:
         """The sources and published recipes at full budget, one trial that failed, and the held-out stage."""
         score_baselines(writer, self.preflight.baselines())
-        record = run_record(self.store, writer.study_id)
+        record = run_record(self.store, writer.job_id)
         for trial in held_out(record.trials, record.objectives):
             writer.record_chunk(trial.number, Split.HOLDOUT, _holdout_chunk(trial))
         writer.heartbeat(wall_clock_s=754.0, progress=PROGRESS)
-        writer.set_state(StudyState.COMPLETE)
+        writer.set_state(JobState.COMPLETE)
 
 
 PROGRESS = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.recipe import Recipe
-from service.store import StudyWriter
+from service.store import JobWriter
 from service.types import Origin, RungRecord, TrialRecord, TrialState
 
 __all__ = ["score_baselines", "sums_study", "write_sums"]
@@ -41,7 +41,7 @@ def sums_study(models: Path, *, data_dir: Path = Path()) -> dict[str, Any]:
     }
 
 
-def score_baselines(writer: StudyWriter, baselines: Iterable[tuple[Origin, str, Recipe]]) -> None:
+def score_baselines(writer: JobWriter, baselines: Iterable[tuple[Origin, str, Recipe]]) -> None:
     """The first eight sources and published recipes at full budget, each better than the one before, and one searched
     trial that failed."""
     for number, (origin, label, recipe) in enumerate(islice(baselines, 8)):

@@ -13,7 +13,7 @@ from search_spaces.recipe import COMPONENTS, LayerRecipe, Merge, Recipe, Source
 from service.results.holdout import Scored, held_out_results
 from service.results.record import EngineFigures, GradientRecord, RunRecord
 from service.results.selection import finalists, held_out
-from service.types import Origin, RungRecord, StudyRecord, StudyState, TrialRecord, TrialState
+from service.types import JobRecord, JobState, Origin, RungRecord, TrialRecord, TrialState
 from tests.service.resolved import resolved_study
 from workers.types import SampleDifference, VerificationReport
 
@@ -74,10 +74,10 @@ def run_record(
             trials.append(scored_trial(number, Origin.SEARCH, label, recipe, samples, reached[number], bracket))
 
     run = RunRecord(
-        study=StudyRecord(
+        study=JobRecord(
             id="c0ffee",
             name="math-text-lookup",
-            state=StudyState.COMPLETE,
+            state=JobState.COMPLETE,
             document={
                 "name": "math-text-lookup",
                 "models": {"base": "base", "experts": dict.fromkeys(EXPERTS, "somewhere")},

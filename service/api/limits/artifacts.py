@@ -42,7 +42,7 @@ class ArtifactQuota:
 
     def _reserved(self) -> int:
         found = 0
-        for record in self._store.studies(JobKind.FINETUNE):
+        for record in self._store.jobs(JobKind.FINETUNE):
             if not record.state.is_finished:
                 stored = sum(artifact.num_bytes for artifact in self._artifacts.of(record.id))
                 found += max(0, record.resolved.artifact_bytes - stored)

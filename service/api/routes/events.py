@@ -13,7 +13,7 @@ from service.api.presenters import event_document
 from service.api.problems import Json, refusals
 from service.api.routes.jobs import PLACES
 from service.schemas.api import EventsDocument
-from service.types import JobKind, StudyRecord
+from service.types import JobKind, JobRecord
 
 __all__ = ["router"]
 
@@ -67,7 +67,7 @@ def _add_route(kind: JobKind, progress: str) -> None:
     async def watch(
         request: Request,
         services: Context,
-        record: StudyRecord = found,
+        record: JobRecord = found,
         after: Annotated[int, Query(description="Only events with a larger id.", ge=0, le=MAX_ID)] = 0,
         limit: Annotated[
             int, Query(description="Maximum number of events in a list.", ge=1, le=MAX_EVENTS)

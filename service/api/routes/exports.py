@@ -21,7 +21,7 @@ from service.results.record import RunRecord
 from service.results.selection import best_trial
 from service.schemas.api import DeletedDocument, ExportDocument, ExportsDocument
 from service.schemas.files import PreferredDocument
-from service.types import ExportRecord, ExportState, StudyRecord, StudyState
+from service.types import ExportRecord, ExportState, JobRecord, JobState
 
 __all__ = ["router"]
 
@@ -71,7 +71,7 @@ async def create_export(request: Request, study: Study, services: Context, sende
     `preferred` is in the response where weights were given."""
     sent_as_json(request.headers, accepted=JSON_TYPES)
     trial, dtype, weights = _asked(await read_body(request))
-    if study.state is not StudyState.COMPLETE:
+    if study.state is not JobState.COMPLETE:
         raise Conflict(f"study {study.name!r} is {study.state.value}; models are exported once it is COMPLETE")
     picked: PreferredDocument | None = None
     if weights is None:
@@ -191,7 +191,7 @@ def _choices(record: RunRecord) -> tuple[int | None, int]:
     return (None if best is None else best.number), len(record.trials)
 
 
-def _chosen(study: StudyRecord, trial: Any, *, best: int | None, num_trials: int) -> int:
+def _chosen(study: JobRecord, trial: Any, *, best: int | None, num_trials: int) -> int:
     if trial == "best":
         if best is None:
             raise Conflict(f"study {study.name!r}: no trial has reached the full budget, so there is no best one")

@@ -19,7 +19,7 @@ from service.errors import Conflict, NotFound
 from service.jobs.training_study import study_key
 from service.results.training import joined, render_training, stored_analysis, stored_curves
 from service.schemas.api import AnalysisDocument, CurvesDocument, FinetuneDocument, FinetunesDocument
-from service.types import JobKind, StudyRecord, StudyState
+from service.types import JobKind, JobRecord, JobState
 from workers.training.finetuning.fleet import ANALYSIS, STUDY, parse_pipeline
 
 __all__ = ["router"]
@@ -86,7 +86,7 @@ def list_finetunes(
     """Every fine-tuning, oldest first."""
     found: list[FinetuneDocument] = [
         _document(services, record)
-        for record in services.store.studies(JobKind.FINETUNE)
+        for record in services.store.jobs(JobKind.FINETUNE)
         if (state is None or record.state.value == state) and (name is None or record.name == name)
     ]
     return Json(FinetunesDocument(finetunes=found))
@@ -183,11 +183,11 @@ def download_expert(
     return StreamingResponse(chunks, media_type="application/x-tar", headers=headers)
 
 
-def _curves(services: Services, record: StudyRecord) -> CurvesDocument:
+def _curves(services: Services, record: JobRecord) -> CurvesDocument:
     return stored_curves(services.store, record.id, parse_pipeline(record.document).experts)
 
 
-def _analysis(services: Services, records: Sequence[StudyRecord]) -> AnalysisDocument:
+def _analysis(services: Services, records: Sequence[JobRecord]) -> AnalysisDocument:
     found = {}
     for record in records:
         analysis = stored_analysis(services.store, record.id)
@@ -199,10 +199,10 @@ def _analysis(services: Services, records: Sequence[StudyRecord]) -> AnalysisDoc
     return joined(found)
 
 
-def _document(services: Services, record: StudyRecord) -> FinetuneDocument:
+def _document(services: Services, record: JobRecord) -> FinetuneDocument:
     # Only a pipeline that is COMPLETE has one.
-    has_study = STUDY in record.document and record.state is StudyState.COMPLETE
-    study = services.store.study_of_key(study_key(record.id)) if has_study else None
+    has_study = STUDY in record.document and record.state is JobState.COMPLETE
+    study = services.store.job_of_key(study_key(record.id)) if has_study else None
     artifacts = services.artifacts.of(record.id)
     asked = record.document.get(ANALYSIS) is not None
     is_analysed = asked and stored_analysis(services.store, record.id) is not None

@@ -17,11 +17,11 @@ from service.api.dependencies import GIVEN, Context, Services
 from service.api.problems import Json, refusals
 from service.api.protocols import Principal
 from service.api.requests import JSON_TYPES, YAML_TYPES, read_body, sent_as_json
-from service.disk import study_dir
+from service.disk import job_dir
 from service.errors import Conflict, StaleAttempt
 from service.jobs.training_study import collect_sources
 from service.schemas.api import DeletedDocument
-from service.types import RESUMED_BY_REQUEST, JobKind, StudyRecord, StudyState
+from service.types import RESUMED_BY_REQUEST, JobKind, JobRecord, JobState
 
 __all__ = ["PLACES", "IdempotencyKey", "StateFilter", "add_routes", "created"]
 
@@ -44,7 +44,7 @@ StateFilter = Literal["CREATED", "RUNNING", "STOPPED", "COMPLETE", "FAILED", "CA
 
 async def created(
     request: Request, services: Services, sender: Principal, *, kind: JobKind, key: str | None
-) -> tuple[StudyRecord, bool]:
+) -> tuple[JobRecord, bool]:
     """What the request's body describes, stored if it passes every check, and whether it is new: an earlier request
     with the same key may have created it. Raises Refusal, InvalidStudy, Unavailable, and Conflict for a key of another
     body."""
@@ -63,13 +63,13 @@ async def created(
 
 async def _stored(
     services: Services, content: bytes, is_json: bool, *, kind: JobKind, key: str | None, client: str
-) -> tuple[StudyRecord, bool]:
+) -> tuple[JobRecord, bool]:
     digest = hashlib.sha256(content).hexdigest()
-    found = await run_in_threadpool(services.store.study_of_key, key) if key is not None else None
+    found = await run_in_threadpool(services.store.job_of_key, key) if key is not None else None
     if found is None:
         checked = await services.preflight.examine(content, is_json=is_json, kind=kind, client=client)
         create = partial(
-            services.store.create_study,
+            services.store.create_job,
             name=checked.name,
             document=checked.document,
             resolved=checked.resolved,
@@ -88,11 +88,11 @@ async def _stored(
     return record, found is None
 
 
-def cancel(services: Services, study_id: str) -> StudyRecord:
+def cancel(services: Services, study_id: str) -> JobRecord:
     """Cancel it permanently; its results are kept. Raises Conflict if it has ended in another state."""
     while True:
-        record = services.store.study(study_id)
-        if record.state is StudyState.CANCELLED:
+        record = services.store.job(study_id)
+        if record.state is JobState.CANCELLED:
             return record
         if record.state.is_finished:
             raise Conflict(
@@ -102,19 +102,19 @@ def cancel(services: Services, study_id: str) -> StudyRecord:
         try:
             # From here on its driver cannot write; what it wrote before is kept.
             writer = services.store.open_attempt(study_id, because="it was cancelled")
-            if not services.store.study(study_id).state.is_finished:
-                writer.set_state(StudyState.CANCELLED, "cancelled by request")
+            if not services.store.job(study_id).state.is_finished:
+                writer.set_state(JobState.CANCELLED, "cancelled by request")
         except StaleAttempt:  # another driver, or another request, was faster
             continue
 
 
-def resume(services: Services, study_id: str) -> StudyRecord:
+def resume(services: Services, study_id: str) -> JobRecord:
     """Let one that has FAILED go on from what is stored (results, or the last checkpoint), and one that waits try again
     now. Nothing is scored again but samples that have become void, because their engine failed a check; with such
     samples a COMPLETE study goes on, too. What goes on anyway stays as it is. Raises Conflict if it is COMPLETE or
     CANCELLED."""
     record = services.store.resume(study_id, reason=RESUMED_BY_REQUEST)
-    if record.state in (StudyState.COMPLETE, StudyState.CANCELLED):
+    if record.state in (JobState.COMPLETE, JobState.CANCELLED):
         which = {
             JobKind.SEARCH: "that has FAILED, that waits, or with samples of an engine that failed a check later",
             JobKind.FINETUNE: "that has FAILED or waits",
@@ -127,27 +127,27 @@ def resume(services: Services, study_id: str) -> StudyRecord:
     return record
 
 
-VERBS: Mapping[str, Callable[[Services, str], StudyRecord]] = {"resume": resume, "cancel": cancel}
+VERBS: Mapping[str, Callable[[Services, str], JobRecord]] = {"resume": resume, "cancel": cancel}
 
 
 def add_routes(
-    router: APIRouter, kind: JobKind, *, document: Callable[[Services, StudyRecord], Mapping[str, Any]], model: Any
+    router: APIRouter, kind: JobKind, *, document: Callable[[Services, JobRecord], Mapping[str, Any]], model: Any
 ) -> None:
     """Add the routes that both kinds have. `document` is what describes one, of the TypedDict `model`."""
     noun, found = kind.noun, GIVEN[kind]
 
-    def get_log(services: Context, record: StudyRecord = found) -> Response:
+    def get_log(services: Context, record: JobRecord = found) -> Response:
         return PlainTextResponse(services.cluster.log(record).encode("utf-8", "replace"))
 
-    async def delete(services: Context, record: StudyRecord = found) -> Response:
-        await services.exports.delete_study(record.id)
-        await run_in_threadpool(shutil.rmtree, study_dir(services.data_dir, record.id), ignore_errors=True)
+    async def delete(services: Context, record: JobRecord = found) -> Response:
+        await services.exports.delete_job(record.id)
+        await run_in_threadpool(shutil.rmtree, job_dir(services.data_dir, record.id), ignore_errors=True)
         await run_in_threadpool(services.artifacts.collect)
         await run_in_threadpool(collect_sources, services.store, services.artifacts)
         return Json(DeletedDocument(deleted=record.id))
 
-    def changing(action: Callable[[Services, str], StudyRecord]) -> Callable[..., Response]:
-        def change(services: Context, record: StudyRecord = found) -> Response:
+    def changing(action: Callable[[Services, str], JobRecord]) -> Callable[..., Response]:
+        def change(services: Context, record: JobRecord = found) -> Response:
             changed = action(services, record.id)
             services.cluster.wake()
             return Json(document(services, changed), status_code=202)

@@ -50,5 +50,5 @@ def readyz(services: Context) -> Response:
 def metrics(services: Context) -> Response:
     """Studies by state and requests by route."""
     is_ready = services.cluster.not_ready() is None
-    text = prometheus_text(services.store.studies(), services.requests, is_ready=is_ready)
+    text = prometheus_text(services.store.jobs(), services.requests, is_ready=is_ready)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")

@@ -22,7 +22,7 @@ from service.results.series import CHARTS
 from service.schemas.api import PlotsDocument, TrialsDocument
 from service.schemas.files import ParetoDocument, SummaryDocument, TrialDocument
 from service.schemas.recipe import RecipeDocument
-from service.types import StudyRecord, TrialRecord
+from service.types import JobRecord, TrialRecord
 
 __all__ = ["router"]
 
@@ -151,7 +151,7 @@ async def get_plot(
     return Json(await services.records.result(study.id, CHARTS[name].document))
 
 
-def _documents(services: Services, study: StudyRecord, trials: Sequence[TrialRecord]) -> list[TrialDocument]:
+def _documents(services: Services, study: JobRecord, trials: Sequence[TrialRecord]) -> list[TrialDocument]:
     objectives = study.resolved.objectives
     # The source models are the first trials; constraints may be relative to them.
     stop = len(study.resolved.fingerprints) if has_constraints(objectives) else 0
@@ -159,7 +159,7 @@ def _documents(services: Services, study: StudyRecord, trials: Sequence[TrialRec
     return [trial_document(trial, objectives=objectives, sources=sources) for trial in trials]
 
 
-def _trial(services: Services, study: StudyRecord, number: int) -> TrialRecord:
+def _trial(services: Services, study: JobRecord, number: int) -> TrialRecord:
     try:
         return services.store.trial(study.id, number)
     except NotFound as error:

@@ -14,7 +14,7 @@ from service.api.problems import Json, refusals
 from service.api.requests import JSON_TYPES, YAML_TYPES
 from service.api.routes.jobs import PLACES, IdempotencyKey, StateFilter, add_routes, created
 from service.schemas.api import StudiesDocument, StudyDocument
-from service.types import JobKind, StudyRecord
+from service.types import JobKind, JobRecord
 
 __all__ = ["router"]
 
@@ -64,7 +64,7 @@ def list_studies(
     counts = services.store.trial_counts()
     studies: list[StudyDocument] = [
         study_document(record, trials=counts.get(record.id, {}), cluster=services.cluster)
-        for record in services.store.studies(JobKind.SEARCH)
+        for record in services.store.jobs(JobKind.SEARCH)
         if (state is None or record.state.value == state) and (name is None or record.name == name)
     ]
     return Json(StudiesDocument(studies=studies))
@@ -92,7 +92,7 @@ def get_study_file(study: Study) -> Response:
     return Json(study.document)
 
 
-def _document(services: Services, record: StudyRecord) -> StudyDocument:
+def _document(services: Services, record: JobRecord) -> StudyDocument:
     counts = services.store.trial_counts(record.id).get(record.id, {})
     return study_document(record, trials=counts, cluster=services.cluster)
 

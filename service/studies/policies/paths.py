@@ -19,7 +19,7 @@ from service.studies.policies.stored import stored_policies
 from service.studies.preflight.files import check_files
 from service.studies.preflight.models import searched_models, with_revisions
 from service.tune.searchers.hm3 import SEARCHER, paths_of
-from service.types import StudyRecord
+from service.types import JobRecord
 from workers.models.family import resolve_family
 
 __all__ = ["PolicyPath", "policy_paths"]
@@ -35,7 +35,7 @@ class PolicyPath:
 
 def policy_paths(
     store: Store,
-    record: StudyRecord,
+    record: JobRecord,
     artifacts: ArtifactStore,
     *,
     preference: Mapping[str, float],
@@ -101,7 +101,7 @@ def policy_paths(
     )
 
 
-def _check_models(record: StudyRecord, study: Study, fingerprints: Mapping[str, str], num_layers: int) -> None:
+def _check_models(record: JobRecord, study: Study, fingerprints: Mapping[str, str], num_layers: int) -> None:
     """Raises Conflict for models that the policy does not know."""
     before = record.resolved
     if num_layers != before.num_layers:

@@ -18,7 +18,7 @@ from search_spaces.study.file import Study
 from service.disk import artifacts_dir
 from service.errors import Conflict, NotFound, StudyFailed
 from service.results.load import POLICY_START
-from service.store import Store, StudyWriter
+from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
 from service.studies.chains import OpenStudy
 from service.studies.policies.stored import stored_policies
@@ -26,7 +26,7 @@ from service.studies.preflight.examine import PreflightResult
 from service.tune.proposing.checkpoints import FILE
 from service.tune.searchers.base import SearchSetting
 from service.tune.searchers.hm3 import SAME_WEIGHT, paths_of
-from service.types import StudyRecord, StudyState
+from service.types import JobRecord, JobState
 
 __all__ = ["PolicyStart", "check_start", "with_start"]
 
@@ -64,7 +64,7 @@ def check_start(preflight: PreflightResult, *, open_study: OpenStudy, artifacts_
 def with_start(
     preflight: PreflightResult,
     store: Store,
-    writer: StudyWriter,
+    writer: JobWriter,
     *,
     artifacts: ArtifactStore,
     open_study: OpenStudy,
@@ -73,7 +73,7 @@ def with_start(
     artifacts once. Raises StudyFailed (the study is FAILED with that reason)."""
     if preflight.study.search.hm3.start is None:
         return preflight
-    study_id = writer.study_id
+    study_id = writer.job_id
     try:
         if store.document(study_id, POLICY_START) is None:
             start = _found(preflight, open_study, artifacts.directory)
@@ -86,7 +86,7 @@ def with_start(
         )
     except (NotFound, Conflict) as error:
         reason = f"search.hm3.start: {error}"
-        writer.set_state(StudyState.FAILED, reason)
+        writer.set_state(JobState.FAILED, reason)
         raise StudyFailed(reason) from error
     return replace(preflight, start=kept)
 
@@ -127,7 +127,7 @@ def _found(preflight: PreflightResult, open_study: OpenStudy, artifacts_in: Path
 
 
 def _iterations(
-    preflight: PreflightResult, record: StudyRecord, other: SearchSetting, checkpoints: dict[int, bytes]
+    preflight: PreflightResult, record: JobRecord, other: SearchSetting, checkpoints: dict[int, bytes]
 ) -> list[int]:
     """For each policy of the study the newest iteration of the other one's that has its preference vector."""
     if preflight.study.search.hm3.policy == "conditioned":
@@ -159,13 +159,13 @@ def _text(vector: tuple[float, ...]) -> str:
     return ", ".join(f"{weight:g}" for weight in vector)
 
 
-def _check_searcher(record: StudyRecord) -> None:
+def _check_searcher(record: JobRecord) -> None:
     searcher = record.resolved.algorithm
     if searcher != "hm3":
         raise Conflict(f"study {record.name!r}: its searcher is {searcher}; only hm3 trains policies to begin with")
 
 
-def _check_shapes(preflight: PreflightResult, record: StudyRecord, other: Study) -> None:
+def _check_shapes(preflight: PreflightResult, record: JobRecord, other: Study) -> None:
     """Raises Conflict if policies of the other study have other inputs or outputs than this one's."""
     where = f"study {record.name!r}: "
     ours, theirs = preflight.study.search.hm3, other.search.hm3
@@ -193,7 +193,7 @@ def _check_shapes(preflight: PreflightResult, record: StudyRecord, other: Study)
         _check_models(preflight, record, other, where)
 
 
-def _check_models(preflight: PreflightResult, record: StudyRecord, other: Study, where: str) -> None:
+def _check_models(preflight: PreflightResult, record: JobRecord, other: Study, where: str) -> None:
     """Raises Conflict if networks that have an embedding for each model are not for these models."""
     space = other.search_space
     chosen = getattr(space, "models", None) or tuple(other.models.experts)

@@ -9,14 +9,14 @@ from service.tune.proposing.checkpoints import PolicyCheckpoints
 from service.tune.searchers.base import SearchSetting
 from service.tune.searchers.hm3 import SEARCHER
 from service.tune.steps import Step
-from service.types import StudyRecord
+from service.types import JobRecord
 from workers.types import Family
 
 __all__ = ["stored_policies"]
 
 
 def stored_policies(
-    store: Store, record: StudyRecord, study: Study, artifacts: ArtifactStore, *, family: Family | None = None
+    store: Store, record: JobRecord, study: Study, artifacts: ArtifactStore, *, family: Family | None = None
 ) -> tuple[SearchSetting, dict[int, bytes]]:
     """What the searcher of a study knew of it, and its policies' checkpoints by the iteration that they learned from
     last."""

@@ -14,7 +14,7 @@ from search_spaces.spaces.base import Part, SearchedModels, TensorPlace
 from search_spaces.study.file import Study
 from service.errors import Conflict
 from service.studies.preflight.dtype import engine_dtype
-from service.types import ResolvedStudy, StudyRecord
+from service.types import JobRecord, ResolvedStudy
 from workers.engines.vllm.paths.geometry import path_problems
 from workers.engines.vllm.support import CapabilityProbe
 from workers.errors import InvalidModel
@@ -54,7 +54,7 @@ def with_revisions(study: Study, resolved: ResolvedStudy) -> Study:
     return study.model_copy(update={"models": models.model_copy(update={"base": base, "experts": experts})})
 
 
-def check_unchanged(record: StudyRecord, resolved: ResolvedStudy) -> None:
+def check_unchanged(record: JobRecord, resolved: ResolvedStudy) -> None:
     """Raises Conflict if models or task data are not what they were when the study was created."""
     for key in ("fingerprints", "tasks", "holdout_tasks"):
         before: Mapping[str, str] = getattr(record.resolved, key)

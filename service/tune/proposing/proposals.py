@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from search_spaces.spaces.base import SearchSpace
-from service.store import StepRecord, StudyWriter
+from service.store import JobWriter, StepRecord
 from service.tune.feasibility import Feasibility
 from service.tune.plan import Plan
 from service.tune.schedulers.base import Proposal
@@ -40,7 +40,7 @@ class Proposer(Protocol):
 class Asking:
     """The proposal that the searcher works on, if there is one."""
 
-    def __init__(self, proposer: Proposer, writer: StudyWriter) -> None:
+    def __init__(self, proposer: Proposer, writer: JobWriter) -> None:
         self._proposer = proposer
         self._writer = writer
         self._asked_at = 0.0

@@ -21,17 +21,17 @@ from service.schemas.api import (
     MergeLossDocument,
     TaskVectorDocument,
 )
-from service.store import Store, StudyWriter
+from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
 from service.studies.preflight.finetune import resolved_finetune
 from service.studies.progress import ProgressSnapshot
 from service.types import (
     EventKind,
     JobKind,
+    JobRecord,
+    JobState,
     ResolvedStudy,
     RungRecord,
-    StudyRecord,
-    StudyState,
     TrialRecord,
     TrialState,
 )
@@ -127,18 +127,18 @@ def document(name: str = "math-text-lookup", **changes: Any) -> dict[str, Any]:
     }
 
 
-def stored_study(store: Store, *, name: str = "math-text-lookup", key: str | None = None) -> StudyRecord:
+def stored_study(store: Store, *, name: str = "math-text-lookup", key: str | None = None) -> JobRecord:
     study = Study.model_validate(document(name))
-    return store.create_study(name=name, document=study.canonical(), resolved=resolved(study), idempotency_key=key)
+    return store.create_job(name=name, document=study.canonical(), resolved=resolved(study), idempotency_key=key)
 
 
-def finished_study(store: Store, *, num_trials: int = 12, name: str = "math-text-lookup") -> StudyRecord:
+def finished_study(store: Store, *, num_trials: int = 12, name: str = "math-text-lookup") -> JobRecord:
     """A study with sources, published recipes, trials of every end, a held-out stage and a verification."""
     made = run_record(num_trials=num_trials)
     record = stored_study(store, name=name)
     store.record_submission(record.id, 1)
     writer = store.open_attempt(record.id)
-    writer.set_state(StudyState.RUNNING)
+    writer.set_state(JobState.RUNNING)
     for trial in made.trials:
         write_trial(writer, trial)
     for trial in held_out(made.trials, made.objectives):
@@ -146,11 +146,11 @@ def finished_study(store: Store, *, num_trials: int = 12, name: str = "math-text
     reports = [asdict(report) for report in made.verifications]
     writer.set_document_named("verification", {"reports": reports})
     writer.heartbeat(wall_clock_s=312.4, progress=snapshot(made).to_json())
-    writer.set_state(StudyState.COMPLETE)
-    return store.study(record.id)
+    writer.set_state(JobState.COMPLETE)
+    return store.job(record.id)
 
 
-def write_trial(writer: StudyWriter, trial: TrialRecord) -> None:
+def write_trial(writer: JobWriter, trial: TrialRecord) -> None:
     begun = replace(trial, state=TrialState.WAITING, rungs=(), reason=None, values={}, standard_errors={})
     writer.add_trial(begun)
     for rung in trial.rungs:
@@ -158,7 +158,7 @@ def write_trial(writer: StudyWriter, trial: TrialRecord) -> None:
     writer.finish_trials([trial.number], trial.state, trial.reason)
 
 
-def write_holdout(writer: StudyWriter, trial: TrialRecord) -> None:
+def write_holdout(writer: JobWriter, trial: TrialRecord) -> None:
     samples = tuple(
         SampleResult(name, position, f"d{position}", float((trial.number + position) % 3 > 0), "says")
         for name in EXPERTS
@@ -227,23 +227,23 @@ def analysed_fleet(name: str, *losses: float) -> FleetAnalysisDocument:
     return {"name": name, "task_vectors": vectors, "landscape": landscape, "merges": merges}
 
 
-def stored_finetune(store: Store, *, name: str = "family", **changes: Any) -> StudyRecord:
+def stored_finetune(store: Store, *, name: str = "family", **changes: Any) -> JobRecord:
     pipeline = parse_pipeline(finetuning(name, **changes))
-    return store.create_study(
+    return store.create_job(
         name=name, document=pipeline.canonical(), resolved=resolved_finetune(), kind=JobKind.FINETUNE
     )
 
 
 def finished_finetune(
     store: Store, data_dir: Path, *, name: str = "family", analysis: Mapping[str, Any] | None = None, **changes: Any
-) -> StudyRecord:
+) -> JobRecord:
     """A fine-tuning whose experts are trained, with what its driver told of it, and the `analysis` of them."""
     if analysis is not None:
         changes["analysis"] = {"samples": analysis["samples"]}
     record = stored_finetune(store, name=name, **changes)
     store.record_submission(record.id, 1)
     writer = store.open_attempt(record.id)
-    writer.set_state(StudyState.RUNNING)
+    writer.set_state(JobState.RUNNING)
     artifacts = ArtifactStore(store, artifacts_dir(data_dir))
     progress = {}
     for number, alias in enumerate(("math", "text")):
@@ -259,5 +259,5 @@ def finished_finetune(
     writer.heartbeat(wall_clock_s=61.0, progress={"experts": progress})
     if analysis is not None:
         writer.add_event(EventKind.ANALYSIS, analysis)
-    writer.set_state(StudyState.COMPLETE)
-    return store.study(record.id)
+    writer.set_state(JobState.COMPLETE)
+    return store.job(record.id)

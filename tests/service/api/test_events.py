@@ -18,8 +18,8 @@ from sqlalchemy import event as sql_event
 
 from service.api import event_stream
 from service.api.event_stream import EventHub
-from service.store import Store, StudyWriter
-from service.types import StudyState
+from service.store import JobWriter, Store
+from service.types import JobState
 from tests.service.api.harness import ApiServer, finished_study, snapshot, stored_study
 from tests.service.synthetic_run import run_record
 
@@ -31,14 +31,14 @@ NO_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
 
 @contextmanager
-def driving(writer: StudyWriter, *, num_events: int, pause_s: float) -> Iterator[None]:
+def driving(writer: JobWriter, *, num_events: int, pause_s: float) -> Iterator[None]:
     """A driver that tells of one thing after the other, and then ends the study."""
 
     def drive() -> None:
         for number in range(num_events):
             time.sleep(pause_s)
             writer.add_event("tick", {"number": number})
-        writer.set_state(StudyState.FAILED, "the end")
+        writer.set_state(JobState.FAILED, "the end")
 
     thread = threading.Thread(target=drive)
     thread.start()
@@ -85,9 +85,9 @@ def ids(seen: list[Frame]) -> list[int]:
     return [number for number, _, _ in seen if number is not None]
 
 
-def running_study(store: Store) -> StudyWriter:
+def running_study(store: Store) -> JobWriter:
     writer = store.open_attempt(stored_study(store).id)
-    writer.set_state(StudyState.RUNNING)
+    writer.set_state(JobState.RUNNING)
     return writer
 
 
@@ -144,7 +144,7 @@ def test_a_client_that_reconnects_with_its_last_id_misses_nothing_and_reads_noth
         seen: list[Frame] = []
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             for at_most in itertools.cycle((1, 1, 2, 7, 30, 3)):
-                seen += await watch(client, writer.study_id, after=max(ids(seen), default=0), at_most=at_most)
+                seen += await watch(client, writer.job_id, after=max(ids(seen), default=0), at_most=at_most)
                 if seen[-1][1] == "end":
                     return seen
                 await asyncio.sleep(0.03)
@@ -152,7 +152,7 @@ def test_a_client_that_reconnects_with_its_last_id_misses_nothing_and_reads_noth
 
     with driving(writer, num_events=150, pause_s=0.01):
         seen = asyncio.run(scenario())
-    assert ids(seen) == [event.id for event in server.store.events(writer.study_id)]
+    assert ids(seen) == [event.id for event in server.store.events(writer.job_id)]
     assert seen[-1] == (None, "end", {"state": "FAILED", "reason": "the end"})
 
 
@@ -161,11 +161,11 @@ def test_a_hundred_watchers_lose_nothing(server: ApiServer) -> None:
 
     async def scenario() -> list[list[Frame]]:
         async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=NO_LIMITS) as client:
-            return await asyncio.gather(*(watch(client, writer.study_id) for _ in range(100)))
+            return await asyncio.gather(*(watch(client, writer.job_id) for _ in range(100)))
 
     with driving(writer, num_events=80, pause_s=0.03):
         everything = asyncio.run(scenario())
-    stored = [event.id for event in server.store.events(writer.study_id)]
+    stored = [event.id for event in server.store.events(writer.job_id)]
     assert len(stored) > 80
     for seen in everything:
         assert ids(seen) == stored
@@ -179,11 +179,11 @@ def test_progress_is_told_when_it_changes_and_only_then(server: ApiServer) -> No
 
     async def scenario() -> list[Frame]:
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
-            watching = asyncio.create_task(watch(client, writer.study_id))
+            watching = asyncio.create_task(watch(client, writer.job_id))
             for step in steps:
                 writer.heartbeat(wall_clock_s=1.0, progress=step)
                 await asyncio.sleep(3 * event_stream.POLL_S)
-            writer.set_state(StudyState.COMPLETE)
+            writer.set_state(JobState.COMPLETE)
             return await watching
 
     seen = asyncio.run(scenario())
@@ -194,7 +194,7 @@ def test_a_quiet_stream_is_kept_alive(server: ApiServer, monkeypatch: pytest.Mon
     monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.05)
     writer = running_study(server.store)
     comments = 0
-    with httpx.stream("GET", f"{server.url}/v1/studies/{writer.study_id}/events", timeout=60) as answer:
+    with httpx.stream("GET", f"{server.url}/v1/studies/{writer.job_id}/events", timeout=60) as answer:
         for line in answer.iter_lines():
             comments += line.startswith(":")
             if comments == 3:
@@ -236,14 +236,14 @@ def test_a_hundred_watchers_read_the_database_like_one(store: Store) -> None:
         hub = EventHub(store, poll_s=0.05)
 
         async def scenario() -> None:
-            watching = [asyncio.create_task(read(hub, writer.study_id)) for _ in range(num_watchers)]
-            while hub._feeds[writer.study_id]._floor is None if hub._feeds else True:
+            watching = [asyncio.create_task(read(hub, writer.job_id)) for _ in range(num_watchers)]
+            while hub._feeds[writer.job_id]._floor is None if hub._feeds else True:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.5)
             for number in range(30):
                 await asyncio.to_thread(writer.add_event, "tick", {"number": number})
-            await asyncio.to_thread(writer.set_state, StudyState.COMPLETE)
-            expected = [event.id for event in store.events(writer.study_id)]
+            await asyncio.to_thread(writer.set_state, JobState.COMPLETE)
+            expected = [event.id for event in store.events(writer.job_id)]
             assert await asyncio.gather(*watching) == [expected] * num_watchers
             assert not hub._feeds
 
@@ -265,14 +265,14 @@ def test_a_watcher_that_cannot_keep_up_reads_everything_and_holds_nothing(
     hub = EventHub(store, poll_s=0.01)
 
     async def scenario() -> None:
-        slow = asyncio.create_task(read(hub, writer.study_id, pause_s=0.03))
-        fast = asyncio.create_task(read(hub, writer.study_id))
+        slow = asyncio.create_task(read(hub, writer.job_id, pause_s=0.03))
+        fast = asyncio.create_task(read(hub, writer.job_id))
         for number in range(200):
             await asyncio.to_thread(writer.add_event, "tick", {"number": number})
             assert all(len(feed._window) <= 10 for feed in hub._feeds.values())
-        await asyncio.to_thread(writer.set_state, StudyState.COMPLETE)
-        late = asyncio.create_task(read(hub, writer.study_id, after=100))
-        expected = [event.id for event in store.events(writer.study_id)]
+        await asyncio.to_thread(writer.set_state, JobState.COMPLETE)
+        late = asyncio.create_task(read(hub, writer.job_id, after=100))
+        expected = [event.id for event in store.events(writer.job_id)]
         assert await slow == await fast == expected
         assert await late == [number for number in expected if number > 100]
 
@@ -284,12 +284,12 @@ def test_a_watcher_of_the_future_does_not_hide_the_present_from_others(store: St
     hub = EventHub(store, poll_s=0.01)
 
     async def scenario() -> None:
-        ahead = asyncio.create_task(read(hub, writer.study_id, after=10_000))
+        ahead = asyncio.create_task(read(hub, writer.job_id, after=10_000))
         await asyncio.sleep(0.1)
-        present = asyncio.create_task(read(hub, writer.study_id))
+        present = asyncio.create_task(read(hub, writer.job_id))
         await asyncio.to_thread(writer.add_event, "tick", {})
-        await asyncio.to_thread(writer.set_state, StudyState.COMPLETE)
-        assert await present == [event.id for event in store.events(writer.study_id)]
+        await asyncio.to_thread(writer.set_state, JobState.COMPLETE)
+        assert await present == [event.id for event in store.events(writer.job_id)]
         assert await ahead == []
 
     asyncio.run(scenario())
@@ -300,13 +300,13 @@ def test_studies_do_not_hear_of_each_other(store: Store) -> None:
     hub = EventHub(store, poll_s=0.01)
 
     async def scenario() -> None:
-        watching = [asyncio.create_task(read(hub, writer.study_id)) for writer in writers]
+        watching = [asyncio.create_task(read(hub, writer.job_id)) for writer in writers]
         for number in range(60):
             await asyncio.to_thread(writers[number % 3].add_event, "tick", {"number": number})
         for writer in writers:
-            await asyncio.to_thread(writer.set_state, StudyState.COMPLETE)
+            await asyncio.to_thread(writer.set_state, JobState.COMPLETE)
         for writer, seen in zip(writers, await asyncio.gather(*watching), strict=True):
-            assert seen == [event.id for event in store.events(writer.study_id)]
+            assert seen == [event.id for event in store.events(writer.job_id)]
 
     asyncio.run(scenario())
 
@@ -325,12 +325,12 @@ def test_a_database_that_fails_for_a_while_costs_no_event(
         return events(*arguments, **named)
 
     async def scenario() -> None:
-        watching = asyncio.create_task(read(hub, writer.study_id))
+        watching = asyncio.create_task(read(hub, writer.job_id))
         await asyncio.sleep(0.0 if is_at_once else 0.05)
         monkeypatch.setattr(store, "events", failing)
         writer.add_event("tick", {})
-        writer.set_state(StudyState.COMPLETE)
-        assert await watching == [event.id for event in events(writer.study_id)]
+        writer.set_state(JobState.COMPLETE)
+        assert await watching == [event.id for event in events(writer.job_id)]
 
     asyncio.run(scenario())
 
@@ -342,12 +342,12 @@ def test_events_go_on_while_the_applications_threads_wait(server: ApiServer, mon
 
     async def scenario() -> list[int]:
         async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=NO_LIMITS) as client:
-            watching = asyncio.create_task(watch(client, writer.study_id))
+            watching = asyncio.create_task(watch(client, writer.job_id))
             await asyncio.sleep(0.5)
-            logs = [asyncio.create_task(client.get(f"/v1/studies/{writer.study_id}/log")) for _ in range(60)]
+            logs = [asyncio.create_task(client.get(f"/v1/studies/{writer.job_id}/log")) for _ in range(60)]
             await asyncio.sleep(0.5)
             assert (await client.get("/healthz")).status_code == 200
-            writer.set_state(StudyState.COMPLETE)
+            writer.set_state(JobState.COMPLETE)
             seen = await watching
             assert not any(log.done() for log in logs)
             is_over.set()
@@ -355,6 +355,6 @@ def test_events_go_on_while_the_applications_threads_wait(server: ApiServer, mon
             return ids(seen)
 
     try:
-        assert asyncio.run(scenario()) == [event.id for event in server.store.events(writer.study_id)]
+        assert asyncio.run(scenario()) == [event.id for event in server.store.events(writer.job_id)]
     finally:
         is_over.set()

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from search_spaces.study.file import load_study
 from service.api.export_queue import Tar, export_id
-from service.disk import alignments_dir, study_dir
+from service.disk import alignments_dir, job_dir
 from service.results.load import run_record
 from service.results.preference import choices
 from service.store import Store
@@ -27,10 +27,10 @@ from service.studies.preflight.examine import examine
 from service.types import (
     ExportRecord,
     ExportState,
+    JobRecord,
+    JobState,
     Origin,
     RungRecord,
-    StudyRecord,
-    StudyState,
     TrialRecord,
     TrialState,
 )
@@ -45,19 +45,19 @@ pytestmark = pytest.mark.slow  # exports are written
 TIMEOUT_S = 180.0
 
 
-def family_study(store: Store) -> StudyRecord:
+def family_study(store: Store) -> JobRecord:
     """A finished study of the shipped family: its sources and published recipes, number 6 best."""
     preflight = examine(load_study(FAMILY / "study.yaml"))
     study = preflight.study
-    record = store.create_study(name=study.name, document=study.canonical(), resolved=preflight.resolved())
+    record = store.create_job(name=study.name, document=study.canonical(), resolved=preflight.resolved())
     writer = store.open_attempt(record.id)
     for number, (_, label, recipe) in enumerate(preflight.baselines()):
         writer.add_trial(TrialRecord(number, Origin.PUBLISHED, label, TrialState.WAITING, recipe))
         values = dict.fromkeys(preflight.tasks, 0.9 if number == 6 else 0.1)
         finished = RungRecord(2, preflight.rung_samples[-1], values, dict.fromkeys(values, 0.01))
         writer.finish_rung(number, finished, samples_reused=0, state=TrialState.COMPLETE)
-    writer.set_state(StudyState.COMPLETE)
-    return store.study(record.id)
+    writer.set_state(JobState.COMPLETE)
+    return store.job(record.id)
 
 
 def wait(http: httpx.Client, path: str) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def test_a_trial_with_alignments_is_downloaded_as_a_checkpoint_with_its_model_cl
 ) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     record = family_study(server.store)
-    place = alignments_dir(study_dir(server.data_dir, record.id))
+    place = alignments_dir(job_dir(server.data_dir, record.id))
     family = replace(examine(load_study(FAMILY / "study.yaml")).family, alignments_dir=str(place))
     hidden = int(AutoConfig.from_pretrained(FAMILY / "base").hidden_size)
     steps = [("math", 0), ("text", 1), *(("text", layer) for layer in range(2, 8))]

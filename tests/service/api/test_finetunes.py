@@ -15,12 +15,12 @@ import yaml
 
 from search_spaces.errors import InvalidStudy
 from service.api.preflight_process import examine_here
-from service.disk import artifacts_dir, study_dir
+from service.disk import artifacts_dir, job_dir
 from service.errors import StaleAttempt
 from service.jobs.training_study import collect_sources
 from service.store.artifacts import BLOBS, ArtifactStore
 from service.studies.chains import SOURCES
-from service.types import EventKind, JobKind, ResolvedStudy, StudyState
+from service.types import EventKind, JobKind, JobState, ResolvedStudy
 from tests.builders import tiny_llama
 from tests.service.api.harness import (
     ApiServer,
@@ -48,7 +48,7 @@ def test_a_fleet_is_created_and_found_where_its_location_says(http: httpx.Client
         assert http.get(created["links"][link]).status_code == 200, link
     # What was stored is accepted again, and is the same.
     again = http.post("/v1/finetunes", json=http.get(created["links"]["specification"]).json()).json()
-    assert server.store.study(again["id"]).document == server.store.study(created["id"]).document
+    assert server.store.job(again["id"]).document == server.store.job(created["id"]).document
 
 
 def test_one_expert_has_the_name_of_its_fine_tuning(http: httpx.Client) -> None:
@@ -262,7 +262,7 @@ def test_cancelling_and_resuming(http: httpx.Client, server: ApiServer) -> None:
     record = stored_finetune(server.store)
     path = f"/v1/finetunes/{record.id}"
     writer = server.store.open_attempt(record.id)
-    writer.set_state(StudyState.FAILED, "step 3: the loss is nan")
+    writer.set_state(JobState.FAILED, "step 3: the loss is nan")
     resumed = http.post(f"{path}:resume")
     assert (resumed.status_code, resumed.json()["state"]) == (202, "STOPPED")
     answers = [http.post(f"{path}:cancel") for _ in range(2)]
@@ -288,14 +288,14 @@ def test_deleting_removes_what_no_other_has(http: httpx.Client, server: ApiServe
     extra.mkdir()
     (extra / "weights").write_bytes(b"only b")
     (weights,) = artifacts.files(artifacts.put(record.id, "extra", extra)).values()
-    study_dir(server.data_dir, record.id).mkdir(parents=True)
+    job_dir(server.data_dir, record.id).mkdir(parents=True)
     chunks = server.app.state.services.exports.reading(record.id, iter([b"1", b"2"]))
     next(chunks)
     assert "is being downloaded" in http.delete(f"/v1/finetunes/{record.id}").json()["detail"]
     assert list(chunks) == [b"2"]
     assert http.delete(f"/v1/finetunes/{record.id}").json() == {"deleted": record.id}
     assert not weights.exists()
-    assert not study_dir(server.data_dir, record.id).exists()
+    assert not job_dir(server.data_dir, record.id).exists()
     assert http.get(f"/v1/finetunes/{kept.id}/experts/math/download").status_code == 200
     assert http.get(f"/v1/finetunes/{record.id}").status_code == 404
 
@@ -306,16 +306,16 @@ def test_copies_of_experts_go_with_the_study_that_reads_them(http: httpx.Client,
         (sources / name).mkdir(parents=True)
     models = {"base": "/base", "experts": {"math": str(sources / ".." / SOURCES / "expert-4567")}}
     resolved = stored_study(server.store).resolved
-    study = server.store.create_study(name="reader", document={"models": models}, resolved=resolved)
-    begun = server.store.create_study(
+    study = server.store.create_job(name="reader", document={"models": models}, resolved=resolved)
+    begun = server.store.create_job(
         name="pipeline", document={"base": "/base", "study": {}}, resolved=resolved, kind=JobKind.FINETUNE
     )
     assert http.delete(f"/v1/finetunes/{record.id}").status_code == 200
     assert len(list(sources.iterdir())) == 3, "a pipeline may be about to use them"
-    server.store.open_attempt(begun.id).set_state(StudyState.CANCELLED, "")
+    server.store.open_attempt(begun.id).set_state(JobState.CANCELLED, "")
     collect_sources(server.store, ArtifactStore(server.store, artifacts_dir(server.data_dir)))
     assert {place.name for place in sources.iterdir()} == {"expert-4567", "89ab-float32"}
-    server.store.open_attempt(study.id).set_state(StudyState.CANCELLED, "")
+    server.store.open_attempt(study.id).set_state(JobState.CANCELLED, "")
     assert http.delete(f"/v1/studies/{study.id}").status_code == 200
     assert [place.name for place in sources.iterdir()] == ["89ab-float32"]
 
@@ -323,7 +323,7 @@ def test_copies_of_experts_go_with_the_study_that_reads_them(http: httpx.Client,
 def test_nothing_is_collected_while_an_artifact_is_stored(server: ApiServer) -> None:
     record = finished_finetune(server.store, server.data_dir)
     artifacts = ArtifactStore(server.store, artifacts_dir(server.data_dir))
-    server.store.delete_study(record.id)
+    server.store.delete_job(record.id)
     with artifacts._locked(fcntl.LOCK_SH):
         assert artifacts.collect() == 0
     assert artifacts.collect() > 8000

@@ -17,7 +17,7 @@ from schemathesis.engine.events import FatalError, NonFatalError, ScenarioFinish
 
 from service.api.export_queue import Exports
 from service.errors import NotFound
-from service.types import ExportRecord, ExportState, StudyState
+from service.types import ExportRecord, ExportState, JobState
 from tests.service.api.harness import (
     ApiServer,
     analysed_fleet,
@@ -51,12 +51,12 @@ def schema(server: ApiServer) -> Any:
     """Of well-formed names of studies and exports, some are of what there is."""
     finished = finished_study(server.store, num_trials=5)
     created, failed = stored_study(server.store), stored_study(server.store)
-    server.store.open_attempt(failed.id).set_state(StudyState.FAILED, "no engine")
+    server.store.open_attempt(failed.id).set_state(JobState.FAILED, "no engine")
     analysis = {"samples": 3, "fleets": [analysed_fleet("mergopt", 1, 2, 3, 4)]}
     tuned = finished_finetune(server.store, server.data_dir, analysis=analysis)
     begun = stored_finetune(server.store)
     lost = stored_finetune(server.store)
-    server.store.open_attempt(lost.id).set_state(StudyState.FAILED, "the loss is nan")
+    server.store.open_attempt(lost.id).set_state(JobState.FAILED, "the loss is nan")
     export = ExportRecord(EXPORT, finished.id, 1, "float32", ExportState.COMPLETE, created_at=1.0)
     server.store.add_export(export)
     directory = server.app.state.services.exports.directory(export)
@@ -74,7 +74,7 @@ def schema(server: ApiServer) -> Any:
     def disposable() -> tuple[str, str]:
         """A study that has ended, and a complete export of it, to be deleted."""
         study = stored_study(server.store)
-        server.store.open_attempt(study.id).set_state(StudyState.CANCELLED)
+        server.store.open_attempt(study.id).set_state(JobState.CANCELLED)
         name = f"{next(numbers):032x}"
         server.store.add_export(ExportRecord(name, study.id, 1, "float32", ExportState.COMPLETE, created_at=1.0))
         return study.id, name
@@ -89,7 +89,7 @@ def schema(server: ApiServer) -> Any:
             given = tuned
         elif operation.method.upper() == "DELETE":
             given = stored_finetune(server.store)
-            server.store.open_attempt(given.id).set_state(StudyState.CANCELLED)
+            server.store.open_attempt(given.id).set_state(JobState.CANCELLED)
         return path_parameters | {"finetune_id": given.id} | ({"alias": "math"} if "alias" in path_parameters else {})
 
     @schema.hook
@@ -124,7 +124,7 @@ def schema(server: ApiServer) -> Any:
         if case.operation.path.endswith("/events"):
             for kind, ended in (("study_id", finished), ("finetune_id", tuned)):
                 with suppress(NotFound):
-                    if not server.store.study(parameters.get(kind)).state.is_finished:
+                    if not server.store.job(parameters.get(kind)).state.is_finished:
                         parameters[kind] = ended.id
         if case.headers and "Idempotency-Key" in case.headers and case.operation.path.endswith("/studies"):
             case.headers["Idempotency-Key"] += f"s{next(numbers)}" if case.media_type == "application/json" else "s"
@@ -197,4 +197,4 @@ def test_every_reference_leads_somewhere(http: httpx.Client) -> None:
 def test_states_are_those_of_studies(http: httpx.Client) -> None:
     parameters = http.get("/openapi.json").json()["paths"]["/v1/studies"]["get"]["parameters"]
     (state,) = (parameter for parameter in parameters if parameter["name"] == "state")
-    assert next(iter(state["schema"]["anyOf"]))["enum"] == [state.value for state in StudyState]
+    assert next(iter(state["schema"]["anyOf"]))["enum"] == [state.value for state in JobState]

@@ -12,7 +12,7 @@ from urllib.parse import urljoin
 import httpx
 import pytest
 
-from service.types import StudyState
+from service.types import JobState
 from tests.service.api.harness import ApiServer, stored_study
 
 
@@ -37,7 +37,7 @@ def test_metrics_count_studies_by_state_and_requests_by_route(http: httpx.Client
     for _ in range(2):
         record = stored_study(server.store)
         http.get(f"/v1/studies/{record.id}")
-    server.store.open_attempt(record.id).set_state(StudyState.RUNNING)
+    server.store.open_attempt(record.id).set_state(JobState.RUNNING)
     http.get("/nowhere")
     lines = http.get("/metrics").text.splitlines()
     assert 'mergesearch_studies{state="CREATED"} 1' in lines

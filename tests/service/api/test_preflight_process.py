@@ -46,7 +46,7 @@ def test_a_study_gets_the_document_and_resolution_of_the_command_line(http: http
     study = load_study(file)
     answer = http.post("/v1/studies", json=study.canonical())
     assert answer.status_code == 201, answer.text
-    record = server.store.study(answer.json()["id"])
+    record = server.store.job(answer.json()["id"])
     assert record.document == study.canonical()
     assert answer.json()["algorithm"] == "gradient"
     assert answer.json()["algorithm_reason"].startswith("merges in this space have gradients")

@@ -20,7 +20,7 @@ from service.results.report import render_report
 from service.results.selection import accuracy_objectives, best_trial, full_budget_trials
 from service.results.series import CHARTS
 from service.schemas.files import schemas
-from service.types import EventKind, StudyRecord, StudyState, TrialState
+from service.types import EventKind, JobRecord, JobState, TrialState
 from tests.service.api.harness import ApiServer, document, finished_study, resolved, rung, stored_study, write_trial
 from tests.service.paths_study import plain_study
 from tests.service.synthetic_run import run_record as made_up
@@ -35,12 +35,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 
 
 @pytest.fixture(scope="module")
-def study(server: ApiServer) -> StudyRecord:
+def study(server: ApiServer) -> JobRecord:
     return finished_study(server.store, num_trials=30)
 
 
 @pytest.fixture
-def get(http: httpx.Client, study: StudyRecord) -> Any:
+def get(http: httpx.Client, study: JobRecord) -> Any:
     def get(rest: str) -> Any:
         answer = http.get(f"/v1/studies/{study.id}{rest}")
         assert answer.status_code == 200, answer.text
@@ -53,7 +53,7 @@ def as_json(document: Any) -> Any:
     return json.loads(json.dumps(document))
 
 
-def test_pages_of_trials_are_all_of_them(get: Any, server: ApiServer, study: StudyRecord, http: httpx.Client) -> None:
+def test_pages_of_trials_are_all_of_them(get: Any, server: ApiServer, study: JobRecord, http: httpx.Client) -> None:
     every = [as_json(trial_document(trial)) for trial in server.store.trials(study.id)]
     assert get("/trials")["trials"] == every
     page = get("/trials?limit=10")
@@ -71,7 +71,7 @@ def test_pages_of_trials_are_all_of_them(get: Any, server: ApiServer, study: Stu
 @pytest.mark.parametrize("state", list(TrialState))
 @pytest.mark.parametrize("limit", [1, 4, 1000])
 def test_pages_of_one_state_are_all_of_it(
-    get: Any, server: ApiServer, study: StudyRecord, http: httpx.Client, state: TrialState, limit: int
+    get: Any, server: ApiServer, study: JobRecord, http: httpx.Client, state: TrialState, limit: int
 ) -> None:
     expected = [trial.number for trial in server.store.trials(study.id) if trial.state is state]
     page = get(f"/trials?state={state.value}&limit={limit}")
@@ -83,7 +83,7 @@ def test_pages_of_one_state_are_all_of_it(
     assert seen == expected
 
 
-def test_a_trial_and_its_recipe(get: Any, server: ApiServer, study: StudyRecord) -> None:
+def test_a_trial_and_its_recipe(get: Any, server: ApiServer, study: JobRecord) -> None:
     trial = server.store.trial(study.id, 17)
     assert get("/trials/17") == as_json(trial_document(trial))
     assert get("/trials/17/recipe") == as_json(trial.recipe.to_json())
@@ -95,7 +95,7 @@ def test_a_trial_says_which_constraints_it_violates(http: httpx.Client, server: 
     study = Study.model_validate(document("constrained"))
     constraint = parse_constraint("text >= base + 0.05")
     objectives = [replace(o, constraints=(constraint,) * (o.name == "text")) for o in made.objectives]
-    record = server.store.create_study(
+    record = server.store.create_job(
         name="constrained", document=study.canonical(), resolved=replace(resolved(study), objectives=tuple(objectives))
     )
     writer = server.store.open_attempt(record.id)
@@ -108,14 +108,14 @@ def test_a_trial_says_which_constraints_it_violates(http: httpx.Client, server: 
     assert http.get(f"/v1/studies/{record.id}/trials/0").json() == expected[0]
 
 
-def test_summary_and_front_are_those_of_the_result_files(get: Any, server: ApiServer, study: StudyRecord) -> None:
+def test_summary_and_front_are_those_of_the_result_files(get: Any, server: ApiServer, study: JobRecord) -> None:
     run = run_record(server.store, study.id)
     assert get("/summary") == as_json(summary(run))
     assert get("/pareto") == as_json(pareto(run))
     jsonschema.validate(get("/summary"), schemas()["summary"])
 
 
-def test_weights_pick_a_trial_of_the_front(get: Any, http: httpx.Client, server: ApiServer, study: StudyRecord) -> None:
+def test_weights_pick_a_trial_of_the_front(get: Any, http: httpx.Client, server: ApiServer, study: JobRecord) -> None:
     weights = {"math": 0.5, "text": 0.3, "lookup": 0.2}
     document = get("/pareto?prefer=math%3D0.5,text%3D0.3,lookup%3D0.2")
     expected = choices(run_record(server.store, study.id)).preferred(weights)
@@ -133,7 +133,7 @@ def test_weights_pick_a_trial_of_the_front(get: Any, http: httpx.Client, server:
 
 
 def test_the_report_is_the_page_of_the_result_files_and_runs_nothing(
-    http: httpx.Client, server: ApiServer, study: StudyRecord
+    http: httpx.Client, server: ApiServer, study: JobRecord
 ) -> None:
     answer = http.get(f"/v1/studies/{study.id}/report")
     assert answer.text == render_report(run_record(server.store, study.id))
@@ -151,7 +151,7 @@ def test_every_plot_there_is_can_be_had(get: Any, http: httpx.Client) -> None:
 
 
 def test_the_history_holds_every_finished_rung_and_the_best_so_far(
-    get: Any, server: ApiServer, study: StudyRecord
+    get: Any, server: ApiServer, study: JobRecord
 ) -> None:
     run = run_record(server.store, study.id)
     plot = get("/plots/history")
@@ -167,7 +167,7 @@ def test_the_history_holds_every_finished_rung_and_the_best_so_far(
     assert plot["failed"] == [trial.number for trial in run.trials if trial.state is TrialState.FAIL]
 
 
-def test_the_front_says_who_is_on_it(get: Any, server: ApiServer, study: StudyRecord) -> None:
+def test_the_front_says_who_is_on_it(get: Any, server: ApiServer, study: JobRecord) -> None:
     run = run_record(server.store, study.id)
     plot, document = get("/plots/front"), get("/pareto")
     assert [point["trial"] for point in plot["points"]] == [t.number for t in full_budget_trials(run.trials)]
@@ -197,7 +197,7 @@ def test_held_out_rows_are_those_of_the_summary(get: Any) -> None:
     assert rows
 
 
-def test_the_budget_counts_searched_trials_by_rung(get: Any, server: ApiServer, study: StudyRecord) -> None:
+def test_the_budget_counts_searched_trials_by_rung(get: Any, server: ApiServer, study: JobRecord) -> None:
     plot = get("/plots/budget")
     searched = [trial for trial in server.store.trials(study.id) if trial.origin.value == "search"]
     assert [rung["trials"] for rung in plot["rungs"]] == [
@@ -218,13 +218,13 @@ def test_results_follow_what_is_stored(http: httpx.Client, server: ApiServer) ->
         assert http.get(path + rest).status_code == 200, rest
     assert scored() == (0, True)
     writer = server.store.open_attempt(record.id)
-    writer.set_state(StudyState.RUNNING)
+    writer.set_state(JobState.RUNNING)
     first, *_ = made_up(num_trials=3).trials
     write_trial(writer, first)
     assert scored() == (1, False)
     writer.finish_rung(0, rung(0), samples_reused=0)
     assert http.get(f"{path}/summary").json()["state"] == "RUNNING"
-    writer.set_state(StudyState.FAILED, "no engine")
+    writer.set_state(JobState.FAILED, "no engine")
     assert http.get(f"{path}/summary").json()["reason"] == "no engine"
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from service.errors import StaleAttempt
-from service.types import JobKind, StudyState
+from service.types import JobKind, JobState
 from tests.service.api.harness import ApiServer, document, finished_study, rung, stored_study
 
 UNKNOWN = "0" * 32
@@ -26,7 +26,7 @@ def test_a_study_is_created_and_found_where_its_location_says(http: httpx.Client
     assert http.get(answer.headers["location"]).json() == created
     assert (created["name"], created["state"], created["attempt"]) == ("math-text-lookup", "CREATED", 0)
     assert (created["trials"], created["progress"], created["job"]) == ({}, None, None)
-    assert created["algorithm"] == server.store.study(created["id"]).resolved.algorithm
+    assert created["algorithm"] == server.store.job(created["id"]).resolved.algorithm
     assert server.cluster.num_wakes == 1
     for link in set(created["links"]) - {"events"}:
         assert http.get(created["links"][link]).status_code == 200, link
@@ -87,7 +87,7 @@ def test_keys_that_are_no_names_are_refused(http: httpx.Client, key: str) -> Non
 
 def test_studies_are_listed_by_state_and_name_oldest_first(http: httpx.Client, server: ApiServer) -> None:
     made = [stored_study(server.store, name=name) for name in ("a", "b", "a")]
-    server.store.open_attempt(made[1].id).set_state(StudyState.RUNNING)
+    server.store.open_attempt(made[1].id).set_state(JobState.RUNNING)
 
     def ids(**query: str) -> list[str]:
         return [study["id"] for study in http.get("/v1/studies", params=query).json()["studies"]]
@@ -118,7 +118,7 @@ def test_a_study_tells_how_far_it_is(http: httpx.Client, server: ApiServer) -> N
 
 def test_a_job_of_another_kind_is_no_study(http: httpx.Client, server: ApiServer) -> None:
     study = stored_study(server.store)
-    training = server.store.create_study(name="math", document={}, resolved=study.resolved, kind=JobKind.FINETUNE)
+    training = server.store.create_job(name="math", document={}, resolved=study.resolved, kind=JobKind.FINETUNE)
     assert [listed["id"] for listed in http.get("/v1/studies").json()["studies"]] == [study.id]
     answer = http.get(f"/v1/studies/{training.id}")
     assert (answer.status_code, answer.json()["detail"]) == (
@@ -144,7 +144,7 @@ def test_what_is_no_study_is_not_found(http: httpx.Client) -> None:
 def test_cancelling_ends_a_study_once_and_stops_its_driver(http: httpx.Client, server: ApiServer) -> None:
     record = stored_study(server.store)
     writer = server.store.open_attempt(record.id)
-    writer.set_state(StudyState.RUNNING)
+    writer.set_state(JobState.RUNNING)
     answers = [http.post(f"/v1/studies/{record.id}:cancel") for _ in range(3)]
     assert [answer.status_code for answer in answers] == [202] * 3
     assert {answer.json()["state"] for answer in answers} == {"CANCELLED"}
@@ -166,21 +166,21 @@ def test_studies_cancelled_by_many_at_once_are_cancelled_once(server: ApiServer)
     assert [event.kind for event in server.store.events(record.id)].count("state") == 1
 
 
-@pytest.mark.parametrize("state", [StudyState.COMPLETE, StudyState.FAILED])
-def test_what_has_ended_cannot_be_cancelled(http: httpx.Client, server: ApiServer, state: StudyState) -> None:
+@pytest.mark.parametrize("state", [JobState.COMPLETE, JobState.FAILED])
+def test_what_has_ended_cannot_be_cancelled(http: httpx.Client, server: ApiServer, state: JobState) -> None:
     record = stored_study(server.store)
     server.store.open_attempt(record.id).set_state(state)
     answer = http.post(f"/v1/studies/{record.id}:cancel")
     assert answer.status_code == 409
     assert answer.json()["detail"].startswith(f"study {record.id} is already {state.value}")
-    assert server.store.study(record.id).attempt == 1
+    assert server.store.job(record.id).attempt == 1
 
 
 def test_a_failed_study_is_resumed_once_and_its_drivers_are_counted_anew(http: httpx.Client, server: ApiServer) -> None:
     record = stored_study(server.store)
     for _ in range(5):
         writer = server.store.open_attempt(record.id)
-    writer.set_state(StudyState.FAILED, "no engine")
+    writer.set_state(JobState.FAILED, "no engine")
     assert server.store.consecutive_failures(record.id) == 5
     answer = http.post(f"/v1/studies/{record.id}:resume")
     assert answer.status_code == 202
@@ -188,15 +188,15 @@ def test_a_failed_study_is_resumed_once_and_its_drivers_are_counted_anew(http: h
     assert server.store.consecutive_failures(record.id) == 0
     assert [event.kind for event in server.store.events(record.id)][-2:] == ["resumed", "state"]
     assert server.cluster.num_wakes == 1
-    server.store.open_attempt(record.id).set_state(StudyState.RUNNING)
+    server.store.open_attempt(record.id).set_state(JobState.RUNNING)
     before = server.store.last_event_id(record.id)
     assert http.post(f"/v1/studies/{record.id}:resume").json()["state"] == "RUNNING"
     assert server.store.last_event_id(record.id) == before, "it goes on already"
 
 
-@pytest.mark.parametrize("state", [StudyState.COMPLETE, StudyState.CANCELLED])
+@pytest.mark.parametrize("state", [JobState.COMPLETE, JobState.CANCELLED])
 def test_what_is_complete_or_cancelled_cannot_be_resumed(
-    http: httpx.Client, server: ApiServer, state: StudyState
+    http: httpx.Client, server: ApiServer, state: JobState
 ) -> None:
     record = stored_study(server.store)
     server.store.open_attempt(record.id).set_state(state)
@@ -206,7 +206,7 @@ def test_what_is_complete_or_cancelled_cannot_be_resumed(
         f"study {record.id} is {state.value}; only a study that has FAILED, that waits, or with samples of an engine "
         "that failed a check later can be resumed; to run it again, submit it again"
     )
-    assert server.store.study(record.id).state is state
+    assert server.store.job(record.id).state is state
 
 
 def test_verbs_are_posted(http: httpx.Client, server: ApiServer) -> None:

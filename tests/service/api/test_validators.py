@@ -24,7 +24,7 @@ from service.api.preflight_process import (
 )
 from service.jobs.driver import drive
 from service.studies.export import export_trial
-from service.types import StudyState
+from service.types import JobState
 from tests.conftest import write_choices
 from tests.service.api.harness import FAMILY, ApiServer, document
 from tests.service.api.test_exports import family_study
@@ -132,17 +132,17 @@ def test_drivers_and_exports_check_again_by_what_the_study_was_accepted_with(ser
     body = changed("models.base", str(tmp_path / "models" / "base"))
     outcome = examine_here(json.dumps(body).encode(), is_json=True, access=access)
     records = [
-        server.store.create_study(name=outcome.name, document=outcome.document, resolved=resolved)
+        server.store.create_job(name=outcome.name, document=outcome.document, resolved=resolved)
         for resolved in (outcome.resolved, family_study(server.store).resolved)
     ]
     assert [record.resolved.access for record in records] == [access, None]
     shutil.move(tmp_path / "models" / "base", tmp_path / "moved")
     (tmp_path / "models" / "base").symlink_to(tmp_path / "moved")
-    record = server.store.study(records[0].id)
+    record = server.store.job(records[0].id)
     assert record.resolved.access == access
     assert drive(server.store, record.id, work_dir=tmp_path / "work") == 0
-    ended = server.store.study(record.id)
-    assert ended.state is StudyState.FAILED
+    ended = server.store.job(record.id)
+    assert ended.state is JobState.FAILED
     message = f"{tmp_path}/models/base: is not below a directory that studies may read"
     assert message in (ended.reason or "")
     with pytest.raises(InvalidStudy, match=message):

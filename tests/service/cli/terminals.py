@@ -103,7 +103,7 @@ class Workplace(Terminal):
         study = load_study(self.write())
         preflight = examine(study)
         store = Store(f"sqlite:///{self.run_dir / DATABASE}")
-        record = store.create_study(
+        record = store.create_job(
             name=study.name, document=study.canonical(), resolved=replace(preflight.resolved(), version="0")
         )
         if scored:
@@ -150,7 +150,7 @@ def put(document: dict[str, Any], place: str, value: Any) -> None:
 def studies_in(directory: Path) -> tuple[Any, ...]:
     store = Store(f"sqlite:///{directory / DATABASE}")
     try:
-        return store.studies()
+        return store.jobs()
     finally:
         store.close()
 

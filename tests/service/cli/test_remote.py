@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from service.cli.remote import DEFAULT_SERVER, SERVER_VARIABLE
 from service.results.files import pareto, trial_document
 from service.results.load import run_record
-from service.types import Origin, StudyState, TrialRecord, TrialState
+from service.types import JobState, Origin, TrialRecord, TrialState
 from tests.service.api.harness import ApiServer
 from tests.service.cli.terminals import ServerTerminal
 from tests.service.site import Site
@@ -32,7 +32,7 @@ def words(text: str) -> str:
 def test_submit_says_what_it_made_and_how_to_watch_it(site: Site, terminal: ServerTerminal) -> None:
     name = site.new_name()
     out = terminal.shown("submit", site.study_file(name))
-    (study,) = [study for study in site.store.studies() if study.name == name]
+    (study,) = [study for study in site.store.jobs() if study.name == name]
     assert out == (f"study {name}: {study.id}, CREATED\nfollow it with `mergesearch watch {study.id[:8]}`\n")
     assert terminal.document("submit", site.study_file(name))["name"] == name
 
@@ -79,7 +79,7 @@ def test_studies_are_listed(site: Site, finished: str, terminal: ServerTerminal)
     (line,) = [words(line) for line in out.splitlines() if created[:8] in line]
     assert " created 0 0s 20" in line
     listed = terminal.document("studies")
-    assert [study["id"] for study in listed] == [study.id for study in site.store.studies()]
+    assert [study["id"] for study in listed] == [study.id for study in site.store.jobs()]
 
 
 def test_a_server_without_studies_says_so(terminal: ServerTerminal, tmp_path: Path) -> None:
@@ -112,8 +112,8 @@ def test_show_tells_all_of_a_study(site: Site, finished: str, terminal: ServerTe
 
 def test_show_of_a_study_that_has_failed_says_why(site: Site, terminal: ServerTerminal) -> None:
     writer = site.begin(site.new_name())
-    writer.set_state(StudyState.FAILED, "no trial was scored at the full budget")
-    out = words(terminal.shown("show", writer.study_id))
+    writer.set_state(JobState.FAILED, "no trial was scored at the full budget")
+    out = words(terminal.shown("show", writer.job_id))
     assert "state failed: no trial was scored at the full budget" in out
     assert "samples" not in out
 
@@ -158,10 +158,10 @@ def test_reasons_are_shown_as_they_are(site: Site, terminal: ServerTerminal) -> 
     trial = TrialRecord(0, Origin.SEARCH, "trial:0", TrialState.WAITING, site.preflight.baselines()[0][2])
     writer.add_trial(trial)
     writer.finish_trials([0], TrialState.FAIL, reason)
-    writer.set_state(StudyState.FAILED, reason)
-    assert f"fail: {reason}" in terminal.shown("trials", writer.study_id)
-    assert f"failed: {reason}" in terminal.shown("show", writer.study_id)
-    code, _, err = terminal.run("watch", writer.study_id, "--server", site.url)
+    writer.set_state(JobState.FAILED, reason)
+    assert f"fail: {reason}" in terminal.shown("trials", writer.job_id)
+    assert f"failed: {reason}" in terminal.shown("show", writer.job_id)
+    code, _, err = terminal.run("watch", writer.job_id, "--server", site.url)
     assert code == 1
     assert f"trial 0 failed: {reason}" in err
 
@@ -225,14 +225,14 @@ def test_cancel_ends_a_study(site: Site, finished: str, terminal: ServerTerminal
     study = site.create(name)
     assert terminal.shown("cancel", name) == f"study {name}: {study}, CANCELLED\n"
     assert terminal.document("cancel", study)["state"] == "CANCELLED"
-    assert site.store.study(study).state is StudyState.CANCELLED
+    assert site.store.job(study).state is JobState.CANCELLED
     assert "is already COMPLETE" in terminal.refused("cancel", finished)
 
 
 def test_resume_lets_a_failed_study_go_on(site: Site, finished: str, terminal: ServerTerminal) -> None:
     writer = site.begin(site.new_name())
-    writer.set_state(StudyState.FAILED, "the hub cannot be reached")
-    study = site.store.study(writer.study_id)
+    writer.set_state(JobState.FAILED, "the hub cannot be reached")
+    study = site.store.job(writer.job_id)
     assert terminal.shown("resume", study.name) == f"study {study.name}: {study.id}, STOPPED\n"
     assert terminal.document("resume", study.id)["state"] == "STOPPED"
     assert "is COMPLETE" in terminal.refused("resume", finished)
@@ -245,10 +245,10 @@ def test_show_and_watch_say_what_a_study_waits_for(
     writer.set_waiting("models: /mnt/base: does not exist")
     monkeypatch.setattr(site.cluster, "reason", "its next driver, in 12 s: /mnt/base: does not exist")
     assert "waits for its next driver, in 12 s: /mnt/base: does not exist" in words(
-        terminal.shown("show", writer.study_id)
+        terminal.shown("show", writer.job_id)
     )
-    writer.set_state(StudyState.FAILED, "x")
-    _, _, err = terminal.run("watch", writer.study_id, "--server", site.url)
+    writer.set_state(JobState.FAILED, "x")
+    _, _, err = terminal.run("watch", writer.job_id, "--server", site.url)
     assert "the study is STOPPED: models: /mnt/base: does not exist" in err
     assert "the study waits; the server tries again automatically" in err
 

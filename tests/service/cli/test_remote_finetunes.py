@@ -14,7 +14,7 @@ from tests.service.site import Site
 def test_submit_tells_a_specification_from_a_study(site: Site, terminal: ServerTerminal, tmp_path: Path) -> None:
     name = site.new_name()
     out = terminal.shown("submit", specification(tmp_path, name))
-    (record,) = [record for record in site.store.studies() if record.name == name]
+    (record,) = [record for record in site.store.jobs() if record.name == name]
     assert out == (f"fine-tuning {name}: {record.id}, CREATED\nfollow it with `mergesearch watch {record.id[:8]}`\n")
     assert "of the whole fleet" in terminal.refused("submit", changed(tmp_path, name, base="other"))
     assert f"{name} created 0/2 0s" in " ".join(terminal.shown("finetunes").split())
@@ -61,10 +61,10 @@ def test_a_finished_one_is_shown_watched_and_exported(site: Site, terminal: Serv
 
 
 def test_one_that_failed_says_why(site: Site, terminal: ServerTerminal) -> None:
-    from service.types import StudyState
+    from service.types import JobState
 
     record = stored_finetune(site.store, name=site.new_name())
-    site.store.open_attempt(record.id).set_state(StudyState.FAILED, "step 3: the loss is nan")
+    site.store.open_attempt(record.id).set_state(JobState.FAILED, "step 3: the loss is nan")
     code, out, err = terminal.run("watch", record.name, "--server", site.url)
     assert (code, out) == (1, "")
     assert "the fine-tuning is FAILED: step 3: the loss is nan" in err

@@ -142,7 +142,7 @@ def test_export_refuses_sources_that_have_changed(place: Workplace) -> None:
     expert = place.copied("math")
     place.begin(scored=True)
     store = Store(f"sqlite:///{place.run_dir / DATABASE}")
-    (record,) = store.studies()
+    (record,) = store.jobs()
     store.open_attempt(record.id).set_document(
         {
             **record.document,

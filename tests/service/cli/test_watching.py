@@ -16,8 +16,8 @@ import pytest
 
 from service.results.files import summary
 from service.results.load import run_record
-from service.store import StudyWriter
-from service.types import Origin, StudyState, TrialRecord, TrialState
+from service.store import JobWriter
+from service.types import JobState, Origin, TrialRecord, TrialState
 from tests.service.cli.terminals import ServerTerminal
 from tests.service.http_server import HttpServer
 from tests.service.site import PROGRESS, Site
@@ -25,7 +25,7 @@ from tests.service.site import PROGRESS, Site
 pytestmark = pytest.mark.slow  # each starts an HTTP server
 
 
-def work(site: Site, writer: StudyWriter, *, end: Callable[[], object]) -> None:
+def work(site: Site, writer: JobWriter, *, end: Callable[[], object]) -> None:
     """What a driver writes in a second."""
     recipe = site.preflight.baselines()[0][2]
     writer.heartbeat(wall_clock_s=65.0, progress={**PROGRESS, "samples_scored": 100})
@@ -43,11 +43,11 @@ def work(site: Site, writer: StudyWriter, *, end: Callable[[], object]) -> None:
 
 
 def watched(
-    terminal: ServerTerminal, writer: StudyWriter, end: Callable[[], object], *arguments: str
+    terminal: ServerTerminal, writer: JobWriter, end: Callable[[], object], *arguments: str
 ) -> tuple[int, str, str]:
     thread = threading.Thread(target=work, args=(terminal.site, writer), kwargs={"end": end})
     thread.start()
-    found = terminal.run("watch", writer.study_id, "--server", terminal.site.url, *arguments)
+    found = terminal.run("watch", writer.job_id, "--server", terminal.site.url, *arguments)
     thread.join()
     return found
 
@@ -73,7 +73,7 @@ def test_watch_tells_what_matters_and_ends_with_the_results(site: Site, terminal
     assert "9/14 trials (1 failed), bracket 1/3 rung 12, best #7: sums 0.7, " in first
     assert "300/900 samples" in last
     assert out.index("Pareto front") < out.index("Held-out data") < out.index("report: ")
-    assert out.splitlines()[-1].split() == ["report:", f"{site.url}/v1/studies/{writer.study_id}/report"]
+    assert out.splitlines()[-1].split() == ["report:", f"{site.url}/v1/studies/{writer.job_id}/report"]
 
 
 def test_watch_as_json_is_the_stream_and_the_summary(site: Site, terminal: ServerTerminal) -> None:
@@ -81,19 +81,19 @@ def test_watch_as_json_is_the_stream_and_the_summary(site: Site, terminal: Serve
     code, out, err = watched(terminal, writer, lambda: site.finish(writer), "--json")
     assert (code, err) == (0, "")
     lines = [json.loads(line) for line in out.splitlines()]
-    stored = site.store.events(writer.study_id)
+    stored = site.store.events(writer.job_id)
     assert [line["id"] for line in lines if line["id"] is not None] == [event.id for event in stored]
     assert [line["kind"] for line in lines[-2:]] == ["end", "summary"]
-    assert lines[-1]["payload"] == json.loads(json.dumps(summary(run_record(site.store, writer.study_id))))
+    assert lines[-1]["payload"] == json.loads(json.dumps(summary(run_record(site.store, writer.job_id))))
     assert "progress" in {line["kind"] for line in lines}
 
 
-@pytest.mark.parametrize("state", [StudyState.FAILED, StudyState.CANCELLED])
-def test_watching_a_study_that_ends_without_a_result(site: Site, terminal: ServerTerminal, state: StudyState) -> None:
+@pytest.mark.parametrize("state", [JobState.FAILED, JobState.CANCELLED])
+def test_watching_a_study_that_ends_without_a_result(site: Site, terminal: ServerTerminal, state: JobState) -> None:
     writer = site.begin(site.new_name())
     code, out, err = watched(terminal, writer, lambda: writer.set_state(state, "out of luck"))
     assert (code, out) == (1, "")
-    name = site.store.study(writer.study_id).name
+    name = site.store.job(writer.job_id).name
     assert err.splitlines()[-1] == f"study {name}: {state}: out of luck"
     code, out, _ = terminal.run("watch", name, "--server", site.url, "--json")
     assert code == 1
@@ -113,7 +113,7 @@ def test_watch_goes_on_when_the_server_is_started_anew(site: Site, terminal: Ser
     with own:
         thread = threading.Thread(target=work, args=(site, writer), kwargs={"end": restart})
         thread.start()
-        code, out, err = terminal.run("watch", writer.study_id, "--server", own.url)
+        code, out, err = terminal.run("watch", writer.job_id, "--server", own.url)
         thread.join()
     assert code == 0
     assert err.count("trial 40 failed: NaN in the logits") == 1
@@ -122,10 +122,10 @@ def test_watch_goes_on_when_the_server_is_started_anew(site: Site, terminal: Ser
 
 def test_submit_may_watch_at_once(site: Site, terminal: ServerTerminal) -> None:
     file = site.study_file(site.new_name())
-    before = {study.id for study in site.store.studies()}
+    before = {study.id for study in site.store.jobs()}
 
     def drive(number: int) -> None:
-        while len(new := [study for study in site.store.studies() if study.id not in before]) < number:
+        while len(new := [study for study in site.store.jobs() if study.id not in before]) < number:
             time.sleep(0.02)
         site.finish(site.store.open_attempt(new[-1].id))
 
@@ -148,7 +148,7 @@ def test_ctrl_c_leaves_the_study_running_and_says_so(site: Site, monkeypatch: py
     monkeypatch.setattr(site.cluster, "reason", "Ray: Ray is being started")
     writer = site.begin(site.new_name())
     writer.add_event("search_ended", {"reason": "for the test to see"})
-    name = site.store.study(writer.study_id).name
+    name = site.store.job(writer.job_id).name
     command = [sys.executable, "-m", "service.cli.main", "watch", name, "--server", site.url]
     process = subprocess.Popen(
         command,
@@ -168,8 +168,8 @@ def test_ctrl_c_leaves_the_study_running_and_says_so(site: Site, monkeypatch: py
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (130, "")
-    assert f"study {name} continues on the server; `mergesearch watch {writer.study_id[:8]}` shows it again" in err
+    assert f"study {name} continues on the server; `mergesearch watch {writer.job_id[:8]}` shows it again" in err
     assert "waits for Ray: Ray is being started" in told
     assert "Traceback" not in err
-    assert site.store.study(writer.study_id).state is StudyState.RUNNING
+    assert site.store.job(writer.job_id).state is JobState.RUNNING
     writer.add_event("note", {})  # nobody has taken it over

@@ -27,7 +27,7 @@ from service.errors import Conflict, NotFound
 from service.results.files import pareto, summary, trial_document
 from service.results.load import run_record
 from service.results.report import render_report
-from service.types import ExportRecord, ExportState, Origin, StudyState
+from service.types import ExportRecord, ExportState, JobState, Origin
 from tests.service.client.asker import Asker
 from tests.service.http_server import HttpServer
 from tests.service.site import PROGRESS, Site
@@ -42,7 +42,7 @@ def test_a_study_file_is_submitted_with_paths_that_mean_the_same_on_the_server(s
     file = site.study_file(name)
     document = ask("submit", file)
     assert (document["name"], document["state"], document["attempt"]) == (name, "CREATED", 0)
-    stored = site.store.study(document["id"]).document
+    stored = site.store.job(document["id"]).document
     assert stored == load_study(file).canonical()
     assert stored["objectives"][0]["task"]["file"] == str(site.directory / "search.jsonl")
     assert ask("submit", str(file))["id"] != document["id"]
@@ -151,7 +151,7 @@ def test_a_study_is_cancelled_once_and_for_good(site: Site, finished: str, ask: 
     study = site.create(site.new_name())
     assert ask("cancel", study)["state"] == "CANCELLED"
     assert ask("cancel", study)["state"] == "CANCELLED"
-    assert site.store.study(study).state is StudyState.CANCELLED
+    assert site.store.job(study).state is JobState.CANCELLED
     with pytest.raises(RequestRefused, match="is already COMPLETE") as refused:
         ask("cancel", finished)
     assert refused.value.status == 409
@@ -159,9 +159,9 @@ def test_a_study_is_cancelled_once_and_for_good(site: Site, finished: str, ask: 
 
 def test_a_study_that_failed_is_resumed(site: Site, finished: str, ask: Asker) -> None:
     writer = site.begin(site.new_name())
-    writer.set_state(StudyState.FAILED, "the disk was unmounted")
-    assert ask("resume", writer.study_id)["state"] == "STOPPED"
-    assert site.store.study(writer.study_id).state is StudyState.STOPPED
+    writer.set_state(JobState.FAILED, "the disk was unmounted")
+    assert ask("resume", writer.job_id)["state"] == "STOPPED"
+    assert site.store.job(writer.job_id).state is JobState.STOPPED
     with pytest.raises(RequestRefused, match="is COMPLETE") as refused:
         ask("resume", finished)
     assert refused.value.status == 409
@@ -249,14 +249,14 @@ def test_the_events_of_a_finished_study_are_its_history_and_end(site: Site, fini
 def test_events_come_while_they_happen(site: Site) -> None:
     writer = site.begin(site.new_name())
     with Client(site.url) as client:
-        events = client.events(writer.study_id)
+        events = client.events(writer.job_id)
         assert [next(events).kind for _ in range(3)] == ["created", "attempt", "state"]
         for number in range(3):
             writer.add_event("note", {"number": number})
             assert next(events).payload == {"number": number}
         writer.heartbeat(wall_clock_s=1.0, progress=PROGRESS)
         assert next(events) == Event("progress", None, None, PROGRESS)
-        writer.set_state(StudyState.FAILED, "out of luck")
+        writer.set_state(JobState.FAILED, "out of luck")
         assert [event.kind for event in events] == ["state", "end"]
 
 
@@ -270,7 +270,7 @@ def test_no_event_is_missed_or_told_twice_when_the_server_is_stopped_and_started
             writer.add_event("note", {"number": number})
             time.sleep(0.01)
         interrupted.wait()
-        writer.set_state(StudyState.COMPLETE)
+        writer.set_state(JobState.COMPLETE)
 
     def interrupt() -> None:
         for _ in range(3):
@@ -284,10 +284,10 @@ def test_no_event_is_missed_or_told_twice_when_the_server_is_stopped_and_started
         threads = [threading.Thread(target=body) for body in (work, interrupt)]
         for thread in threads:
             thread.start()
-        events = list(ask.at(own.url).events(writer.study_id))
+        events = list(ask.at(own.url).events(writer.job_id))
         for thread in threads:
             thread.join()
-    assert [e.id for e in events if e.id is not None] == [e.id for e in site.store.events(writer.study_id)]
+    assert [e.id for e in events if e.id is not None] == [e.id for e in site.store.events(writer.job_id)]
     assert sum(event.kind == "note" for event in events) == 200
     assert [event.kind for event in events][-1] == "end"
 
@@ -298,7 +298,7 @@ def test_a_server_that_does_not_come_back_ends_the_reading(site: Site, ask: Aske
     own.start()
     threading.Timer(0.5, own.stop).start()
     with pytest.raises(ServerUnreachable, match=f"^{own.url}: no answer: "):
-        list(ask.at(own.url).events(writer.study_id, patience_s=1.5))
+        list(ask.at(own.url).events(writer.job_id, patience_s=1.5))
 
 
 def test_events_of_no_study_are_refused(ask: Asker) -> None:

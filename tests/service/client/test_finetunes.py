@@ -30,7 +30,7 @@ def test_a_fleet_is_submitted_found_cancelled_and_deleted(site: Site, ask: Asker
     file = specification(tmp_path, name)
     created = ask("submit_finetune", file, idempotency_key=name)
     assert ask("submit_finetune", str(file), idempotency_key=name)["id"] == created["id"]
-    stored = site.store.study(created["id"]).document
+    stored = site.store.job(created["id"]).document
     assert stored["experts"]["math"]["data"]["file"] == str(tmp_path / "math.jsonl")
     assert created["id"] in [found["id"] for found in ask("finetunes")]
     assert created["id"] not in [found["id"] for found in ask("studies")]

@@ -12,7 +12,7 @@ import pytest
 from service.cluster import reconciler
 from service.cluster.reconciler import MAX_CONSECUTIVE_FAILURES, MAX_RUNNING, RayCluster
 from service.store import Store
-from service.types import StudyState
+from service.types import JobState
 from tests.service.resolved import resolved_study
 
 
@@ -63,7 +63,7 @@ def cluster(store: Store, jobs: Jobs, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def create(store: Store, name: str) -> str:
-    return store.create_study(name=name, document={}, resolved=resolved_study()).id
+    return store.create_job(name=name, document={}, resolved=resolved_study()).id
 
 
 def rounds(cluster: RayCluster, number: int = 1) -> None:
@@ -79,19 +79,19 @@ def test_a_refused_job_is_its_own_studys_failure_and_delays_no_other(
     rounds(cluster, 5)
     assert cluster.not_ready() is None
     assert [name.partition("-")[0] for name in jobs.submitted] == ["odd", "other"], "tried again only later"
-    waiting_for = cluster.waiting_for(store.study(odd))
+    waiting_for = cluster.waiting_for(store.job(odd))
     assert waiting_for is not None
     assert waiting_for.startswith("its next driver, in ")
     assert waiting_for.endswith("Ray refused its driver's job: " + jobs.error)
     assert store.events(odd)[-1].kind == "job_refused"
     monkeypatch.setattr(reconciler, "BACK_OFF_S", 0.0)
     rounds(cluster, MAX_CONSECUTIVE_FAILURES + 1)
-    record = store.study(odd)
-    assert record.state is StudyState.FAILED
+    record = store.job(odd)
+    assert record.state is JobState.FAILED
     assert "5 drivers in a row ended without a result" in str(record.reason)
     assert "bad entrypoint" in str(record.reason)
     assert cluster.waiting_for(record) is None
-    assert store.study(other).submissions == 1
+    assert store.job(other).submissions == 1
     jobs.refuses = "-"
     store.resume(odd, reason="resumed by request")
     rounds(cluster)
@@ -110,7 +110,7 @@ def test_a_cluster_that_takes_no_jobs_is_not_ready_and_no_study_fails(
         rounds(cluster)
         assert "Ray accepts no jobs yet" in str(cluster.not_ready())
         cluster._client = jobs
-    assert store.study(study).state is StudyState.CREATED
+    assert store.job(study).state is JobState.CREATED
     jobs.refuses = "-"
     rounds(cluster)
     assert cluster.not_ready() is None
@@ -130,17 +130,17 @@ def test_a_study_that_waits_says_for_what_and_goes_on_however_long_it_took(
         jobs.states[jobs.submitted[-1]] = "FAILED"
         rounds(cluster, 3)
         assert len(jobs.states) == number, "the next driver comes later"
-        waiting_for = str(cluster.waiting_for(store.study(study)))
+        waiting_for = str(cluster.waiting_for(store.job(study)))
         assert waiting_for.startswith("its next driver, in ")
         assert waiting_for.endswith("owner/name: the hub cannot be reached")
-    assert store.study(study).state is StudyState.STOPPED
+    assert store.job(study).state is JobState.STOPPED
     monkeypatch.setattr(reconciler, "BACK_OFF_S", 0.0)
     rounds(cluster)
     writer = store.open_attempt(study)
     writer.heartbeat(wall_clock_s=1.0)
     rounds(cluster)
-    assert cluster.waiting_for(store.study(study)) is None
-    writer.set_state(StudyState.COMPLETE)
+    assert cluster.waiting_for(store.job(study)) is None
+    writer.set_state(JobState.COMPLETE)
 
 
 def test_a_resumed_study_gets_a_driver_at_once(store: Store, jobs: Jobs, cluster: RayCluster) -> None:
@@ -148,7 +148,7 @@ def test_a_resumed_study_gets_a_driver_at_once(store: Store, jobs: Jobs, cluster
     rounds(cluster)
     for _ in range(MAX_CONSECUTIVE_FAILURES):
         writer = store.open_attempt(study)
-    writer.set_state(StudyState.FAILED, "no result")
+    writer.set_state(JobState.FAILED, "no result")
     jobs.states[jobs.submitted[-1]] = "SUCCEEDED"
     rounds(cluster, 3)
     assert len(jobs.submitted) == 1
@@ -166,13 +166,13 @@ def test_only_so_many_studies_run_and_one_that_waits_for_its_next_driver_is_none
     rounds(cluster, 2)
     assert len(jobs.submitted) == MAX_RUNNING
     for study in studies[MAX_RUNNING:]:
-        assert cluster.waiting_for(store.study(study)) == f"one of the {MAX_RUNNING} studies before it to end"
+        assert cluster.waiting_for(store.job(study)) == f"one of the {MAX_RUNNING} studies before it to end"
     store.open_attempt(studies[0]).set_waiting("no engine")
     jobs.states[jobs.submitted[0]] = "FAILED"
     rounds(cluster)
     assert len(jobs.submitted) == MAX_RUNNING + 1
     assert jobs.submitted[-1].startswith(f"s{MAX_RUNNING}-")
-    store.open_attempt(studies[1]).set_state(StudyState.COMPLETE)
+    store.open_attempt(studies[1]).set_state(JobState.COMPLETE)
     rounds(cluster)
     assert len(jobs.submitted) == MAX_RUNNING + 2
 

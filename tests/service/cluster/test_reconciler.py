@@ -26,22 +26,22 @@ from service.cluster.reconciler import (
     submission_id,
 )
 from service.store import Store
-from service.types import StudyRecord, StudyState
+from service.types import JobRecord, JobState
 from tests.service.resolved import resolved_study
 
 NOW = 1_000_000.0
 RESOLVED = resolved_study()
-STUDY = StudyRecord("0123456789abcdef", "math-code", StudyState.RUNNING, {}, RESOLVED, NOW - 5000, submissions=1)
+STUDY = JobRecord("0123456789abcdef", "math-code", JobState.RUNNING, {}, RESOLVED, NOW - 5000, submissions=1)
 
 
-def study(*, submitted_s_ago: float, heard_s_ago: float | None = None) -> StudyRecord:
+def study(*, submitted_s_ago: float, heard_s_ago: float | None = None) -> JobRecord:
     """Its driver has begun if it was heard of since it was submitted."""
     heartbeat_at = None if heard_s_ago is None else NOW - heard_s_ago
     attempt = int(heard_s_ago is not None and heard_s_ago < submitted_s_ago)
     return replace(STUDY, submitted_at=NOW - submitted_s_ago, heartbeat_at=heartbeat_at, attempt=attempt)
 
 
-def action(record: StudyRecord, job: str | None, consecutive_failures: int = 0) -> str:
+def action(record: JobRecord, job: str | None, consecutive_failures: int = 0) -> str:
     return next_step(record, job, consecutive_failures=consecutive_failures, now=NOW).action
 
 
@@ -167,7 +167,7 @@ def test_a_study_says_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.Monk
     store = Store(f"sqlite:///{tmp_path / 'studies.db'}")
     cluster = RayCluster(store, tmp_path, dashboard_host="127.0.0.1", dashboard_port=None)
     assert cluster.waiting_for(STUDY) == "Ray: Ray is being started"
-    assert cluster.waiting_for(replace(STUDY, state=StudyState.CANCELLED)) is None
+    assert cluster.waiting_for(replace(STUDY, state=JobState.CANCELLED)) is None
     cluster._not_ready = None
     assert cluster.waiting_for(STUDY) == "its driver to start"
     assert cluster.waiting_for(replace(STUDY, attempt=1)) is None
@@ -222,7 +222,7 @@ class Dashboard:
 @pytest.mark.slow
 def test_only_so_many_studies_have_a_driver_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, dashboard = Store(f"sqlite:///{tmp_path / 'studies.db'}"), Dashboard()
-    studies = [store.create_study(name=f"s{i}", document={}, resolved=RESOLVED) for i in range(MAX_RUNNING + 2)]
+    studies = [store.create_job(name=f"s{i}", document={}, resolved=RESOLVED) for i in range(MAX_RUNNING + 2)]
 
     def wait_for(num_submitted: int) -> None:
         deadline = time.monotonic() + 30
@@ -241,14 +241,14 @@ def test_only_so_many_studies_have_a_driver_at_a_time(tmp_path: Path, monkeypatc
         cluster.start()
         try:
             wait_for(MAX_RUNNING)
-            waiting = [cluster.waiting_for(study) for study in store.studies()]
+            waiting = [cluster.waiting_for(study) for study in store.jobs()]
             assert (
                 waiting
                 == ["its driver to start"] * MAX_RUNNING + [f"one of the {MAX_RUNNING} studies before it to end"] * 2
             )
-            store.open_attempt(studies[1].id).set_state(StudyState.COMPLETE)
+            store.open_attempt(studies[1].id).set_state(JobState.COMPLETE)
             wait_for(MAX_RUNNING + 1)
-            assert cluster.waiting_for(store.study(studies[-1].id)) == waiting[-1]
+            assert cluster.waiting_for(store.job(studies[-1].id)) == waiting[-1]
         finally:
             cluster.stop()
             store.close()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from service.cluster.session import RaySession
-from service.disk import artifacts_dir, locked, study_dir
+from service.disk import artifacts_dir, job_dir, locked
 from service.errors import Conflict
 from service.jobs import finetune
 from service.jobs.driver import KINDS, drive
@@ -27,7 +27,7 @@ from service.store.artifacts import ArtifactStore
 from service.studies.chains import SOURCES
 from service.studies.heartbeat import Heartbeat
 from service.studies.preflight.finetune import resolved_finetune
-from service.types import EventKind, JobKind, StudyState
+from service.types import EventKind, JobKind, JobState
 from tests.builders import tiny_llama
 from workers.errors import InvalidTask, TrainingFailed
 from workers.file_access import FileAccess
@@ -86,14 +86,14 @@ def test_every_kind_of_job_has_its_work() -> None:
 
 def test_a_driver_trains_the_expert_and_stores_it(store: Store, tmp_path: Path) -> None:
     record = finetune.stored(store, replace(pipeline_of(tmp_path), analysis=Analysis()))
-    work_dir = study_dir(tmp_path, record.id)
+    work_dir = job_dir(tmp_path, record.id)
     assert drive(store, record.id, work_dir=work_dir) == 0
-    after = store.study(record.id)
+    after = store.job(record.id)
     analysis = stored_analysis(store, record.id)
     assert analysis is not None
     (fleet,) = analysis["fleets"]
     assert (fleet["name"], [vector["expert"] for vector in fleet["task_vectors"]]) == ("mergopt", ["sums"])
-    assert (after.state, after.kind, after.reason) == (StudyState.COMPLETE, JobKind.FINETUNE, None)
+    assert (after.state, after.kind, after.reason) == (JobState.COMPLETE, JobKind.FINETUNE, None)
     updates = [event.payload for event in store.events(record.id, kinds=[EventKind.TRAINING])]
     assert {update["expert"] for update in updates} == {"sums"}
     assert [step for update in updates for step, _ in update["losses"]] == [1, 2, 3]
@@ -125,9 +125,9 @@ def test_a_fleet_has_an_artifact_for_each_expert_as_soon_as_it_is_trained(
         fit(spec, directory, access)
 
     monkeypatch.setattr(finetune, "_fit", interrupted)
-    work_dir = study_dir(tmp_path, record.id)
+    work_dir = job_dir(tmp_path, record.id)
     assert drive(store, record.id, work_dir=work_dir) == 1
-    assert store.study(record.id).state is StudyState.STOPPED
+    assert store.job(record.id).state is JobState.STOPPED
     assert [artifact.name for artifact in artifacts.of(record.id)] == ["one"]
     assert drive(store, record.id, work_dir=work_dir) == 0
     assert begun == ["one", "two", "two"]
@@ -149,16 +149,16 @@ def test_the_study_of_a_pipeline_is_created_once_its_experts_are_trained(store: 
         "engine": {"max_model_len": 32},
     }
     pipeline = parse_pipeline({**spec, "experts": {"one": alone, "two": {**alone, "seed": 1}}, "study": study})
-    record = store.create_study(
+    record = store.create_job(
         name=pipeline.name,
         document=pipeline.canonical(),
         resolved=resolved_finetune(access=FileAccess((str(tmp_path / "base"), str(tmp_path / "data.jsonl")))),
         kind=JobKind.FINETUNE,
     )
-    assert drive(store, record.id, work_dir=study_dir(tmp_path, record.id)) == 0
-    assert store.study(record.id).reason is None
-    (merging,) = store.studies(JobKind.SEARCH)
-    assert (merging.name, merging.state) == ("merge", StudyState.CREATED)
+    assert drive(store, record.id, work_dir=job_dir(tmp_path, record.id)) == 0
+    assert store.job(record.id).reason is None
+    (merging,) = store.jobs(JobKind.SEARCH)
+    assert (merging.name, merging.state) == ("merge", JobState.CREATED)
     experts = merging.document["models"]["experts"]
     for alias, place in experts.items():
         assert Path(place).parent == tmp_path / SOURCES
@@ -215,34 +215,34 @@ def test_a_training_that_waits_for_workers_is_not_stuck(store: Store, tmp_path: 
 
 def test_a_driver_waits_for_the_one_before_it(store: Store, tmp_path: Path) -> None:
     record = finetune.stored(store, pipeline_of(tmp_path))
-    work_dir = study_dir(tmp_path, record.id)
+    work_dir = job_dir(tmp_path, record.id)
     with locked(work_dir):
         assert drive(store, record.id, work_dir=work_dir) == 1
-    waiting = store.study(record.id)
-    assert waiting.state is StudyState.STOPPED
+    waiting = store.job(record.id)
+    assert waiting.state is JobState.STOPPED
     assert "is at work here" in str(waiting.reason)
     assert drive(store, record.id, work_dir=work_dir) == 0
 
 
 def test_a_driver_reads_only_what_was_allowed_when_it_was_accepted(store: Store, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
-    record = store.create_study(
+    record = store.create_job(
         name="sums",
         document=pipeline_of(tmp_path).canonical(),
         resolved=resolved_finetune(access=FileAccess((str(tmp_path / "other"),))),
         kind=JobKind.FINETUNE,
     )
-    assert drive(store, record.id, work_dir=study_dir(tmp_path, record.id)) == 0
-    after = store.study(record.id)
-    assert after.state is StudyState.FAILED
+    assert drive(store, record.id, work_dir=job_dir(tmp_path, record.id)) == 0
+    after = store.job(record.id)
+    assert after.state is JobState.FAILED
     assert "is not below a directory that studies may read" in str(after.reason)
 
 
 def test_lists_tell_kinds_apart(store: Store, tmp_path: Path) -> None:
     record = finetune.stored(store, pipeline_of(tmp_path), idempotency_key="a")
-    assert [study.id for study in store.studies(JobKind.FINETUNE)] == [record.id]
-    assert store.studies(JobKind.SEARCH) == ()
-    assert len(store.studies()) == 1
+    assert [study.id for study in store.jobs(JobKind.FINETUNE)] == [record.id]
+    assert store.jobs(JobKind.SEARCH) == ()
+    assert len(store.jobs()) == 1
 
 
 @pytest.mark.parametrize(
@@ -258,9 +258,9 @@ def test_what_is_wrong_ends_it_with_the_reason(store: Store, tmp_path: Path, dam
         changed = {"training": spec.training.model_copy(update={"learning_rate": 1e38, "max_gradient_norm": None})}
         spec = spec.model_copy(update={**changed, "method": spec.method.model_copy(update={"kind": "sgd"})})
     record = finetune.stored(store, Pipeline(spec.name, {spec.name: spec}, None, None, is_fleet=False))
-    assert drive(store, record.id, work_dir=study_dir(tmp_path, record.id)) == 0
-    after = store.study(record.id)
-    assert after.state is StudyState.FAILED
+    assert drive(store, record.id, work_dir=job_dir(tmp_path, record.id)) == 0
+    after = store.job(record.id)
+    assert after.state is JobState.FAILED
     assert reason in str(after.reason)
 
 

@@ -15,7 +15,7 @@ from service.jobs import search
 from service.jobs.driver import drive
 from service.store import Store
 from service.studies.preflight.examine import examine
-from service.types import StudyState
+from service.types import JobState
 from tests.builders import tiny_family
 from tests.service.sums import sums_study, write_sums
 from workers.errors import EngineUnavailable
@@ -40,7 +40,7 @@ def study(store: Store, models: Path, tmp_path: Path) -> str:
     """Accepted, and worked on for 100 s."""
     parsed = parse_study(sums_study(models, data_dir=tmp_path))
     resolved = examine(parsed).resolved()
-    record = store.create_study(name="sums", document=parsed.canonical(), resolved=resolved)
+    record = store.create_job(name="sums", document=parsed.canonical(), resolved=resolved)
     store.open_attempt(record.id).heartbeat(wall_clock_s=100.0)
     return record.id
 
@@ -48,8 +48,8 @@ def study(store: Store, models: Path, tmp_path: Path) -> str:
 def ends_waiting(store: Store, study: str, tmp_path: Path) -> str:
     """The driver's exit code asks for another one, and no time was used up. Returns what is waited for."""
     assert drive(store, study, work_dir=tmp_path / "work") == 1
-    record = store.study(study)
-    assert record.state is StudyState.STOPPED
+    record = store.job(study)
+    assert record.state is JobState.STOPPED
     assert record.wall_clock_s == 100.0
     assert record.waiting_for == f"its next driver: {record.reason}"
     event = store.events(study)[-1]
@@ -67,8 +67,8 @@ def test_a_model_that_is_away_is_waited_for_and_a_changed_one_ends_the_study(
         assert store.consecutive_waits(study) == number
     shutil.copytree(models / "text", models / "math")
     assert drive(store, study, work_dir=tmp_path / "work") == 0
-    record = store.study(study)
-    assert record.state is StudyState.FAILED
+    record = store.job(study)
+    assert record.state is JobState.FAILED
     assert "fingerprints of math have changed since it was started" in str(record.reason)
 
 
@@ -92,7 +92,7 @@ def test_a_driver_says_that_it_waits_for_an_engine(
     told: list[str | None] = []
 
     def starting(_: Any) -> Any:
-        told.append(store.study(study).waiting_for)
+        told.append(store.job(study).waiting_for)
         raise EngineUnavailable("no GPU is free")
 
     monkeypatch.setattr(search, "ray_session", nullcontext)
@@ -111,5 +111,5 @@ def test_an_error_of_the_program_is_counted(
     monkeypatch.setattr(search, "_shared_scorer", broken)
     before = store.consecutive_failures(study)
     assert drive(store, study, work_dir=tmp_path / "work") == 1
-    assert store.study(study).reason == "KeyError: 'x'"
+    assert store.job(study).reason == "KeyError: 'x'"
     assert (store.consecutive_failures(study), store.consecutive_waits(study)) == (before + 1, 0)

@@ -186,7 +186,7 @@ def test_equal_candidates_are_called_better_in_at_most_one_study_of_twenty() -> 
 def test_a_study_whose_experts_equal_the_base_finds_nothing(store: Store) -> None:
     """Every model has the base's skills: what the search selects is luck."""
     same = dict.fromkeys(FINGERPRINTS, FINGERPRINTS["base"])
-    study = store.create_study(name="equal", document={"engine": {"replicas": 1}}, resolved=resolved_study()).id
+    study = store.create_job(name="equal", document={"engine": {"replicas": 1}}, resolved=resolved_study()).id
     plan = make_plan(study, scheduler="none", max_trials=30, holdout_samples={"math": 200, "text": 200})
     space = lfs_space(fingerprints=same)
     coordinator = Coordinator(

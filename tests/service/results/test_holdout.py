@@ -20,7 +20,7 @@ from service.results.load import run_record
 from service.results.report import render_report
 from service.results.selection import criteria
 from service.schemas.files import schemas
-from service.store import Store, StudyWriter
+from service.store import JobWriter, Store
 from service.types import EventKind, Origin, RungRecord, TrialRecord, TrialState
 from tests.service.resolved import resolved_study
 from workers.types import Evidence, SampleResult, ScoreResult, Split
@@ -50,8 +50,8 @@ class Study:
         document = {"engine": {"replicas": 1}, "objectives": section("search"), "holdout": section("holdout")}
         full = dict.fromkeys((objective.name for objective in objectives), N)
         resolved = resolved_study(objectives=objectives, rung_samples=(full,))
-        self.store, self.id = store, store.create_study(name="test", document=document, resolved=resolved).id
-        self.writer: StudyWriter = store.open_attempt(self.id)
+        self.store, self.id = store, store.create_job(name="test", document=document, resolved=resolved).id
+        self.writer: JobWriter = store.open_attempt(self.id)
 
     def add(self, number: int, search: Values, holdout: Values | None, *, origin: Origin = Origin.SEARCH) -> None:
         self.writer.add_trial(TrialRecord(number, origin, f"t{number}", TrialState.WAITING, recipe(number)))

@@ -17,20 +17,20 @@ def test_the_searcher_its_notes_and_the_cost_of_its_steps_are_those_stored(tmp_p
     store = Store(f"sqlite:///{tmp_path / 'study.db'}")
     resolved = resolved_study(algorithm="gradient", algorithm_reason="all objectives have references")
     document = {"engine": {"replicas": 1}}
-    writer = store.open_attempt(store.create_study(name="test", document=document, resolved=resolved).id)
+    writer = store.open_attempt(store.create_job(name="test", document=document, resolved=resolved).id)
     for number, charged in enumerate((48, 0, 144)):  # losses, a note, a gradient
         writer.add_step(StepRecord(number, 9 + number // 2, charged, {}))
     writer.add_event(EventKind.SEARCH_NOTE, {"trial": 9, "text": "gradients are used"})
     expected = SearchFigures(
         "gradient", "all objectives have references", ("gradients are used",), steps=2, charges={9: 48, 10: 144}
     )
-    assert run_record(store, writer.study_id).search == expected
+    assert run_record(store, writer.job_id).search == expected
     store.close()
 
 
 def test_the_gradients_of_descents_are_read_from_the_steps(tmp_path: Path) -> None:
     store = Store(f"sqlite:///{tmp_path / 'study.db'}")
-    study = store.create_study(name="test", document={"engine": {"replicas": 1}}, resolved=resolved_study())
+    study = store.create_job(name="test", document={"engine": {"replicas": 1}}, resolved=resolved_study())
     writer = store.open_attempt(study.id)
     losses = StepRequest(StepKind.LOSSES, "trial 0", (0.5,), {"math": (0, 1)})
     gradient = replace(losses, kind=StepKind.GRADIENT, label="descent 0", weights={"math": 2.0})

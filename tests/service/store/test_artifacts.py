@@ -10,7 +10,7 @@ import pytest
 from service.errors import Conflict, NotFound
 from service.store import Store
 from service.store.artifacts import BLOBS, ArtifactStore
-from service.types import ResolvedStudy, StudyState
+from service.types import JobState, ResolvedStudy
 
 NOTHING = ResolvedStudy({}, 0, {}, {}, (), 0, (), "0")
 
@@ -24,7 +24,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def study(store: Store) -> str:
-    return store.create_study(name="a", document={}, resolved=NOTHING).id
+    return store.create_job(name="a", document={}, resolved=NOTHING).id
 
 
 @pytest.fixture
@@ -91,12 +91,12 @@ def test_a_changed_or_missing_file_is_refused_and_leaves_nothing(
 
 
 def test_what_no_artifact_has_is_collected(artifacts: ArtifactStore, store: Store, study: str, tmp_path: Path) -> None:
-    other = store.create_study(name="b", document={}, resolved=NOTHING).id
+    other = store.create_job(name="b", document={}, resolved=NOTHING).id
     artifacts.put(study, "expert", model(tmp_path / "1", b"123"))
     kept = artifacts.put(other, "expert", model(tmp_path / "2", b"456"))
     assert artifacts.collect() == 0
-    store.open_attempt(study).set_state(StudyState.COMPLETE)
-    store.delete_study(study)
+    store.open_attempt(study).set_state(JobState.COMPLETE)
+    store.delete_job(study)
     assert artifacts.of(study) == ()
     assert artifacts.collect() > 3
     assert len(blobs(tmp_path)) == 3

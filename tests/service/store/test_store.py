@@ -17,8 +17,8 @@ import sqlalchemy as sa
 
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from service.errors import Conflict, NotFound, StaleAttempt
-from service.store import BracketRecord, StepRecord, Store, StudyWriter, schema
-from service.types import EventKind, ExportRecord, ExportState, Origin, RungRecord, StudyState, TrialRecord, TrialState
+from service.store import BracketRecord, JobWriter, StepRecord, Store, schema
+from service.types import EventKind, ExportRecord, ExportState, JobState, Origin, RungRecord, TrialRecord, TrialState
 from tests.service.resolved import resolved_study
 from workers.types import Evidence, SampleResult, ScoreResult, Split
 
@@ -47,8 +47,8 @@ BEGINNING = 2
 
 
 @pytest.fixture
-def writer(store: Store) -> StudyWriter:
-    return store.open_attempt(store.create_study(name="test", document={"seed": 1}, resolved=RESOLVED).id)
+def writer(store: Store) -> JobWriter:
+    return store.open_attempt(store.create_job(name="test", document={"seed": 1}, resolved=RESOLVED).id)
 
 
 def chunk(positions: range, *, value: float = 1.0, objective: str = "math", recipe: Recipe = RECIPE) -> ScoreResult:
@@ -61,30 +61,30 @@ def chunk(positions: range, *, value: float = 1.0, objective: str = "math", reci
 
 
 def test_a_study_is_found_again_by_another_store_on_the_same_database(store: Store, url: str) -> None:
-    created = store.create_study(name="test", document={"seed": 1, "models": {"a": "b"}}, resolved=RESOLVED)
+    created = store.create_job(name="test", document={"seed": 1, "models": {"a": "b"}}, resolved=RESOLVED)
     other = Store(url)
-    assert other.study(created.id) == created
-    assert created.state is StudyState.CREATED
+    assert other.job(created.id) == created
+    assert created.state is JobState.CREATED
     other.close()
 
 
 def test_studies_come_oldest_first(store: Store) -> None:
-    created = [store.create_study(name=name, document={}, resolved=RESOLVED) for name in ("c", "a", "b")]
-    assert store.studies() == tuple(created)
+    created = [store.create_job(name=name, document={}, resolved=RESOLVED) for name in ("c", "a", "b")]
+    assert store.jobs() == tuple(created)
 
 
 def test_an_unknown_study_is_not_found(store: Store) -> None:
-    for call in (store.study, store.open_attempt):
+    for call in (store.job, store.open_attempt):
         with pytest.raises(NotFound, match=r"study 'nope': no such study in sqlite:///.*study\.db"):
             call("nope")
 
 
-def test_state_reason_time_and_document_change_and_the_resolved_study_stays(store: Store, writer: StudyWriter) -> None:
-    writer.set_state(StudyState.STOPPED, "interrupted")
+def test_state_reason_time_and_document_change_and_the_resolved_study_stays(store: Store, writer: JobWriter) -> None:
+    writer.set_state(JobState.STOPPED, "interrupted")
     writer.heartbeat(wall_clock_s=12.5)
     writer.set_document({"seed": 2})
-    record = store.study(writer.study_id)
-    assert (record.state, record.reason, record.wall_clock_s) == (StudyState.STOPPED, "interrupted", 12.5)
+    record = store.job(writer.job_id)
+    assert (record.state, record.reason, record.wall_clock_s) == (JobState.STOPPED, "interrupted", 12.5)
     assert (record.document, record.resolved) == ({"seed": 2}, RESOLVED)
 
 
@@ -103,33 +103,33 @@ def test_a_database_of_another_schema_version_is_refused(store: Store, url: str)
 # Trials.
 
 
-def test_a_trial_comes_back_as_it_was_written(store: Store, writer: StudyWriter) -> None:
+def test_a_trial_comes_back_as_it_was_written(store: Store, writer: JobWriter) -> None:
     plain = TrialRecord(0, Origin.SOURCE, "base", TrialState.FAIL, RECIPE, reason="NaN logits")
     writer.add_trial(plain)
     writer.add_trial(TRIAL)
-    assert store.trials(writer.study_id) == (plain, TRIAL)
+    assert store.trials(writer.job_id) == (plain, TRIAL)
 
 
-def test_trials_come_in_order_of_their_number_with_rungs_in_order(store: Store, writer: StudyWriter) -> None:
+def test_trials_come_in_order_of_their_number_with_rungs_in_order(store: Store, writer: JobWriter) -> None:
     for number in (12, 3, 7):
         writer.add_trial(replace(TRIAL, number=number))
     for rung in (1, 0, 2):
         writer.finish_rung(7, replace(RUNG, rung=rung), samples_reused=rung)
-    trials = store.trials(writer.study_id)
+    trials = store.trials(writer.job_id)
     assert [trial.number for trial in trials] == [3, 7, 12]
     assert [rung.rung for rung in trials[1].rungs] == [0, 1, 2]
 
 
-def test_a_trial_number_is_never_used_twice(store: Store, writer: StudyWriter) -> None:
+def test_a_trial_number_is_never_used_twice(store: Store, writer: JobWriter) -> None:
     writer.add_trial(TRIAL)
     with pytest.raises(sa.exc.IntegrityError):
         writer.add_trial(replace(TRIAL, label="another"))
-    assert [trial.label for trial in store.trials(writer.study_id)] == ["trial:3"]
-    assert [event.kind for event in store.events(writer.study_id)] == ["created", "attempt", "trial"]
+    assert [trial.label for trial in store.trials(writer.job_id)] == ["trial:3"]
+    assert [event.kind for event in store.events(writer.job_id)] == ["created", "attempt", "trial"]
 
 
-def test_studies_of_one_database_do_not_mix(store: Store, writer: StudyWriter) -> None:
-    other = store.open_attempt(store.create_study(name="other", document={}, resolved=RESOLVED).id)
+def test_studies_of_one_database_do_not_mix(store: Store, writer: JobWriter) -> None:
+    other = store.open_attempt(store.create_job(name="other", document={}, resolved=RESOLVED).id)
     for each, value in ((writer, 1.0), (other, 0.0)):
         each.add_trial(TRIAL)
         each.record_chunk(3, Split.SEARCH, chunk(range(2), value=value))
@@ -144,24 +144,24 @@ def test_studies_of_one_database_do_not_mix(store: Store, writer: StudyWriter) -
     assert len(store.evidence(other.study_id)) == 1
 
 
-def test_values_are_those_of_the_last_rung_and_only_of_complete_trials(store: Store, writer: StudyWriter) -> None:
+def test_values_are_those_of_the_last_rung_and_only_of_complete_trials(store: Store, writer: JobWriter) -> None:
     full = RungRecord(1, {"math": 8}, {"math": 0.75}, {"math": 0.125})
     for number in (3, 4):
         writer.add_trial(replace(TRIAL, number=number))
         writer.finish_rung(number, RUNG, samples_reused=0)
     writer.finish_rung(3, full, samples_reused=4, state=TrialState.COMPLETE)
     writer.finish_trials([4], TrialState.PRUNED)
-    complete, pruned = store.trials(writer.study_id)
+    complete, pruned = store.trials(writer.job_id)
     assert (complete.values, complete.standard_errors) == ({"math": 0.75}, {"math": 0.125})
     assert complete.rungs == (RUNG, full)
     assert (pruned.state, pruned.values, pruned.rungs) == (TrialState.PRUNED, {}, (RUNG,))
 
 
-def test_trials_end_with_their_reason_and_others_stay(store: Store, writer: StudyWriter) -> None:
+def test_trials_end_with_their_reason_and_others_stay(store: Store, writer: JobWriter) -> None:
     for number in (0, 1, 2):
         writer.add_trial(replace(TRIAL, number=number))
     writer.finish_trials([0, 2], TrialState.FAIL, "NaN logits")
-    assert [(trial.state, trial.reason) for trial in store.trials(writer.study_id)] == [
+    assert [(trial.state, trial.reason) for trial in store.trials(writer.job_id)] == [
         (TrialState.FAIL, "NaN logits"),
         (TrialState.WAITING, None),
         (TrialState.FAIL, "NaN logits"),
@@ -171,17 +171,17 @@ def test_trials_end_with_their_reason_and_others_stay(store: Store, writer: Stud
 # Chunks, rungs and brackets.
 
 
-def test_a_chunk_stores_its_samples_its_evidence_and_its_cost(store: Store, writer: StudyWriter) -> None:
+def test_a_chunk_stores_its_samples_its_evidence_and_its_cost(store: Store, writer: JobWriter) -> None:
     writer.add_trial(TRIAL)
     first, second = chunk(range(3)), chunk(range(3, 5), value=0.0)
     writer.record_chunk(3, Split.SEARCH, first)
     writer.record_chunk(3, Split.SEARCH, second)
-    assert store.samples(writer.study_id, RECIPE.digest, Split.SEARCH) == first.samples + second.samples
-    assert store.sample_values(writer.study_id, Split.SEARCH)[RECIPE.digest]["math"] == {0: 1, 1: 1, 2: 1, 3: 0, 4: 0}
-    (trial,) = store.trials(writer.study_id)
+    assert store.samples(writer.job_id, RECIPE.digest, Split.SEARCH) == first.samples + second.samples
+    assert store.sample_values(writer.job_id, Split.SEARCH)[RECIPE.digest]["math"] == {0: 1, 1: 1, 2: 1, 3: 0, 4: 0}
+    (trial,) = store.trials(writer.job_id)
     assert (trial.state, trial.samples_scored) == (TrialState.RUNNING, 5)
     assert trial.timings_s == {"score": 1.0, "swap": 0.5}
-    evidence = store.evidence(writer.study_id)
+    evidence = store.evidence(writer.job_id)
     assert [(row.num_samples, row.recipe_digest, row.trial) for row in evidence] == [
         (3, RECIPE.digest, 3),
         (2, RECIPE.digest, 3),
@@ -192,77 +192,77 @@ def test_a_chunk_stores_its_samples_its_evidence_and_its_cost(store: Store, writ
     assert all(getattr(evidence[0], name) == getattr(first.evidence, name) for name in stated)
 
 
-def test_a_sample_keeps_the_tokens_of_its_completions(store: Store, writer: StudyWriter) -> None:
+def test_a_sample_keeps_the_tokens_of_its_completions(store: Store, writer: JobWriter) -> None:
     writer.add_trial(TRIAL)
     tokens = (((5, 128_000, 2),), ((), (7,)), None)
     scored = chunk(range(3))
     samples = tuple(replace(sample, tokens=each) for sample, each in zip(scored.samples, tokens, strict=True))
     writer.record_chunk(3, Split.SEARCH, replace(scored, samples=samples))
-    assert store.samples(writer.study_id, RECIPE.digest, Split.SEARCH) == samples
+    assert store.samples(writer.job_id, RECIPE.digest, Split.SEARCH) == samples
 
 
-def test_tokens_are_counted_where_all_samples_have_them(store: Store, writer: StudyWriter) -> None:
+def test_tokens_are_counted_where_all_samples_have_them(store: Store, writer: JobWriter) -> None:
     writer.add_trial(TRIAL)
     tokens = (((5, 128_000, 2),), ((), (7,)), ((),), ())
     first, second = chunk(range(4)), chunk(range(4, 5))
     samples = tuple(replace(sample, tokens=each) for sample, each in zip(first.samples, tokens, strict=True))
     writer.record_chunk(3, Split.SEARCH, replace(first, samples=samples))
-    assert store.num_tokens(writer.study_id, Split.SEARCH) == {RECIPE.digest: 4}
-    assert store.num_tokens(writer.study_id, Split.HOLDOUT) == {}
+    assert store.num_tokens(writer.job_id, Split.SEARCH) == {RECIPE.digest: 4}
+    assert store.num_tokens(writer.job_id, Split.HOLDOUT) == {}
     writer.record_chunk(3, Split.SEARCH, second)
-    assert store.num_tokens(writer.study_id, Split.SEARCH) == {}
+    assert store.num_tokens(writer.job_id, Split.SEARCH) == {}
 
 
-def test_holdout_samples_are_kept_apart_and_cost_the_search_nothing(store: Store, writer: StudyWriter) -> None:
+def test_holdout_samples_are_kept_apart_and_cost_the_search_nothing(store: Store, writer: JobWriter) -> None:
     writer.add_trial(replace(TRIAL, state=TrialState.COMPLETE))
     writer.record_chunk(3, Split.SEARCH, chunk(range(2), value=1.0))
     writer.record_chunk(3, Split.HOLDOUT, chunk(range(2), value=0.0))
-    assert store.sample_values(writer.study_id, Split.HOLDOUT) == {RECIPE.digest: {"math": {0: 0.0, 1: 0.0}}}
-    assert store.sample_values(writer.study_id, Split.SEARCH) == {RECIPE.digest: {"math": {0: 1.0, 1: 1.0}}}
-    (trial,) = store.trials(writer.study_id)
+    assert store.sample_values(writer.job_id, Split.HOLDOUT) == {RECIPE.digest: {"math": {0: 0.0, 1: 0.0}}}
+    assert store.sample_values(writer.job_id, Split.SEARCH) == {RECIPE.digest: {"math": {0: 1.0, 1: 1.0}}}
+    (trial,) = store.trials(writer.job_id)
     assert trial.samples_scored == 2
     assert trial.state is TrialState.COMPLETE  # a finished trial does not run again
 
 
-def test_a_sample_stored_once_keeps_its_first_value(store: Store, writer: StudyWriter) -> None:
+def test_a_sample_stored_once_keeps_its_first_value(store: Store, writer: JobWriter) -> None:
     writer.add_trial(TRIAL)
     writer.record_chunk(3, Split.SEARCH, chunk(range(3), value=1.0))
     writer.record_chunk(3, Split.SEARCH, chunk(range(1, 5), value=0.0))
-    values = store.sample_values(writer.study_id, Split.SEARCH)[RECIPE.digest]["math"]
+    values = store.sample_values(writer.job_id, Split.SEARCH)[RECIPE.digest]["math"]
     assert values == {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.0, 4: 0.0}
 
 
-def test_a_chunk_written_again_counts_once(store: Store, writer: StudyWriter) -> None:
+def test_a_chunk_written_again_counts_once(store: Store, writer: JobWriter) -> None:
     writer.add_trial(TRIAL)
     writer.record_chunk(3, Split.SEARCH, chunk(range(3)))
-    before = everything(store, writer.study_id)
+    before = everything(store, writer.job_id)
     writer.record_chunk(3, Split.SEARCH, chunk(range(3)))
-    assert everything(store, writer.study_id) == before
+    assert everything(store, writer.job_id) == before
     writer.record_chunk(3, Split.SEARCH, chunk(range(1, 5)))  # two of its samples are new
-    (trial,) = store.trials(writer.study_id)
+    (trial,) = store.trials(writer.job_id)
     assert trial.samples_scored == 5
-    assert [row.num_samples for row in store.evidence(writer.study_id)] == [3, 2]
+    assert [row.num_samples for row in store.evidence(writer.job_id)] == [3, 2]
 
 
-def test_events_and_values_of_some_kinds_and_recipes_are_those(store: Store, writer: StudyWriter) -> None:
+def test_events_and_values_of_some_kinds_and_recipes_are_those(store: Store, writer: JobWriter) -> None:
     writer.add_trial(TRIAL)
     writer.record_chunk(3, Split.SEARCH, chunk(range(2)))
     writer.add_event(EventKind.HOLDOUT_FAILED, {"trial": 3, "reason": "x"})
-    (event,) = store.events(writer.study_id, kinds=(EventKind.HOLDOUT_FAILED,))
+    (event,) = store.events(writer.job_id, kinds=(EventKind.HOLDOUT_FAILED,))
     assert event.payload == {"trial": 3, "reason": "x"}
-    assert store.sample_values(writer.study_id, Split.SEARCH, recipes=()) == {}
-    assert set(store.sample_values(writer.study_id, Split.SEARCH, recipes=("other", RECIPE.digest))) == {RECIPE.digest}
+    assert store.sample_values(writer.job_id, Split.SEARCH, recipes=()) == {}
+    assert set(store.sample_values(writer.job_id, Split.SEARCH, recipes=("other", RECIPE.digest))) == {RECIPE.digest}
 
 
-def test_steps_of_a_searcher_are_stored_once(store: Store, writer: StudyWriter) -> None:
-    assert store.steps(writer.study_id) == ()
+def test_steps_of_a_searcher_are_stored_once(store: Store, writer: JobWriter) -> None:
+    assert store.steps(writer.job_id) == ()
     steps = (StepRecord(0, 3, 144, {"loss": 0.1}), StepRecord(1, 3, 48, {"loss": 1 / 3}))
     for step in (*steps, replace(steps[0], document={"loss": 9.0})):
         writer.add_step(step)
-    assert store.steps(writer.study_id) == steps
+    assert store.steps(writer.job_id) == steps
 
 
-def test_samples_are_void_that_an_engine_scored_after_its_last_good_canary(store: Store, writer: StudyWriter) -> None:
+def test_samples_are_void_that_an_engine_scored_after_its_last_good_canary(store: Store, writer: JobWriter) -> None:
     writer.add_trial(TRIAL)
 
     def scored(positions: range, replica: str, canaries: int) -> ScoreResult:
@@ -271,89 +271,89 @@ def test_samples_are_void_that_an_engine_scored_after_its_last_good_canary(store
 
     for positions, replica, canaries in ((range(2), "a", 1), (range(2, 4), "a", 2), (range(4, 7), "b", 2)):
         writer.record_chunk(3, Split.SEARCH, scored(positions, replica, canaries))
-    assert store.num_unchecked(writer.study_id, {}) == 5
-    assert store.num_unchecked(writer.study_id, {"a": 3, "b": 3}) == 0
+    assert store.num_unchecked(writer.job_id, {}) == 5
+    assert store.num_unchecked(writer.job_id, {"a": 3, "b": 3}) == 0
     for _ in range(2):  # once for each replica
         writer.record_engine_fault("a", 2, "it failed")
     writer.record_engine_fault("of another study", 0, "it failed, too")
     assert [(fault.replica, fault.canaries) for fault in store.engine_faults()] == [("a", 2), ("of another study", 0)]
     assert store.engine_faults(after=store.engine_faults()[-1].id) == ()
-    assert [(sample.position, sample.replica) for sample in store.void_samples(writer.study_id)] == [(2, "a"), (3, "a")]
+    assert [(sample.position, sample.replica) for sample in store.void_samples(writer.job_id)] == [(2, "a"), (3, "a")]
     writer.record_chunk(3, Split.SEARCH, scored(range(2, 4), "b", 2), again={("math", 2), ("math", 3)})
-    assert store.void_samples(writer.study_id) == ()
-    assert len(store.samples(writer.study_id, RECIPE.digest, Split.SEARCH)) == 7
-    assert store.trial(writer.study_id, 3).samples_scored == 7
+    assert store.void_samples(writer.job_id) == ()
+    assert len(store.samples(writer.job_id, RECIPE.digest, Split.SEARCH)) == 7
+    assert store.trial(writer.job_id, 3).samples_scored == 7
 
 
-def test_trials_of_the_same_recipe_share_its_samples(store: Store, writer: StudyWriter) -> None:
+def test_trials_of_the_same_recipe_share_its_samples(store: Store, writer: JobWriter) -> None:
     for number in (3, 4):
         writer.add_trial(replace(TRIAL, number=number))
         writer.record_chunk(number, Split.SEARCH, chunk(range(2)))
-    assert len(store.samples(writer.study_id, RECIPE.digest, Split.SEARCH)) == 2
+    assert len(store.samples(writer.job_id, RECIPE.digest, Split.SEARCH)) == 2
 
 
-def test_samples_come_by_objective_and_position(store: Store, writer: StudyWriter) -> None:
+def test_samples_come_by_objective_and_position(store: Store, writer: JobWriter) -> None:
     writer.add_trial(TRIAL)
     for objective, positions in (("text", range(2)), ("math", range(2, 4)), ("math", range(2))):
         writer.record_chunk(3, Split.SEARCH, chunk(positions, objective=objective))
-    found = store.samples(writer.study_id, RECIPE.digest, Split.SEARCH)
+    found = store.samples(writer.job_id, RECIPE.digest, Split.SEARCH)
     assert [(sample.objective, sample.position) for sample in found] == [
         *(("math", position) for position in range(4)),
         *(("text", position) for position in range(2)),
     ]
-    assert store.samples(writer.study_id, "other", Split.SEARCH) == ()
+    assert store.samples(writer.job_id, "other", Split.SEARCH) == ()
 
 
-def test_a_rung_written_again_keeps_its_first_values(store: Store, writer: StudyWriter) -> None:
+def test_a_rung_written_again_keeps_its_first_values(store: Store, writer: JobWriter) -> None:
     writer.add_trial(TRIAL)
     writer.finish_rung(3, RUNG, samples_reused=2)
     writer.finish_rung(3, replace(RUNG, values={"math": 0.9}), samples_reused=2)
-    (trial,) = store.trials(writer.study_id)
+    (trial,) = store.trials(writer.job_id)
     assert trial.rungs == (RUNG,)
     assert trial.samples_reused == 2
 
 
-def test_a_bracket_opened_again_keeps_its_size_and_may_be_cut(store: Store, writer: StudyWriter) -> None:
+def test_a_bracket_opened_again_keeps_its_size_and_may_be_cut(store: Store, writer: JobWriter) -> None:
     writer.open_bracket(BracketRecord(1, 1, 5))
     writer.open_bracket(BracketRecord(0, 0, 9))
     writer.open_bracket(BracketRecord(0, 0, 3))
-    assert store.brackets(writer.study_id) == (BracketRecord(0, 0, 9), BracketRecord(1, 1, 5))
+    assert store.brackets(writer.job_id) == (BracketRecord(0, 0, 9), BracketRecord(1, 1, 5))
     writer.resize_bracket(1, 2)
-    assert store.brackets(writer.study_id)[1] == BracketRecord(1, 1, 2)
+    assert store.brackets(writer.job_id)[1] == BracketRecord(1, 1, 2)
 
 
-def test_a_named_document_is_replaced_and_absent_until_written(store: Store, writer: StudyWriter) -> None:
-    assert store.document(writer.study_id, "verification") is None
+def test_a_named_document_is_replaced_and_absent_until_written(store: Store, writer: JobWriter) -> None:
+    assert store.document(writer.job_id, "verification") is None
     writer.set_document_named("verification", {"reports": []})
     writer.set_document_named("verification", {"reports": [1]})
-    assert store.document(writer.study_id, "verification") == {"reports": [1]}
+    assert store.document(writer.job_id, "verification") == {"reports": [1]}
 
 
 # Events.
 
 
 def test_event_ids_grow_over_all_studies_and_a_reader_goes_on_after_the_last_it_saw(
-    store: Store, writer: StudyWriter
+    store: Store, writer: JobWriter
 ) -> None:
-    other = store.open_attempt(store.create_study(name="other", document={}, resolved=RESOLVED).id)
+    other = store.open_attempt(store.create_job(name="other", document={}, resolved=RESOLVED).id)
     for number in range(3):
         writer.add_event("note", {"n": number})
         other.add_event("note", {"n": -number})
-    events = store.events(writer.study_id, after=BEGINNING)
+    events = store.events(writer.job_id, after=BEGINNING)
     assert [event.payload["n"] for event in events] == [0, 1, 2]
     ids = [event.id for event in events]
     assert ids == sorted(set(ids))
     assert set(ids).isdisjoint(event.id for event in store.events(other.study_id))
-    assert [event.payload["n"] for event in store.events(writer.study_id, after=ids[0])] == [1, 2]
-    assert store.events(writer.study_id, after=ids[-1]) == ()
+    assert [event.payload["n"] for event in store.events(writer.job_id, after=ids[0])] == [1, 2]
+    assert store.events(writer.job_id, after=ids[-1]) == ()
 
 
-def test_everything_that_happens_to_a_trial_is_an_event(store: Store, writer: StudyWriter) -> None:
-    writer.set_state(StudyState.RUNNING)
+def test_everything_that_happens_to_a_trial_is_an_event(store: Store, writer: JobWriter) -> None:
+    writer.set_state(JobState.RUNNING)
     writer.add_trial(TRIAL)
     writer.finish_rung(3, RUNG, samples_reused=0, state=TrialState.COMPLETE)
     writer.finish_trials([3], TrialState.FAIL, "late")
-    events = store.events(writer.study_id, after=BEGINNING)
+    events = store.events(writer.job_id, after=BEGINNING)
     assert [event.kind for event in events] == ["state", "trial", "rung", "trial_state"]
     assert events[2].payload == {"trial": 3, "rung": 0, "values": {"math": 0.5}, "state": "COMPLETE"}
     assert [event.time for event in events] == sorted(event.time for event in events)
@@ -361,9 +361,9 @@ def test_everything_that_happens_to_a_trial_is_an_event(store: Store, writer: St
 
 # One writer.
 
-WRITES: dict[str, Callable[[StudyWriter], None]] = {
+WRITES: dict[str, Callable[[JobWriter], None]] = {
     "heartbeat": lambda w: w.heartbeat(wall_clock_s=99.0),
-    "set_state": lambda w: w.set_state(StudyState.FAILED, "x"),
+    "set_state": lambda w: w.set_state(JobState.FAILED, "x"),
     "set_waiting": lambda w: w.set_waiting("x"),
     "set_document": lambda w: w.set_document({"x": 1}),
     "open_bracket": lambda w: w.open_bracket(BracketRecord(5, 0, 9)),
@@ -386,23 +386,23 @@ def everything(store: Store, study_id: str) -> list[Any]:
 
 
 def test_every_writing_method_is_among_those_tried() -> None:
-    assert {name for name in vars(StudyWriter) if not name.startswith("_")} == set(WRITES)
+    assert {name for name in vars(JobWriter) if not name.startswith("_")} == set(WRITES)
 
 
 @pytest.mark.parametrize("method", WRITES)
-def test_a_writer_that_was_replaced_cannot_write(method: str, store: Store, writer: StudyWriter) -> None:
+def test_a_writer_that_was_replaced_cannot_write(method: str, store: Store, writer: JobWriter) -> None:
     writer.open_bracket(BracketRecord(0, 0, 9))
     writer.add_trial(TRIAL)
-    newer = store.open_attempt(writer.study_id)
-    before = everything(store, writer.study_id)
+    newer = store.open_attempt(writer.job_id)
+    before = everything(store, writer.job_id)
     with pytest.raises(StaleAttempt, match=r"attempt 1 may not write, attempt 2 has taken over"):
         WRITES[method](writer)
-    assert everything(store, writer.study_id) == before
+    assert everything(store, writer.job_id) == before
     WRITES[method](newer)
-    assert everything(store, writer.study_id) != before
+    assert everything(store, writer.job_id) != before
 
 
-def test_writers_of_two_threads_take_turns_and_lose_nothing(store: Store, writer: StudyWriter) -> None:
+def test_writers_of_two_threads_take_turns_and_lose_nothing(store: Store, writer: JobWriter) -> None:
     def write(thread: int) -> None:
         for number in range(20):
             writer.add_event("note", {"thread": thread, "number": number})
@@ -412,7 +412,7 @@ def test_writers_of_two_threads_take_turns_and_lose_nothing(store: Store, writer
         thread.start()
     for thread in threads:
         thread.join()
-    events = store.events(writer.study_id, after=BEGINNING)
+    events = store.events(writer.job_id, after=BEGINNING)
     found = [(event.payload["thread"], event.payload["number"]) for event in events]
     assert sorted(found) == [(thread, number) for thread in range(3) for number in range(20)]
 
@@ -422,36 +422,36 @@ def test_writers_of_two_threads_take_turns_and_lose_nothing(store: Store, writer
 
 def test_requests_of_one_name_make_one_study(store: Store) -> None:
     def create(_: int) -> str:
-        return store.create_study(name="a", document={}, resolved=RESOLVED, idempotency_key="k", request_digest="d").id
+        return store.create_job(name="a", document={}, resolved=RESOLVED, idempotency_key="k", request_digest="d").id
 
     with ThreadPoolExecutor(8) as pool:
         assert len(set(pool.map(create, range(24)))) == 1
-    assert len(store.studies()) == 1
-    found = store.study_of_key("k")
+    assert len(store.jobs()) == 1
+    found = store.job_of_key("k")
     assert found is not None
     assert found.request_digest == "d"
-    assert store.study_of_key("other") is None
+    assert store.job_of_key("other") is None
     assert [event.kind for event in store.events(found.id)] == ["created"]
 
 
-def test_a_cancelled_study_cannot_be_taken_over(store: Store, writer: StudyWriter) -> None:
-    store.open_attempt(writer.study_id, because="cancelled").set_state(StudyState.CANCELLED)
+def test_a_cancelled_study_cannot_be_taken_over(store: Store, writer: JobWriter) -> None:
+    store.open_attempt(writer.job_id, because="cancelled").set_state(JobState.CANCELLED)
     with pytest.raises(StaleAttempt, match=r"was cancelled"):
-        store.open_attempt(writer.study_id)
+        store.open_attempt(writer.job_id)
     with pytest.raises(StaleAttempt, match=r"attempt 1 may not write, attempt 2 has taken over"):
         writer.heartbeat(wall_clock_s=1.0)
 
 
-def test_a_submission_is_noted_with_its_time(store: Store, writer: StudyWriter) -> None:
+def test_a_submission_is_noted_with_its_time(store: Store, writer: JobWriter) -> None:
     before = time.time()
-    store.record_submission(writer.study_id, 2)
-    study = store.study(writer.study_id)
+    store.record_submission(writer.job_id, 2)
+    study = store.job(writer.job_id)
     assert (study.submissions, study.submitted_after) == (2, writer.attempt)
     assert before <= study.submitted_at <= time.time()
 
 
 def test_attempts_count_as_failures_until_a_result_is_stored(store: Store) -> None:
-    study = store.create_study(name="a", document={}, resolved=RESOLVED).id
+    study = store.create_job(name="a", document={}, resolved=RESOLVED).id
     assert store.consecutive_failures(study) == 0
     store.record_submission(study, 1)
     assert store.consecutive_failures(study) == 1  # a driver that never began
@@ -466,29 +466,29 @@ def test_attempts_count_as_failures_until_a_result_is_stored(store: Store) -> No
     assert store.consecutive_failures(study) == 1
 
 
-def test_a_stored_chunk_is_a_result_too(store: Store, writer: StudyWriter) -> None:
+def test_a_stored_chunk_is_a_result_too(store: Store, writer: JobWriter) -> None:
     writer.add_trial(TRIAL)
     for number in range(4):
-        attempt = store.open_attempt(writer.study_id)
+        attempt = store.open_attempt(writer.job_id)
         attempt.record_chunk(3, Split.SEARCH, chunk(range(number, number + 1)))
-        assert store.consecutive_failures(writer.study_id) == 0
-    store.open_attempt(writer.study_id)
-    store.open_attempt(writer.study_id)
-    assert store.consecutive_failures(writer.study_id) == 2
+        assert store.consecutive_failures(writer.job_id) == 0
+    store.open_attempt(writer.job_id)
+    store.open_attempt(writer.job_id)
+    assert store.consecutive_failures(writer.job_id) == 2
 
 
-def test_a_stored_step_of_the_searcher_is_a_result_too(store: Store, writer: StudyWriter) -> None:
+def test_a_stored_step_of_the_searcher_is_a_result_too(store: Store, writer: JobWriter) -> None:
     for number in range(4):
-        attempt = store.open_attempt(writer.study_id)
+        attempt = store.open_attempt(writer.job_id)
         attempt.add_step(StepRecord(number, 9, 48, {}))
-        assert store.consecutive_failures(writer.study_id) == 0
-    store.open_attempt(writer.study_id)
-    store.open_attempt(writer.study_id)
-    assert store.consecutive_failures(writer.study_id) == 2
+        assert store.consecutive_failures(writer.job_id) == 0
+    store.open_attempt(writer.job_id)
+    store.open_attempt(writer.job_id)
+    assert store.consecutive_failures(writer.job_id) == 2
 
 
-def test_drivers_that_wait_are_counted_apart_until_a_result_is_stored(store: Store, writer: StudyWriter) -> None:
-    study = writer.study_id
+def test_drivers_that_wait_are_counted_apart_until_a_result_is_stored(store: Store, writer: JobWriter) -> None:
+    study = writer.job_id
     writer.set_waiting("no engine")
     for expected in (2, 3):
         store.open_attempt(study).set_waiting("no engine")
@@ -501,65 +501,63 @@ def test_drivers_that_wait_are_counted_apart_until_a_result_is_stored(store: Sto
     assert (store.consecutive_failures(study), store.consecutive_waits(study)) == (0, 0)
     attempt.set_waiting("no engine")
     assert (store.consecutive_failures(study), store.consecutive_waits(study)) == (0, 1)
-    record = store.study(study)
-    assert (record.state, record.reason) == (StudyState.STOPPED, "no engine")
+    record = store.job(study)
+    assert (record.state, record.reason) == (JobState.STOPPED, "no engine")
 
 
 def test_refused_jobs_count_as_failures_and_resuming_counts_anew(store: Store) -> None:
-    study = store.create_study(name="a", document={}, resolved=RESOLVED).id
+    study = store.create_job(name="a", document={}, resolved=RESOLVED).id
     store.record_submission(study, 1)
     for expected in (1, 2, 3):
         store.record_refusal(study, "no")
         assert store.consecutive_failures(study) == expected
     assert store.events(study)[-1].payload == {"reason": "no"}
     store.record_submission(study, 6)
-    store.open_attempt(study, because="giving up").set_state(StudyState.FAILED, "no")
-    assert store.resume(study, reason="again").state is StudyState.STOPPED
+    store.open_attempt(study, because="giving up").set_state(JobState.FAILED, "no")
+    assert store.resume(study, reason="again").state is JobState.STOPPED
     assert store.consecutive_failures(study) == 0
 
 
-def test_only_what_failed_or_stopped_is_resumed_and_its_driver_goes_on_writing(
-    store: Store, writer: StudyWriter
-) -> None:
-    for state in (StudyState.CREATED, StudyState.RUNNING, StudyState.COMPLETE, StudyState.CANCELLED):
+def test_only_what_failed_or_stopped_is_resumed_and_its_driver_goes_on_writing(store: Store, writer: JobWriter) -> None:
+    for state in (JobState.CREATED, JobState.RUNNING, JobState.COMPLETE, JobState.CANCELLED):
         writer.set_state(state, "x")
-        before = store.last_event_id(writer.study_id)
-        assert store.resume(writer.study_id, reason="again").state is state
-        assert store.last_event_id(writer.study_id) == before
+        before = store.last_event_id(writer.job_id)
+        assert store.resume(writer.job_id, reason="again").state is state
+        assert store.last_event_id(writer.job_id) == before
     writer.set_waiting("no engine")
-    assert store.resume(writer.study_id, reason="again").reason == "again"
-    writer.set_state(StudyState.RUNNING)
+    assert store.resume(writer.job_id, reason="again").reason == "again"
+    writer.set_state(JobState.RUNNING)
     with pytest.raises(NotFound):
         store.resume("nope", reason="again")
 
 
-def test_a_heartbeat_says_when_the_driver_last_got_on(store: Store, writer: StudyWriter) -> None:
+def test_a_heartbeat_says_when_the_driver_last_got_on(store: Store, writer: JobWriter) -> None:
     writer.heartbeat(wall_clock_s=1.0, idle_s=20.0, patience_s=300.0)
-    study = store.study(writer.study_id)
+    study = store.job(writer.job_id)
     assert study.heartbeat_at is not None
     assert study.progressed_at == pytest.approx(study.heartbeat_at - 20.0)
     assert study.patience_s == 300.0
 
 
-def test_progress_is_kept_until_it_is_replaced(store: Store, writer: StudyWriter) -> None:
+def test_progress_is_kept_until_it_is_replaced(store: Store, writer: JobWriter) -> None:
     writer.heartbeat(wall_clock_s=1.0, progress={"stage": "searching"})
     writer.heartbeat(wall_clock_s=2.0)
-    assert store.study(writer.study_id).progress == {"stage": "searching"}
+    assert store.job(writer.job_id).progress == {"stage": "searching"}
 
 
-def test_trials_are_read_in_parts(store: Store, writer: StudyWriter) -> None:
+def test_trials_are_read_in_parts(store: Store, writer: JobWriter) -> None:
     for number in range(5):
         writer.add_trial(replace(TRIAL, number=number))
     writer.finish_rung(3, RUNG, samples_reused=0)
-    assert [trial.number for trial in store.trials(writer.study_id, start=1, stop=4)] == [1, 2, 3]
-    assert store.trial(writer.study_id, 3).rungs == (RUNG,)
+    assert [trial.number for trial in store.trials(writer.job_id, start=1, stop=4)] == [1, 2, 3]
+    assert store.trial(writer.job_id, 3).rungs == (RUNG,)
     with pytest.raises(NotFound, match=r"trial 5: study .* has no such trial"):
-        store.trial(writer.study_id, 5)
-    assert store.trial_counts() == {writer.study_id: {TRIAL.state.value: 5}}
+        store.trial(writer.job_id, 5)
+    assert store.trial_counts() == {writer.job_id: {TRIAL.state.value: 5}}
 
 
-def test_an_export_is_stored_once(store: Store, writer: StudyWriter) -> None:
-    record = ExportRecord("e", writer.study_id, 3, "bfloat16", ExportState.WAITING, 1.0)
+def test_an_export_is_stored_once(store: Store, writer: JobWriter) -> None:
+    record = ExportRecord("e", writer.job_id, 3, "bfloat16", ExportState.WAITING, 1.0)
     assert store.add_export(record) == record
     store.set_export_state("e", ExportState.FAIL, "disk full")
     assert store.add_export(record) == replace(record, state=ExportState.FAIL, reason="disk full")
@@ -571,15 +569,15 @@ def test_an_export_is_stored_once(store: Store, writer: StudyWriter) -> None:
 # Readers and crashes.
 
 
-def test_a_reader_sees_one_moment_and_waits_for_no_writer(store: Store, writer: StudyWriter) -> None:
+def test_a_reader_sees_one_moment_and_waits_for_no_writer(store: Store, writer: JobWriter) -> None:
     writer.add_trial(TRIAL)
     with writer._transaction() as connection:
         connection.execute(sa.update(schema.trials).values(label="half done"))
-        assert store.trials(writer.study_id)[0].label == "trial:3"
-    assert store.trials(writer.study_id)[0].label == "half done"
+        assert store.trials(writer.job_id)[0].label == "trial:3"
+    assert store.trials(writer.job_id)[0].label == "half done"
 
 
-def test_readers_beside_a_writer_never_see_part_of_a_transaction(store: Store, writer: StudyWriter) -> None:
+def test_readers_beside_a_writer_never_see_part_of_a_transaction(store: Store, writer: JobWriter) -> None:
     """`finish_rung` adds a rung and ends the trial: no reader may see the one without the other."""
     for number in range(40):
         writer.add_trial(replace(TRIAL, number=number))
@@ -587,7 +585,7 @@ def test_readers_beside_a_writer_never_see_part_of_a_transaction(store: Store, w
 
     def read() -> None:
         while not stop.is_set():
-            trials = store.trials(writer.study_id)
+            trials = store.trials(writer.job_id)
             torn.extend(t.number for t in trials if bool(t.rungs) != (t.state is TrialState.COMPLETE))
             reads.append(sum(t.state is TrialState.COMPLETE for t in trials))
 
@@ -603,11 +601,11 @@ def test_readers_beside_a_writer_never_see_part_of_a_transaction(store: Store, w
     assert reads
 
 
-def test_an_error_inside_a_transaction_leaves_nothing_of_it(store: Store, writer: StudyWriter) -> None:
-    before = everything(store, writer.study_id)
+def test_an_error_inside_a_transaction_leaves_nothing_of_it(store: Store, writer: JobWriter) -> None:
+    before = everything(store, writer.job_id)
     with pytest.raises(sa.exc.NoResultFound):  # after the evidence and the samples were inserted
         writer.record_chunk(77, Split.SEARCH, chunk(range(3)))
-    assert everything(store, writer.study_id) == before
+    assert everything(store, writer.job_id) == before
     writer.add_event("note", {})  # and the store goes on
 
 
@@ -623,7 +621,7 @@ def die_inside_a_chunk(url: str, study_id: str) -> None:
 
 
 def test_a_process_that_dies_in_a_transaction_leaves_what_was_committed_and_no_lock(store: Store, url: str) -> None:
-    study = store.create_study(name="test", document={}, resolved=RESOLVED).id
+    study = store.create_job(name="test", document={}, resolved=RESOLVED).id
     process = multiprocessing.get_context("spawn").Process(target=die_inside_a_chunk, args=(url, study))
     process.start()
     process.join()
@@ -637,16 +635,16 @@ def test_a_process_that_dies_in_a_transaction_leaves_what_was_committed_and_no_l
     assert store.trials(study)[0].samples_scored == 6
 
 
-def test_the_last_event_and_the_trials_of_one_study_are_its_own(store: Store, writer: StudyWriter) -> None:
-    other = store.open_attempt(store.create_study(name="other", document={}, resolved=RESOLVED).id)
+def test_the_last_event_and_the_trials_of_one_study_are_its_own(store: Store, writer: JobWriter) -> None:
+    other = store.open_attempt(store.create_job(name="other", document={}, resolved=RESOLVED).id)
     writer.add_trial(TRIAL)
     other.add_event("tick", {})
-    for study in (writer.study_id, other.study_id):
+    for study in (writer.job_id, other.study_id):
         assert store.last_event_id(study) == store.events(study)[-1].id
     assert store.last_event_id("nope") == 0
-    assert store.trial_counts(writer.study_id) == {writer.study_id: {"WAITING": 1}}
+    assert store.trial_counts(writer.job_id) == {writer.job_id: {"WAITING": 1}}
     assert store.trial_counts(other.study_id) == {}
 
 
-def test_another_store_opens_the_same_database_by_its_url(store: Store, writer: StudyWriter, url: str) -> None:
+def test_another_store_opens_the_same_database_by_its_url(store: Store, writer: JobWriter, url: str) -> None:
     assert store.url == url

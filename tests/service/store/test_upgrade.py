@@ -111,7 +111,7 @@ def test_an_old_database_keeps_every_row(tmp_path: Path) -> None:
 def test_samples_of_an_old_database_have_no_tokens(tmp_path: Path) -> None:
     old_database(tmp_path / "study.db")
     store = opened(tmp_path / "study.db")
-    (study,) = store.studies()
+    (study,) = store.jobs()
     samples = store.samples(study.id, store.trials(study.id)[0].recipe.digest, Split.SEARCH)
     assert {sample.tokens for sample in samples} == {None}
     store.close()
@@ -126,8 +126,8 @@ def test_tables_of_a_creation_that_was_interrupted_are_completed(tmp_path: Path)
     connection.commit()
     connection.close()
     store = opened(file)
-    assert len(store.studies()) == 1
-    assert store.document(store.studies()[0].id, "verification") is None
+    assert len(store.jobs()) == 1
+    assert store.document(store.jobs()[0].id, "verification") is None
     store.close()
     assert rows(file, "SELECT version FROM schema_version") == [(schema.SCHEMA_VERSION,)]
 
@@ -202,7 +202,7 @@ def open_together(file: Path, begin: Callable[[sa.Connection], None], barrier: A
     barrier.wait()
     try:
         store = opened(file)
-        store.create_study(name="test", document={}, resolved=resolved_study())
+        store.create_job(name="test", document={}, resolved=resolved_study())
         store.close()
         errors.put(None)
     except Exception as error:

@@ -21,7 +21,7 @@ from service.store.artifacts import ArtifactStore
 from service.studies.attempt import _reason_to_fail, execute, stored_alignments, with_alignments
 from service.studies.heartbeat import Heartbeat
 from service.studies.preflight.examine import PreflightResult, examine
-from service.types import EventKind, StudyRecord, StudyState
+from service.types import EventKind, JobRecord, JobState
 from tests.builders import tiny_family
 from tests.end_to_end.studies import undisturbed, write_small_study
 from tests.service.sums import sums_study, write_sums
@@ -54,14 +54,14 @@ def preflight(directory: Path) -> PreflightResult:
 
 
 @pytest.fixture
-def record(directory: Path, preflight: PreflightResult) -> Iterator[StudyRecord]:
+def record(directory: Path, preflight: PreflightResult) -> Iterator[JobRecord]:
     store = Store(f"sqlite:///{directory / 'study.db'}")
-    yield store.create_study(name="sums", document=preflight.study.canonical(), resolved=preflight.resolved())
+    yield store.create_job(name="sums", document=preflight.study.canonical(), resolved=preflight.resolved())
     store.close()
 
 
 def test_what_an_engine_refuses_although_nothing_has_changed_fails_the_study(
-    record: StudyRecord, preflight: PreflightResult
+    record: JobRecord, preflight: PreflightResult
 ) -> None:
     assert _reason_to_fail(UNUSABLE, record, preflight) == str(UNUSABLE)
     assert _reason_to_fail(EvidenceMismatch("another merge"), record, preflight) == "another merge"
@@ -70,7 +70,7 @@ def test_what_an_engine_refuses_although_nothing_has_changed_fails_the_study(
 
 @pytest.mark.parametrize("error", [UNUSABLE, NO_ENGINE])
 def test_changed_models_fail_the_study_and_absent_ones_are_waited_for(
-    record: StudyRecord, preflight: PreflightResult, directory: Path, error: Exception
+    record: JobRecord, preflight: PreflightResult, directory: Path, error: Exception
 ) -> None:
     shutil.move(directory / "models" / "math", directory / "away")
     assert _reason_to_fail(error, record, preflight) is None
@@ -80,7 +80,7 @@ def test_changed_models_fail_the_study_and_absent_ones_are_waited_for(
     assert reason.endswith(f"; an engine says: {error}")
 
 
-def test_changed_data_fail_the_study(record: StudyRecord, preflight: PreflightResult, directory: Path) -> None:
+def test_changed_data_fail_the_study(record: JobRecord, preflight: PreflightResult, directory: Path) -> None:
     file = directory / "search.jsonl"
     file.write_text(file.read_text().replace("1", "2"))
     assert "tasks of sums have changed" in str(_reason_to_fail(UNUSABLE, record, preflight))
@@ -113,7 +113,7 @@ def test_a_replica_that_fails_the_check_before_the_end_takes_the_study_up_again(
     preflight = examine(load_study(study_file))
     store = Store(f"sqlite:///{tmp_path / 'study.db'}")
     document = preflight.study.canonical()
-    study = store.create_study(name="faults", document=document, resolved=preflight.resolved()).id
+    study = store.create_job(name="faults", document=document, resolved=preflight.resolved()).id
     fake = partial(FirstFails, bank_fingerprint=preflight.family.fingerprint, directory=str(tmp_path))
     scorer = deploy_scorer(
         preflight.family, preflight.engine_options, name="fails-late", make_worker=fake, health_check_period_s=0.5
@@ -125,8 +125,8 @@ def test_a_replica_that_fails_the_check_before_the_end_takes_the_study_up_again(
     execute(store, writer, preflight, scorer, heartbeat=heartbeat, view=view, **place)
     serve.delete("fails-late")
 
-    record = store.study(study)
-    assert record.state is StudyState.COMPLETE
+    record = store.job(study)
+    assert record.state is JobState.COMPLETE
     (fault,) = [event.payload for event in store.events(study, kinds=(EventKind.ENGINE_FAULT,))]
     (again,) = [event.payload for event in store.events(study, kinds=(EventKind.SCORED_AGAIN,))]
     assert fault["samples"] == again["samples"] > 0
@@ -152,7 +152,7 @@ def test_alignments_are_stored_with_the_study_and_recipes_name_them(
     directory: Path, aligned: PreflightResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store(f"sqlite:///{directory / 'aligned.db'}")
-    study = store.create_study(name="a", document=aligned.study.canonical(), resolved=aligned.resolved()).id
+    study = store.create_job(name="a", document=aligned.study.canonical(), resolved=aligned.resolved()).id
     asked: list[Any] = []
 
     def learned(place: Path, job: AlignmentJob, pairs: Any, *, before: Any, note: Any) -> dict[LayerPair, str]:
@@ -177,10 +177,10 @@ def test_alignments_are_stored_with_the_study_and_recipes_name_them(
         assert named <= {*names.values()}
     with pytest.raises(StudyFailed, match="were lost"):
         with_alignments(aligned, store, store.open_attempt(study), **place)
-    assert store.study(study).state is StudyState.FAILED
+    assert store.job(study).state is JobState.FAILED
     store.close()
 
 
-def test_a_space_without_alignments_is_left_as_it_is(record: StudyRecord, preflight: PreflightResult) -> None:
+def test_a_space_without_alignments_is_left_as_it_is(record: JobRecord, preflight: PreflightResult) -> None:
     store: Any = None  # nothing is read or written
     assert with_alignments(preflight, store, store, directory=Path(), note=lambda _: None) is preflight

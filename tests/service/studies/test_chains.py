@@ -77,7 +77,7 @@ def finished(tied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> F
         base="base", experts=experts, fingerprints=sources.fingerprints, num_layers=known.num_layers
     )
     store = Store(f"sqlite:///{directory / DATABASE}")
-    study = store.create_study(
+    study = store.create_job(
         name="first",
         document=parse_study(
             document(tied_family, {expert.alias: expert.directory for expert in tied_family.experts})
@@ -105,7 +105,7 @@ def test_a_merge_of_a_run_becomes_a_directory_that_is_a_source(finished: Finishe
     assert list(started.models.experts) == ["text", "merged"]
     assert Path(source.directory).parent == tmp_path / SOURCES
     store = Store(finished.url)
-    best = best_trial(store.trials(finished.study), store.study(finished.study).resolved.objectives)
+    best = best_trial(store.trials(finished.study), store.job(finished.study).resolved.objectives)
     assert best is not None
     assert (source.study, source.name, source.trial) == (finished.study, "first", best.number)
     assert json.loads((Path(source.directory) / "recipe.json").read_text())["digest"] == best.recipe.digest
@@ -241,7 +241,7 @@ def path_study(tied_family: Family, tmp_path_factory: pytest.TempPathFactory) ->
     digest = write_alignment(alignments_dir(directory), random_alignment("moments", hidden))
     recipes = (recipe(order), recipe(order, scale=0.5), mixed, aligned(recipe(order), digest))
     store = Store(f"sqlite:///{directory / DATABASE}")
-    study = store.create_study(
+    study = store.create_job(
         name="paths",
         document=parse_study(document(tied_family, {e.alias: e.directory for e in tied_family.experts})).canonical(),
         resolved=resolved_study(fingerprints=sources.fingerprints, num_layers=sources.layout.num_layers),

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from service.errors import StaleAttempt
-from service.store import Store, StudyWriter
+from service.store import JobWriter, Store
 from service.studies import attempt
 from service.studies.heartbeat import PATIENCE_CHUNKS, PREPARING_PATIENCE_S, SCORING_PATIENCE_S, Heartbeat
-from service.types import StudyState
+from service.types import JobState
 from tests.service.tune.harness import coordinator_of, new_study, score
 from workers.serving.fake import FakeScorer
 from workers.types import ScoreResult, Split
@@ -27,30 +27,30 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def writer(store: Store) -> StudyWriter:
-    return store.open_attempt(store.studies()[0].id)
+def writer(store: Store) -> JobWriter:
+    return store.open_attempt(store.jobs()[0].id)
 
 
 def idle_s(store: Store) -> float:
     """As the last heartbeat says it."""
-    study = store.studies()[0]
+    study = store.jobs()[0]
     assert study.heartbeat_at is not None
     assert study.progressed_at is not None
     return study.heartbeat_at - study.progressed_at
 
 
 def wait_for_heartbeat(store: Store) -> None:
-    before = store.studies()[0].heartbeat_at
-    while store.studies()[0].heartbeat_at == before:
+    before = store.jobs()[0].heartbeat_at
+    while store.jobs()[0].heartbeat_at == before:
         time.sleep(0.01)
 
 
-def test_a_driver_that_hangs_stays_alive_and_is_idle(store: Store, writer: StudyWriter) -> None:
+def test_a_driver_that_hangs_stays_alive_and_is_idle(store: Store, writer: JobWriter) -> None:
     with Heartbeat(writer, 0.0, interval_s=0.02) as heartbeat:
         time.sleep(0.5)
         wait_for_heartbeat(store)
         assert idle_s(store) > 0.5
-        writer.set_state(StudyState.RUNNING)
+        writer.set_state(JobState.RUNNING)
         wait_for_heartbeat(store)
         wait_for_heartbeat(store)
         assert idle_s(store) < 0.3, "something was stored"
@@ -61,12 +61,12 @@ def test_a_driver_that_hangs_stays_alive_and_is_idle(store: Store, writer: Study
         assert idle_s(store) < 0.3, "it said so"
 
 
-def test_how_long_a_driver_may_be_idle_follows_from_the_time_of_its_chunks(store: Store, writer: StudyWriter) -> None:
+def test_how_long_a_driver_may_be_idle_follows_from_the_time_of_its_chunks(store: Store, writer: JobWriter) -> None:
     heartbeat = Heartbeat(writer, 0.0)
     assert heartbeat.patience_s == PREPARING_PATIENCE_S
     heartbeat.min_patience_s = SCORING_PATIENCE_S
     assert heartbeat.patience_s == SCORING_PATIENCE_S
-    study, coordinator = writer.study_id, coordinator_of(store, writer.study_id)
+    study, coordinator = writer.job_id, coordinator_of(store, writer.job_id)
     evaluation = coordinator.next_evaluation()
     assert evaluation is not None
     result = score(FakeScorer(), evaluation, 0)
@@ -78,17 +78,17 @@ def test_how_long_a_driver_may_be_idle_follows_from_the_time_of_its_chunks(store
         writer.record_chunk(evaluation.trial, Split.SEARCH, replace(result, timings_s=timings_s))
         assert heartbeat.patience_s == PATIENCE_CHUNKS * longest_s
     heartbeat.send()
-    assert store.study(study).patience_s == PATIENCE_CHUNKS * 120.0
+    assert store.job(study).patience_s == PATIENCE_CHUNKS * 120.0
 
 
-def test_time_without_a_chunk_is_not_counted_when_the_driver_only_waited(store: Store, writer: StudyWriter) -> None:
+def test_time_without_a_chunk_is_not_counted_when_the_driver_only_waited(store: Store, writer: JobWriter) -> None:
     heartbeat = Heartbeat(writer, 100.0)
     time.sleep(0.2)
-    writer.set_state(StudyState.RUNNING)
+    writer.set_state(JobState.RUNNING)
     heartbeat.send()
-    assert store.studies()[0].wall_clock_s > 100.2
+    assert store.jobs()[0].wall_clock_s > 100.2
     heartbeat.discount()
-    assert store.studies()[0].wall_clock_s == 100.0
+    assert store.jobs()[0].wall_clock_s == 100.0
 
 
 class Starting(FakeScorer):
@@ -99,11 +99,11 @@ class Starting(FakeScorer):
 
 
 def test_a_driver_that_waits_for_an_engine_says_so_until_it_gets_results(
-    store: Store, writer: StudyWriter, monkeypatch: pytest.MonkeyPatch
+    store: Store, writer: JobWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def waits_for() -> str | None:
         watch.look()
-        return store.studies()[0].waiting_for
+        return store.jobs()[0].waiting_for
 
     monkeypatch.setattr(attempt, "ENGINE_CHECK_S", 0.05)
     scorer = Starting()
@@ -114,7 +114,7 @@ def test_a_driver_that_waits_for_an_engine_says_so_until_it_gets_results(
         time.sleep(0.1)
         assert waits_for() == "an engine to start"
         assert heartbeat.idle_s < 0.1, "the start of an engine is progress"
-    writer.set_state(StudyState.RUNNING)
+    writer.set_state(JobState.RUNNING)
     assert waits_for() is None
     scorer.is_up = True
     time.sleep(0.1)
@@ -122,10 +122,10 @@ def test_a_driver_that_waits_for_an_engine_says_so_until_it_gets_results(
     assert heartbeat.idle_s >= 0.1
 
 
-def test_a_driver_hears_from_its_heartbeat_that_another_has_taken_over(store: Store, writer: StudyWriter) -> None:
+def test_a_driver_hears_from_its_heartbeat_that_another_has_taken_over(store: Store, writer: JobWriter) -> None:
     with Heartbeat(writer, 0.0, interval_s=0.02) as heartbeat:
         heartbeat.check()
-        store.open_attempt(writer.study_id)
+        store.open_attempt(writer.job_id)
         time.sleep(0.5)
         with pytest.raises(StaleAttempt, match=r"attempt 1 may not write, attempt 2 has taken over"):
             heartbeat.check()

@@ -57,7 +57,7 @@ class Trained:
             algorithm=searcher,
         )
         store = Store(f"sqlite:///{directory / DATABASE}")
-        record = store.create_study(name="paths", document=self.study.canonical(), resolved=resolved)
+        record = store.create_job(name="paths", document=self.study.canonical(), resolved=resolved)
         self._learn(store, record.id, sources)
         store.close()
 

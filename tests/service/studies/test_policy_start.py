@@ -28,7 +28,7 @@ from service.studies.preflight.examine import PreflightResult
 from service.studies.preflight.models import searched_models
 from service.tune.searchers.base import SearchSetting
 from service.tune.searchers.hm3 import SEARCHER
-from service.types import StudyState
+from service.types import JobState
 from tests.service.resolved import resolved_study
 from tests.service.studies.test_policy_paths import Trained
 from workers.models.family import resolve_family
@@ -94,7 +94,7 @@ def test_a_study_begins_with_the_newest_policy_and_keeps_it(trained: Trained, tm
     check_start(preflight, open_study=open_run, artifacts_in=tmp_path)
     store = Store(f"sqlite:///{tmp_path / DATABASE}")
     resolved = resolved_study(algorithm="hm3")
-    study = store.create_study(name="second", document=preflight.study.canonical(), resolved=resolved).id
+    study = store.create_job(name="second", document=preflight.study.canonical(), resolved=resolved).id
     artifacts = ArtifactStore(store, artifacts_dir(tmp_path))
     place: dict[str, Any] = {"artifacts": artifacts, "open_study": open_run}
     began = with_start(preflight, store, store.open_attempt(study), **place)
@@ -124,7 +124,7 @@ def test_a_study_begins_with_the_newest_policy_and_keeps_it(trained: Trained, tm
         file.write_bytes(b"another policy")
     with pytest.raises(StudyFailed, match=r"search\.hm3\.start: artifact 'hm3-start-0': its manifest has changed"):
         with_start(preflight, store, store.open_attempt(study), **place)
-    assert store.study(study).state is StudyState.FAILED
+    assert store.job(study).state is JobState.FAILED
     store.close()
 
 

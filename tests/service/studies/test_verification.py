@@ -25,7 +25,7 @@ from service.store import Store
 from service.store.artifacts import ArtifactStore
 from service.studies.attempt import Heartbeat, execute
 from service.studies.preflight.examine import PreflightResult, examine
-from service.types import StudyState
+from service.types import JobState
 from tests.end_to_end.studies import DIS, LFS, write_small_study
 from tests.service.tune.harness import InlineProposer, drive
 from workers.errors import InvalidTask, MetricFailed
@@ -64,9 +64,9 @@ class Study:
         self.directory = directory
         self.store = Store(f"sqlite:///{directory / 'study.db'}")
         document = preflight.study.canonical()
-        self.id = self.store.create_study(name="test", document=document, resolved=preflight.resolved()).id
+        self.id = self.store.create_job(name="test", document=document, resolved=preflight.resolved()).id
 
-    def attempt(self, scorer: FakeScorer, *, max_trials: int | None = None) -> StudyState:
+    def attempt(self, scorer: FakeScorer, *, max_trials: int | None = None) -> JobState:
         """The study's state after one more attempt."""
         preflight = self.preflight
         if max_trials is not None:
@@ -78,7 +78,7 @@ class Study:
             heartbeat = Heartbeat(writer, 0.0)
             place: Any = {"work_dir": self.directory, "artifacts": ArtifactStore(self.store, self.directory)}
             execute(self.store, writer, preflight, scorer, heartbeat=heartbeat, view=view, **place)
-        return self.store.study(self.id).state
+        return self.store.job(self.id).state
 
     @property
     def verification(self) -> Any:
@@ -122,11 +122,11 @@ def scorer(preflight: PreflightResult) -> Verifier:
 
 def test_a_metric_that_fails_on_the_answers_of_transformers_fails_the_study(study: Study, scorer: Verifier) -> None:
     scorer.fails_with = MetricFailed("task sums, metric exact_match: no number")
-    assert study.attempt(scorer) is StudyState.FAILED
-    reason = str(study.store.study(study.id).reason)
+    assert study.attempt(scorer) is JobState.FAILED
+    reason = str(study.store.job(study.id).reason)
     assert re.fullmatch(r"verification: transformers cannot score trial \d+: task sums, metric .*: no number", reason)
     scorer.fails_with = None
-    assert study.attempt(scorer) is StudyState.COMPLETE
+    assert study.attempt(scorer) is JobState.COMPLETE
 
 
 def test_a_task_that_engines_refuse_fails_the_study_with_their_reason(study: Study, scorer: Verifier) -> None:
@@ -134,17 +134,17 @@ def test_a_task_that_engines_refuse_fails_the_study_with_their_reason(study: Stu
         raise InvalidTask("the chat template refuses these messages")
 
     scorer.score = refuse  # type: ignore[method-assign]
-    assert study.attempt(scorer) is StudyState.FAILED
-    assert study.store.study(study.id).reason == "the chat template refuses these messages"
+    assert study.attempt(scorer) is JobState.FAILED
+    assert study.store.job(study.id).reason == "the chat template refuses these messages"
 
 
 def test_the_best_trial_and_some_others_are_verified_once(study: Study, scorer: Verifier) -> None:
-    assert study.attempt(scorer) is StudyState.COMPLETE
+    assert study.attempt(scorer) is JobState.COMPLETE
     assert scorer.verified[0] == study.best
     assert len(set(scorer.verified)) == NUM_VERIFIED
     found = study.verification
     assert (found["status"], found["trials"], found["samples"]) == ("equal", NUM_VERIFIED, 16 * NUM_VERIFIED)
-    assert study.attempt(scorer) is StudyState.COMPLETE
+    assert study.attempt(scorer) is JobState.COMPLETE
     assert len(scorer.verified) == NUM_VERIFIED
     assert study.verification == found
 
@@ -155,9 +155,9 @@ def test_a_study_that_failed_verification_verifies_again_and_fails_again(study: 
     scorer.disagreeing.add(wrong)
     other = Study(study.preflight, study.directory)
     for number in (1, 2, 3):
-        assert other.attempt(scorer) is StudyState.FAILED
+        assert other.attempt(scorer) is JobState.FAILED
         assert scorer.verified.count(wrong) == 1 + number
-        reason = other.store.study(other.id).reason or ""
+        reason = other.store.job(other.id).reason or ""
         assert "1 of 16 samples differ between the engine and transformers beyond a tolerance of 0.001" in reason
         assert other.verification["status"] == "disagreement"
     other.store.close()
@@ -167,9 +167,9 @@ def test_a_trial_that_differed_is_verified_again_when_others_are_drawn(study: St
     study.attempt(scorer)
     other = Study(study.preflight, study.directory)
     scorer.disagreeing.add(scorer.verified[NUM_VERIFIED - 1])
-    assert other.attempt(scorer) is StudyState.FAILED
+    assert other.attempt(scorer) is JobState.FAILED
     for max_trials in (9, 12, 15):
-        assert other.attempt(scorer, max_trials=max_trials) is StudyState.FAILED
+        assert other.attempt(scorer, max_trials=max_trials) is JobState.FAILED
     other.store.close()
 
 
@@ -181,10 +181,10 @@ def test_a_new_best_trial_is_verified(study: Study, scorer: Verifier) -> None:
     while study.best == first:
         max_trials += 6
         assert max_trials <= 200, "no better trial"
-        assert study.attempt(scorer, max_trials=max_trials) is StudyState.COMPLETE
+        assert study.attempt(scorer, max_trials=max_trials) is JobState.COMPLETE
     assert study.best in scorer.verified
     scorer.disagreeing.add(study.best)
-    assert study.attempt(scorer) is StudyState.COMPLETE, "it was equal, and nothing has changed since"
+    assert study.attempt(scorer) is JobState.COMPLETE, "it was equal, and nothing has changed since"
 
 
 def test_samples_that_changed_since_are_verified_again(study: Study, scorer: Verifier) -> None:
@@ -193,7 +193,7 @@ def test_samples_that_changed_since_are_verified_again(study: Study, scorer: Ver
         connection.exec_driver_sql(
             "UPDATE samples SET response = 'garbage' WHERE position = 3 AND recipe_digest = ?", (scorer.verified[1],)
         )
-    assert study.attempt(scorer) is StudyState.FAILED
+    assert study.attempt(scorer) is JobState.FAILED
     assert scorer.verified[NUM_VERIFIED:] == [scorer.verified[1]]
 
 
@@ -205,27 +205,27 @@ def test_reports_that_do_not_say_what_they_are_on_do_not_count(study: Study, sco
     old = [{name: value for name, value in report.items() if name not in new} for report in document["reports"]]
     study.store.open_attempt(study.id).set_document_named("verification", {"reports": old})
     assert study.verification["status"] == "equal"
-    assert study.attempt(scorer) is StudyState.COMPLETE
+    assert study.attempt(scorer) is JobState.COMPLETE
     assert scorer.verified[NUM_VERIFIED:] == scorer.verified[:NUM_VERIFIED]
 
 
 def test_a_verification_of_nothing_is_none_and_is_tried_again(study: Study, scorer: Verifier) -> None:
     reason = "there is no memory for it"
     scorer.cannot_verify = reason
-    assert study.attempt(scorer) is StudyState.COMPLETE
+    assert study.attempt(scorer) is JobState.COMPLETE
     found = study.verification
     assert (found["status"], found["reason"], found["trials"]) == ("not verified", reason, 0)
     assert found["trials_not_verified"] == NUM_VERIFIED
-    assert study.store.study(study.id).reason == f"not verified: {reason}"
+    assert study.store.job(study.id).reason == f"not verified: {reason}"
     scorer.cannot_verify = None
-    assert study.attempt(scorer) is StudyState.COMPLETE
+    assert study.attempt(scorer) is JobState.COMPLETE
     assert (study.verification["status"], study.verification["trials"]) == ("equal", NUM_VERIFIED)
-    assert study.store.study(study.id).reason is None
+    assert study.store.job(study.id).reason is None
 
 
 def test_a_study_whose_stored_answers_are_garbage_fails(study: Study, scorer: Verifier) -> None:
     scorer.garbles = True
-    assert study.attempt(scorer) is StudyState.FAILED
+    assert study.attempt(scorer) is JobState.FAILED
     found = study.verification
     assert (found["status"], found["samples"], found["beyond_tolerance"]) == ("disagreement", 16, 16)
     assert {difference["what"] for difference in found["differences"]} == {"tokens"}
@@ -235,8 +235,8 @@ def test_verification_that_is_switched_off_says_so(study: Study, scorer: Verifie
     engine = study.preflight.study.engine.model_copy(update={"verify": False})
     study.preflight = replace(study.preflight, study=study.preflight.study.model_copy(update={"engine": engine}))
     for _ in range(2):
-        assert study.attempt(scorer) is StudyState.COMPLETE
+        assert study.attempt(scorer) is JobState.COMPLETE
         assert scorer.verified == []
         found = study.verification
         assert (found["status"], found["reason"]) == ("not verified", "switched off in the study file")
-        assert study.store.study(study.id).reason is None
+        assert study.store.job(study.id).reason is None

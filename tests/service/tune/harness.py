@@ -115,7 +115,7 @@ class InlineProposer:
 
 def new_study(directory: Path) -> tuple[Store, str]:
     store = Store(f"sqlite:///{directory / 'study.db'}")
-    return store, store.create_study(name="test", document={}, resolved=resolved_study()).id
+    return store, store.create_job(name="test", document={}, resolved=resolved_study()).id
 
 
 def coordinator_of(

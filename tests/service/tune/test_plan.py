@@ -46,7 +46,7 @@ def test_recipes_that_were_stored_in_another_order_keep_their_numbers() -> None:
 def test_a_study_of_an_earlier_version_has_the_baselines_of_that_version(tmp_path: Path) -> None:
     write_database(tmp_path / "study.db", data_dir=tmp_path)
     store = Store(f"sqlite:///{tmp_path / 'study.db'}")
-    (record,) = store.studies()
+    (record,) = store.jobs()
     trials = store.trials(record.id)
     experts = tuple(alias for alias in record.resolved.fingerprints if alias != "base")
     known = tuple(

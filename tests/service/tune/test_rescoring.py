@@ -15,7 +15,7 @@ from service.store import Store
 from service.studies.attempt import _check_engines, _is_closed
 from service.tune import rescoring
 from service.tune.coordinator import Coordinator
-from service.types import EventKind, StudyState, TrialState
+from service.types import EventKind, JobState, TrialState
 from tests.service.tune.harness import coordinator_of, drive, make_plan, new_study, score, trial_list
 from workers.errors import EngineFault
 from workers.serving.fake import FakeScorer
@@ -57,8 +57,8 @@ def _look_at_every_step_and_name_everything(monkeypatch: pytest.MonkeyPatch) -> 
 def studies(tmp_path: Path) -> tuple[Store, list[str]]:
     """Two studies in one database."""
     store, first = new_study(tmp_path)
-    resolved = store.study(first).resolved
-    return store, [first, store.create_study(name="other", document={}, resolved=resolved).id]
+    resolved = store.job(first).resolved
+    return store, [first, store.create_job(name="other", document={}, resolved=resolved).id]
 
 
 def undisturbed(directory: Path) -> list[list[tuple[Any, ...]]]:
@@ -253,7 +253,7 @@ def complete(store: Store, study: str, scorer: Any, *, max_trials: int) -> None:
     """As an attempt ends that cannot check its engine any more."""
     coordinator = coordinator_of(store, study, max_trials=max_trials)
     drive(coordinator, scorer)
-    coordinator._writer.set_state(StudyState.COMPLETE, "the space is exhausted")
+    coordinator._writer.set_state(JobState.COMPLETE, "the space is exhausted")
 
 
 def test_a_study_that_is_complete_is_told_of_void_samples_and_scores_them_again_when_it_is_resumed(
@@ -261,26 +261,26 @@ def test_a_study_that_is_complete_is_told_of_void_samples_and_scores_them_again_
 ) -> None:
     store, (first, second) = studies
     complete(store, first, FakeScorer(replica="one"), max_trials=SIZES[0])
-    assert store.resume(first, reason="by request").state is StudyState.COMPLETE, "there is nothing to score again"
+    assert store.resume(first, reason="by request").state is JobState.COMPLETE, "there is nothing to score again"
     number = sum(row.num_samples for row in store.evidence(first))
     other = coordinator_of(store, second, max_trials=SIZES[1])
     step(other, FakeScorer(replica="one"))
     for _ in range(2):
         other.on_engine_fault(EngineFault("engine one: the canary failed", "one", 1))
-    assert store.study(first).reason == (
+    assert store.job(first).reason == (
         f"the space is exhausted; {number} samples are void since: engine one: the canary failed; resume the study to "
         "score them again"
     )
     payload = {"replicas": {"one": "engine one: the canary failed"}, "samples": number}
     assert events(store, first, EventKind.ENGINE_FAULT) == [payload]
-    assert store.study(second).state is not StudyState.COMPLETE
+    assert store.job(second).state is not JobState.COMPLETE
 
-    assert store.resume(first, reason="by request").state is StudyState.STOPPED
+    assert store.resume(first, reason="by request").state is JobState.STOPPED
     complete(store, first, FakeScorer(replica="two"), max_trials=SIZES[0])
     assert events(store, first, EventKind.SCORED_AGAIN) == [{"samples": number}]
     assert trial_list(store, first) == undisturbed(tmp_path)[0]
-    assert store.study(first).reason == "the space is exhausted"
-    assert store.resume(first, reason="by request").state is StudyState.COMPLETE
+    assert store.job(first).reason == "the space is exhausted"
+    assert store.resume(first, reason="by request").state is JobState.COMPLETE
 
 
 def test_a_complete_study_whose_void_samples_have_other_values_fails_when_it_is_resumed(

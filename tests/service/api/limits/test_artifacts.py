@@ -12,7 +12,7 @@ from service.disk import artifacts_dir
 from service.errors import Conflict
 from service.store import Store
 from service.store.artifacts import ArtifactStore
-from service.types import JobKind, StudyRecord, StudyState
+from service.types import JobKind, JobRecord, JobState
 from tests.service.api.harness import finetuning, finished_finetune, stored_finetune
 from workers.training.finetuning.fleet import parse_pipeline
 
@@ -22,11 +22,11 @@ def store(tmp_path: Path) -> Store:
     return Store(f"sqlite:///{tmp_path / 'mergesearch.db'}")
 
 
-def begun(store: Store, num_bytes: int) -> StudyRecord:
+def begun(store: Store, num_bytes: int) -> JobRecord:
     """A fine-tuning whose experts will take `num_bytes`."""
     resolved = replace(stored_finetune(store).resolved, artifact_bytes=num_bytes)
     document = parse_pipeline(finetuning("begun")).canonical()
-    return store.create_study(name="begun", document=document, resolved=resolved, kind=JobKind.FINETUNE)
+    return store.create_job(name="begun", document=document, resolved=resolved, kind=JobKind.FINETUNE)
 
 
 def admitted(store: Store, directory: Path, num_bytes: int, *, quota: int) -> bool:
@@ -54,14 +54,14 @@ def test_what_is_stored_and_what_is_to_come_count(store: Store, tmp_path: Path) 
     used = artifacts.num_bytes()
     assert admitted(store, tmp_path, 90, quota=used + 100), "50 of 60 bytes are there"
     assert not admitted(store, tmp_path, 91, quota=used + 100)
-    store.open_attempt(coming.id).set_state(StudyState.CANCELLED, "")
+    store.open_attempt(coming.id).set_state(JobState.CANCELLED, "")
     assert admitted(store, tmp_path, 100, quota=used + 100)
 
 
 def test_deleting_frees_the_room(store: Store, tmp_path: Path) -> None:
     record = finished_finetune(store, tmp_path)
     assert not admitted(store, tmp_path, 100, quota=2000)
-    store.delete_study(record.id)
+    store.delete_job(record.id)
     ArtifactStore(store, artifacts_dir(tmp_path)).collect()
     assert admitted(store, tmp_path, 100, quota=2000)
 

@@ -12,7 +12,7 @@ import pytest
 
 from service.api.export_queue import Exports
 from service.api.limits.exports import DAY_S, ExportLimits, KeptExport, to_remove
-from service.types import ExportRecord, ExportState, StudyState
+from service.types import ExportRecord, ExportState, JobState
 from tests.service.api.harness import ApiServer, finished_study, stored_study
 
 pytestmark = pytest.mark.slow  # exports are written
@@ -137,9 +137,9 @@ def test_a_study_that_has_ended_is_deleted_with_all_that_belongs_to_it(
     assert http.get(f"/v1/studies/{other}/summary").status_code == 200
 
 
-@pytest.mark.parametrize("state", [None, StudyState.RUNNING, StudyState.STOPPED])
+@pytest.mark.parametrize("state", [None, JobState.RUNNING, JobState.STOPPED])
 def test_a_study_that_has_not_ended_is_not_deleted(
-    http: httpx.Client, server: ApiServer, state: StudyState | None
+    http: httpx.Client, server: ApiServer, state: JobState | None
 ) -> None:
     record = stored_study(server.store)
     if state is not None:
@@ -156,6 +156,6 @@ def test_the_events_of_a_deleted_study_end(server: ApiServer) -> None:
     with httpx.stream("GET", f"{server.url}/v1/studies/{record.id}/events", timeout=60) as stream:
         frames: Iterator[bytes] = stream.iter_bytes()
         next(frames)
-        server.store.open_attempt(record.id).set_state(StudyState.CANCELLED)
-        server.store.delete_study(record.id)
+        server.store.open_attempt(record.id).set_state(JobState.CANCELLED)
+        server.store.delete_job(record.id)
         assert sum(1 for _ in frames) < 100

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from service.api import create_app
-from service.types import StudyState
+from service.types import JobState
 from tests.service.api.harness import ApiServer, QuickPreflight, stored_study
 from tests.service.http_server import HttpServer
 
@@ -32,7 +32,7 @@ def test_a_page_of_another_site_cannot_cancel(http: httpx.Client, server: ApiSer
         answer = http.post(f"/v1/studies/{record.id}:cancel", headers=headers)
         assert answer.status_code == 403, origin
         assert answer.headers["content-type"] == "application/problem+json"
-    assert server.store.study(record.id).state is StudyState.CREATED
+    assert server.store.job(record.id).state is JobState.CREATED
 
 
 def test_the_servers_own_page_may_send_requests(http: httpx.Client, server: ApiServer) -> None:

@@ -13,7 +13,7 @@ from service.results.record import EngineFigures, SearchFigures
 from service.results.report import render_report
 from service.results.report.marks import MAX_POINTS
 from service.results.selection import best_trial
-from service.types import Origin, StudyState, TrialState
+from service.types import JobState, Origin, TrialState
 from tests.service.synthetic_run import gradients, run_record
 
 VOID = {"meta", "br", "col", "link", "img", "input", "hr"}
@@ -191,7 +191,7 @@ def test_every_stage_of_a_run_can_be_rendered(run):
     assert "No trial has reached the full budget yet." in Page(render_report(nothing)).text
     waiting = [replace(t, state=TrialState.WAITING, rungs=(), values={}, standard_errors={}) for t in run.trials]
     Page(render_report(replace(nothing, trials=tuple(waiting))))
-    failed = replace(run.study, state=StudyState.FAILED, reason="the engine did not start")
+    failed = replace(run.study, state=JobState.FAILED, reason="the engine did not start")
     assert "the engine did not start" in Page(render_report(replace(nothing, study=failed))).text
     searching = replace(run, holdout=(), verifications=(), trials=run.trials[:20])
     text = Page(render_report(searching)).text

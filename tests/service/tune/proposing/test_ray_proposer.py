@@ -15,7 +15,7 @@ import ray
 from search_spaces.spaces import SPACES
 from search_spaces.spaces.base import DifferentiableSpace, SearchedModels
 from search_spaces.study.sections import GradientOptions, PolicyOptions
-from service.store import Store, StudyWriter
+from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
 from service.studies.preflight.models import searched_models
 from service.tune.coordinator import Coordinator
@@ -105,7 +105,7 @@ def test_a_study_that_is_killed_at_any_step_ends_as_if_undisturbed_and_computes_
     def attempt(store: Store, study: str, log: list[int], observer: Any = lambda _: None) -> None:
         plan = make_plan(study, max_trials=5, waits_for_baselines=True)
         proposer = Stepper(space, stored_steps(store, study), len(plan.baselines), log, observer, preferences)
-        writer: StudyWriter = store.open_attempt(study)
+        writer: JobWriter = store.open_attempt(study)
         drive(Coordinator(plan, space=space, store=store, writer=writer, proposer=proposer), FakeScorer())
 
     (tmp_path / "undisturbed").mkdir()
