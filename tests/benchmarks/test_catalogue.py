@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -28,6 +29,13 @@ def test_every_benchmark_says_on_one_line_what_it_measures() -> None:
     for name in NAMES:
         line = command.first_line(HERE / f"bench_{name}.py")
         assert line.endswith("."), f"{name}: {line}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_benchmark_is_imported_and_can_be_run(name: str) -> None:
+    module = importlib.import_module(f"tests.benchmarks.bench_{name}")
+    assert callable(module.run)
+    assert callable(module.show)
 
 
 @pytest.mark.parametrize(
