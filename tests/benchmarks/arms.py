@@ -74,6 +74,7 @@ def kept(
     is_wanted = found is None or found["depends"] != digests or (is_fresh() and file not in _measured)
     if found is not None and not is_wanted:
         return dict(found["figures"])
+    code = commit()  # before the files can change
     started = time.perf_counter()
     figures = measure()
     seconds = time.perf_counter() - started
@@ -83,7 +84,7 @@ def kept(
         "settings": settings,
         "depends": digests,
         "figures": figures,
-        "commit": commit(),
+        "commit": code,
         "versions": versions(),
         "machine": {"cpu": cpu(), "cores": os.cpu_count()},
         "date": time.strftime("%Y-%m-%d", time.gmtime()),

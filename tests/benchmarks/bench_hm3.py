@@ -104,6 +104,15 @@ METHODS: Mapping[str, Method] = {
     "lfs_dis": Method({"algorithm": "smac"}, {"kind": "lfs", "preset": "paper"}),
     "layerwise": Method(GRADIENTS),
 }
+LABELS = {
+    "hm3_merged": "`hm3`, a merged model in the pool",
+    "moead_merged": "`moead`, a merged model in the pool",
+    "de": "`de` (of the mean)",
+    "es": "`es` (of the mean)",
+    "dis": "DIS, `smac`",
+    "lfs_dis": "LFS, then DIS with its best merge, `smac`",
+    "layerwise": "`layerwise`, gradients",
+}
 GROWTH = ("hm3", "es", "random")
 NUM_DIFFERENT = (120, 240, 480, 960, 1440, 1920)
 ABLATIONS: Mapping[str, Method] = {
@@ -487,17 +496,29 @@ def rows_table(rows: Sequence[Mapping[str, Any]]) -> str:
              "samples' worth | s |", "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for row in rows:
         cells = [_spread(row[key]) for key in ("search", "judge", "best_mean", "late")]
+        cells += [f"{np.mean(row[key]):.0f}" for key in ("merges", "paths")]
         lines.append(
-            f"| {row['name']} | {' | '.join(cells)} | {np.mean(row['merges']):.0f} | {np.mean(row['paths']):.0f} | "
+            f"| {label(row['name'])} | {' | '.join(cells)} | "
             f"{np.mean(row['spent']):,.0f} | {np.mean(row['seconds']):.0f} |"
         )
     return "\n".join(lines)
 
 
 def minus_table(minus: Mapping[str, Mapping[str, float]]) -> str:
-    """Paired differences of hypervolumes on judge items."""
-    rows = [f"| {name} | {shown_interval(found)} |" for name, found in minus.items()]
-    return "\n".join(["| difference | judge items |", "|---|---|", *rows])
+    """Paired differences of hypervolumes on judge items: a column for each search, minus that of each row."""
+    pairs = [tuple(name.split(" minus ")) for name in minus]
+    columns, rows = (list(dict.fromkeys(pair[i] for pair in pairs)) for i in (0, 1))
+    lines = [f"| minus | {' | '.join(map(label, columns))} |", f"|---|{'---|' * len(columns)}"]
+    for row in rows:
+        found = (minus.get(f"{column} minus {row}") for column in columns)
+        cells = ["" if each is None else shown_interval(each) for each in found]
+        lines.append(f"| {label(row)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def label(name: str) -> str:
+    """Name of a search as tables have it."""
+    return LABELS.get(name, f"`{name}`" if name in METHODS else name)
 
 
 def growth_table(part: Mapping[str, Any]) -> str:
@@ -506,7 +527,7 @@ def growth_table(part: Mapping[str, Any]) -> str:
     lines = [f"| different paths | {heads} | judge items, all |", f"|---|{'---|' * len(NUM_DIFFERENT)}---|"]
     for row in part["rows"]:
         cells = [f"{mean:.3f}" for mean in np.mean(row["volumes"], axis=0)]
-        lines.append(f"| {row['name']} | {' | '.join(cells)} | {_spread(row['judge'])} |")
+        lines.append(f"| {label(row['name'])} | {' | '.join(cells)} | {_spread(row['judge'])} |")
     return "\n".join(lines)
 
 

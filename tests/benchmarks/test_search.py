@@ -11,7 +11,7 @@ import pytest
 from search_spaces.baselines import sources_and_published
 from search_spaces.study.sections import EngineOptions, Search
 from service.tune.searchers.descents import descents_of
-from tests.benchmarks import bench_search, search_arms, search_intervals
+from tests.benchmarks import bench_hm3, bench_search, search_arms, search_intervals
 from tests.benchmarks.code_digests import closure, statements_of
 from tests.benchmarks.family_training import SHIPPED
 from tests.benchmarks.one_pass import OnePass
@@ -81,6 +81,32 @@ def test_intervals_count_the_spread_between_seeds(monkeypatch: pytest.MonkeyPatc
     ours[:2] = True  # two of four seeds are right everywhere: no item says otherwise
     found = interval([ours], [theirs])
     assert found["high"] - found["low"] > 0.5
+
+
+def test_tables_have_auto_first_and_then_the_best_rival() -> None:
+    def row(family: str, searcher: str, evaluations: int, judge: float) -> dict[str, Any]:
+        found = {"family": family, "searcher": searcher, "evaluations": evaluations, "spread": 0.01}
+        return {**found, "judge": judge, "by_seed": [judge]}
+
+    arms = (("es", 40, 0.4), ("gp", 40, 0.5), ("auto", 5, 0.6), ("auto", 8, 0.7))
+    rows = [row(family, *arm) for family in ("shipped", "letters") for arm in arms]
+    head, _, *lines = bench_search.single_table({"rows": rows}).splitlines()
+    assert head == "| searcher | evaluations | shipped | letters |"
+    assert [line.split(" | ")[:2] for line in lines] == [
+        ["| `auto`", "8"], ["| `auto`", "5"], ["| `gp`", "40"], ["| `es`", "40"]
+    ]  # fmt: skip
+    assert lines[0] == "| `auto` | 8 | 0.700 ± 0.010 | 0.700 ± 0.010 |"
+
+
+def test_differences_have_a_column_for_each_search_and_a_row_for_each_other() -> None:
+    half = {"value": 0.5, "low": 0.25, "high": 0.75}
+    minus = {"hm3 minus grid": half, "hm3_merged minus hm3": half, "hm3_merged minus grid": half}
+    assert bench_hm3.minus_table(minus).splitlines() == [
+        "| minus | `hm3` | `hm3`, a merged model in the pool |",
+        "|---|---|---|",
+        "| `grid` | +0.500 [+0.250, +0.750] | +0.500 [+0.250, +0.750] |",
+        "| `hm3` |  | +0.500 [+0.250, +0.750] |",
+    ]
 
 
 def test_autos_single_objective_searches_stay_within_their_budget() -> None:
