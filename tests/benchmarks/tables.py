@@ -48,9 +48,7 @@ def rendered(benchmark: str, name: str) -> str | None:
     except NotKept:
         return None
     code = " and ".join(f"`{commit}`" for commit in sorted(commits))
-    return (
-        f"{table}\n\nMade from the arms in `tests/benchmarks/results/{benchmark}`, measured with the code of {code}.\n"
-    )
+    return f"{table}\n\nMade from the arms in `tests/benchmarks/results`, measured with the code of {code}.\n"
 
 
 def written(text: str) -> str:
