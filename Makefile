@@ -20,7 +20,7 @@ PYTEST_ARGS ?=
 # One process more than there are cores: many tests wait for a while.
 PARALLEL = $(BIN)/python -m pytest tests --numprocesses $$(( $$(nproc) + 1 )) --dist worksteal
 
-.PHONY: install demo test test-fast lint bench clean
+.PHONY: install demo test test-fast lint docs bench bench-tables clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -51,8 +51,16 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+# The docs site, in build/site; a test builds it too, so that links that lead nowhere fail.
+docs: install
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --conf-dir docs/site --doctree-dir build/doctrees . build/site
+
 bench: install
 	$(BIN)/python -m tests.benchmarks $(ONLY)
+
+# The tables in docs, from the arms in tests/benchmarks/results.
+bench-tables: install
+	$(BIN)/python -m tests.benchmarks tables
 
 clean:
 	rm -rf .bench .pytest_cache .mypy_cache .ruff_cache build *.egg-info

@@ -1,17 +1,18 @@
-"""What may be searched and measured. Plain Python, pydantic and NumPy: no torch, no Ray, no vLLM.
+"""Search spaces, merge methods, objectives and study files, without torch, Ray or vLLM: Python, pydantic and NumPy.
 
-- `recipe`: a concrete merge, the interface between search spaces and everything downstream
+- `recipe`: the description of one merged model, the interface between search spaces and all other code
+- `merge`: one merge of a recipe, and its canonical form
 - `parameters`: searched dimensions, their conditions, and configurations
-- `spaces`: search spaces: from a configuration to a recipe
-- `methods`: the merge methods: sources, coefficients, searched ranges
+- `spaces`: search spaces, which turn a configuration into a recipe
+- `methods`: declarations of the merge methods: sources, coefficients, searched ranges
 - `searchers`: the searchers that a study file can name
 - `baselines`: the recipes that every search is compared with
 - `study`: the study file
-- `section`: the base of every section of a study file
+- `section`: the base class of every section of a study file
 - `objectives`: objectives, costs, Pareto fronts, hypervolume
-- `costs`: a merge's layers and parameters, from its recipe
-- `constraints`: bounds on objectives
-- `preferences`: weights of the objectives
+- `costs`: how many layers and parameters a merge has, from its recipe
+- `constraints`: bounds on the values of objectives
+- `preferences`: preference vectors: how important each objective is
 - `fidelity`: rungs and brackets of successive halving
 - `errors`: the errors of this package
 

@@ -1,7 +1,7 @@
-"""Constraints: bounds that the value of an objective must keep to, such as "general >= base - 0.01" or "math >= 0.5".
+"""Constraints: bounds on the value of an objective, such as "general >= base - 0.01" or "math >= 0.5".
 
-A bound is a number, or relative to what the base model, an expert or the best expert has in the same objective, on the
-same samples. Numbers are in the metric's own unit.
+A bound is a number, or relative to the value that the base model, an expert or the best expert has in the same
+objective on the same samples. Numbers are in the metric's own unit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from search_spaces.errors import InvalidStudy, Problem
 __all__ = ["BASE", "BEST_EXPERT", "EXPERT", "Constraint", "contradictory", "parse_constraint"]
 
 BASE, BEST_EXPERT = "base", "best expert"
-# Of the label of an expert's trial.
+# Prefix of the label of an expert's trial ("expert:math").
 EXPERT = "expert:"
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -31,8 +31,11 @@ _CONSTRAINT = re.compile(
 
 @dataclass(frozen=True)
 class Constraint:
-    """The objective's value is at least (>=) or at most (<=) `offset`, plus the value of `reference` where there is
-    one: "base", "best expert" or "expert:ALIAS". `text` is how it is written and shown."""
+    """A bound on the value of one objective.
+
+    The value must be at least (`relation` >=) or at most (<=) `offset`; if there is a `reference` ("base", "best
+    expert" or "expert:ALIAS"), its value is added to `offset`. `text` is the constraint as it is written and shown.
+    """
 
     text: str
     objective: str
@@ -41,14 +44,17 @@ class Constraint:
     offset: float
 
     def excess(self, value: float, reference_value: float = 0.0) -> float:
-        """By how much `value` violates it, in the metric's unit; it holds where this is at most 0. Rounded, so that a
-        value on the bound keeps to it however the bound was computed."""
+        """The amount by which `value` violates the constraint, in the metric's unit; at most 0 where it holds.
+
+        The excess is rounded to 12 decimals, so that a value on the bound does not violate it because of floating-point
+        error.
+        """
         gap = self.offset + reference_value - value
         return round(gap if self.relation == ">=" else -gap, 12)
 
 
 def parse_constraint(text: str) -> Constraint:
-    """The constraint that `text` states. Raises InvalidStudy if it states none."""
+    """The constraint that `text` states. Raises InvalidStudy if `text` is not a constraint."""
     plain = " ".join(text.split())
     found = _CONSTRAINT.fullmatch(plain)
     number = found and (found["number"] or (found["sign"] or "+") + (found["margin"] or "0"))
@@ -57,8 +63,8 @@ def parse_constraint(text: str) -> Constraint:
             (
                 Problem(
                     "",
-                    f"{text!r:.80} is no constraint; write OBJECTIVE >= BOUND or OBJECTIVE <= BOUND; a bound is a "
-                    "number, or base, best expert or expert:ALIAS, with or without a margin: math >= base - 0.01",
+                    f"{text!r:.80} is not a constraint; write OBJECTIVE >= BOUND or OBJECTIVE <= BOUND; a bound is a "
+                    "number, or base, best expert or expert:ALIAS, each with or without a margin: math >= base - 0.01",
                 ),
             )
         )
@@ -69,7 +75,11 @@ def parse_constraint(text: str) -> Constraint:
 def contradictory(
     constraints: Mapping[int, Constraint], *, objectives: Sequence[str], experts: Sequence[str] | None
 ) -> Iterator[tuple[int, str]]:
-    """What is wrong between `constraints`, by position, and the names of a study; None: its experts are not known."""
+    """Problems of a study's constraints, each with the position of the constraint.
+
+    It reports names that are no objective or expert of the study, repeated constraints, and bounds that no value can
+    meet. `experts` is None if the study's experts are not known; their names are not checked then.
+    """
     seen: dict[Constraint, int] = {}
     for index, constraint in constraints.items():
         if objectives and constraint.objective not in objectives:
@@ -78,7 +88,7 @@ def contradictory(
         if experts is not None and constraint.reference not in (None, BASE, BEST_EXPERT) and alias not in experts:
             yield (
                 index,
-                f"{alias} is not an expert; give one of {', '.join(experts)}, and a space around + and - after it",
+                f"{alias} is not an expert; give one of {', '.join(experts)}; write spaces around a + or - after it",
             )
         if constraint in seen:
             yield index, f"{constraint.text} is also search.constraints.{seen[constraint]}; give it once"

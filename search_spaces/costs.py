@@ -1,5 +1,7 @@
-"""Costs of a merge that follow from its recipe alone: its layers and its parameters. Exact, and known before it is
-scored."""
+"""Costs of a merge that follow from its recipe alone: numbers of layers and of parameters.
+
+They are exact, and known before the merge is scored.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,18 @@ __all__ = ["ModelSize"]
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The numbers of parameters of one family's models: those outside layers, and those of each component by layer.
+    """The numbers of parameters of one family's models.
 
-    `max_layers` is how many layers a merge may have."""
+    `outside` counts the parameters outside layers, `components` those of each component by layer. `max_layers` is the
+    largest number of layers that a merge may have.
+    """
 
     outside: int
     components: Mapping[Component, tuple[int, ...]]
     max_layers: int
 
     def of(self, recipe: Recipe, cost: Cost) -> float:
-        """How many layers or parameters the merged model has, as exported: a repeated layer counts each time."""
+        """The number of layers or parameters of the merged model as exported; a repeated layer counts each time."""
         if cost == "layers":
             return float(len(recipe.layers))
         total = self.outside
@@ -34,7 +38,7 @@ class ModelSize:
         return float(total)
 
     def most(self, cost: Cost) -> float:
-        """The most that a merge may have: the worst value of an objective, whose best is 0."""
+        """The largest number of layers or parameters that a merge may have, which is the objective's worst value."""
         if cost == "layers":
             return float(self.max_layers)
         largest = max(map(sum, zip(*self.components.values(), strict=True)), default=0)

@@ -1,10 +1,10 @@
-"""Errors in the description of a search. Each class says what the caller does next.
+"""Errors in the description of a search; each class says what the caller does next.
 
     SearchSpaceError
-    ├── InvalidStudy        (ValueError)  reject the study; holds every problem found, not only the first
-    ├── InvalidConfiguration(ValueError)  reject this configuration; the study goes on
+    ├── InvalidStudy        (ValueError)  reject the study; has every problem found, not only the first
+    ├── InvalidConfiguration(ValueError)  reject this configuration; the study continues
     ├── InvalidRecipe       (ValueError)  reject this recipe
-    └── InvalidPreference   (ValueError)  reject these weights of the objectives
+    └── InvalidPreference   (ValueError)  reject these preference weights
 
 Every message says what is wrong, the value seen, what would be accepted, and where.
 """
@@ -17,12 +17,12 @@ __all__ = ["InvalidConfiguration", "InvalidPreference", "InvalidRecipe", "Invali
 
 
 class SearchSpaceError(Exception):
-    """Root of this package's errors."""
+    """The base class of this package's errors."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of a study. `field` is its dotted place in the file ("objectives.1.metric")."""
+    """One problem of a study. `field` is the dotted path of the field in the file ("objectives.1.metric")."""
 
     field: str
     message: str
@@ -32,7 +32,7 @@ class Problem:
 
 
 class InvalidStudy(SearchSpaceError, ValueError):
-    """The study cannot be run as written. `problems` has all that were found, in file order."""
+    """The study cannot be run as written. `problems` has all problems that were found, in file order."""
 
     def __init__(self, problems: tuple[Problem, ...]) -> None:
         super().__init__(problems)
@@ -43,7 +43,7 @@ class InvalidStudy(SearchSpaceError, ValueError):
 
 
 class InvalidConfiguration(SearchSpaceError, ValueError):
-    """A configuration lies outside its search space."""
+    """A configuration is outside its search space."""
 
 
 class InvalidRecipe(SearchSpaceError, ValueError):
@@ -51,4 +51,4 @@ class InvalidRecipe(SearchSpaceError, ValueError):
 
 
 class InvalidPreference(SearchSpaceError, ValueError):
-    """Weights that are no preference vector."""
+    """Invalid preference weights."""

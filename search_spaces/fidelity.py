@@ -1,7 +1,7 @@
 """Rungs and brackets of successive halving, as pure functions of budgets and eta.
 
-A budget is a number of samples of every objective. Li et al., "Hyperband" (2018), algorithm 1; bracket sizes as SMAC
-computes them. This module knows neither trials nor scores.
+A budget is a number of samples of every objective. Li et al., "Hyperband" (2018), algorithm 1; bracket sizes are those
+that SMAC computes. This module does not know trials or scores.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ Scheduler = Literal["hyperband", "asha", "racing", "none"]
 def rungs(min_samples: int, max_samples: int, eta: int) -> tuple[int, ...]:
     """Sample counts of the rungs from `min_samples` to `max_samples`, growing by about `eta`, strictly increasing.
 
-    round(log_eta(max / min)) + 1 rungs, the i-th at round(min * eta^i), the last at exactly `max_samples`.
-    Raises ValueError if that gives a single rung, if min > max, eta < 2 or samples < 1."""
+    There are round(log_eta(max / min)) + 1 rungs. The i-th (from 0) has min * eta^i samples, the last exactly
+    `max_samples`. Raises ValueError if that gives a single rung, or if min > max, eta < 2 or samples < 1.
+    """
     if min_samples < 1:
         raise ValueError(f"min_samples={min_samples} is below 1")
     if eta < 2:
@@ -53,22 +54,23 @@ class Bracket:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of configurations scored at each rung, from `first_rung` on."""
+        """The number of configurations scored at each rung, starting with `first_rung`."""
         sizes = [self.num_configurations]
         while len(sizes) < self.num_rungs - self.first_rung:
             sizes.append(self.num_promoted(sizes[-1]))
         return tuple(sizes)
 
     def num_promoted(self, num_scored: int) -> int:
-        """How many of `num_scored` configurations at a rung are promoted: floor(n / eta), at least one."""
+        """The number of configurations promoted out of `num_scored` at a rung: floor(n / eta), at least one."""
         return max(1, num_scored // self.eta)
 
 
 def hyperband_brackets(num_rungs: int, eta: int) -> tuple[Bracket, ...]:
-    """One Hyperband iteration: brackets s = s_max..0, s_max = num_rungs - 1.
+    """The brackets of one Hyperband iteration: s = s_max..0 with s_max = num_rungs - 1.
 
-    Bracket s starts ceil(eta^s * (s_max + 1) / (s + 1)) configurations at rung s_max - s: for three rungs and eta 3,
-    9 at the first rung, 5 at the second, 3 at the last."""
+    Bracket s starts ceil(eta^s * (s_max + 1) / (s + 1)) configurations at rung s_max - s. With three rungs and eta 3, 9
+    configurations start at the first rung, 5 at the second, 3 at the last.
+    """
     if num_rungs < 1 or eta < 2:
         raise ValueError(f"num_rungs={num_rungs}, eta={eta}: at least one rung and eta 2 are needed")
     s_max = num_rungs - 1
@@ -80,9 +82,11 @@ def hyperband_brackets(num_rungs: int, eta: int) -> tuple[Bracket, ...]:
 
 
 def bracket_cycle(scheduler: Scheduler, *, num_rungs: int, eta: int, max_trials: int) -> tuple[Bracket, ...]:
-    """The brackets that a search repeats: those of one Hyperband iteration, or a single bracket of all configurations
-    if promotion does not wait for a full bracket (asha) or there is no promotion (one rung). In a race, each
-    configuration is a bracket."""
+    """The brackets that a search repeats, in order.
+
+    hyperband: those of one Hyperband iteration. racing: one bracket for each configuration. Otherwise one bracket of
+    all configurations: promotion does not wait for a full bracket (asha), or there is none (one rung).
+    """
     if scheduler == "racing":
         return (Bracket(1, first_rung=0, num_rungs=num_rungs, eta=eta),)
     if scheduler == "hyperband" and num_rungs > 1:
@@ -91,9 +95,10 @@ def bracket_cycle(scheduler: Scheduler, *, num_rungs: int, eta: int, max_trials:
 
 
 def bracket_plan(cycle: Sequence[Bracket], max_trials: int) -> tuple[Bracket, ...]:
-    """Brackets in the order they run, repeating `cycle`, until `max_trials` configurations have started.
+    """Brackets in the order in which they run: `cycle` repeated until `max_trials` configurations have started.
 
-    The last bracket is truncated to what remains of `max_trials`."""
+    The last bracket is truncated to what remains of `max_trials`.
+    """
 
     def cut() -> Iterator[Bracket]:
         left = max_trials

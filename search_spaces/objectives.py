@@ -1,10 +1,10 @@
-"""Objectives, costs, and comparing candidates in several objectives.
+"""Objectives and costs, and the comparison of candidates in several objectives.
 
-All comparisons use costs: smaller is better, 0 is perfect and 1 is worthless, so that one reference point, 1.1 in every
+All comparisons use costs: 0 is perfect, 1 is worthless, smaller is better. So one reference point, 1.1 in every
 objective, fits all of them. Values are in the metric's own unit and direction.
 
 Non-dominated ranks and crowding distances: Deb et al., "NSGA-II" (2002), sections III-A and III-B. Ranks, fronts and
-hypervolumes are moocore's, which is imported in the functions: loading it takes 0.1 s or more.
+hypervolumes are computed by moocore, which functions import when they need it: loading takes 0.1 s or more.
 """
 
 from __future__ import annotations
@@ -38,27 +38,30 @@ __all__ = [
 ]
 
 Direction = Literal["maximize", "minimize"]
-# What follows from a recipe alone (`search_spaces.costs`).
+# Costs that follow from a recipe alone (`search_spaces.costs`).
 Cost = Literal["layers", "parameters"]
 COSTS: tuple[Cost, ...] = ("layers", "parameters")
 Costs: TypeAlias = tuple[float, ...]
 
-# The reference point of every hypervolume, in each objective: just beyond the worst cost, so that extremes count.
+# The reference point of every hypervolume, in each objective: just beyond the worst cost, so that a front's extreme
+# points add volume.
 REFERENCE_COST = 1.1
 
 
-# Metrics of lm-eval that grow beyond 1 although larger is better.
+# Metrics of lm-eval whose values exceed 1 although larger is better.
 SCALED_METRICS = frozenset({"bleu", "chrf", "likelihood"})
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A metric and its direction of optimisation. `range` is [lowest, highest] of its values, by default [0, 1];
-    `constraints` are those on its values. One with a `cost_of_recipe` has no samples: its metric is the
-    cost's name, and its values are exact.
+    """A metric and its direction of optimisation.
+
+    `range` is [lowest, highest] of the metric's values, by default [0, 1]. `constraints` are bounds on its values. An
+    objective with `cost_of_recipe` has no samples: its metric is the cost's name, and its values are exact.
 
     Raises InvalidStudy without a `range` for metrics known to leave [0, 1]: minimised ones (perplexity, for example)
-    and those on another scale."""
+    and those on another scale.
+    """
 
     name: str
     metric: str
@@ -75,13 +78,14 @@ class Objective:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The range, stated or not."""
+        """The metric's [lowest, highest] value: `range`, or [0, 1] if no range is stated."""
         return self.range or (0.0, 1.0)
 
     def cost(self, value: float) -> float:
-        """`value` as a cost: 0 at the better end of the range, 1 at the worse one; not clipped, so order is kept.
+        """The cost of a value: 0 at the better end of the range, 1 at the worse one; not clipped, so order is kept.
 
-        Raises InvalidStudy if no range is stated and `value` is outside [0, 1], ValueError if it is not finite."""
+        Raises InvalidStudy if no range is stated and `value` is outside [0, 1], ValueError if `value` is not finite.
+        """
         if not math.isfinite(value):
             raise ValueError(f"objective {self.name!r}: {self.metric}={value} is not a finite number")
         low, high = self.bounds
@@ -90,12 +94,13 @@ class Objective:
         return self.cost_of_stored(value)
 
     def cost_of_stored(self, value: float) -> float:
-        """`cost` of a value that is stored already: whatever it is, results can be shown."""
+        """The cost of a stored value; unlike `cost`, it accepts any value, so that stored results can be shown."""
         low, high = self.bounds
         share = (value - low) / (high - low)
         return 1 - share if self.direction == "maximize" else share
 
     def is_better(self, value: float, than: float) -> bool:
+        """Whether `value` is strictly better than the value `than`."""
         return value > than if self.direction == "maximize" else value < than
 
 
@@ -105,8 +110,11 @@ def _needs_range(claim: str) -> InvalidStudy:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate for promotion: its trial's number, its costs, None if it failed, and by how much it violates
-    constraints in total, 0 if it keeps to all."""
+    """A candidate for promotion.
+
+    `number` is its trial's number. `costs` are None if it failed. `violation` is the sum of its constraint violations,
+    0 if it meets all constraints.
+    """
 
     number: int
     costs: Costs | None
@@ -114,15 +122,16 @@ class Candidate:
 
 
 def dominates(costs: Costs, other: Costs) -> bool:
-    """`costs` are nowhere larger than `other` and somewhere smaller."""
+    """Whether `costs` are nowhere larger than `other` and somewhere smaller."""
     return all(a <= b for a, b in zip(costs, other, strict=True)) and costs != other
 
 
 def constrained_dominates(candidate: Candidate, other: Candidate) -> bool:
-    """`candidate` violates constraints less, or both keep to them alike and its costs dominate. A failed one dominates
-    none.
+    """Whether `candidate` violates constraints less than `other`, or equally and its costs dominate.
 
-    Deb et al., "NSGA-II" (2002), definition 1, where of two infeasible ones with equal violation none dominates."""
+    A failed candidate dominates none. The rule is definition 1 of Deb et al., "NSGA-II" (2002), except that of two
+    infeasible candidates with equal violation the costs decide; in the paper neither dominates.
+    """
     if candidate.costs is None or other.costs is None:
         return candidate.costs is not None and other.costs is None
     if candidate.violation != other.violation:
@@ -131,8 +140,12 @@ def constrained_dominates(candidate: Candidate, other: Candidate) -> bool:
 
 
 def constrained_front(candidates: Sequence[Candidate]) -> tuple[bool, ...]:
-    """Whether each candidate, none of which failed, is dominated by no other (`constrained_dominates`): where some keep
-    to all constraints, only those can be on the front."""
+    """Whether each candidate is on the front: dominated by no other (`constrained_dominates`).
+
+    No candidate may have failed.
+
+    Where some candidates meet all constraints, only those can be on the front.
+    """
     least = min((candidate.violation for candidate in candidates), default=0.0)
     kept = [c.costs for c in candidates if c.costs is not None and c.violation == least]
     flags = iter(non_dominated(kept))
@@ -154,7 +167,7 @@ def non_dominated(costs: Sequence[Costs]) -> tuple[bool, ...]:
 
 
 def crowding_distances(costs: Sequence[Costs]) -> tuple[float, ...]:
-    """The crowding distance of each point of one front: larger is less crowded, infinite at an objective's ends."""
+    """Crowding distance of each point of one front: larger is less crowded, infinite at an objective's ends."""
     distances = [0.0] * len(costs)
     for objective in range(len(costs[0]) if costs else 0):
         order = sorted(range(len(costs)), key=lambda i: costs[i][objective])
@@ -168,9 +181,12 @@ def crowding_distances(costs: Sequence[Costs]) -> tuple[float, ...]:
 
 
 def promotion_order(candidates: Sequence[Candidate]) -> tuple[int, ...]:
-    """Trial numbers in order of promotion: by non-dominated rank, then crowding distance (larger first), then number;
-    then those that violate constraints, the least violation first; failed candidates last. With one objective and no
-    constraints this is the order of cost, then number."""
+    """Trial numbers in order of promotion.
+
+    Candidates that meet all constraints come first: by non-dominated rank, then crowding distance (larger first), then
+    number. Those that violate constraints follow, the least violation first. Failed candidates are last. With one
+    objective and no constraints this is the order of cost, then number.
+    """
     scored = [candidate for candidate in candidates if candidate.costs is not None and candidate.violation == 0]
     costs = [candidate.costs for candidate in scored if candidate.costs is not None]
     ranks = non_dominated_ranks(costs)
@@ -189,7 +205,8 @@ def promotion_order(candidates: Sequence[Candidate]) -> tuple[int, ...]:
 def hypervolume(costs: Sequence[Costs], reference: float = REFERENCE_COST) -> float:
     """Volume of cost space between `costs` and the point with `reference` in every objective; larger is better.
 
-    Exact, for at most 31 objectives; points beyond the reference add nothing."""
+    The volume is exact, for at most 31 objectives. Points beyond the reference add nothing.
+    """
     import moocore
 
     return float(moocore.hypervolume(np.array(costs), ref=[reference] * len(costs[0]))) if costs else 0.0

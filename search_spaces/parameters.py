@@ -1,7 +1,7 @@
-"""Parameters: the searched dimensions, the conditions under which they exist, and what a configuration may hold.
+"""Parameters: the searched dimensions, the conditions under which they exist, and which configurations are accepted.
 
-A configuration is a dict from parameter name to value and contains active parameters only. What a parameter means is
-left to the search space.
+A configuration is a dict from parameter name to value; it contains active parameters only. The search space decides
+what a parameter means.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Configuration: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Condition:
-    """Holds where `parent` is active and has one of `values`."""
+    """A condition of a parameter: `parent` is active and has one of `values`."""
 
     parent: str
     values: tuple[Choice, ...]
@@ -102,7 +102,7 @@ class Integer:
 
 @dataclass(frozen=True)
 class Categorical:
-    """One of `choices`, without order. The default is the first."""
+    """One of `choices`, which have no order. The default is the first."""
 
     name: str
     choices: tuple[Choice, ...]
@@ -134,17 +134,22 @@ Parameter: TypeAlias = Float | Integer | Categorical
 
 
 class Structure(Protocol):
-    """What single parameters cannot say of a space: where in it a search looks first, and which of the configurations
-    with the same meaning is the one that is stored. Implementations are immutable and picklable."""
+    """What a space defines for all parameters together: where a search starts, and which configurations are stored.
+
+    Several configurations may have the same meaning; one of them is the repaired one, which is stored. Implementations
+    are immutable and picklable.
+    """
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
         """A repaired configuration, drawn from the space's own distribution."""
         ...
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        """The configuration that stands for `configuration`, whose values are each accepted: it keeps to the limits of
-        the space, and equal merges have equal ones. A function of `configuration` alone; repaired ones stay as they
-        are."""
+        """The configuration that is stored for `configuration`, whose values are each accepted.
+
+        It meets the limits of the space, and configurations of equal merges have the same one. It depends on
+        `configuration` alone. A repaired configuration is returned unchanged.
+        """
         ...
 
 
@@ -152,7 +157,7 @@ class Parameters:
     """An ordered, immutable collection of parameters. A parent comes before the parameters that depend on it.
 
     Parameters with the same role have the same meaning in different places (the coefficient of TIES in each layer
-    group): searchers may start with configurations that give them one value. A parameter may have no role.
+    group). Searchers may start with configurations that give all of them the same value. A parameter may have no role.
     """
 
     def __init__(
@@ -162,7 +167,10 @@ class Parameters:
         roles: Mapping[str, str] | None = None,
         structure: Structure | None = None,
     ) -> None:
-        """Raises ValueError for a repeated name, a condition that never holds, or a parent that is missing or later."""
+        """Check the parameters.
+
+        Raises ValueError for a repeated name, a condition that never holds, or a parent that is missing or later.
+        """
         self.roles = dict(roles or {})
         self.structure = structure
         self._by_name: dict[str, Parameter] = {}
@@ -201,7 +209,8 @@ class Parameters:
         """Accept exactly the configurations of this space.
 
         Raises InvalidConfiguration for an unknown name, a value out of range or of the wrong type, a missing active
-        parameter, and an inactive parameter."""
+        parameter, and an inactive parameter.
+        """
         for name in configuration:
             if name not in self._by_name:
                 near = difflib.get_close_matches(str(name), self._by_name, n=1)
@@ -213,7 +222,7 @@ class Parameters:
             if not self._is_active(parameter, configuration, active):
                 if name in configuration:
                     raise InvalidConfiguration(
-                        f"configuration: {name!r} is given but does not exist here; it needs {_needs(parameter)}"
+                        f"configuration: {name!r} is given but does not exist here; it exists if {_needs(parameter)}"
                     )
                 continue
             active.add(name)
@@ -225,18 +234,20 @@ class Parameters:
                 )
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
-        """A configuration drawn uniformly, parents first, or from the distribution of the space's structure. The same
-        generator state gives the same configuration."""
+        """A configuration drawn uniformly, parents first, or from the distribution of the space's structure.
+
+        The same generator state gives the same configuration.
+        """
         if self.structure is not None:
             return self.structure.sample(rng)
         return self.build(lambda parameter: parameter.sample(rng))
 
     def repair(self, configuration: Configuration) -> Configuration:
-        """The configuration that is stored for an accepted one: itself, in a space without a structure."""
+        """The configuration that is stored for an accepted one; without a structure, the configuration itself."""
         return configuration if self.structure is None else self.structure.repair(configuration)
 
     def build(self, choose: Callable[[Parameter], Any]) -> dict[str, Any]:
-        """The configuration that has the value `choose` gives for each parameter that exists, parents first."""
+        """The configuration with the value `choose(parameter)` for each parameter that exists, parents first."""
         configuration: dict[str, Any] = {}
         for parameter in self:
             if self._is_active(parameter, configuration, configuration):
@@ -255,7 +266,7 @@ class Parameters:
     def _check_condition(self, parameter: Parameter, condition: Condition) -> None:
         parent = self._by_name.get(condition.parent)
         if parent is None:
-            raise ValueError(f"parameter {parameter.name!r}: its parent {condition.parent!r} must stand before it")
+            raise ValueError(f"parameter {parameter.name!r}: its parent {condition.parent!r} must come before it")
         if not any(parent.contains(value) for value in condition.values):
             raise ValueError(
                 f"parameter {parameter.name!r}: {condition.parent!r} is never one of {condition.values}; "

@@ -1,4 +1,4 @@
-"""Preference vectors: how much each objective matters. Weights of at least 0 that sum to one, in the objectives' order.
+"""Preference vectors: weights of at least 0 that sum to one, in the objectives' order. They say how much each matters.
 
 Arrays are [num_vectors, num_objectives], float64.
 """
@@ -19,6 +19,7 @@ __all__ = [
     "Vectors",
     "augmented_chebyshev",
     "dirichlet",
+    "equal_preference",
     "lattice",
     "lattice_size",
     "parse_preference",
@@ -31,17 +32,22 @@ Vectors = NDArray[np.float64]
 # The weight of the sum in the augmented Chebyshev function: Knowles 2006, section III-A.
 AUGMENTATION = 0.05
 
-# How far the sum of the weights that a user gives may be from one: 0.33, 0.33 and 0.34 are exact, three times 0.333
-# are not.
+# How far the sum of a user's rounded weights may be from one: three times 0.333 sum to 0.999.
 TOLERANCE = 0.005
 
 
-def simplex_lattice(num_objectives: int, *, max_vectors: int) -> Vectors:
-    """The vectors whose weights are multiples of 1/s, for the largest s that gives at most `max_vectors`; s = 1, one
-    vector for each objective, gives as many as there are objectives.
+def equal_preference(num_objectives: int) -> tuple[float, ...]:
+    """The preference vector of equal weights."""
+    return (1 / num_objectives,) * num_objectives
 
-    Su and Geiping, "Fine, I'll Merge It Myself" (2025), section 3.3.2; Das and Dennis, SIAM J. Optim. 8(3), 1998. In
-    lexicographic order, the first objective's weights ascending."""
+
+def simplex_lattice(num_objectives: int, *, max_vectors: int) -> Vectors:
+    """All vectors whose weights are multiples of 1/s, for the largest s that gives at most `max_vectors` vectors.
+
+    With s = 1 there is one vector for each objective. Vectors are in lexicographic order, the first objective's weights
+    ascending. Su and Geiping, "Fine, I'll Merge It Myself" (2025), section 3.3.2; Das and Dennis, SIAM J. Optim. 8(3),
+    1998.
+    """
     divisions = 1
     if num_objectives > 1:
         while lattice_size(num_objectives, divisions=divisions + 1) <= max_vectors:
@@ -50,9 +56,12 @@ def simplex_lattice(num_objectives: int, *, max_vectors: int) -> Vectors:
 
 
 def lattice(num_objectives: int, *, divisions: int, corners: bool = True) -> Vectors:
-    """All vectors whose weights are multiples of 1/divisions, in lexicographic order, the first weights ascending;
-    without `corners` those that are not one objective alone."""
-    # A vector is a way of putting num_objectives - 1 bars between the steps: its weights are the gaps between bars.
+    """All preference vectors whose weights are multiples of 1/divisions, in lexicographic order.
+
+    The first objective's weights are ascending. Without `corners`, the vectors that weight one objective alone are left
+    out.
+    """
+    # Each vector is a placement of num_objectives - 1 bars among the steps: its weights are the gaps between bars.
     last = divisions + num_objectives - 1
     vectors = [np.diff((-1, *bars, last)) - 1 for bars in itertools.combinations(range(last), num_objectives - 1)]
     found = np.array(vectors, dtype=np.float64) / divisions
@@ -60,32 +69,37 @@ def lattice(num_objectives: int, *, divisions: int, corners: bool = True) -> Vec
 
 
 def lattice_size(num_objectives: int, *, divisions: int, corners: bool = True) -> int:
-    """How many vectors `lattice` gives."""
+    """The number of preference vectors that `lattice` gives."""
     return math.comb(divisions + num_objectives - 1, num_objectives - 1) - (0 if corners else num_objectives)
 
 
 def dirichlet(num_objectives: int, *, num_vectors: int, rng: np.random.Generator, alpha: float = 1.0) -> Vectors:
-    """Vectors drawn from the symmetric Dirichlet distribution: with `alpha` 1 uniformly from all preference vectors,
-    above it nearer to equal weights, below it nearer to single objectives."""
+    """Preference vectors drawn from the symmetric Dirichlet distribution.
+
+    With `alpha` 1 they are uniform over all preference vectors; larger values give more equal weights, smaller ones
+    favour single objectives.
+    """
     return rng.dirichlet(np.full(num_objectives, alpha), num_vectors)
 
 
 def augmented_chebyshev(gaps: Vectors, vector: ArrayLike, *, rho: float = AUGMENTATION) -> NDArray[np.float64]:
-    """How far each candidate is from the best, [num_candidates]; smaller is better. `gaps` [num_candidates,
-    num_objectives] are distances in each objective, `vector` the weights.
+    """The augmented Chebyshev distance of each candidate from the best, [num_candidates]; smaller is better.
 
-    The largest weighted gap, plus `rho` times their sum. Unlike that of a weighted sum, its minimum may be at any point
-    of a front, also where the front is not convex. Knowles, "ParEGO", IEEE TEC 10(1), 2006, equation 2; Su and Geiping,
-    "Fine, I'll Merge It Myself" (2025), equation 3."""
+    `gaps` [num_candidates, num_objectives] are distances in each objective, `vector` has the weights. The result is the
+    largest weighted gap, plus `rho` times the sum of the weighted gaps. Unlike that of a weighted sum, its minimum may
+    be at any point of a front, also where the front is not convex. Knowles, "ParEGO", IEEE TEC 10(1), 2006, equation 2;
+    Su and Geiping, "Fine, I'll Merge It Myself" (2025), equation 3.
+    """
     weighted = gaps * np.asarray(vector, dtype=np.float64)
     joined: NDArray[np.float64] = weighted.max(axis=1) + rho * weighted.sum(axis=1)
     return joined
 
 
 def parse_preference(text: str) -> dict[str, float]:
-    """The weights that "math=0.6,code=0.4" gives; objectives and sum are checked by `preference_vector`.
+    """The weights in a text such as "math=0.6,code=0.4". `preference_vector` checks objectives and sum.
 
-    Raises InvalidPreference for text of another form and for an objective that is named twice."""
+    Raises InvalidPreference for text of another form and for an objective that is named twice.
+    """
     weights: dict[str, float] = {}
     for part in text.split(","):
         name, equals, number = (piece.strip() for piece in part.partition("="))
@@ -102,10 +116,11 @@ def parse_preference(text: str) -> dict[str, float]:
 
 
 def preference_vector(weights: Mapping[str, float], *, objectives: Sequence[str]) -> tuple[float, ...]:
-    """A user's weights by objective, as a vector: objectives that are not named have weight 0.
+    """A user's weights by objective, as a vector; objectives that are not named have weight 0.
 
     Raises InvalidPreference for an unknown objective, a weight that is negative or not finite, and a sum that is not
-    one."""
+    one.
+    """
     known = frozenset(objectives)
     for name, weight in weights.items():
         if name not in known:

@@ -1,13 +1,26 @@
-"""Section: the base of every section of a study file."""
+"""Section: the base class of every section of a study file, and types of text that several sections use."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated, Any
 
-__all__ = ["Section"]
+from pydantic import BaseModel, ConfigDict, Discriminator, Field
+
+__all__ = ["LINE", "NAME", "Line", "Name", "Section", "one_of"]
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+LINE = r"^[^\x00-\x1f\x7f]+$"
+
+Name = Annotated[str, Field(pattern=NAME)]
+Line = Annotated[str, Field(pattern=LINE)]
 
 
 class Section(BaseModel):
     """A part of a study file as a frozen, validated model. Unknown keys and numbers that are not finite are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+def one_of(tag_of: Any, accepted: str) -> Discriminator:
+    """The discriminator of a union whose branches are tagged by `tag_of`; the error message names `accepted`."""
+    return Discriminator(tag_of, custom_error_type="union", custom_error_message=f"give {accepted}")

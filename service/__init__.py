@@ -1,18 +1,21 @@
-"""The command line, the HTTP server, and the drivers of studies.
+"""The command line, the HTTP server, and the drivers of jobs.
 
 A package imports only packages listed below it, and the modules at the end of the list.
 
 - `cli`: commands and what they print
 - `server`: the process of the serve command
 - `api`: the HTTP API
-- `jobs`: entry points of the Ray Jobs on the cluster
-- `studies`: a study from its file to its end: checks, attempts, exports
+- `client`: the HTTP API from Python
+- `jobs`: what the server runs and shows: kinds of job, their requests and drivers
+- `merges`: merges without a search
+- `studies`: studies before and after their search: checks, exports, chains
 - `tune`: the search, on Ray Tune
 - `results`: statistics, result files and the report
-- `cluster`: Ray, and one driver for every study on it
-- `client`: the HTTP API from Python
+- `cluster`: Ray, and one driver for every job on it
 - `schemas`: the shapes of result files and of the API's documents
-- `store`: studies in SQL
+- `store`: jobs and their results in SQL
+- `resolved_study`: what a study file resolved to, as stored
+- `worker_process`: a separate process for heavy or risky calls
 - `disk`: locks on directories, and room on disks
 - `types`: records and enums
 - `errors`: exceptions

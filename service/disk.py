@@ -1,4 +1,4 @@
-"""Directories that the service writes to: a lock for the process that uses one, and checks of its disk's free space."""
+"""Paths, locks and free space of the directories that the service writes to."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from pathlib import Path
 from service.errors import InUse
 
 __all__ = [
+    "DATABASE",
     "LOCK_FILE",
     "alignments_dir",
     "artifacts_dir",
     "data_dir_of",
+    "database_url",
     "free_bytes",
     "gib",
     "job_dir",
@@ -23,36 +25,48 @@ __all__ = [
     "locked",
 ]
 
-# For configuration, tokenizer, model card, and what other programs write meanwhile.
+# Space for configuration, tokenizer and model card, and for files that other programs write during an export.
 MARGIN_BYTES = 64 * 2**20
+
+# The file of a server's database.
+DATABASE = "mergesearch.db"
 
 # Holds the id of the process that last locked the directory.
 LOCK_FILE = ".lock"
 
 
-def job_dir(data_dir: Path, study_id: str) -> Path:
-    """Where the drivers of a study keep their files, in a server's data directory."""
-    return data_dir / "studies" / study_id
+def job_dir(data_dir: Path, job_id: str) -> Path:
+    """Directory for the files of a job's drivers, in a server's data directory."""
+    return data_dir / "studies" / job_id
+
+
+def database_url(data_dir: Path) -> str:
+    """URL of the database in a server's data directory."""
+    return f"sqlite:///{data_dir / DATABASE}"
 
 
 def artifacts_dir(data_dir: Path) -> Path:
-    """Where the files of artifacts are, in a server's data directory or in that of a run."""
+    """Directory for the files of artifacts, in a server's data directory or in that of a run."""
     return data_dir / "artifacts"
 
 
 def alignments_dir(directory: Path) -> Path:
-    """Where the files of a study's alignments are, in that of a run or of a study on a server."""
+    """Directory for a study's alignments, in the directory of its run or of its job on a server."""
     return directory / "alignments"
 
 
 def data_dir_of(work_dir: Path) -> Path:
-    """The data directory in which `work_dir` is a study's."""
+    """Data directory of the server whose job has the directory `work_dir`."""
     return work_dir.parents[1]
 
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Lock `directory` for this process, until it exits at the latest. Raises InUse if another process has it."""
+    """Lock `directory` for this process, until it exits at the latest.
+
+    Raises:
+        InUse: Another process holds the lock.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK_FILE).open("a+") as file:
         try:
@@ -60,7 +74,7 @@ def locked(directory: Path) -> Iterator[None]:
         except BlockingIOError as error:
             file.seek(0)
             raise InUse(
-                f"{directory}: process {file.read().strip() or 'unknown'} is at work here; "
+                f"{directory}: process {file.read().strip() or 'unknown'} is using this directory; "
                 "wait for it, stop it, or give another directory"
             ) from error
         file.truncate(0)
@@ -78,8 +92,10 @@ def free_bytes(directory: Path) -> int:
 
 
 def lack_of_space(directory: Path, num_bytes: int) -> str | None:
-    """Why a model of `num_bytes` cannot be written to `directory`. None if it can, or if the directory is not empty:
-    then it holds that model, or the writer refuses to touch it."""
+    """Reason why a model of `num_bytes` cannot be written to `directory`; None if it can.
+
+    A directory that is not empty is not checked: it has that model already, or the writer refuses to touch it.
+    """
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
         return None
     needed, free = num_bytes + MARGIN_BYTES, free_bytes(directory)
@@ -92,4 +108,5 @@ def lack_of_space(directory: Path, num_bytes: int) -> str | None:
 
 
 def gib(num_bytes: int) -> str:
+    """Size as text in GiB."""
     return f"{num_bytes / 2**30:.1f} GiB"

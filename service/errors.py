@@ -1,12 +1,12 @@
-"""Errors of running studies. Each class says what the caller does next.
+"""Errors of the service. Each class says what the caller does next.
 
 ServiceError
-├── NotFound       (KeyError)      the study, trial or file does not exist
+├── NotFound       (KeyError)      the job, trial or file does not exist
 ├── Conflict       (RuntimeError)  not possible in the current state, e.g. the directory holds another run
 │   └── InUse                      another process uses the directory: wait for it
-├── StaleAttempt   (RuntimeError)  stop: a newer driver owns the study
+├── StaleAttempt   (RuntimeError)  stop: a newer driver owns the job
 ├── StudyFailed    (RuntimeError)  the study cannot continue; finished work is kept
-├── StudyUnusable  (RuntimeError)  an engine cannot use its models or a task: check these again
+├── StudyUnusable  (RuntimeError)  an engine cannot use its models or a task: run preflight again
 └── raised by the client of the server:
     ├── RequestRefused    (ValueError)       fix the request; holds every problem the server found
     ├── ServerUnreachable (ConnectionError)  check that the server runs and the address is right, then retry
@@ -37,26 +37,26 @@ __all__ = [
 
 
 class ServiceError(Exception):
-    """Root of this package's errors."""
+    """Base class of the service's errors."""
 
 
 class NotFound(ServiceError, KeyError):
-    """The study, trial or file does not exist; the message names it."""
+    """The job, trial or file that the message names does not exist."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class Conflict(ServiceError, RuntimeError):
-    """The request is well formed, but not possible in the current state."""
+    """The request is well formed but not possible in the current state."""
 
 
 class InUse(Conflict):
-    """Another process is at work in the directory; the message names it."""
+    """Another process, which the message names, uses the directory."""
 
 
 class StaleAttempt(ServiceError, RuntimeError):
-    """A newer attempt at the same study has taken over; nothing was written."""
+    """A newer attempt at the same job has taken over; nothing was written."""
 
 
 class StudyFailed(ServiceError, RuntimeError):
@@ -68,7 +68,12 @@ class StudyUnusable(ServiceError, RuntimeError):
 
 
 class RequestRefused(ServiceError, ValueError):
-    """The server refused the request: `problem` is its response (RFC 9457), `retry_after_s` its Retry-After, if any."""
+    """The server refused the request.
+
+    Attributes:
+        problem: The server's problem document (RFC 9457).
+        retry_after_s: Seconds after which a retry may succeed (the header Retry-After); None if the server names none.
+    """
 
     def __init__(self, problem: ProblemDocument, retry_after_s: float | None = None) -> None:
         super().__init__(problem, retry_after_s)
@@ -77,11 +82,12 @@ class RequestRefused(ServiceError, ValueError):
 
     @property
     def status(self) -> int:
+        """HTTP status of the response."""
         return self.problem["status"]
 
     @property
     def problems(self) -> list[FieldProblem]:
-        """Every problem with its field; a single one with an empty field if the server lists none."""
+        """Problems with their fields; one problem with an empty field if the server lists none."""
         return self.problem.get("problems") or [{"field": "", "message": self.problem["detail"]}]
 
     def __str__(self) -> str:
@@ -89,11 +95,11 @@ class RequestRefused(ServiceError, ValueError):
 
 
 class ServerUnreachable(ServiceError, ConnectionError):
-    """No server answered at the address that the message names."""
+    """No server responds at the address that the message names."""
 
 
 class InvalidAnswer(ServiceError, RuntimeError):
-    """The response is not what a mergesearch server sends; the message names the address and what was received."""
+    """The response is not one of a mergesearch server; the message names the address and what was received."""
 
 
 class ExportFailed(ServiceError, RuntimeError):

@@ -13,13 +13,14 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from service.disk import locked
+from service.disk import database_url, locked
 from service.errors import Conflict
+from service.jobs.base import RequestContext
 from workers.file_access import FileAccess
 
 __all__ = ["bind", "serve"]
 
-# Open event streams end when the server does; other requests may finish.
+# Seconds for requests to finish once the server stops; event streams end then.
 SHUTDOWN_S = 5
 
 
@@ -39,18 +40,18 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT. Raises Conflict if the port or the data directory is taken.
 
-    Studies may read files in `allow_dirs` (none: the data directory, the working directory and the hub's cache) and in
+    Jobs may read files in `allow_dirs` (none: the data directory, the working directory and the hub's cache) and in
     `trust_dirs`, where task files may also name Python functions. `allow_hosts` are the server's names besides the
     loopback names, `host` and the address that it listens on. Exports are removed after `export_days`, and earlier if
-    they take more than `export_quota_bytes` (None: a tenth of the disk). A fine-tuning is refused if experts would take
-    more than `artifact_quota_bytes` (None: likewise)."""
+    they take more than `export_quota_bytes` (None: a tenth of the disk). A fine-tuning is refused if stored experts and
+    policies would take more than `artifact_quota_bytes` (None: a tenth of the disk).
+    """
     import uvicorn
 
     from service.api import create_app
     from service.api.limits.exports import DAY_S, ExportLimits
-    from service.api.preflight_process import PreflightProcess, ServerPlace, default_access
+    from service.api.preflight_process import PreflightProcess, default_access
     from service.cluster.reconciler import RayCluster
-    from service.jobs.search import DATABASE
     from service.store import Store
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -58,14 +59,14 @@ def serve(
     readable, trusted = _directories("--allow-dir", allow_dirs), _directories("--trust-dir", trust_dirs)
     access = FileAccess(readable or default_access(data_dir).readable, trusted)
     with locked(data_dir), bind(host, port) as listener:
-        store = Store(f"sqlite:///{data_dir / DATABASE}")
+        store = Store(database_url(data_dir))
         try:
             cluster = RayCluster(store, data_dir, dashboard_host=dashboard_host, dashboard_port=dashboard_port)
             app = create_app(
                 store,
                 cluster=cluster,
                 data_dir=data_dir,
-                preflight=PreflightProcess(access, place=ServerPlace(store.url, data_dir)),
+                preflight=PreflightProcess(RequestContext(access, store.url, data_dir)),
                 hosts=(host, *allow_hosts),
                 keep=ExportLimits(export_days * DAY_S, export_quota_bytes),
                 artifact_quota_bytes=artifact_quota_bytes,
@@ -82,7 +83,7 @@ def serve(
 
 
 def _directories(option: str, directories: Sequence[Path]) -> tuple[str, ...]:
-    """Absolute paths. Raises Conflict if one is not a directory."""
+    """Absolute paths of `directories`. Raises Conflict if one is not a directory."""
     for directory in directories:
         if not directory.is_dir():
             raise Conflict(f"{option} {directory}: is not a directory; give one that exists")

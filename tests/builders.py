@@ -183,7 +183,8 @@ def lora_adapter(
 ) -> Any:
     """A PEFT LoRA adapter of the model in `base_dir`, all that it trains random; `config` goes to LoraConfig.
 
-    Returns peft's model, not merged."""
+    Returns peft's model, not merged.
+    """
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -207,8 +208,10 @@ def with_tokens(
     rows: int | None = None,
     noise: float = 0.02,
 ) -> Path:
-    """A copy of a model, fine-tuned by noise, whose tokenizer has `tokens` added and whose embedding has `rows` rows;
-    None: one for each token."""
+    """Copy a model with random noise on its weights, and with `tokens` added to its tokenizer.
+
+    Its embedding has `rows` rows; None: one for each token.
+    """
     from tokenizers import AddedToken
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -19,18 +19,17 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
 import pytest
 
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from tests.builders import tiny_family, tiny_qwen2
-from tests.tiers import LANES, lane, needs_ray_or_engine, starts_nothing
+from tests.tiers import LANES, MAX_ENGINE_STARTS, lane, needs_ray_or_engine, starts_nothing
 from workers.cache import CACHE_VARIABLE
 from workers.types import Family, TaskSpec
 
 if TYPE_CHECKING:
     from workers.engines.vllm.engine import Engine
-    from workers.serving.deployment import ServeScorer
+    from workers.serving.serve_scorer import ServeScorer
 
 ENGINE_STARTS: list[tuple[str, float]] = []  # of this process and, where pytest-xdist runs, of its workers
-MAX_ENGINE_STARTS = 12
 OUTPUT = "engine_starts"
 HIDDEN = 128  # four heads of 32: vLLM's CPU attention has no kernel for smaller ones
 WORKERS = Path(__file__).parents[1] / "workers"

@@ -24,8 +24,10 @@ BLOB = re.compile(r"/blobs/(?P<name>[\w.-]+/[\w.-]+)/(?P<commit>\w+)/(?P<file>[\
 
 @dataclass
 class Repository:
-    """Commits by hash, and the last one. `refusal` is what the hub answers, status and error code, for files whose
-    names end with `refused`."""
+    """Repository of the hub: its commits by hash, and the last one.
+
+    `refusal` is the status and error code with which the hub answers for files whose names end with `refused`.
+    """
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     head: str = ""

@@ -15,7 +15,7 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from service.studies.local_run import DATABASE
+from service.jobs.search.local_run import DATABASE
 from workers.tiny_family import family_dir
 
 __all__ = ["FIXTURE", "expected_trials", "restore", "write_database"]

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -94,14 +95,14 @@ def test_what_the_command_imports_first_is_light() -> None:
 
 def test_the_verbs_that_only_read_need_no_engine_and_no_ray() -> None:
     verbs = (
-        "service.studies.local_run",
+        "service.jobs.search.local_run",
         "service.results.load",
         "service.results.files",
         "service.cli.tables",
         "service.client",
         "service.cli.remote",
         "service.studies.export",
-        "service.studies.dry_run",
+        "service.jobs.search.dry_run",
     )
     assert loaded_by(*verbs) & {"torch", "ray", "vllm", "transformers", "lm_eval", "smac"} == set()
 
@@ -116,8 +117,11 @@ print(*(name for name in sys.argv[2:] if name in sys.modules))
 
 
 @pytest.mark.slow
-def test_a_merge_of_a_small_model_loads_torch_and_nothing_else_that_is_heavy(tmp_path: Path) -> None:
-    """Starting takes most of its time. What transformers knows of a model type is kept from an earlier merge."""
+def test_small_merge_loads_torch_only(tmp_path: Path) -> None:
+    """A merge of a small model loads torch and no other heavy package.
+
+    Starting takes most of its time. What transformers knows of a model type is kept from an earlier merge.
+    """
     read_config(family_dir() / "base")
     heavy = {*HEAVY, "numba", "pydantic", "rich", "tokenizers"} - {"torch"}
     command = [sys.executable, "-c", MERGE, str(tmp_path / "merged"), *sorted(heavy)]
@@ -150,7 +154,7 @@ def test_errors_survive_pickling_with_their_message(error: type[Exception]) -> N
         raised, told = InvalidModel(("a: is truncated", "b: is missing")), "a: is truncated\nb: is missing"
     elif error is RequestRefused:
         problems = [{"field": "name", "message": "3 is no text"}, {"field": "", "message": "no models"}]
-        problem = {"type": "about:blank", "title": "Invalid", "status": 422, "detail": "two", "problems": problems}
+        problem: Any = {"type": "about:blank", "title": "Invalid", "status": 422, "detail": "two", "problems": problems}
         raised, told = RequestRefused(problem, 2.0), "name: 3 is no text\nno models"
     else:
         raised, told = error("what is wrong: 3; give 4"), "what is wrong: 3; give 4"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiers import END_TO_END, LANES, STARTERS, lane, needs_ray_or_engine, starts_nothing
+from tests.tiers import END_TO_END, LANES, MAX_ENGINE_STARTS, STARTERS, lane, needs_ray_or_engine, starts_nothing
 
 HERE = Path(__file__)
 
@@ -34,8 +34,9 @@ def test_starters_are_fixtures_and_tests_are_marked_by_them(request: pytest.Fixt
     for name in STARTERS:
         assert manager.getfixturedefs(name, request.node), name
     assert request.node.get_closest_marker("heavy") is None
-    started = [item for item in request.session.items if "ray_cluster" in getattr(item, "fixturenames", ())]
-    assert all(item.get_closest_marker("heavy") for item in started)
+    for item in request.session.items:
+        heavy = item.get_closest_marker("heavy") is not None
+        assert heavy == needs_ray_or_engine(item.path, getattr(item, "fixturenames", ())), item.nodeid
 
 
 def test_tests_of_one_run_or_engine_share_a_lane(request: pytest.FixtureRequest) -> None:
@@ -61,8 +62,14 @@ def test_another_test_that_starts_ray_is_caught(monkeypatch: pytest.MonkeyPatch)
         ray.is_initialized = lambda: True
 
 
-def test_what_ran_before_is_not_counted_and_importing_ray_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_earlier_starts_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier starts do not count, and the import of Ray is allowed."""
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.delitem(sys.modules, "ray", raising=False)
     with starts_nothing():
         monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
+
+
+def test_contributing_names_the_engine_limit() -> None:
+    text = (HERE.parents[1] / "CONTRIBUTING.md").read_text()
+    assert f"One session starts at most {MAX_ENGINE_STARTS} engines" in text

@@ -11,13 +11,16 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["LANES", "lane", "needs_ray_or_engine", "starts_nothing"]
+__all__ = ["LANES", "MAX_ENGINE_STARTS", "lane", "needs_ray_or_engine", "starts_nothing"]
 
 # Fixtures of tests/conftest.py that start Ray or an engine; fixtures made from them count too.
 STARTERS = frozenset({"engine", "path_engine", "ray_cluster", "scorer"})
 
 # Fixtures that take long to make: the tests of one run in one process, one after the other. The longest come first.
 LANES = ("shipped", "scorer", "engine")
+
+# A session that starts more engines fails: each start takes 10 to 40 s of a core.
+MAX_ENGINE_STARTS = 16
 
 # Its tests start the commands that users start.
 END_TO_END = Path(__file__).with_name("end_to_end")
@@ -39,7 +42,8 @@ def lane(fixtures: Collection[str]) -> str | None:
 def starts_nothing() -> Iterator[None]:
     """Raises AssertionError if Ray is started or vLLM is imported inside, which takes 10 to 40 s.
 
-    What another test of the same session started before is not counted. Importing Ray is allowed."""
+    What another test of the same session started before is not counted. Importing Ray is allowed.
+    """
     before = _started()
     yield
     started = _started() - before

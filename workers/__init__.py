@@ -4,9 +4,10 @@
 - `errors`: error classes, each for one reaction of the caller
 - `cache`: small results about files, kept between runs
 - `file_access`: which files a study may name when it is sent over HTTP
-- `directories`: directories that appear once they are complete
+- `directories`: files and directories that appear once they are complete
 - `models`: checkpoints on disk and on the hub: opened, checked, fingerprinted
 - `merging`: from a recipe to merged tensors
+- `alignments`: HM3's maps between layers of a path: learned, stored, applied, exported
 - `evaluation`: tasks, prompts and scores, with lm-eval
 - `engines`: vLLM, which computes with merged weights, and transformers to check it
 - `mergekit`: mergekit's configurations, read and written

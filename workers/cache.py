@@ -1,15 +1,16 @@
-"""A cache of small results about files, kept between runs: hashes, and whether weights are finite.
+"""A cache, kept between runs, of small results about files: hashes, and whether weights are finite.
 
-A record begins with the sha256 of its key and value. One that was damaged, or cut off when a machine went down, is not
-there: what it said is found out again.
+A record begins with the sha256 of its key and value. A damaged or incomplete record is ignored, so that its value is
+computed again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from pathlib import Path
+
+from workers.directories import write_file
 
 __all__ = ["CACHE_VARIABLE", "cache_dir", "cached"]
 
@@ -26,8 +27,10 @@ def cache_dir(cache: str | Path | None = None) -> Path:
 
 
 def cached(key: str, value: str | None = None, *, cache: str | Path | None = None) -> str | None:
-    """Look up the value of `key`, None if there is no whole record of it, or store `value`. An unwritable cache is not
-    an error."""
+    """Store `value` under `key`, or return the stored value; None without a complete record.
+
+    An unwritable cache is not an error.
+    """
     file = cache_dir(cache) / "records" / hashlib.sha256(key.encode()).hexdigest()
     if value is None:
         try:
@@ -36,10 +39,7 @@ def cached(key: str, value: str | None = None, *, cache: str | Path | None = Non
             return None
         return found if end and stated == _checksum(key, found) else None
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("wb", dir=file.parent, delete=False) as temporary:
-            temporary.write(f"{_checksum(key, value)}\n{value}".encode())
-        os.replace(temporary.name, file)
+        write_file(file, f"{_checksum(key, value)}\n{value}")
     except OSError:
         return value
     return value

@@ -1,6 +1,7 @@
-"""Directories that appear under their name only once they are complete and on disk.
+"""Files and directories that have their names only once they are complete and on disk.
 
-Until then they are in a hidden directory beside it, which a killed process leaves for the next one.
+Until then they have hidden names beside their own. A directory that a killed process did not complete is continued by
+the next process.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["appearing", "partial_directories", "sync"]
+__all__ = ["appearing", "partial_directories", "replacing", "sync", "write_file"]
 
-# The suffix of the hidden directory. It holds the files written so far, and what its writer notes beside them.
+# The suffix of the hidden directory, which has the files written so far, and its writer's notes beside them.
 PARTIAL = ".partial"
 MODEL = "model"
 
@@ -25,7 +27,8 @@ def appearing(out: Path, job: str) -> Iterator[Path]:
 
     Until then it is in a hidden directory next to `out`. If this process is killed or interrupted, the next writer of
     the same `job` finds it there; if writing fails, it is removed. Raises FileExistsError while another process writes
-    to `out`, and if it appeared meanwhile and is not empty."""
+    to `out`, and if `out` appeared meanwhile and is not empty.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
     place = out.parent / f".{out.name}.{job}{PARTIAL}"
     _remove_abandoned(out, but=place)
@@ -58,7 +61,7 @@ def appearing(out: Path, job: str) -> Iterator[Path]:
 
 
 def partial_directories(out: Path) -> list[Path]:
-    """What killed writers of `out` left."""
+    """The hidden directories that killed writers of `out` left."""
     if not out.parent.is_dir():
         return []
     return [
@@ -67,12 +70,38 @@ def partial_directories(out: Path) -> list[Path]:
 
 
 def _remove_abandoned(out: Path, *, but: Path) -> None:
-    """Remove what killed exports to `out` left, except `but`. A running export holds the lock of its directory."""
+    """Remove the hidden directories that killed writers of `out` left, except `but`.
+
+    A running writer holds the lock of its directory.
+    """
     for path in partial_directories(out):
         if path != but:
             with suppress(FileNotFoundError, BlockingIOError), _opened(path) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """A new file to write to, which replaces `file` once it is complete and on disk.
+
+    The directory of `file` is created. If writing fails, the new file is removed and `file` stays as it is.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
+    try:
+        yield new
+        sync(new)
+        new.replace(file)
+        sync(file.parent)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def write_file(file: Path, content: str | bytes) -> None:
+    """Write a whole file: other processes, and a restarted machine, find the old content or the new."""
+    with replacing(file) as new:
+        new.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager

@@ -1,18 +1,18 @@
 """Errors of merging, engines and evaluation. Each class says what the caller does next.
 
     WorkerError
-    ├── InvalidModel      (ValueError)    reject the study or merge: a checkpoint cannot be used; holds every problem
+    ├── InvalidModel      (ValueError)    reject the study or merge: a checkpoint cannot be used; has every problem
     ├── InvalidTask       (ValueError)    reject the study: a task or its data cannot be used
-    ├── TrialFailed       (RuntimeError)  fail this trial with this reason; the study goes on
+    ├── TrialFailed       (RuntimeError)  fail this trial with this reason; the study continues
     │   └── MetricFailed                  the same; on the base model's answers fail the study: its task is unusable
     ├── EngineUnavailable (RuntimeError)  the engine did not start or died; try again on another replica, then stop
     │   ├── EngineCrashed                 the engine died with this chunk; count that, and try again
-    │   └── RequestFailed                 the engine works, the request failed beside it; try again, then stop
-    ├── TrainingFailed    (RuntimeError)  stop this fine-tuning: going on from its last checkpoint would end alike
+    │   └── RequestFailed                 the engine works, the request failed outside it; try again, then stop
+    ├── TrainingFailed    (RuntimeError)  stop this fine-tuning: continuing from its last checkpoint would fail again
     └── EvidenceMismatch  (RuntimeError)  stop the study: what was scored is not what was asked for
         └── EngineFault                   score on another replica; what this one scored since its last check is void
 
-All of them cross process boundaries: constructor arguments are exactly what `super().__init__` gets.
+All of them cross process boundaries: constructor arguments are exactly those passed to `super().__init__`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class InvalidModel(WorkerError, ValueError):
 class InvalidTask(WorkerError, ValueError):
     """A task that cannot be evaluated: unknown, malformed data, too few samples, executes code.
 
-    `field` is the wrong part of the objective: "task" or a key in it, "metric", "filter", "split", "num_fewshot"."""
+    `field` is the wrong part of the objective: "task" or a key in it, "metric", "filter", "split", "num_fewshot".
+    """
 
     def __init__(self, message: str, field: str = "task") -> None:
         super().__init__(message, field)
@@ -64,13 +65,17 @@ class InvalidTask(WorkerError, ValueError):
 
 
 class TrialFailed(WorkerError, RuntimeError):
-    """This candidate cannot be scored (NaN or infinite logits, for example); its message becomes the trial's reason."""
+    """A candidate that cannot be scored (NaN or infinite logits, for example).
+
+    The message becomes the trial's reason.
+    """
 
 
 class MetricFailed(TrialFailed):
     """A task's metric or filter raised on this candidate's answers, gave no number, or did not end in time.
 
-    The message names task, metric and document."""
+    The message names task, metric and document.
+    """
 
 
 class EngineUnavailable(WorkerError, RuntimeError):
@@ -78,9 +83,12 @@ class EngineUnavailable(WorkerError, RuntimeError):
 
 
 class CrashKind(StrEnum):
-    """How an engine crashed. ERROR: it raised the error of the message, or a fatal signal (SIGSEGV, SIGABRT) ended its
-    process. HANG: it made no progress. EXIT: its process ended without a trace, as it does when it is killed from
-    outside or by the kernel for want of memory."""
+    """The way in which an engine crashed.
+
+    ERROR: it raised the error of the message, or a fatal signal (SIGSEGV, SIGABRT) ended its process. HANG: it made no
+    progress. EXIT: its process ended without a trace, for example because it was killed from outside or by the kernel
+    for lack of memory.
+    """
 
     ERROR = "error"
     HANG = "hang"
@@ -90,7 +98,7 @@ class CrashKind(StrEnum):
 class EngineCrashed(EngineUnavailable):
     """An engine raised an error, or its process ended, while it worked on this request; it is not used again.
 
-    `scored_others`: the replica had scored another recipe since its start.
+    `scored_others` says whether the replica had scored another recipe since its start.
     """
 
     def __init__(
@@ -124,8 +132,8 @@ class EvidenceMismatch(WorkerError, RuntimeError):
 class EngineFault(EvidenceMismatch):
     """An engine failed a check of itself and is not used again: it may not hold the merge that it reports.
 
-    `replica` names it, `canaries` is the number of canaries that it had passed before: what it scored after the last
-    of them (0: since its start) is void.
+    `replica` names it. `canaries` is the number of canaries that it had passed before: what it scored after the last of
+    them (0: since its start) is void.
     """
 
     def __init__(self, message: str, replica: str = "", canaries: int = 0) -> None:

@@ -18,7 +18,8 @@ __all__ = ["FileAccess"]
 class FileAccess:
     """Files below `readable` and `trusted` may be read; task files below `trusted` may also name Python functions.
 
-    Both are absolute directories. Symbolic links are followed before a path is compared with them."""
+    Both are absolute directories. Symbolic links are followed before a path is compared with them.
+    """
 
     readable: tuple[str, ...]
     trusted: tuple[str, ...] = ()
@@ -33,7 +34,7 @@ class FileAccess:
         )
 
     def refusal_of_all(self, path: str | Path) -> str | None:
-        """As `refusal`, also of the files in the directory `path`, which may be links to other places."""
+        """Why `path` or a file in it, which may be a link, must not be read; None if all may be."""
         return next(filter(None, map(self.refusal, _with_entries(path))), None)
 
     def distrust(self, directory: str | Path) -> str | None:
@@ -54,5 +55,5 @@ def _is_below(path: str | Path, roots: Iterable[str]) -> bool:
 def _with_entries(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     yield path
-    with suppress(OSError):  # no directory: its opening reports that
+    with suppress(OSError):  # not a directory, which opening it reports
         yield from sorted(path.iterdir())

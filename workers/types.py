@@ -1,4 +1,4 @@
-"""What crosses the boundary between the service and the scoring replicas: plain data, without torch, Ray or vLLM."""
+"""Plain data between the service and the scoring replicas, without torch, Ray or vLLM."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
 Completions: TypeAlias = Mapping[str, Mapping[int, tuple[int, ...]]]
 """By objective and sample position: the tokens that a model generated, the one that ended them included."""
 
-# What a study keeps in flight per replica: one chunk being scored, one waiting at the replica, one on its way.
+# Chunks that a study keeps in flight per replica: one being scored, one waiting there, one being sent.
 CHUNKS_IN_FLIGHT_PER_REPLICA = 3
 
 
@@ -54,7 +54,7 @@ class Placement(StrEnum):
 
 
 class Split(StrEnum):
-    """Which data of an objective: what the search is scored on, or what finalists alone are scored on."""
+    """Which data of an objective: those that the search is scored on, or those that only finalists are scored on."""
 
     SEARCH = "search"
     HOLDOUT = "holdout"
@@ -67,8 +67,10 @@ def digest_of(document: Any) -> str:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """One checkpoint: its alias in recipes, its absolute directory, and its content fingerprint. `adapts` is the
-    directory of the model that an adapter changes; None: the family's base."""
+    """One checkpoint: its alias in recipes, its absolute directory, and its content fingerprint.
+
+    `adapts` is the directory of the model that an adapter changes; None: the family's base.
+    """
 
     alias: str
     directory: str
@@ -78,10 +80,12 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class Family:
-    """A base model and its experts: the models that one engine can merge. `tokenizer` is the vocabulary of every merge:
-    "base", "union", or an expert's alias; `vocabulary` says more about it (`workers.models.vocabulary`).
-    `alignments_dir` has the files of the alignments that recipes name (`workers.merging.alignments`), which may be
-    written while engines run; "" if there are none."""
+    """A base model and its experts: the models that one engine can merge.
+
+    `tokenizer` is the vocabulary of every merge: "base", "union", or an expert's alias; `vocabulary` has its details
+    (`workers.models.vocabulary`). `alignments_dir` has the files of the alignments that recipes name
+    (`workers.alignments`), which may be written while engines run; "" if there are none.
+    """
 
     base: ModelSource
     experts: tuple[ModelSource, ...]
@@ -113,12 +117,13 @@ class Family:
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """A task as a replica builds it. `task` is an lm-eval name, an absolute YAML file, or an inline JSONL task
-    ({"file": absolute, "prompt": jinja, "answer": jinja, "until": [...], "max_tokens": n}).
+    """A task as a replica builds it.
 
-    `content` is the sha256 of the data file, if there is one, so that changed data is detected. `permutation_seed`
-    fixes the order of the samples: position i is the same sample in every replica and every run. `access` limits the
-    files that the task may lead to, wherever it is built (None: no limit); it is no part of the digest.
+    `task` is an lm-eval name, an absolute YAML file, or an inline JSONL task ({"file": absolute, "prompt": jinja,
+    "answer": jinja, "until": [...], "max_tokens": n}). `content` is the sha256 of the data file, if there is one, so
+    that changed data is detected. `permutation_seed` fixes the order of the samples: position i is the same sample in
+    every replica and every run. `access` limits the files that the task may use, wherever it is built (None: no limit);
+    it is no part of the digest.
     """
 
     task: str | Mapping[str, Any]
@@ -140,8 +145,11 @@ class TaskSpec:
 
 @dataclass(frozen=True)
 class TaskInfo:
-    """A built task: its number of samples, whether larger values are better, how many prompts were cut to
-    `max_model_len`, and the sizes of the groups (subtasks) by which the permutation is stratified."""
+    """Facts about a built task.
+
+    Its number of samples, whether larger values are better, how many prompts were cut to `max_model_len`, and the sizes
+    of the groups (subtasks) by which the permutation is stratified.
+    """
 
     num_samples: int
     higher_is_better: bool
@@ -164,9 +172,11 @@ class Span:
 class ScoreRequest:
     """One chunk of work: score these spans with this recipe.
 
-    `crashes`: how many engines have crashed with it, if the caller counts. Then the next crash is raised as
-    EngineCrashed; and after the first, a replica that has scored nothing else yet scores one sample of the base first,
-    so that a crash can be told from an engine that never worked. None: it is sent again after a crash."""
+    `crashes` is the number of engines that have crashed with it, if the caller counts. Then the next crash is raised as
+    EngineCrashed. After the first crash, a replica that has scored nothing else yet scores one sample of the base model
+    first, so that a crash can be told from an engine that never worked. If `crashes` is None, the request is sent again
+    after a crash.
+    """
 
     study: str
     recipe: Recipe
@@ -180,10 +190,12 @@ class ScoreRequest:
 
 @dataclass(frozen=True)
 class SampleResult:
-    """One scored sample. `document` is its index in the task's data, `position` in the permutation; `value` the
-    metric on this sample; `response` the model's answer: the completion, or the options' log-probabilities (JSON).
-    `tokens` are the ids of each completion's tokens, the one that ended it included; None for options, and where they
-    were not stored."""
+    """The value and answer of one scored sample.
+
+    `document` is its index in the task's data, `position` in the permutation; `value` is the metric on this sample;
+    `response` is the model's answer: the completion, or the options' log-probabilities (JSON). `tokens` are the ids of
+    each completion's tokens, the one that ended it included; None for options, and where they were not stored.
+    """
 
     objective: str
     position: int
@@ -198,10 +210,10 @@ class SampleResult:
 class Evidence:
     """What the engine held while it scored: the digest that the engine itself reports, not the requested one.
 
-    `prompts` maps an objective to the sha256 of the token ids of every prompt of its span, in order;
-    `weights_checksum` is of the engine's parameters after the swap; `replica` and `swap_count` identify the engine, and
-    `engine` describes it: program, dtype, size and placement of the source weights. `canaries` is the number of
-    canaries that the engine had passed before it scored: the samples are checked once it has passed another.
+    `prompts` maps an objective to the sha256 of the token ids of every prompt of its span, in order; `weights_checksum`
+    is of the engine's parameters after the swap; `replica` and `swap_count` identify the engine, and `engine` describes
+    it: program, dtype, size and placement of the source weights. `canaries` is the number of canaries that the engine
+    had passed before it scored: the samples are checked once it has passed another.
     """
 
     recipe_digest: str
@@ -216,8 +228,11 @@ class Evidence:
 
 @dataclass(frozen=True)
 class CanaryReport:
-    """What a replica's canary found. `canaries` is the number that its engine has passed so far; `skipped` says why the
-    last one could not be made, and is empty if it passed."""
+    """The result of a replica's canary.
+
+    `canaries` is the number that its engine has passed so far; `skipped` says why the last one could not be made, and
+    is empty if it passed.
+    """
 
     replica: str
     canaries: int
@@ -234,7 +249,7 @@ class ScoreResult:
 
     @property
     def values(self) -> dict[str, dict[int, float]]:
-        """By objective and position."""
+        """The values by objective and position."""
         found: dict[str, dict[int, float]] = {}
         for sample in self.samples:
             found.setdefault(sample.objective, {})[sample.position] = sample.value
@@ -243,12 +258,13 @@ class ScoreResult:
 
 @dataclass(frozen=True)
 class SampleDifference:
-    """A sample on which the `engine` and transformers, the `reference`, differ, with the metric's value of each.
+    """A sample on which the engine and transformers, the reference, differ.
 
-    `what` differs: "tokens" or "text" of the completion, "log-probabilities" by more than the tolerance, or only the
-    "value". `top2_gap`: how far below the reference's best log-probability that of the engine's token is, where that is
-    furthest (the gap between the two best, if the engine took the second); for options, how far their log-probabilities
-    are apart. `is_beyond`: rounding does not explain it.
+    `engine` and `reference` are their values of the metric. `what` differs: "tokens" or "text" of the completion,
+    "log-probabilities" by more than the tolerance, or only the "value". `top2_gap` is the largest gap between the
+    reference's best log-probability and that of the engine's token (the gap between the two best, if the engine took
+    the second); for options, the difference of their log-probabilities. `is_beyond` says that rounding does not explain
+    the difference.
     """
 
     objective: str
@@ -262,14 +278,14 @@ class SampleDifference:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """Stored samples of one recipe, compared with plain transformers on the exported weights.
+    """Comparison of stored samples of one recipe with plain transformers on the exported weights.
 
-    `differences` lists every sample that is not equal in value and completion, or whose log-probabilities are further
-    apart than `tolerance`; `num_beyond` counts those that rounding does not explain. `max_logprob_difference` is the
-    largest of any sample, over `num_logprobs` log-probabilities: of options as stored, and of prompts' and completions'
-    tokens as both read them. `num_tokens` are the completion tokens compared; `num_without_tokens` samples are stored
-    without them, and their texts were compared. `reason` says why samples were left out; nothing is verified with
-    `num_samples` 0.
+    `differences` lists every sample that is not equal in value and completion, or whose log-probabilities differ by
+    more than `tolerance`; `num_beyond` counts those that rounding does not explain. `max_logprob_difference` is the
+    largest difference over the `num_logprobs` compared log-probabilities: those of options, and those of the tokens of
+    prompts and completions as the engine and transformers read them. `num_tokens` is the number of completion tokens
+    compared; `num_without_tokens` counts samples that are stored without tokens, whose texts were compared. `reason`
+    says why samples were left out; nothing is verified if `num_samples` is 0.
     """
 
     recipe_digest: str
@@ -292,14 +308,14 @@ class VerificationReport:
 
 @dataclass(frozen=True)
 class GradientResult:
-    """A minibatch's losses, and how the loss changes with the coefficients of the merge that read it.
+    """A minibatch's losses, and the derivatives of the loss by the coefficients of the merge that read it.
 
     `losses` are means over the minibatch by objective, each divided by its task's unit (`evaluation.references`), so
-    that they are comparable; the loss that was differentiated is their sum, times the weights that were given.
-    `by_source`: tensor -> alias of a source -> derivative by that source's coefficient (`lambda` or `weight`);
-    `shared`: tensor -> coefficient -> derivative by a coefficient that a merge has once for all sources. Tensors of
-    merges that state no such coefficient are in neither. `layer_scales`: layer -> derivative by its scale, where asked
-    for."""
+    that they are comparable; the loss that was differentiated is their sum, times the given weights. `by_source`:
+    tensor -> alias of a source -> derivative by that source's coefficient (`lambda` or `weight`); `shared`: tensor ->
+    coefficient -> derivative by a coefficient that a merge has once for all sources. Tensors of merges without such
+    coefficients are in neither. `layer_scales`: layer -> derivative by its scale, if requested.
+    """
 
     losses: Mapping[str, float]
     num_samples: int
@@ -317,8 +333,11 @@ class Scorer(Protocol):
     """
 
     def score(self, request: ScoreRequest) -> ScoreResult:
-        """Score one chunk. Raises TrialFailed (this candidate cannot be scored), EngineUnavailable (no replica),
-        EngineFault (a replica failed a check), and EngineCrashed if the request counts crashes."""
+        """Score one chunk.
+
+        Raises TrialFailed (this candidate cannot be scored), EngineUnavailable (no replica), EngineFault (a replica
+        failed a check), and EngineCrashed if the request counts crashes.
+        """
         ...
 
     def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
@@ -328,7 +347,8 @@ class Scorer(Protocol):
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
         """Score `spans` with plain transformers on the exported checkpoint and compare with `samples`.
 
-        A report of 0 samples, with the reason, where nothing can be compared."""
+        Returns a report of 0 samples, with the reason, if nothing can be compared.
+        """
         ...
 
     def is_starting(self) -> bool:
@@ -336,7 +356,7 @@ class Scorer(Protocol):
         ...
 
     def check(self) -> tuple[CanaryReport, ...]:
-        """A canary in every replica that runs and has scored since its last one. Raises EngineFault."""
+        """Make a canary in every replica that runs and has scored since its last one. Raises EngineFault."""
         ...
 
     def statistics(self) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 A declaration says what a method takes, the ranges in which its coefficients are searched, its source, and mergekit's
 counterpart. The computation is a plain function in `workers.merging.methods`, registered under the same name. `METHODS`
-has every `MergeMethod` that a module of this package assigns to a name, families in the order of their POSITION.
+has every `MergeMethod` that a module of this package assigns to a name, in the order of the modules' POSITION.
 
 - `base`: the types of a declaration
 - `coefficients`: coefficients and constraints that several methods share
@@ -11,7 +11,7 @@ has every `MergeMethod` that a module of this package assigns to a name, familie
 - `averages`: averages and interpolations of whole models, fusions of a pair
 - `ties`: variants of TIES, each named after its origin
 - `sparse`: task vectors sparsified at random or by magnitude
-- `unscaled`: mergekit's methods with other settings than usual
+- `unscaled`: mergekit's methods with settings that are not its defaults
 - `competition`: task vectors that compete for each element: SCE, RAM, PCB-Merging, TALL masks, WUDI
 """
 
@@ -34,5 +34,5 @@ def declarations() -> Iterator[MergeMethod]:
         yield from (value for value in vars(family).values() if isinstance(value, MergeMethod))
 
 
-# A study's parameters have this order, so it determines which trials a seed gives.
+# A study's parameters have this order, so the order determines which trials a seed gives.
 METHODS: Mapping[str, MergeMethod] = {method.name: method for method in declarations()}

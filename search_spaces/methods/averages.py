@@ -23,10 +23,10 @@ MULTISLERP_PARAMETERS = (
     Parameter("normalize_weights", default=True),
     Parameter("eps", default=1e-8),
 )
-# Added to the norms that are divided by.
+# Added to the norms by which multislerp divides.
 EPS = Coefficient("eps", 0, 0.01, default=1e-8, decimals=12)
 MODEL_STOCK_PARAMETERS = (Parameter("filter_wise", default=False),)
-# With 1 a ratio out of range is used, as mergekit does.
+# 1: the ratio is used even where it is out of range, as in mergekit.
 UNBOUNDED = Coefficient("unbounded", 0, 1, default=0, is_whole=True)
 
 

@@ -25,20 +25,21 @@ __all__ = [
 # less are the same merge.
 COEFFICIENT_DECIMALS = 6
 
-# From a coefficient's name to its numbers, one per source.
+# A function from a coefficient's name to its numbers, one per source.
 Numbers = Callable[[str], tuple[float, ...]]
 
-# What a search chooses a method's sources among: subsets of the experts, pairs of models, pairs in either order, or
-# single models.
+# The kind of sources among which a search chooses for a method: subsets of the experts, pairs of models, pairs in
+# either order, or single models.
 SourceChoice = Literal["experts", "pair", "ordered pair", "model"]
 
 
 @dataclass(frozen=True)
 class Range:
-    """The range [low, high] in which a coefficient is searched. `per_expert`: one number for each expert; `on_simplex`:
-    the numbers are stored divided by their sum.
+    """The range [low, high] in which a coefficient is searched.
 
-    Where no experts are selected there are no parameters per expert, and all numbers are `default`."""
+    `per_expert`: one number for each expert. `on_simplex`: the numbers are stored divided by their sum. Where no
+    experts are selected there are no parameters per expert, and all numbers are `default`.
+    """
 
     low: float
     high: float
@@ -49,7 +50,7 @@ class Range:
 
 @dataclass(frozen=True)
 class PairShare:
-    """The weights of a pair are searched as the second model's share t in [0, 1]: 1 - t and t."""
+    """Weights of a pair, searched as one number: the second model's share t in [0, 1]. The weights are 1 - t and t."""
 
     low: float = 0.0
     high: float = 1.0
@@ -57,19 +58,20 @@ class PairShare:
 
 @dataclass(frozen=True)
 class NumSources:
-    """A coefficient that counts sources. It is not searched: `value`, or the number of sources if that is smaller."""
+    """A coefficient that counts sources; not searched. It is `value`, or the number of sources if that is smaller."""
 
     value: float
 
 
 @dataclass(frozen=True)
 class Coefficient:
-    """A coefficient of a method, in [low, high]. `per_model`: it may also be one number per source.
+    """A coefficient of a merge method, in [low, high].
 
-    A coefficient with a `default` is optional, and canonical recipes omit it where it has that value. `searched` says
-    how a search varies it; None: it keeps its default. `has_gradient`: the merged tensor differentiates by it, with the
-    elements that the method keeps and the signs that it elects held fixed. It is rounded to `decimals`: tolerances
-    need more than other numbers."""
+    `per_model`: it may also be one number per source. A coefficient with a `default` is optional, and canonical recipes
+    omit it where it has that value. `searched` says how a search varies it; None: it keeps its default. `has_gradient`:
+    the merged tensor is differentiable with respect to it, with the elements that the method keeps and the signs that
+    it elects held fixed. It is rounded to `decimals`; tolerances need more than other numbers.
+    """
 
     name: str
     low: float = -math.inf
@@ -87,12 +89,14 @@ class Coefficient:
 
     @property
     def accepts(self) -> str:
+        """The accepted values in words, for messages."""
         kind = "a whole number" if self.is_whole else "a number"
         if self.low == -math.inf:
             return f"{kind}"
         return f"{kind} from {self.low:g}" if self.high == math.inf else f"{kind} in [{self.low:g}, {self.high:g}]"
 
     def contains(self, value: float) -> bool:
+        """Whether `value` is accepted."""
         return self.low <= value <= self.high and (not self.is_whole or value == int(value))
 
 
@@ -100,16 +104,20 @@ class Coefficient:
 class MergeMethod:
     """The declaration of a merge method: what it takes, how it is searched, its source, and what differs in mergekit.
 
-    `source` is a paper, program or page, `variant` says what distinguishes the method from others of a similar name and
-    from other implementations. `is_ordered`: its sources have different roles, so their order is kept. `takes_seed`: it
-    draws random masks. `cuts_at_rank`: what it does with an element depends on the rank of a magnitude or variance, so
-    equal ones need an order. `drops_zeros` names the coefficient whose zero removes a source's influence;
-    `base_at_zero` the one whose zero leaves the base; `first_at_zero` the one whose zero leaves the first source;
-    `is_itself_alone` says that a single source is returned as it is. `constraint` says what is wrong with numbers that
-    are each within their ranges.
-
-    `mergekit` is the counterpart that computes the same tensors; None if mergekit has none. `mergekit_difference`
-    completes "NAME ...": why recipes of the method are not exported, except where the counterpart is exact.
+    - `source`: a paper, program or page
+    - `variant`: what distinguishes the method from others of a similar name and from other implementations
+    - `is_ordered`: the sources have different roles, so their order is kept
+    - `takes_seed`: the method draws random masks
+    - `cuts_at_rank`: the treatment of an element depends on the rank of its magnitude or variance, so equal ones need
+      an order
+    - `drops_zeros`: the coefficient whose zero removes a source's influence
+    - `base_at_zero`: the coefficient whose zero leaves the base
+    - `first_at_zero`: the coefficient whose zero leaves the first source
+    - `is_itself_alone`: a single source is returned unchanged
+    - `constraint`: says what is wrong with numbers that are each within their ranges; None if nothing is
+    - `mergekit`: the counterpart that computes the same tensors; None if mergekit has none
+    - `mergekit_difference`: completes "NAME ...": why recipes of the method are not exported to mergekit, except where
+      the counterpart is exact
     """
 
     name: str
@@ -132,7 +140,7 @@ class MergeMethod:
 
     @property
     def source_choice(self) -> SourceChoice:
-        """What a search chooses the sources among."""
+        """The kind of sources among which a search chooses."""
         if self.max_sources is None:
             return "experts"
         if self.max_sources == 1:
@@ -140,6 +148,7 @@ class MergeMethod:
         return "ordered pair" if self.is_ordered else "pair"
 
     def coefficient(self, name: str) -> Coefficient | None:
+        """The declared coefficient of this name; None if the method takes none."""
         for coefficient in self.coefficients:
             if coefficient.name == name:
                 return coefficient
@@ -147,7 +156,7 @@ class MergeMethod:
 
     @property
     def gradients_by(self) -> tuple[Coefficient, ...]:
-        """The coefficients by which the merged tensor differentiates; none where a search by gradient has to refuse."""
+        """The coefficients with respect to which merged tensors are differentiable; may be empty."""
         return tuple(coefficient for coefficient in self.coefficients if coefficient.has_gradient)
 
     def range_of(self, name: str) -> Range:
@@ -160,7 +169,7 @@ class MergeMethod:
     def problems(
         self, num_sources: int, coefficients: Mapping[str, CoefficientValue], seed: int | None
     ) -> Iterator[str]:
-        """What is wrong with a merge by this method, most basic first; missing coefficients are not reported."""
+        """Problems of a merge by this method, most basic first; missing coefficients are not reported."""
         if not self.min_sources <= num_sources <= (self.max_sources or num_sources):
             accepted = self.min_sources if self.max_sources else f"at least {self.min_sources}"
             yield f"{self.name} has {num_sources} sources; it takes {accepted}"

@@ -1,7 +1,7 @@
-"""Coefficients and constraints that methods of several families share, with the ranges in which most are searched.
+"""Coefficients and constraints that several methods share, with the ranges in which most are searched.
 
 Ranges are those of Su and Geiping, "Fine, I'll Merge It Myself: A Multi-Fidelity Framework for Automated Model Merging"
-(2025), appendix A.6, for its methods and similar ones; a method with another range says where it comes from.
+(2025), appendix A.6, for its methods and similar ones. A method with another range states its source.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ PAIR_WEIGHT = Coefficient("weight", per_model=True, searched=PairShare(), has_gr
 
 
 def normalize(default: int) -> Coefficient:
-    """With 1 the sum is divided by the total weight of the task vectors that agree."""
+    """The coefficient `normalize`; with 1, the sum is divided by the total weight of the task vectors that agree."""
     return Coefficient("normalize", 0, 1, default=default, is_whole=True)
 
 
 def weights_do_not_cancel(numbers: Numbers) -> str | None:
-    """The constraint of methods that divide by the sum of the weights."""
+    """Constraint of methods that divide by the sum of the weights: the sum must not be zero."""
     weights = numbers("weight")
     return (
         None

@@ -1,6 +1,6 @@
 """mergekit's counterpart of a merge method: its parameters, and how they become coefficients.
 
-Written from mergekit's configuration format, not from its code.
+The module was written from mergekit's configuration format, not from its code.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ EQUAL_MAGNITUDES = (
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter in mergekit's files: one number for all inputs ("shared"), one for "each" input, or one for each
-    "expert", an input that is not the base. Without a `default` it must be given."""
+    """A parameter in mergekit's files.
+
+    It has one number for all inputs ("shared"), one for "each" input, or one for each "expert", an input that is not
+    the base. Without a `default` it must be given.
+    """
 
     name: str
     scope: Literal["shared", "each", "expert"] = "shared"
@@ -41,21 +44,24 @@ class Parameter:
 
     @property
     def is_flag(self) -> bool:
+        """Whether the parameter is true or false."""
         return isinstance(self.default, bool)
 
 
 @dataclass(frozen=True)
 class Values:
-    """The values of the parameters for one tensor, those per source in the order of the sources."""
+    """The values of mergekit's parameters for one tensor; values per source are in the order of the sources."""
 
     by_name: Mapping[str, Scalar | tuple[float, ...]]
 
     def number(self, name: str) -> float:
+        """The value of a parameter that is shared."""
         value = self.by_name[name]
         assert not isinstance(value, tuple)
         return float(value)
 
     def numbers(self, name: str) -> tuple[float, ...]:
+        """The values of a parameter that has one number per source."""
         value = self.by_name[name]
         assert isinstance(value, tuple)
         return value
@@ -63,12 +69,12 @@ class Values:
 
 @dataclass(frozen=True)
 class Counterpart:
-    """mergekit's `method`, with these values of its flags (`settings`), computes what the declared method does.
+    """The method of mergekit that computes the same tensors as the declared method.
 
-    `base`: its base model has no effect ("none"), is the recipe's ("recipe"), or the first source ("first").
-    `coefficients` converts mergekit's parameters; None: coefficients are the parameters of the same names. Methods
-    with the same counterpart have the same `parameters`. `exact_at`: if the two differ, the values of coefficients at
-    which they do not.
+    The method is `method` with the flags in `settings`. `base`: mergekit's base model has no effect ("none"), is the
+    recipe's base ("recipe"), or the first source ("first"). `coefficients` converts mergekit's parameters to
+    coefficients; None: coefficients are the parameters of the same names. Methods with the same counterpart have the
+    same `parameters`. `exact_at`: if the two methods differ, the values of coefficients at which they do not.
     """
 
     method: str
@@ -94,8 +100,10 @@ def generalized(
     exact_at: Mapping[str, float] | None = None,
     settings: Mapping[str, bool] | None = None,
 ) -> Counterpart:
-    """One of mergekit's variants of task arithmetic. They share their parameters; without a sparse mask `density` and
-    `rescale` have no effect."""
+    """The counterpart for one of mergekit's variants of task arithmetic, which share their parameters.
+
+    Without a sparse mask `density` and `rescale` have no effect.
+    """
     parameters = (
         Parameter("weight", "expert"),
         Parameter("density", "expert", 1.0),
@@ -108,9 +116,12 @@ def generalized(
 
 
 def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
-    """Coefficients of base + a sum of task vectors: mergekit's weight, divided or not, times its lambda. `sparse` are
-    the parameters of the mask, `density` first, and `rescale` if it is a coefficient. With density 0 a task vector
-    counts in the total weight alone."""
+    """A conversion to coefficients for methods that add a sum of task vectors to the base.
+
+    Each lambda is mergekit's weight, normalized or not, times mergekit's lambda. `sparse` are the names of the mask's
+    parameters: `density` first, and `rescale` if it is a coefficient. A task vector with density 0 only counts in the
+    total weight.
+    """
 
     def coefficients(values: Values) -> Mapping[str, CoefficientValue]:
         weights = values.numbers("weight")
@@ -126,7 +137,7 @@ def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 
 
 def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
-    """Coefficients of base + the task vectors that agree in sign; `sparse` as in `summed`."""
+    """A conversion to coefficients for methods that add task vectors that agree in sign; `sparse` as in `summed`."""
 
     def coefficients(values: Values) -> Mapping[str, CoefficientValue]:
         shared = {name: values.number(name) for name in ("lambda", "normalize")}
@@ -138,13 +149,16 @@ def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 
 
 def _kept(values: Values, names: tuple[str, ...]) -> tuple[bool, ...]:
-    """Whether anything is kept of each task vector."""
+    """Whether the mask keeps any element of each task vector."""
     return tuple(not names or density != 0 for density in values.numbers("density"))
 
 
 def _sparsity(values: Values, names: tuple[str, ...]) -> dict[str, CoefficientValue]:
-    """At density 1 or more nothing is dropped, whatever the other numbers are; nor where nothing is kept, whose weight
-    is zero."""
+    """The coefficients of the mask.
+
+    At density 1 or more no element is dropped, so the mask's other numbers are set to zero. At density 0 no element is
+    kept and the weight is zero, so density becomes 1.
+    """
     if not names:
         return {}
     densities = tuple(density or 1.0 for density in values.numbers("density"))

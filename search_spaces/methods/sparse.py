@@ -1,6 +1,6 @@
-"""Task vectors that are sparsified before they are added: at random (DARE, DELLA), or at both ends (Model Breadcrumbs).
+"""Task vectors sparsified before they are added: at random (DARE, DELLA) or at both ends (Model Breadcrumbs).
 
-Methods whose names end in `_l1` rescale the elements kept to the sum of magnitudes, as mergekit does; the others divide
+Methods whose names end in `_l1` rescale the elements kept to the sum of magnitudes, as mergekit does. The others divide
 by the probability of being kept, as the papers do.
 """
 
@@ -28,7 +28,7 @@ DELLA_PAPER = "arXiv:2406.11617"
 BREADCRUMBS_PAPER = "arXiv:2312.06795"
 MASKS_BY_NAME = "masks by seed, model and tensor name; mergekit draws them in the order of its schedule"
 
-# Drop rates 0.1 to 0.9, as DARE sweeps them.
+# The DARE paper sweeps drop rates from 0.1 to 0.9.
 DARE_DENSITIES = DENSITIES.searched_in(0.1, 0.9)
 # DELLA sweeps drop rates with an epsilon that leaves every probability in [0, 1].
 DELLA_DENSITIES = DENSITIES.searched_in(0.2, 0.8)
@@ -37,7 +37,7 @@ EPSILONS = Coefficient("epsilon", 0, 0.5, per_model=True).searched_in(0.0, 0.2)
 BREADCRUMBS_DENSITIES = DENSITIES.searched_in(0.1, 0.9)
 GAMMAS = Coefficient("gamma", 0, 1, per_model=True).searched_in(0.0, 0.05)
 
-# With 0 what is kept is not rescaled.
+# 0: the elements kept are not rescaled.
 RESCALE = Coefficient("rescale", 0, 1, default=1, is_whole=True)
 
 MERGEKIT_EPSILON = Parameter("epsilon", "expert", 0.15)

@@ -1,5 +1,8 @@
-"""mergekit's methods with other settings than usual: weights that are not divided by their sum, NuSLERP of rows and
-columns of task vectors, trimmed task vectors that are rescaled."""
+"""mergekit's methods with settings that are not its defaults.
+
+They are sums with weights that are not divided by their sum, NuSLERP of rows and columns of task vectors, and trimmed
+task vectors that are rescaled.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The search algorithms that a study file may name: one module each, which is found automatically.
+"""The search algorithms that a study file may name; each is one module, which is found automatically.
 
-A module holds its declaration, SEARCHER, and imports nothing heavy. The algorithm is the module of the same name in
-service.tune.searchers.
+A module has its declaration, SEARCHER, and imports nothing heavy. The algorithm itself is in the module of the same
+name in `service.tune.searchers`.
 
-- `base`: what a declaration says, and what a search needs of a searcher
+- `base`: the types of a declaration, and the features that a search needs
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MODULES = {
     if module.name != "base"
 }
 
-# By name; those that learn from results come first.
+# By name; searchers that learn from results come first.
 _DECLARED: dict[str, SearcherDeclaration] = {name: module.SEARCHER for name, module in _MODULES.items()}
 SEARCHERS = dict(sorted(_DECLARED.items(), key=lambda item: (not item[1].learns, item[0])))
 
@@ -31,7 +31,7 @@ SEARCHERS = dict(sorted(_DECLARED.items(), key=lambda item: (not item[1].learns,
 def unsupported(
     algorithm: str, parameters: Parameters, *, num_objectives: int, num_constraints: int = 0
 ) -> tuple[Problem, ...]:
-    """What the searcher cannot handle of a search, as a problem that names the searchers that can; empty if it can."""
+    """A problem that names what the searcher cannot handle and which searchers can; empty if there is none."""
     needed = needed_features(parameters, num_objectives=num_objectives, num_constraints=num_constraints)
     lacking = " and ".join(feature for feature in Feature if feature in needed - SEARCHERS[algorithm].handles)
     if not lacking:

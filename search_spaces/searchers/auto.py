@@ -1,4 +1,7 @@
-"""The default: the searcher that tests/benchmarks/bench_searchers.py shows to be best."""
+"""The default: gradient descent where a study allows it, which preflight decides, and otherwise SMAC.
+
+Among the searchers without gradients, SMAC is the best in tests/benchmarks/bench_searchers.py.
+"""
 
 from search_spaces.searchers.base import Feature, SearcherDeclaration
 

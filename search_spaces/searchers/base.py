@@ -1,4 +1,4 @@
-"""The declaration of a searcher, and what a search may need of one."""
+"""The declaration of a searcher, and the features that a search needs of its searcher."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Feature", "SearcherDeclaration", "needed_features"]
 
 
 class Feature(StrEnum):
-    """What a searcher may handle."""
+    """A feature of a search that not every searcher can handle."""
 
     CONDITIONS = "conditional parameters"
     CHOICES = "categorical parameters"
@@ -23,13 +23,18 @@ class Feature(StrEnum):
 
 @dataclass(frozen=True)
 class SearcherDeclaration:
-    """`learns`: its proposals depend on results, not only on which configurations were proposed before. `reference` is
-    the publication. A search that needs a feature which the searcher does not handle is refused. `alias_of` names the
-    searcher that an alias stands for; None for an algorithm. A searcher that `computes_steps` needs gradients by
-    the parameters of the space. One that `waits_for_baselines` is asked for its first proposal when all source and
-    published recipes are scored. Preference vectors of a study are refused by searchers that are not
-    declared to use them (`uses_preferences`). One that `trains_policy` learns a policy that builds layer paths: it
-    needs a space of them and one rung, as an episode is a trial with one reward."""
+    """The properties of a searcher that are known without loading it.
+
+    - `learns`: proposals depend on results, not only on which configurations were proposed before
+    - `reference`: the publication
+    - `handles`: the features that the searcher can handle; a search that needs another one is refused
+    - `alias_of`: the searcher that this name stands for; None for an algorithm
+    - `computes_steps`: the searcher needs gradients with respect to the parameters of the space
+    - `waits_for_baselines`: the searcher is first asked for a proposal when all baselines are scored
+    - `uses_preferences`: the searcher uses the study's preference vectors; other searchers refuse them
+    - `trains_policy`: the searcher trains a policy that builds layer paths; it needs a space of layer paths and a
+      single rung, because an episode is a trial with one reward
+    """
 
     learns: bool
     reference: str
@@ -40,10 +45,17 @@ class SearcherDeclaration:
     uses_preferences: bool = False
     trains_policy: bool = False
 
+    @property
+    def proposes_at_once(self) -> bool:
+        """Whether the searcher answers with a configuration whenever it is asked, without steps or options."""
+        return not (self.computes_steps or self.trains_policy)
+
 
 def needed_features(parameters: Parameters, *, num_objectives: int, num_constraints: int) -> frozenset[Feature]:
-    """What a searcher must handle to search this space. Pending proposals are always needed: the driver asks for
-    proposals ahead of results."""
+    """The features that a searcher must handle to search a space with these parameters.
+
+    Pending proposals are always needed: the driver asks for proposals ahead of results.
+    """
     needed = {
         Feature.CONDITIONS: any(parameter.conditions for parameter in parameters),
         Feature.CHOICES: any(isinstance(p, Categorical) and len(p.choices) > 1 for p in parameters),

@@ -1,4 +1,4 @@
-"""SMAC: a random forest learns from the results of all rungs."""
+"""SMAC: a random forest that learns from the results of all rungs."""
 
 from search_spaces.searchers.base import Feature, SearcherDeclaration
 

@@ -1,11 +1,11 @@
-"""Search spaces: what a configuration means, as a recipe. One module each, which is found automatically.
+"""Search spaces, which turn a configuration into a recipe; each is one module, which is found automatically.
 
-A module holds the section of the study file that describes its space, SPACE; the module's name is the `kind` there.
+A module has the section of the study file that describes its space, SPACE. The module's name is the `kind` there.
 
-- `base`: `SearchSpace`, the interface of every search space; the section that describes one; what it knows of models
-- `layers`: groups of layers, merges at a layer, paths of layers, recipes in a space's own aliases
-- `layer_paths`: paths through layers of several models: what may follow, paths as configurations
-- `dis_paths`: the layer paths of DIS as configurations: orders, draws, paths that are made to fit
+- `base`: `SearchSpace`, the interface of every search space; the section that describes one; the models it is given
+- `layers`: what spaces share: groups of layers, recipes of layer paths, recipes in a space's own aliases
+- `layer_paths`: the paths of `hm3` through layers of several models: which layers may follow, paths as configurations
+- `dis_paths`: the layer paths of `dis` as configurations: orders of layers, random paths, repairs
 - `lfs_methods`: the methods that LFS was published with, as it searches them
 - `lfs_ranges`: all other declared methods, searched in the ranges that they declare
 """
@@ -20,7 +20,7 @@ from search_spaces.spaces.base import SpaceSection
 
 __all__ = ["DEFAULT_KIND", "SPACES"]
 
-# The kind of a study that names none.
+# The kind of space that a study has by default.
 DEFAULT_KIND = "layerwise"
 
 _MODULES = {

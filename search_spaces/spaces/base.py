@@ -1,4 +1,4 @@
-"""SearchSpace: the interface of every search space, from a configuration to a Recipe; and of its section in a study."""
+"""SearchSpace: the interface of every search space, and the section of a study file that describes a space."""
 
 from __future__ import annotations
 
@@ -24,20 +24,23 @@ __all__ = [
     "SearchedModels",
     "SpaceDescription",
     "SpaceSection",
-    "TensorPlace",
+    "TensorLocation",
     "repeated",
 ]
 
 Part: TypeAlias = Component | Literal["embedding", "head"]
 AlignmentKind: TypeAlias = Literal["none", "moments", "mlp"]
 LayerPair: TypeAlias = tuple[tuple[str, int], tuple[str, int]]
-"""The layer of a path that hands on, and the one that receives: each a model's name and its layer's number."""
+"""Two layers that follow each other in a path, each as a model's name and the layer's number in that model."""
 
 
 @dataclass(frozen=True)
-class TensorPlace:
-    """The part of the model that a tensor belongs to: a component of decoder layer `layer` (0-based), or the embedding
-    or head (None). `suffix` is its name within the layer, or its whole name outside layers."""
+class TensorLocation:
+    """The part of the model that a tensor belongs to.
+
+    `part` is a component of decoder layer `layer` (0-based), or the embedding or head (`layer` is None). `suffix` is
+    the tensor's name within the layer, or its whole name outside layers.
+    """
 
     part: Part
     layer: int | None
@@ -46,19 +49,21 @@ class TensorPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchedModels:
-    """What a space may know of the models that it merges. Models are named by their aliases.
+    """The models that a space merges, as far as a space needs to know them. Models are named by their aliases.
 
-    `fingerprints` are those of `base` and `experts`; `tensors` are the merged model's, by name and in the order in
-    which they are merged: embedding, layer by layer, head. A tied output head is the embedding, and not among them;
-    `tied` maps its name, if the base's files have it, to the embedding's. `tokenizer` is every recipe's. `max_layers`
-    is how many layers a merge may have, where the study says. `preferences` are the study's preference vectors, weights
-    of at least 0 by objective that sum to one: a single one of equal weights where the study has none."""
+    `fingerprints` are those of `base` and `experts`. `tensors` are the merged model's, by name and in the order in
+    which they are merged: embedding, layer by layer, head. A tied output head is the embedding and is not among them;
+    `tied` maps its name, if the base's files have it, to the embedding's. `tokenizer` is the tokenizer of every recipe.
+    `max_layers` is the largest number of layers that a merge may have; None: the study states none. `preferences` are
+    the study's preference vectors, weights of at least 0 by objective that sum to one; a study that has none gets a
+    single one of equal weights.
+    """
 
     base: str
     experts: tuple[str, ...]
     fingerprints: Mapping[str, str]
     num_layers: int
-    tensors: Mapping[str, TensorPlace]
+    tensors: Mapping[str, TensorLocation]
     tied: Mapping[str, str] = field(default_factory=dict)
     tokenizer: str = "base"
     max_layers: int | None = None
@@ -75,17 +80,18 @@ class LayerGroup:
 
     @property
     def label(self) -> str:
-        """The layers as people count them, from 1: "layers 1-3"."""
+        """The layers for readers, counted from 1: "layers 1-3"."""
         return f"layer {self.stop}" if self.stop - self.start == 1 else f"layers {self.start + 1}-{self.stop}"
 
 
 @dataclass(frozen=True)
 class SpaceDescription:
-    """How a space divides the model: for reports.
+    """The division of the model by a space, for reports.
 
     `layer_groups` cover the layers in order. `component_groups` are the pieces of a layer with coefficients of their
-    own, by name: groups of components, or single tensors by their names within the layer, with the components that
-    they belong to. `text` says in words what is searched."""
+    own, by name: groups of components, or single tensors by their names within the layer, with the components that they
+    belong to. `text` says in words what is searched.
+    """
 
     kind: str
     layer_groups: tuple[LayerGroup, ...]
@@ -103,52 +109,56 @@ class SearchSpace(Protocol):
 
     @property
     def parameters(self) -> Parameters:
-        """The searched dimensions; every configuration they accept decodes to a recipe."""
+        """The searched dimensions. Every configuration that they accept decodes to a recipe."""
         ...
 
     def to_recipe(self, configuration: Configuration) -> Recipe:
-        """The merge that `configuration` stands for, in canonical form. Equal configurations give equal recipes.
+        """The merge that `configuration` describes, in canonical form. Equal configurations give equal recipes.
 
-        Raises InvalidConfiguration if `parameters` does not accept it."""
+        Raises InvalidConfiguration if `parameters` does not accept it.
+        """
         ...
 
     def from_recipe(self, recipe: Recipe) -> dict[str, Any] | None:
-        """A configuration that decodes to `recipe` (equal digests), or None where the space does not contain it."""
+        """A configuration that decodes to `recipe` (equal digests); None if the space does not contain it."""
         ...
 
     def describe(self) -> SpaceDescription:
-        """The division of the model that reports draw."""
+        """The division of the model, for reports."""
         ...
 
 
 @runtime_checkable
 class LayeredSpace(SearchSpace, Protocol):
-    """A space whose merges have layers of any number and order."""
+    """A space whose merges may have any number of layers in any order."""
 
     @property
     def max_layers(self) -> int:
-        """The most layers that a merge has."""
+        """The largest number of layers that a merge has."""
         ...
 
 
 @runtime_checkable
 class AlignedSpace(LayeredSpace, Protocol):
-    """A space of paths through the layers of several models, with alignments between layers that do not follow each
-    other in one of them. Its recipes name alignments, so these are learned before the first path is made."""
+    """A space of paths through layers of several models, with alignments between layers from different places.
+
+    An alignment is applied between two layers that do not follow each other in one model. Recipes name alignments, so
+    these are learned before the first path is made.
+    """
 
     @property
     def alignment(self) -> AlignmentKind:
-        """What alignments are; "none" where the space has none."""
+        """The kind of alignments; "none" if the space has none."""
         ...
 
     @property
     def pool(self) -> Mapping[str, Recipe]:
-        """The models whose layers paths are made of, by the names that `pairs` has."""
+        """The models whose layers paths consist of, by the names that `pairs` uses."""
         ...
 
     @property
     def pairs(self) -> tuple[LayerPair, ...]:
-        """Every pair of neighbours in a path of the space that an alignment stands between; () without alignments."""
+        """Every pair of neighbours in a path of the space that needs an alignment; () without alignments."""
         ...
 
     def with_alignments(self, names: Mapping[LayerPair, str]) -> Self:
@@ -158,13 +168,16 @@ class AlignedSpace(LayeredSpace, Protocol):
 
 @runtime_checkable
 class DifferentiableSpace(SearchSpace, Protocol):
-    """A space in which every tensor is merged by one method, and every coefficient is the value of one parameter (a
-    number): one for each source, or one that they share. So the derivative of a loss by a parameter is the sum of its
-    derivatives by the coefficients that have it."""
+    """A space over which a search by gradient is possible.
+
+    Every tensor is merged by one method. Every coefficient is the value of one parameter (a number): one for each
+    source, or one that the sources share. So the derivative of a loss with respect to a parameter is the sum of its
+    derivatives with respect to the coefficients that have the parameter's value.
+    """
 
     @property
     def method(self) -> str:
-        """The merge method of every tensor."""
+        """The merge method by which every tensor is merged."""
         ...
 
     @property
@@ -183,16 +196,17 @@ class DifferentiableSpace(SearchSpace, Protocol):
         ...
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
-        """For each source of the tensor, in a fixed order: its alias, and the parameter that is its coefficient; of a
-        coefficient that sources share, the first one's. None for a tensor without a searched coefficient.
+        """The alias of each source of a tensor, in a fixed order, with the parameter that is its coefficient.
 
-        `tensor_name` is a tensor of the merged model, or a tied output head, which has the embedding's parameters.
-        Raises KeyError for any other name."""
+        If the sources share the coefficient, only the first one is listed. A tensor without a searched coefficient has
+        an empty tuple. `tensor_name` is a tensor of the merged model, or a tied output head, which has the embedding's
+        parameters. Raises KeyError for any other name.
+        """
         ...
 
     @property
     def layer_scales(self) -> Mapping[int, str]:
-        """By layer of the merge, the parameter that is its scale (`LayerRecipe.scale`), where that is searched."""
+        """The parameters of searched layer scales (`LayerRecipe.scale`), by layer of the merge."""
         ...
 
 
@@ -208,27 +222,31 @@ class SpaceSection(Section, ABC):
 
     @property
     def changes_layers(self) -> bool:
-        """Whether merges have layers of any number and order: costs in layers are those of such a space, and a limit
-        of layers belongs to it."""
+        """Whether merges may have any number of layers in any order.
+
+        Only such spaces accept costs of the recipe as objectives, and a limit of layers is part of them.
+        """
         return False
 
     @property
     def scaled_by(self) -> str | None:
-        """The option by which layers have scales (`LayerRecipe.scale`), which not every model type can have; None if
-        they have none."""
+        """The option that gives layers scales (`LayerRecipe.scale`); None if layers have no scales.
+
+        Not every model type supports scales.
+        """
         return None
 
     @abstractmethod
     def contradictions(self) -> Iterator[Problem]:
-        """What is wrong between fields that are each valid, found without the models."""
+        """Problems between fields that are each valid, as far as they are found without the models."""
 
     @abstractmethod
     def build(self, models: SearchedModels) -> SearchSpace:
-        """The space over these models. Raises InvalidStudy if it does not fit them."""
+        """The search space over the given models. Raises InvalidStudy if the section does not fit them."""
 
 
 def repeated(option: str, values: Sequence[object]) -> Iterator[Problem]:
-    """A Problem for each entry of the list `option` of the section that an earlier one equals."""
+    """A Problem for each entry of the section's list `option` that equals an earlier one."""
     for index, value in enumerate(values):
         if value in values[:index]:
             yield Problem(f"search_space.{option}.{index}", f"{value} is given twice")

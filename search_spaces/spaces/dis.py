@@ -1,16 +1,17 @@
-"""DIS, depth-wise integration: Su and Geiping, "Fine, I'll Merge It Myself: A Multi-Fidelity Framework for Automated
-Model Merging" (2025), sections 3.2.2, 4.1 and 5.2, Tables 12 to 14.
+"""DIS, depth-wise integration: merges that are paths through layers of several models; no weights are merged.
 
-No weights are merged: a merge is a path through layers of the sources. The base's L layers are divided into L / D
-blocks of D adjacent layers. Each block of the merge is any choice of the D layers at its place in M models, each up to
-R times, in any order. A block that uses none keeps the base's layers (layer retention) or, as an option, is left out.
-What the last layer of a block hands on is multiplied by the block's scale; that of the last block has no influence, as
-the final norm follows. The embedding is that of the first layer's
-model, the final norm and the output head are those of the last layer's.
+Su and Geiping, "Fine, I'll Merge It Myself: A Multi-Fidelity Framework for Automated Model Merging" (2025), sections
+3.2.2, 4.1 and 5.2, Tables 12 to 14.
 
-The scales lie in [0.5, 1.5], where the published code has 0 to 2. Its paths may be too deep, and these trials are lost
-(56 % and 20 % of them in Table 10); here every configuration stands for a path within the limit. Its code runs with
-D = 1 and R = 1 only. `dis_paths` says how configurations spell paths.
+The base's L layers are divided into L / D blocks of D adjacent layers. Each block of the merge is any choice of the D
+layers of that block in M models, each up to R times, in any order. A block that uses none keeps the base's layers
+(layer retention) or, as an option, is left out. The output of a block's last layer is multiplied by the block's scale.
+The last block has no scale, because the final norm would cancel it. The embedding is that of the first layer's model;
+the final norm and the output head are those of the last layer's.
+
+The scales are in [0.5, 1.5], where the published code has 0 to 2. In the published search, paths may be too deep, and
+these trials are lost (56 % and 20 % of them in Table 10). Here every configuration describes a path within the limit.
+The published code runs with D = 1 and R = 1 only. `dis_paths` has the configurations of paths.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from search_spaces.spaces.layers import path_of_recipe, recipe_of_path, split_la
 
 __all__ = ["DEPTH_FACTOR", "PRESETS", "SPACE", "DisSection", "DisSpace"]
 
-# The layers that a merge may have where the study does not say: 50 of models of 40, as published.
+# The default limit of layers, as a multiple of the sources' number: 50 layers from models of 40, as published.
 DEPTH_FACTOR = 1.25
 
 # Section 4.1: the depth granularity D, the number of models M and the repeats R.
@@ -41,7 +42,7 @@ class DisSection(SpaceSection):
     kind: Literal["dis"]
     """dis: a path through the sources' layers: which, how often, in which order, with a scale per block."""
     depth_granularity: Annotated[int, Field(ge=1)] = 1
-    """Layers of a block, which it may use in any order: D. It divides the number of layers."""
+    """The number of layers of a block, which may be used in any order: D. It divides the number of layers."""
     repeats: Annotated[int, Field(ge=1)] | None = None
     """How often a block may use the same layer: R. Default: 1."""
     models: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
@@ -51,12 +52,13 @@ class DisSection(SpaceSection):
     scales: bool = True
     """Whether each block has a scale of its own, 0.5 to 1.5; false: all are 1."""
     preset: Literal["d1m3r1", "d1m1r2"] | None = None
-    """The published configurations: d1m3r1, a layer of each of three models; d1m1r2, a layer of one model up to twice;
-    what contradicts it is refused."""
+    """The published configurations: d1m3r1, a layer of each of three models; d1m1r2, a layer of one model up to twice.
+    Options that contradict the preset are refused.
+    """
 
     @property
     def num_repeats(self) -> int:
-        """R."""
+        """How often a block may use the same layer (R), with the preset or the default if the option is not given."""
         preset = PRESETS[self.preset][2] if self.preset else 1
         return preset if self.repeats is None else self.repeats
 
@@ -105,8 +107,11 @@ class DisSpace:
     kind = "dis"
 
     def __init__(self, models: SearchedModels, section: DisSection) -> None:
-        """Raises InvalidStudy: no experts, models that are none of the study's, blocks that do not divide the layers,
-        or fewer layers allowed than the sources have."""
+        """Build the space. Raises InvalidStudy if the section does not fit the models.
+
+        That is: no experts, models that the study does not have, blocks that do not divide the layers, or fewer layers
+        allowed than the sources have.
+        """
         chosen = models.experts if section.models is None else section.models
         self.max_layers = (
             math.ceil(models.num_layers * DEPTH_FACTOR) if models.max_layers is None else models.max_layers

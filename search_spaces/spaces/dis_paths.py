@@ -1,13 +1,13 @@
-"""Layer paths of DIS as configurations: orders of a block's candidates, paths drawn at random, paths made to fit.
+"""Layer paths of DIS as configurations: orders of a block's candidates, random paths, and repairs to the limits.
 
 A block has n = D * M * R candidates: D adjacent layers of each of M models, each R times. They are numbered by layer,
-then model; the R copies of one have the same number. A block's path is the numbers of the candidates that it uses, in
-their order. A configuration spells it with a bit for each copy, and an order of all candidates, of which there are
-P = n! / R!^(M D): one whole number in lexicographic order where P is at most MAX_ORDERS, and otherwise a key for each
-copy, by which they are sorted. The r-th copy in the order has the r-th bit.
+then model; the R copies of one have the same number. A block's path is the sequence of the candidates that it uses. A
+configuration describes it with a bit for each copy and an order of all candidates. There are P = n! / R!^(M D) orders.
+If P is at most MAX_ORDERS, the order is one whole number, its place in lexicographic order. Otherwise there is a key
+for each copy, by which the copies are sorted. The r-th copy of a candidate in the order has the r-th bit.
 
-Many configurations spell the same path. Of those, `DisPaths` uses one: of each candidate the first copies are used, and
-of the orders that spell the path with these bits, the first.
+Many configurations describe the same path. `DisPaths` stores one of them: the first copies of each candidate are used,
+and the order is the first one that gives the path with these bits.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from search_spaces.recipe import COEFFICIENT_DECIMALS
 
 __all__ = ["MAX_ORDERS", "SCALES", "Block", "DisPaths", "first_order", "num_orders", "order_at", "place_of"]
 
-# Up to so many orders of a block's candidates are one whole number.
+# The largest number of orders of a block's candidates that are searched as one whole number.
 MAX_ORDERS = 1_000_000
 
-# The lowest and highest scale of a block. The published code has 0 to 2; the 280 scales of the published merges lie
+# The lowest and highest scale of a block. The published code has 0 to 2; the 280 scales of the published merges are
 # between 0.73 and 1.32 (Tables 12 to 14).
 SCALES = (0.5, 1.5)
 
-# In Tables 12 to 14, a third of the scales differs from 1, by a standard deviation of 0.11. So do those of changed
-# blocks here.
+# In Tables 12 to 14, a third of the scales differs from 1, with a standard deviation of 0.11. Scales of changed blocks
+# are drawn in the same way.
 SCALED_SHARE = 1 / 3
 SCALE_DEVIATION = 0.11
 
 
 @dataclass(frozen=True)
 class Block:
-    """The path through one block: candidates by number, in order, and what multiplies its output."""
+    """The path through one block: candidates by number, in order, and the factor on the block's output."""
 
     path: tuple[int, ...]
     scale: float = 1.0
@@ -49,10 +49,11 @@ class Block:
 
 @dataclass(frozen=True)
 class DisPaths:
-    """The paths of one space, as the structure of its parameters.
+    """The paths of one DIS space, as the structure of its parameters.
 
-    `base` is the alias of the base model, `models` those that blocks choose from, in order. With `retains`, a block
-    without candidates has the base's layers; without, none."""
+    `base` is the alias of the base model, `models` are those that blocks choose from, in order. With `retains`, a block
+    without candidates has the base's layers; without, it has no layers.
+    """
 
     base: str
     models: tuple[str, ...]
@@ -67,26 +68,30 @@ class DisPaths:
 
     @property
     def num_blocks(self) -> int:
+        """The number of blocks: L / D."""
         return self.num_layers // self.depth_granularity
 
     @property
     def num_candidates(self) -> int:
-        """Different ones: n / R."""
+        """The number of different candidates of a block: n / R."""
         return self.depth_granularity * len(self.models)
 
     @property
     def num_copies(self) -> int:
-        """Candidates of a block with their copies: n."""
+        """The number of candidates of a block, copies included: n."""
         return self.num_candidates * self.repeats
 
     @property
     def num_orders(self) -> int:
+        """The number of different orders of a block's candidates: P."""
         return num_orders(self.num_candidates, self.repeats)
 
     def model_of(self, candidate: int) -> str:
+        """The model whose layer a candidate is."""
         return self.models[candidate % len(self.models)]
 
     def layer_of(self, candidate: int, block: int) -> int:
+        """The layer number of a candidate in this block."""
         return block * self.depth_granularity + candidate // len(self.models)
 
     def own(self, model: str) -> tuple[int, ...]:
@@ -97,6 +102,7 @@ class DisPaths:
     # Parameters.
 
     def parameters(self) -> Iterator[Parameter]:
+        """The parameters of all blocks: bits, the order or the keys, and the scale."""
         for block in range(self.num_blocks):
             names = self._names[block]
             yield from (Categorical(name, (False, True)) for name in names.bits)
@@ -124,15 +130,17 @@ class DisPaths:
             bits=tuple(f"{prefix}.use.{copy}" for copy in copies),
             order=f"{prefix}.order" if not has_keys and self.num_orders > 1 else None,
             keys=tuple(f"{prefix}.key.{copy}" for copy in copies) if has_keys else (),
-            # What the last block hands on goes into the final norm, which takes any scale off again.
+            # The last block has no scale: the final norm would cancel it.
             scale=f"{prefix}.scale" if self.has_scales and block + 1 < self.num_blocks else None,
         )
 
     # From configurations to blocks and back.
 
     def blocks(self, configuration: Configuration) -> tuple[Block, ...]:
-        """What a configuration means: within the limits, and with the path of the base's own layers as the empty one
-        where an empty block has them."""
+        """The blocks that a configuration describes, within the limits.
+
+        Where an empty block has the base's layers, the path of the base's own layers is given as the empty one.
+        """
         spelled = []
         for names in self._names:
             bits = tuple(configuration[name] for name in names.bits)
@@ -146,7 +154,7 @@ class DisPaths:
         return self._tidy(self._fitted(spelled))
 
     def configuration(self, blocks: Sequence[Block]) -> dict[str, Any]:
-        """The configuration of blocks as `blocks` gives them."""
+        """The stored configuration of blocks that `blocks` returned."""
         found: dict[str, Any] = {}
         for names, block in zip(self._names, blocks, strict=True):
             bits, order, place = _spelling(block.path, self.num_candidates, self.repeats)
@@ -160,10 +168,11 @@ class DisPaths:
         return found
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
+        """The configuration that is stored for an accepted one: the `configuration` of its `blocks`."""
         return self.configuration(self.blocks(configuration))
 
     def layers(self, blocks: Sequence[Block]) -> list[tuple[str, int, float]]:
-        """The model, its layer, and the scale of each layer of the merge. A block's scale is that of its last layer."""
+        """The model, layer number and scale of each layer of the merge. A block's scale is that of its last layer."""
         found = []
         for index, block in enumerate(blocks):
             steps = [(self.model_of(candidate), self.layer_of(candidate, index)) for candidate in block.path]
@@ -175,7 +184,7 @@ class DisPaths:
         return found
 
     def blocks_of(self, layers: Sequence[tuple[str, int, float]]) -> tuple[Block, ...] | None:
-        """The blocks with these `layers`; None if no blocks have them."""
+        """The blocks whose merge has these layers; None if no blocks have such a merge."""
         steps: list[list[tuple[str, int, float]]] = [[] for _ in range(self.num_blocks)]
         for model, layer, scale in layers:
             if not 0 <= layer < self.num_layers:
@@ -186,7 +195,7 @@ class DisPaths:
             scale = own[-1][2] if own else 1.0
             numbers = [self._number(model, layer, index) for model, layer, _ in own]
             path = tuple(number for number in numbers if number is not None)
-            if len(path) < len(numbers):  # the base's, which only an empty block has
+            if len(path) < len(numbers):  # the base's layers, which only an empty block has
                 path = ()
             found.append(Block(path, scale))
         blocks = self._tidy(found)
@@ -195,6 +204,7 @@ class DisPaths:
         return blocks if has_room and in_range and self.layers(blocks) == list(layers) else None
 
     def depth(self, blocks: Sequence[Block]) -> int:
+        """The number of layers of the merge that has these blocks."""
         return sum(map(self._depth, blocks))
 
     def _number(self, model: str, layer: int, block: int) -> int | None:
@@ -206,7 +216,7 @@ class DisPaths:
         return len(block.path) or (self.depth_granularity if self.retains else 0)
 
     def _keys(self, order: Sequence[int]) -> list[float]:
-        """Keys of the copies that sort them into `order`."""
+        """The keys of a block's copies that sort them into `order`."""
         next_copy = [candidate * self.repeats for candidate in range(self.num_candidates)]
         keys = [0.0] * self.num_copies
         for place, candidate in enumerate(order):
@@ -215,7 +225,7 @@ class DisPaths:
         return keys
 
     def _tidy(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
-        """Of the blocks with the same meaning, those that are used: scales without influence are 1."""
+        """The stored form of blocks: scales without influence are 1, and the base's own path is the empty one."""
         base = self.own(self.base) if self.retains and self.base in self.models else None
         paths = [() if block.path == base else block.path for block in blocks]
         last = max((index for index, path in enumerate(paths) if path or self.retains), default=0)
@@ -225,8 +235,11 @@ class DisPaths:
         )
 
     def _fitted(self, blocks: Sequence[Block]) -> list[Block]:
-        """`blocks` with as many layers as are allowed: of the others, which go is drawn by a seed that is a function of
-        the paths. If none would be left, the first candidate of all is used."""
+        """The blocks without the layers that exceed the limit.
+
+        Which layers are removed is random, with a seed that is a function of the paths. If no layer would be left, the
+        first candidate of all is used.
+        """
         paths = [list(block.path) for block in blocks]
         excess = self.depth(blocks) - self.max_layers
         if excess > 0:
@@ -249,10 +262,11 @@ class DisPaths:
     # Paths drawn at random.
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
-        """A path near one source in its own order, scale 1: from one block to all are changed, few more often than
-        many. The depth is drawn first, then how the changed blocks share it, then what they use.
+        """A random path near one source's own order: between one and all blocks are changed, few more often than many.
 
-        The published search starts from the source models too (section 4.1)."""
+        The depth is drawn first, then how the changed blocks share it, then what they use. Blocks that are not changed
+        have scale 1. The published search starts from the source models too (section 4.1).
+        """
         source = int(rng.integers(len(self.models) + self.retains))
         own = self.own(self.models[source]) if source < len(self.models) else ()
         blocks = [Block(own)] * self.num_blocks
@@ -264,7 +278,7 @@ class DisPaths:
         return self.configuration(self._tidy(self._fitted(blocks)))
 
     def _sizes(self, num_changed: int, rng: np.random.Generator) -> list[int]:
-        """Numbers of layers of the changed blocks. What they are in total is drawn first."""
+        """The number of layers of each changed block, drawn at random. The total is drawn first."""
         least, most = (1 if self.retains else 0), self.num_copies
         room = self.max_layers - self.num_layers
         low = num_changed * (least - self.depth_granularity)
@@ -277,7 +291,7 @@ class DisPaths:
         return sizes
 
     def _drawn_path(self, size: int, rng: np.random.Generator) -> tuple[int, ...]:
-        """`size` candidates in any order; or none, where that means as many layers of the base."""
+        """`size` random candidates in any order; or none, where an empty block has as many layers of the base."""
         if self.retains and size == self.depth_granularity and rng.integers(len(self.models) + 1) == 0:
             return ()
         return tuple((rng.permutation(self.num_copies)[:size] // self.repeats).tolist())
@@ -290,7 +304,7 @@ class DisPaths:
 
 @dataclass(frozen=True)
 class _Names:
-    """The parameters of one block."""
+    """The names of the parameters of one block."""
 
     bits: tuple[str, ...]
     order: str | None
@@ -299,13 +313,13 @@ class _Names:
 
 
 def num_orders(num_candidates: int, repeats: int) -> int:
-    """P: how many different orders there are of candidates that each occur `repeats` times."""
+    """The number of different orders of candidates that each occur `repeats` times: P."""
     alike: int = math.factorial(repeats) ** num_candidates
     return math.factorial(num_candidates * repeats) // alike
 
 
 def order_at(place: int, num_candidates: int, repeats: int) -> tuple[int, ...]:
-    """The order at `place` (from 0) in lexicographic order: a tuple in which each candidate occurs `repeats` times."""
+    """The order at `place` (from 0) in lexicographic order: a tuple with each candidate `repeats` times."""
     left = [repeats] * num_candidates
     order = []
     for _ in range(num_candidates * repeats):
@@ -319,7 +333,7 @@ def order_at(place: int, num_candidates: int, repeats: int) -> tuple[int, ...]:
 
 
 def place_of(order: Sequence[int], num_candidates: int, repeats: int) -> int:
-    """The inverse of `order_at`."""
+    """The place of an order in lexicographic order: the inverse of `order_at`."""
     left = [repeats] * num_candidates
     place = 0
     for candidate in order:
@@ -329,8 +343,11 @@ def place_of(order: Sequence[int], num_candidates: int, repeats: int) -> int:
 
 
 def first_order(path: Sequence[int], num_candidates: int, repeats: int) -> tuple[tuple[bool, ...], tuple[int, ...]]:
-    """The bits and the order that spell `path`: of each candidate the first copies are used, and the order is the first
-    that spells it with these bits. Raises ValueError if a candidate is used more than `repeats` times."""
+    """The bits and the order that are stored for a path.
+
+    The first copies of each candidate are used, and the order is the first that gives the path with these bits. Raises
+    ValueError if a candidate is used more than `repeats` times.
+    """
     used = [path.count(candidate) for candidate in range(num_candidates)]
     if max(used, default=0) > repeats:
         raise ValueError(f"path {tuple(path)} uses a candidate more than {repeats} times")
@@ -352,14 +369,14 @@ def first_order(path: Sequence[int], num_candidates: int, repeats: int) -> tuple
 def _spelling(
     path: tuple[int, ...], num_candidates: int, repeats: int
 ) -> tuple[tuple[bool, ...], tuple[int, ...], int]:
-    """The bits and the order that spell `path`, and the order's place."""
+    """The bits and the order that are stored for a path, and the order's place."""
     bits, order = first_order(path, num_candidates, repeats)
     return bits, order, place_of(order, num_candidates, repeats)
 
 
 @lru_cache(maxsize=100_000)
 def _used(bits: tuple[bool, ...], place: int, num_candidates: int, repeats: int) -> tuple[int, ...]:
-    """The path that bits and the place of an order spell."""
+    """The path that bits and the place of an order describe."""
     copies = [0] * num_candidates
     path = []
     for candidate in order_at(place, num_candidates, repeats):
@@ -370,7 +387,7 @@ def _used(bits: tuple[bool, ...], place: int, num_candidates: int, repeats: int)
 
 
 def _num_starting_with(candidate: int, left: Sequence[int]) -> int:
-    """How many orders of the copies that are left start with `candidate`."""
+    """The number of orders of the remaining copies that start with `candidate`."""
     if not left[candidate]:
         return 0
     total: int = math.factorial(sum(left) - 1)

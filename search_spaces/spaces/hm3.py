@@ -1,16 +1,17 @@
-"""HM3's paths: "HM3: Hierarchical Multi-Objective Model Merging for Pretrained Models", as its authors describe it to
-their reviewers.
+"""HM3's layer paths: at each step of a merge, a layer of one of several models.
 
-A merge is a path of any length between two limits: each step is a layer of one of several models. The embedding is that
-of the first layer's model, the final norm and the output head are those of the last layer's. The searcher `hm3` learns
-a policy that builds such paths; every other searcher may search them too, which are the baselines of the method.
+"HM3: Hierarchical Multi-Objective Model Merging for Pretrained Models", as its authors describe it to their reviewers.
 
-With `merged`, a model whose layers are merged in their parameters is one more in the pool (the upper level of HM3): for
-each preference vector another one, with coefficients from the vector. A path has one of these vectors, and which of its
-layers are merged is part of the path.
+A merge is a path of any length between two limits. The embedding is that of the first layer's model; the final norm and
+the output head are those of the last layer's. The searcher `hm3` learns a policy that builds such paths. Every other
+searcher may search the space too, for comparison with the method.
 
-The authors let any layer follow any other. Of paths drawn that way hardly one is a usable model, so that there is no
-reward to learn from; here a step goes at most `max_jump` layers away from the next one, which null turns off.
+With `merged`, the pool has one more model, whose layers are merged in their parameters (the upper level of HM3). It is
+a different model for each preference vector: its coefficients follow from the vector. A path has one of these vectors,
+and the path says which of its layers are merged.
+
+The authors let any layer follow any other. Hardly any random path of that kind is a usable model, so there would be no
+reward to learn from. Here a step is at most `max_jump` layers away from the next one in order; null removes the limit.
 """
 
 from __future__ import annotations
@@ -39,20 +40,21 @@ from search_spaces.spaces.base import (
     repeated,
 )
 from search_spaces.spaces.layer_paths import MERGED, LayerPaths
-from search_spaces.spaces.layers import at_layer, split_layers, with_own_aliases
+from search_spaces.spaces.layers import split_layers, with_own_aliases
 
 __all__ = ["DEPTH_FACTOR", "SPACE", "Hm3Section", "Hm3Space", "MergedOptions"]
 
-# The layers of the longest path where the study does not say: as in the space `dis`.
+# The default length of the longest path, as a multiple of the sources' layers: the same as in the space `dis`.
 DEPTH_FACTOR = 1.25
 
-# Alignments that a study learns before its search: each has up to hidden_size^2 numbers.
+# The largest number of alignments that a study learns before its search: each has up to hidden_size^2 numbers.
 MAX_PAIRS = 10_000
 
-# Of the merge methods of the pool: the strength and the density where the study does not say. Task arithmetic's is the
-# coefficient of every expert under equal weights (Ilharco et al. 2023: 0.3 to 0.5); those of TIES, DARE and PCB-Merging
+# Default strength and density of the methods that merge layers of the pool. Task arithmetic's strength is the
+# coefficient of every expert under equal weights (Ilharco et al. 2023: 0.3 to 0.5). Those of TIES, DARE and PCB-Merging
 # are the publications' lambda, 1, and share of elements. Consensus merging (arXiv:2405.07813) multiplies sums of task
-# vectors too; mask lambdas are the middle of the publication's 0.2 to 0.6, and two models must agree.
+# vectors, as task arithmetic does; mask lambdas are the middle of the publication's 0.2 to 0.6, and two models must
+# agree.
 STRENGTHS = {"task_arithmetic": 0.4, "ties_weighted": 1.0, "dare_ties_l1": 1.0, "pcb": 1.0, "consensus_ta": 0.4}
 DENSITIES = {"ties_weighted": 0.2, "dare_ties_l1": 0.5, "pcb": 0.1}
 MASK_LAMBDA, AGREEMENT = 0.4, 2
@@ -61,19 +63,22 @@ UNWEIGHTED = ("pcb", "consensus_ta")
 
 class MergedOptions(Section):
     method: Literal["task_arithmetic", "ties_weighted", "dare_ties_l1", "pcb", "consensus_ta"] = "task_arithmetic"
-    """How layers are merged in their parameters."""
+    """The method by which layers are merged in their parameters."""
     strength: Annotated[float, Field(gt=0, le=5)] | None = None
-    """What the task vectors are multiplied by: each expert's coefficient if all objectives are equally important
-    (task_arithmetic, consensus_ta), or lambda. Default: 0.4 for task_arithmetic and consensus_ta, else 1."""
+    """The factor on the task vectors: each expert's coefficient if all objectives are equally important
+    (task_arithmetic, consensus_ta), or lambda. Default: 0.4 for task_arithmetic and consensus_ta, else 1.
+    """
     density: Annotated[float, Field(gt=0, le=1)] | None = None
     """The share of each task vector's elements that are kept. Default: 0.2 for ties_weighted, 0.5 for dare_ties_l1, 0.1
     for pcb; the other methods have none."""
     experts: dict[str, str] | None = None
-    """The expert of each objective, whose weight is that of the objective. Default: the expert of the same name."""
+    """The expert of each objective; its weight is that of the objective. Default: the expert of the same name."""
 
     def merge(self, weights: Mapping[str, float]) -> Merge:
-        """Of all layers, where the experts have these weights, which sum to one. PCB-Merging and consensus merging know
-        no weights: experts with a weight of 0 are left out."""
+        """The merge of layers in which each expert has its weight; weights sum to one.
+
+        PCB-Merging and consensus merging take no weights: experts with a weight of 0 are left out.
+        """
         chosen = {alias: weight for alias, weight in weights.items() if weight > 0 or self.method not in UNWEIGHTED}
         sources = tuple(map(Source, chosen))
         strength = STRENGTHS[self.method] if self.strength is None else self.strength
@@ -87,7 +92,7 @@ class MergedOptions(Section):
         density = DENSITIES[self.method] if self.density is None else self.density
         if self.method == "pcb":
             return Merge("pcb", sources, {"lambda": strength, "density": density})
-        # Divided by the sum of the weights that take part in each element.
+        # Both divide by the sum of the weights of the experts that take part in each element.
         taken: dict[str, CoefficientValue] = {"weight": shares, "density": (density,) * len(shares)}
         taken |= {"lambda": strength, "normalize": 1.0}
         return Merge(self.method, sources, taken, seed=0 if self.method == "dare_ties_l1" else None)
@@ -97,19 +102,24 @@ class Hm3Section(SpaceSection):
     kind: Literal["hm3"]
     """hm3: a path of any length: at each step a layer of one of several models."""
     max_path_length: Annotated[int, Field(ge=1)] | None = None
-    """The most layers of a path. Default: limits.max_layers, or 1.25 times the sources'."""
+    """The largest number of layers of a path. Default: limits.max_layers, or 1.25 times the sources'."""
     min_path_length: Annotated[int, Field(ge=1)] | None = None
-    """The fewest layers of a path. Default: half of the sources'."""
+    """The smallest number of layers of a path. Default: half of the sources'."""
     max_jump: Annotated[int, Field(ge=0)] | None = 1
-    """How far a step may be from the layer after the one before: 0 is the sources' own order, 1 repeats a layer or
-    leaves one out; null: any layer may follow."""
+    """The largest distance of a step from the layer that follows the previous step's: 0 is the sources' own order, 1
+    repeats a layer or leaves one out; null: any layer may follow.
+    """
     models: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """The models whose layers are used: experts' aliases, or base. Default: all experts."""
     merged: MergedOptions | None = None
-    """A model of the pool whose layers are merged, for each preference vector another one. Default: none."""
+    """Options of one more model of the pool, whose layers are merged, differently for each preference vector. Default:
+    no such model.
+    """
     alignment: AlignmentKind = "none"
-    """How what a layer hands on is fitted to one that does not follow it in its own model: none, it is not; moments,
-    each channel gets the mean and the variance that it should have; mlp, a projection that a small network learns."""
+    """How the output of a layer is adapted to a next layer that does not follow it in its own model. none: not at all;
+    moments: each channel gets the mean and the variance that the next layer expects; mlp: a projection that a small
+    network learns.
+    """
 
     @property
     def merge_methods(self) -> tuple[str, ...]:
@@ -139,13 +149,16 @@ SPACE = Hm3Section
 
 
 class Hm3Space:
-    """The paths through the layers of a family's models. Immutable."""
+    """The paths through the layers of a family's models. Immutable. Implements `AlignedSpace`."""
 
     kind = "hm3"
 
     def __init__(self, models: SearchedModels, section: Hm3Section) -> None:
-        """Raises InvalidStudy: no experts, fewer than two models, models that are none of the study's, lengths that no
-        path has, or objectives without an expert to merge."""
+        """Build the space. Raises InvalidStudy if the section does not fit the models.
+
+        That is: no experts, fewer than two models, models that the study does not have, lengths that no path has,
+        objectives without an expert to merge, or too many pairs of layers to align.
+        """
         chosen = models.experts if section.models is None else section.models
         default = math.ceil(models.num_layers * DEPTH_FACTOR) if models.max_layers is None else models.max_layers
         longest = default if section.max_path_length is None else section.max_path_length
@@ -265,12 +278,12 @@ class Hm3Space:
         return found
 
     def _is_natural(self, first: tuple[str, int], second: tuple[str, int]) -> bool:
-        """Whether the second layer follows the first one in their own model: then nothing stands between them."""
+        """Whether the second layer follows the first one in their own model, so that no alignment is needed."""
         return second[1] == first[1] + 1 and self._digests[first[0]] == self._digests[second[0]]
 
     @cached_property
     def _names(self) -> dict[str, tuple[str, int | None]]:
-        """Of the pool's models: the model, and of a merged one the number of its preference vector."""
+        """The names of the pool's models, each with its model and, if merged, the number of its preference vector."""
         found: dict[str, tuple[str, int | None]] = {}
         for model in self.paths.models:
             numbers = range(self.paths.num_preferences) if model == MERGED else (None,)
@@ -279,7 +292,7 @@ class Hm3Space:
 
     @cached_property
     def _digests(self) -> dict[str, str]:
-        """Of the pool's models: equal for equal weights."""
+        """The digests of the pool's models, by name; equal for equal weights."""
         return {name: recipe.digest for name, recipe in self.pool.items()}
 
     @staticmethod
@@ -288,7 +301,7 @@ class Hm3Space:
 
     @cached_property
     def _wholes(self) -> dict[tuple[str, int], Recipe]:
-        """The models of the pool, as recipes, by name and the number of the preference vector."""
+        """The pool's models as recipes, by name and number of the preference vector; filled by `_model`."""
         return {}
 
     def _model(self, name: str, number: int | None) -> Recipe:
@@ -296,14 +309,18 @@ class Hm3Space:
         if key not in self._wholes:
             merge = self._merges[key[1]] if name == MERGED else Merge("passthrough", (Source(name),))
             models = self._models
-            each = [at_layer(merge, layer) for layer in range(models.num_layers)]
-            layers = tuple(LayerRecipe(of, of, of) for of in each)
-            whole = Recipe(models.fingerprints, models.base, layers, merge, merge, tokenizer=models.tokenizer)
+            whole = Recipe.uniform(
+                merge,
+                models=models.fingerprints,
+                base=models.base,
+                num_layers=models.num_layers,
+                tokenizer=models.tokenizer,
+            )
             self._wholes[key] = replace(whole.canonical(), models=models.fingerprints)
         return self._wholes[key]
 
     def _steps(self, number: int) -> dict[LayerRecipe, int]:
-        """The step that each layer of the pool is, of equal ones the first."""
+        """The step of each layer of the pool; for equal layers, that of the first one."""
         paths = self.paths
         found: dict[LayerRecipe, int] = {}
         for index, name in enumerate(paths.models):
@@ -313,7 +330,7 @@ class Hm3Space:
 
 
 def _merges(models: SearchedModels, options: MergedOptions) -> Iterator[Merge]:
-    """Of each preference vector; `_problems` has refused objectives without an expert."""
+    """The merge for each preference vector. `_problems` has refused objectives without an expert."""
     for vector in models.preferences or (dict.fromkeys(models.experts, 1 / max(1, len(models.experts))),):
         named = {_expert_of(objective, options): weight for objective, weight in vector.items()}
         yield options.merge(named)

@@ -1,4 +1,4 @@
-"""Paths through layers of several models: which layers may follow each other, paths as configurations.
+"""Paths through layers of several models: which layers may follow each other, and paths as configurations.
 
 A path is a sequence of steps, each a layer of a model. Steps are numbered `model * num_layers + layer`.
 """
@@ -20,23 +20,24 @@ Path: TypeAlias = tuple[int, ...]
 
 LENGTH, PREFERENCE = "length", "preference"
 
-# The model whose layers are merged from several, by a preference vector.
+# The name of the model whose layers are merged from several models by a preference vector.
 MERGED = "merged"
 
-# How often a change of a drawn path exchanges the model of a layer, repeats a layer, or leaves one out.
+# Probabilities of the changes to a random path: exchange the model of a layer, repeat a layer, leave a layer out.
 CHANGES = {"exchange": 0.5, "repeat": 0.25, "drop": 0.25}
 
 
 @dataclass(frozen=True)
 class LayerPaths:
-    """The paths of `min_length` to `max_length` layers through `num_layers` layers of each of `models`, as the
-    structure of their parameters.
+    """The paths of `min_length` to `max_length` layers through several models, as the structure of their parameters.
 
-    With a `max_jump`, layer l is followed by layers l + 1 - max_jump to l + 1 + max_jump of any model, and a path
-    begins and ends that near to the first and the last layer; None: any layer may follow any other.
+    Each of `models` has `num_layers` layers. With a `max_jump`, layer l is followed by layers l + 1 - max_jump to l + 1
+    + max_jump of any model, and a path begins and ends at most that far from the first and the last layer. If it is
+    None, any layer may follow any other.
 
-    The model MERGED is another one for each of `num_preferences` vectors; a path has one of them, whose number is part
-    of its configuration, 0 where no layer is merged."""
+    The layers of the model MERGED are merged from several, differently for each of `num_preferences` vectors. A path
+    uses one of these vectors. Its number is part of the path's configuration, 0 where no layer is merged.
+    """
 
     models: tuple[str, ...]
     num_layers: int
@@ -46,7 +47,7 @@ class LayerPaths:
     num_preferences: int = 1
 
     def __post_init__(self) -> None:
-        """Raises ValueError where no path keeps to the limits."""
+        """Check the limits. Raises ValueError if no path meets them."""
         if not 1 <= self.min_length <= self.max_length:
             raise ValueError(f"lengths from {self.min_length} to {self.max_length}; give 1 <= min <= max")
         if self.shortest > self.max_length or (self.max_jump == 0 and self.min_length > self.num_layers):
@@ -59,45 +60,52 @@ class LayerPaths:
 
     @property
     def num_steps(self) -> int:
+        """The number of different steps: every layer of every model."""
         return len(self.models) * self.num_layers
 
     @property
     def shortest(self) -> int:
-        """The fewest layers of a path."""
+        """The smallest number of layers of a path."""
         if self.max_jump is None:
             return self.min_length
-        way = self.num_layers - 1 - 2 * self.max_jump  # from the last layer to begin at to the first to end at
+        # From where a path begins at the latest to where it ends at the earliest.
+        way = self.num_layers - 1 - 2 * self.max_jump
         return max(self.min_length, 1 + math.ceil(max(way, 0) / (self.max_jump + 1)))
 
     @property
     def longest(self) -> int:
-        """The most layers of a path."""
+        """The largest number of layers of a path."""
         return self.num_layers if self.max_jump == 0 else self.max_length
 
     def step(self, model: int, layer: int) -> int:
+        """The number of the step that is this layer of this model."""
         return model * self.num_layers + layer
 
     def model_of(self, step: int) -> int:
+        """The index, among `models`, of the model whose layer a step is."""
         return step // self.num_layers
 
     def layer_of(self, step: int) -> int:
+        """The number, in its model, of the layer that a step is."""
         return step % self.num_layers
 
     def layers_after(self, layer: int) -> range:
-        """The layers, of whichever model, that may follow this one in some path."""
+        """The layer numbers, in any model, that may follow layer `layer` in some path."""
         if self.max_jump is None:
             return range(self.num_layers)
         return range(max(layer + 1 - self.max_jump, 0), min(layer + 1 + self.max_jump, self.num_layers - 1) + 1)
 
     def may_end(self, path: Sequence[int]) -> bool:
-        """Whether a path may have these steps and no more."""
+        """Whether a path may consist of these steps and end there."""
         if not self.min_length <= len(path) <= self.max_length:
             return False
         return self.max_jump is None or self.layer_of(path[-1]) >= self.num_layers - 1 - self.max_jump
 
     def next_layers(self, path: Sequence[int], *, max_length: int | None = None) -> tuple[int, ...]:
-        """The layers, of whichever model, that may follow these steps in ascending order, so that the path can still
-        end with at most `max_length` layers (by default those of the space). Empty: it must end."""
+        """The layer numbers, in any model and ascending, that may follow these steps; empty: the path must end.
+
+        The path can still end with at most `max_length` layers, by default the largest number in the space.
+        """
         left = (self.max_length if max_length is None else max_length) - len(path) - 1
         if left < 0:
             return ()
@@ -109,6 +117,7 @@ class LayerPaths:
         return tuple(range(max(low, self.num_layers - 1 - reach), high + 1))
 
     def contains(self, path: Sequence[int]) -> bool:
+        """Whether the space has this path."""
         return self.may_end(path) and all(
             self.layer_of(step) in self.next_layers(path[:at]) and 0 <= step < self.num_steps
             for at, step in enumerate(path)
@@ -117,7 +126,7 @@ class LayerPaths:
     # Paths as configurations.
 
     def parameters(self) -> Iterator[Parameter]:
-        """A path's length, and the model and the layer of each step that it has."""
+        """The parameters of paths: the length, and the model and the layer of each step."""
         shortest, longest = self.shortest, self.longest
         own = min(max(self.num_layers, shortest), longest)
         yield Integer(LENGTH, shortest, longest, default=own)
@@ -130,8 +139,10 @@ class LayerPaths:
             yield Categorical(PREFERENCE, tuple(range(self.num_preferences)))
 
     def path(self, configuration: Configuration) -> Path:
-        """The path that any accepted configuration stands for: layers that may not follow are exchanged for the nearest
-        that may."""
+        """The path that an accepted configuration describes.
+
+        A layer that may not follow the one before is replaced by the nearest that may.
+        """
         found: list[int] = []
         length = configuration[LENGTH]
         for at in range(length):
@@ -142,11 +153,11 @@ class LayerPaths:
         return tuple(found)
 
     def preference(self, configuration: Configuration) -> int:
-        """The number of the vector by which its layers are merged."""
+        """The number of the preference vector by which the configuration's layers are merged."""
         return int(configuration.get(PREFERENCE, 0))
 
     def configuration(self, path: Sequence[int], *, preference: int = 0) -> dict[str, Any]:
-        """Of a path of the space, whose merged layers are those of this vector."""
+        """The configuration of a path of the space, whose merged layers are those of vector `preference`."""
         found: dict[str, Any] = {LENGTH: len(path)}
         for at, step in enumerate(path):
             found |= {_model(at): self.models[self.model_of(step)], _layer(at): self.layer_of(step)}
@@ -156,11 +167,14 @@ class LayerPaths:
         return found
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
+        """The configuration that is stored for an accepted one: the `configuration` of its `path`."""
         return self.configuration(self.path(configuration), preference=self.preference(configuration))
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
-        """A path near one model in its own order: from none to all of its layers are changed, few more often than many.
-        A change takes the layer of another model, repeats the layer, or leaves it out."""
+        """A random path near one model's own order: up to all of its layers are changed, few more often than many.
+
+        A change takes the layer of another model, repeats the layer, or leaves it out.
+        """
         own = int(rng.integers(len(self.models)))
         layers = [(own, layer) for layer in range(self.num_layers)]
         num_changes = int(math.exp(rng.uniform(0.0, math.log(self.num_layers + 2)))) - 1
@@ -186,8 +200,11 @@ class LayerPaths:
         return self.repair(drawn)
 
     def passthrough(self, num_blocks: int, rng: np.random.Generator) -> dict[str, Any] | None:
-        """A path of that many blocks, each of consecutive layers of one model, as passthrough merges are written by
-        hand; None where what was drawn does not fit."""
+        """A random path of `num_blocks` blocks, each of consecutive layers of one model.
+
+        Passthrough merges are written by hand in this form. Returns None if the blocks that were drawn do not make a
+        path of the space.
+        """
         length = int(rng.integers(self.shortest, self.longest + 1))
         if num_blocks > length:
             return None
@@ -199,8 +216,8 @@ class LayerPaths:
                 step = self.step(int(rng.integers(len(self.models))), int(rng.choice(allowed)))
             else:
                 step = path[-1] + 1
-            goes_on = at > 0 and step == path[-1] + 1 and self.layer_of(step) > 0
-            if goes_on == (at in begins) or self.layer_of(step) not in allowed:
+            continues = at > 0 and step == path[-1] + 1 and self.layer_of(step) > 0
+            if continues == (at in begins) or self.layer_of(step) not in allowed:
                 return None
             path.append(step)
         if not self.may_end(path):

@@ -1,4 +1,4 @@
-"""What spaces share: groups of layers, merges at a layer, paths of layers, and recipes in a space's own aliases."""
+"""Functions that spaces share: groups of layers, recipes of layer paths, and recipes in a space's own aliases."""
 
 from __future__ import annotations
 
@@ -8,23 +8,18 @@ from dataclasses import replace
 from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe, Source
 from search_spaces.spaces.base import LayerGroup, SearchedModels
 
-__all__ = ["at_layer", "path_of_recipe", "recipe_of_path", "shared_merges", "split_layers", "with_own_aliases"]
+__all__ = ["path_of_recipe", "recipe_of_path", "shared_merges", "split_layers", "with_own_aliases"]
 
 
 def split_layers(num_layers: int, num_groups: int) -> tuple[LayerGroup, ...]:
-    """`num_groups` consecutive groups of `num_layers` layers; sizes differ by at most one, longer ones first."""
+    """`num_groups` consecutive groups of `num_layers` layers; sizes differ by at most one, longer groups come first."""
     size, longer = divmod(num_layers, num_groups)
     starts = [i * size + min(i, longer) for i in range(num_groups + 1)]
     return tuple(LayerGroup(f"g{i + 1}", starts[i], starts[i + 1]) for i in range(num_groups))
 
 
-def at_layer(merge: Merge, layer: int | None) -> Merge:
-    """The same merge of the sources' layer `layer`; None: outside layers."""
-    return replace(merge, sources=tuple(Source(source.model, layer) for source in merge.sources))
-
-
 def shared_merges(layers: Sequence[LayerRecipe], *, start: int) -> dict[Component, Merge] | None:
-    """The merges that all `layers` share, apart from the layer's number; None if they differ."""
+    """The merges that all `layers` have in common, apart from the layer's number; None if they differ."""
     stripped: list[dict[Component, Merge]] = []
     for layer, recipe in enumerate(layers, start):
         merges = {component: recipe.component(component) for component in COMPONENTS}
@@ -32,13 +27,15 @@ def shared_merges(layers: Sequence[LayerRecipe], *, start: int) -> dict[Componen
         usual = all(merge.base is None for merge in merges.values())
         if not (own and usual) or recipe.scale != 1 or recipe.alignment is not None:
             return None
-        stripped.append({component: at_layer(merge, None) for component, merge in merges.items()})
+        stripped.append({component: merge.at_layer(None) for component, merge in merges.items()})
     return stripped[0] if all(merges == stripped[0] for merges in stripped) else None
 
 
 def recipe_of_path(models: SearchedModels, layers: Sequence[tuple[str, int, float]]) -> Recipe:
-    """The merge whose layers are these: the model, its layer, and the scale of each. The embedding is that of the first
-    one's model, the final norm and the output head are those of the last one's."""
+    """The recipe of a path of whole layers, each given as model, layer number and scale.
+
+    The embedding is that of the first layer's model, the final norm and the output head are those of the last layer's.
+    """
     return Recipe(
         models.fingerprints,
         models.base,
@@ -50,7 +47,7 @@ def recipe_of_path(models: SearchedModels, layers: Sequence[tuple[str, int, floa
 
 
 def path_of_recipe(recipe: Recipe) -> list[tuple[str, int, float]] | None:
-    """The model, its layer, and the scale of each layer; None if one is a merge, or has an alignment."""
+    """The path of a recipe: model, layer number and scale of each layer; None if a layer is a merge or is aligned."""
     layers = [_step(layer) for layer in recipe.layers]
     found = [step for step in layers if step is not None]
     return found if found and len(found) == len(layers) else None
@@ -70,7 +67,10 @@ def _step(layer: LayerRecipe) -> tuple[str, int, float] | None:
 
 
 def with_own_aliases(recipe: Recipe, *, base: str, fingerprints: Mapping[str, str]) -> Recipe | None:
-    """`recipe` with the aliases of `fingerprints` for the same models; None if it uses others or has another base."""
+    """The same recipe with the aliases that a space uses for its models.
+
+    `fingerprints` has the aliases. Returns None if the recipe uses other models or has another base.
+    """
     mine = {fingerprint: alias for alias, fingerprint in reversed(list(fingerprints.items()))}
     names = {alias: mine.get(fingerprint) for alias, fingerprint in recipe.models.items()}
     if None in names.values() or names[recipe.base] != base:

@@ -1,11 +1,11 @@
 """Layerwise: one coefficient for each expert's task vector in each part of the model.
 
 Task arithmetic (Ilharco et al., "Editing Models with Task Arithmetic", 2022) with a coefficient per expert and tensor,
-component of a layer, layer or group of layers; with learned coefficients per layer it is AdaMerging's layer-wise form
+component of a layer, layer or group of layers. With learned coefficients per layer it is AdaMerging's layer-wise form
 (Yang et al., 2023). The embedding and the head (final norm and untied output head) are parts of their own.
 
-Instead of whole task vectors, TIES or DARE may keep some of their elements: at fixed masks, which depend neither on the
-coefficients nor on the candidate. So the merged tensors are linear in the coefficients whatever the method is.
+With TIES or DARE, only some elements of the task vectors are added. Their masks depend neither on the coefficients nor
+on the candidate, so merged tensors are linear in the coefficients with every method.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from search_spaces.spaces.base import (
     SearchedModels,
     SpaceDescription,
     SpaceSection,
-    TensorPlace,
+    TensorLocation,
 )
 from search_spaces.spaces.dis_paths import SCALES
 from search_spaces.spaces.layers import split_layers, with_own_aliases
@@ -33,7 +33,7 @@ from search_spaces.spaces.layers import split_layers, with_own_aliases
 __all__ = ["MAX_TENSOR_COEFFICIENTS", "SPACE", "LayerwiseSection", "LayerwiseSpace"]
 
 # The finest granularity gives the best merges, but models with very many tensors (a mixture of many experts in each
-# layer) have more coefficients than a search can decide. With more than this, `auto` is by component.
+# layer) have more coefficients than a search can determine. Above this number, `auto` means component.
 MAX_TENSOR_COEFFICIENTS = 10_000
 
 DEFAULT_LAYER_GROUPS = 4
@@ -42,7 +42,7 @@ DEFAULT_SEED = 0
 DEFAULT_DENSITIES = {"ties_peft": 0.2, "dare_linear": 0.5, "dare_linear_l1": 0.5}
 
 Granularity = Literal["tensor", "component", "layer", "layer_group"]
-# Methods that are linear in a coefficient per expert, which is called:
+# Methods that are linear in one coefficient per expert, and the name of that coefficient.
 COEFFICIENTS = {"task_arithmetic": "lambda", "ties_peft": "weight", "dare_linear": "lambda", "dare_linear_l1": "lambda"}
 
 
@@ -50,12 +50,13 @@ class LayerwiseSection(SpaceSection):
     kind: Literal["layerwise"] = "layerwise"
     """layerwise: one coefficient for each expert's task vector in each part of the model."""
     granularity: Literal["auto", "tensor", "component", "layer", "layer_group"] = "auto"
-    """What has coefficients of its own: each tensor, component of a layer (attention, mlp, norm), layer or group of
-    layers. auto: tensor, or component where that would be more than 10,000 coefficients."""
+    """The parts of the model with coefficients of their own: each tensor, component of a layer (attention, mlp, norm),
+    layer or group of layers. auto: tensor, or component if that would be more than 10,000 coefficients.
+    """
     layer_groups: Annotated[int, Field(ge=1)] | None = None
-    """With granularity: layer_group, how many groups of adjacent layers there are. Default: 4."""
+    """With granularity: layer_group, the number of groups of adjacent layers. Default: 4."""
     range: tuple[float, float] = (-0.5, 1.5)
-    """The lowest and highest coefficient; 0 leaves the base, 1 is the expert's task vector."""
+    """The lowest and highest coefficient; 0 leaves the base, 1 adds the expert's whole task vector."""
     method: Literal["task_arithmetic", "ties_peft", "dare_linear", "dare_linear_l1"] = "task_arithmetic"
     """Which elements of the task vectors are added: all, those that TIES elects, or those that DARE keeps."""
     density: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -101,7 +102,7 @@ class LayerwiseSpace:
     kind = "layerwise"
 
     def __init__(self, models: SearchedModels, section: LayerwiseSection) -> None:
-        """Raises InvalidStudy: no experts, or more layer groups than layers."""
+        """Build the space. Raises InvalidStudy if there are no experts, or more layer groups than layers."""
         self._models = models
         self._granularity = _granularity(section, models)
         num_groups = DEFAULT_LAYER_GROUPS if section.layer_groups is None else section.layer_groups
@@ -119,11 +120,11 @@ class LayerwiseSpace:
         self._layer_groups = split_layers(models.num_layers, num_groups)
         group_of = {layer: group.name for group in self._layer_groups for layer in range(group.start, group.stop)}
         self._pieces = {name: self._piece(name, place, group_of) for name, place in models.tensors.items()}
-        # Of each part that has tensors, the first; its coefficients are those of the part in a recipe.
+        # The first tensor of each part that has tensors; its coefficients are those of the part in a recipe.
         self._first: dict[tuple[Part, int | None], str] = {}
         for name, place in models.tensors.items():
             self._first.setdefault((place.part, place.layer), name)
-        # What the last layer hands on goes into the final norm, which takes any factor off again.
+        # The last layer has no scale: the final norm would cancel it.
         scaled = range(models.num_layers - 1) if section.layer_scales else ()
         self._scales = {layer: f"scale:{layer}" for layer in scaled}
         low, high = section.range
@@ -169,7 +170,7 @@ class LayerwiseSpace:
                     single[name] = own
 
         def part(name: Part, layer: int | None = None) -> Merge:
-            # That of another part of the layer, or outside layers, where this one has no tensors.
+            # A part without tensors has the merge of another part of the same layer, or of another part outside layers.
             return parts.get((name, layer)) or next(own for (_, at), own in parts.items() if at == layer)
 
         return Recipe(
@@ -211,17 +212,17 @@ class LayerwiseSpace:
             return None
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
-        """Each expert's alias, in the study's order, and the parameter of its task vector in this tensor."""
+        """Each expert's alias, in the study's order, with the parameter of its task vector in this tensor."""
         piece = self._pieces[self._models.tied.get(tensor_name, tensor_name)]
         return tuple(zip(self._models.experts, self._keys[piece], strict=True))
 
     @property
     def layer_scales(self) -> Mapping[int, str]:
-        """The scales of all layers but the last, with that option."""
+        """The parameters of the scales of all layers but the last; empty without the option `layer_scales`."""
         return self._scales
 
-    def _piece(self, name: str, place: TensorPlace, group_of: Mapping[int, str]) -> str:
-        """The name of what shares its coefficients with a tensor."""
+    def _piece(self, name: str, place: TensorLocation, group_of: Mapping[int, str]) -> str:
+        """The name of the part of the model that shares its coefficients with a tensor."""
         if self._granularity == "tensor":
             return name
         if place.layer is None:
@@ -265,8 +266,8 @@ def _problems(models: SearchedModels, num_groups: int) -> Iterator[Problem]:
         yield Problem("search_space.layer_groups", message)
 
 
-def _merge_of(recipe: Recipe, name: str, place: TensorPlace) -> Merge:
-    """The merge of one tensor."""
+def _merge_of(recipe: Recipe, name: str, place: TensorLocation) -> Merge:
+    """The merge of one tensor of a recipe."""
     if name in recipe.tensors:
         return recipe.tensors[name]
     if place.part == "embedding" or place.part == "head":

@@ -1,20 +1,24 @@
-"""LFS, layer-wise fusion: Su and Geiping, "Fine, I'll Merge It Myself: A Multi-Fidelity Framework for Automated Model
-Merging" (2025), sections 3.2.1 and A.6, Table 11.
+"""LFS, layer-wise fusion: groups of layers that each choose a merge method, its operands and its coefficients.
 
-The layers fall into G consecutive groups, as even as possible; each layer's tensors into C component groups (1: the
-whole layer; 3: mlp, attention, norm). A layer group chooses its method and the experts that are merged; a component
+Su and Geiping, "Fine, I'll Merge It Myself: A Multi-Fidelity Framework for Automated Model Merging" (2025), sections
+3.2.1 and A.6, Table 11.
+
+The layers are divided into G consecutive groups, as even as possible; each layer's tensors into C component groups (1:
+the whole layer; 3: mlp, attention, norm). A layer group chooses its method and the experts that are merged. A component
 group has the method's coefficients. The embedding follows the first layer group; the final norm and the output head
 follow the last. With C = 3 both use the group's `norm` coefficients, which Table 11 calls "other".
 
 One bit per expert and layer group selects the experts that are merged. **If no bit is set, all are merged.** So every
-configuration is a merge of at least one expert, none has to be repaired or rejected, a surrogate is fitted to exactly
-what was proposed, and all experts together, the most promising choice, are slightly more likely than each smaller set.
-SLERP merges two models, so it chooses a pair instead: two experts, or one expert and the base. The bits would be
-redundant there and do not exist (with `method_per: component` they exist, for the component groups that use another
-method). The same holds for all other methods of two models or of one.
+configuration is a merge of at least one expert. None has to be repaired or rejected, and a surrogate is fitted to
+exactly what was proposed. All experts together, the most promising choice, are slightly more likely than each smaller
+set.
 
-Departures from the published code: parameters exist only under the method that uses them, and `t` is the
-interpolation parameter itself.
+SLERP merges two models, so it chooses a pair instead: two experts, or one expert and the base. Bits would be redundant
+there and do not exist (with `method_per: component` they exist for the component groups that use another method). The
+same holds for all other methods of two models or of one.
+
+Departures from the published code: parameters exist only under the method that uses them, and `t` is the interpolation
+parameter itself.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from search_spaces.methods import METHODS
 from search_spaces.parameters import Categorical, Condition, Configuration, Parameter, Parameters
 from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe
 from search_spaces.spaces.base import SearchedModels, SpaceDescription, SpaceSection, repeated
-from search_spaces.spaces.layers import at_layer, shared_merges, split_layers, with_own_aliases
+from search_spaces.spaces.layers import shared_merges, split_layers, with_own_aliases
 from search_spaces.spaces.lfs_methods import DIRECTED, PUBLISHED, ComponentGroup, SearchedMethod
 from search_spaces.spaces.lfs_ranges import SEARCHED_METHODS
 
@@ -58,18 +62,22 @@ else:
 
 class LfsSection(SpaceSection):
     kind: Literal["lfs"]
-    """lfs: one merge method per layer group, its numbers per component group."""
+    """lfs: one merge method per layer group, its coefficients per component group."""
     layer_groups: Annotated[int, Field(ge=1)] = 4
-    """How many groups of adjacent layers choose for themselves; at most the number of layers."""
+    """The number of groups of adjacent layers that each choose their method and experts; at most the number of layers.
+    """
     component_groups: Literal[1, 3] = 3
-    """1: a layer is one piece; 3: mlp, attention and norms have numbers of their own."""
+    """How many sets of coefficients a layer has. 1: one for the whole layer; 3: one each for mlp, attention and norms.
+    """
     methods: Annotated[tuple[LfsMethod, ...], Field(min_length=1)] = tuple(PUBLISHED)
     method_per: Literal["layer_group", "component"] = "layer_group"
-    """Who chooses the method: each layer group, or each component group in it."""
+    """The unit that chooses a method: each layer group, or each component group in it."""
     lambdas: Literal["shared", "per_model"] = "shared"
     """Task arithmetic's lambda: one for the selected experts, or one for each, searched as a direction and a scale."""
     preset: Literal["paper"] | None = None
-    """paper: exactly the published space; what contradicts it is refused."""
+    """A published configuration of the space. paper: exactly the published space. Options that contradict it are
+    refused.
+    """
 
     @property
     def merge_methods(self) -> tuple[str, ...]:
@@ -114,10 +122,12 @@ class LfsSpace:
         preset: Literal["paper"] | None = None,
         tokenizer: str = "base",
     ) -> None:
-        """`fingerprints` maps the aliases `base` and `experts` to content fingerprints; `tokenizer` is every recipe's.
+        """Build the space. Raises InvalidStudy if the options do not fit each other or the models.
 
-        Raises InvalidStudy: no experts, more layer groups than layers, an unknown method, or a `preset` that the
-        other arguments contradict."""
+        That is: no experts, more layer groups than layers, an unknown method, or a `preset` that the other arguments
+        contradict. `fingerprints` maps the aliases `base` and `experts` to content fingerprints. `tokenizer` is the
+        tokenizer of every recipe.
+        """
         given = {
             "layer_groups": layer_groups,
             "component_groups": component_groups,
@@ -154,9 +164,9 @@ class LfsSpace:
         groups = [self._decode_group(group.name, configuration) for group in self._layer_groups]
         layers = tuple(
             LayerRecipe(
-                attention=at_layer(merges["attention"], layer),
-                mlp=at_layer(merges["mlp"], layer),
-                norm=at_layer(merges["norm"], layer),
+                attention=merges["attention"].at_layer(layer),
+                mlp=merges["mlp"].at_layer(layer),
+                norm=merges["norm"].at_layer(layer),
             )
             for group, merges in zip(self._layer_groups, groups, strict=True)
             for layer in range(group.start, group.stop)
@@ -202,7 +212,7 @@ class LfsSpace:
         return f"{group}.use.{expert}"
 
     def _uses(self, group: str, components: str, *methods: str) -> tuple[Condition, ...]:
-        """The conditions under which one of `methods` is used, empty if that is certain."""
+        """The conditions under which one of `methods` is used; empty if one always is."""
         if set(self._methods) <= set(methods):
             return ()
         return (Condition(self._method_key(group, components), tuple(m for m in self._methods if m in methods)),)
@@ -216,7 +226,7 @@ class LfsSpace:
         return ComponentGroup(f"{group}.{components}", self._base, self._experts, uses, bits)
 
     def _role(self, name: str) -> str:
-        """What a parameter does, whatever its layer group and component group: its name without them."""
+        """A parameter's meaning in any layer group and component group: its name without the groups."""
         _, rest = name.split(".", 1)
         first, _, last = rest.partition(".")
         return last if first in self._components else rest
@@ -296,7 +306,7 @@ class LfsSpace:
         return None
 
     def _methods_of(self, merge: Merge) -> tuple[str, ...]:
-        """The methods that can give `merge`: its own, or any method if it is one of the models unchanged."""
+        """The methods that can give `merge`: its own, or any method if it is an unchanged model."""
         is_model = merge.method == "passthrough" and not merge.coefficients
         return tuple(name for name in self._methods if is_model or merge.method == name)
 
@@ -336,7 +346,7 @@ class LfsSpace:
         return configuration
 
     def _operands_of(self, group: str, method: str, merges: Mapping[str, Merge]) -> tuple[str, ...] | None:
-        """The choice of operands that all `merges` (by component group) can come from."""
+        """The choice of operands that all `merges` (by component group) can come from; None if there is none."""
         return next(
             (
                 choice

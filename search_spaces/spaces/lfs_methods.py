@@ -1,7 +1,7 @@
-"""The merge methods of LFS as published: the parameters each searches, and how their values become a Merge and back.
+"""The merge methods of LFS as published: the parameters of each, and how their values become a Merge and back.
 
-All other methods are searched as `lfs_ranges` says; the ranges are in their declarations (`search_spaces.methods`).
-Merges here carry no layer; `lfs` adds it.
+All other methods are searched as `lfs_ranges` says. The ranges are in their declarations (`search_spaces.methods`).
+Merges here have no layer; `lfs` adds it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from search_spaces.recipe import COEFFICIENT_DECIMALS, Merge, Source
 
 __all__ = ["DIRECTED", "PUBLISHED", "ComponentGroup", "SearchedMethod", "on_simplex"]
 
-# TIES keeps this share of a task vector where a recipe does not determine it (lambda = 0): the paper's default.
+# The share k of TIES in a configuration whose recipe does not determine it (lambda = 0): the paper's default.
 DEFAULT_DENSITY = 0.2
 
 
 @dataclass(frozen=True)
 class ComponentGroup:
-    """One layer group's component group: the smallest unit with coefficients of its own.
+    """A component group of one layer group: the smallest unit with coefficients of its own.
 
-    `conditions` say when a method is used here (none if there is no choice); `is_selected` maps an expert to the
-    conditions under which it is an operand."""
+    `conditions` say when a method is used here (none if there is no choice). `is_selected` maps an expert to the
+    conditions under which it is an operand.
+    """
 
     name: str
     base: str
@@ -46,7 +47,7 @@ class SearchedMethod(Protocol):
     def decode(self, cell: ComponentGroup, operands: tuple[str, ...], configuration: Configuration) -> Merge: ...
 
     def encode(self, cell: ComponentGroup, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
-        """Values that decode to `merge` (canonical), or None where this method cannot express it."""
+        """Values that decode to `merge` (canonical); None if this method cannot express it."""
         ...
 
 
@@ -74,9 +75,10 @@ class TaskArithmetic:
 class DirectedTaskArithmetic:
     """base + lambda * m * (sum of weight * task vector) over the m selected experts, weights on the simplex.
 
-    The weights are a direction, searched as those of `Linear` are; lambda * m is the scale. Equal weights are the one
-    lambda of `TaskArithmetic`, whose range lambda has. Direction and scale are searched apart as in Mixup Model Merge
-    (M3), section 3.1."""
+    The weights are a direction, searched as those of `Linear` are; lambda * m is the scale. With equal weights, lambda
+    is that of `TaskArithmetic` and has its range. Direction and scale are searched separately, as in Mixup Model Merge
+    (M3), section 3.1.
+    """
 
     name = "task_arithmetic"
 
@@ -114,8 +116,7 @@ class DirectedTaskArithmetic:
 
 
 class Ties:
-    """TIES: keep the share k of largest magnitudes, elect signs, add lambda times the mean of those that
-    agree."""
+    """TIES: keep the share k of largest magnitudes, elect signs, add lambda times the mean of agreeing elements."""
 
     name = "ties"
 
@@ -138,9 +139,10 @@ class Ties:
 class Linear:
     """The weighted mean of the selected experts, weights on the simplex.
 
-    Searched as one weight per expert, stored divided by their sum; all zero means equal weights, as do weights that
-    do not exist (no bit set, see `lfs`). A single expert is averaged with the base, whose weight is 1 minus the
-    expert's."""
+    Searched as one weight per expert, stored divided by their sum. Weights that are all zero, or that do not exist (no
+    bit set, see `lfs`), mean equal weights. A single expert is averaged with the base, whose weight is 1 minus the
+    expert's.
+    """
 
     name = "linear"
 
@@ -199,7 +201,7 @@ class Slerp:
         return {key: t if _models(merge) == operands else round(1 - t, COEFFICIENT_DECIMALS)}
 
 
-# In the order in which they are searched, and tried when a recipe is encoded.
+# In the order in which methods are searched, and tried when a recipe is encoded.
 PUBLISHED: dict[str, SearchedMethod] = {method.name: method for method in (TaskArithmetic(), Ties(), Slerp(), Linear())}
 
 # Task arithmetic with a lambda per expert, instead of the published one.
@@ -226,7 +228,7 @@ def _passed_through(merge: Merge) -> str | None:
 
 
 def on_simplex(weights: tuple[float, ...]) -> tuple[float, ...]:
-    """Weights divided by their sum; equal ones if all are zero."""
+    """Weights divided by their sum; equal weights if all are zero."""
     if _is_on_simplex(weights):
         return weights  # already divided: dividing again would change the last decimal
     total = sum(weights)

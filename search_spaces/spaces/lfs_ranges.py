@@ -1,7 +1,7 @@
-"""How LFS searches the methods that it was not published with: each coefficient in the range that its method declares.
+"""The methods that LFS was not published with, as LFS searches them: coefficients in the ranges that methods declare.
 
-Weights are searched as one number per selected expert; for methods that divide by their sum they are stored divided by
-it. All random masks have the same seed, so that candidates differ in their coefficients only.
+Weights are searched as one number per selected expert; for methods that divide by the sum of the weights they are
+stored divided by it. All random masks have the same seed, so that candidates differ in their coefficients only.
 """
 
 from __future__ import annotations
@@ -74,8 +74,11 @@ class RangedMethod:
         return values
 
     def _encode_model(self, cell: ComponentGroup, operands: tuple[str, ...], model: str) -> dict[str, Any] | None:
-        """Values that decode to one of the models: to the base by the coefficient whose zero leaves it, to an expert
-        alone, or to the first of an ordered pair by the coefficient whose zero leaves that."""
+        """Parameter values that decode to one of the models unchanged; None if no values do.
+
+        The base is left by the coefficient whose zero leaves it. An expert can be the only operand. The first of an
+        ordered pair is left by the coefficient whose zero leaves the first source.
+        """
         method = self.method
         leaves_base = (method.base_at_zero, None if method.is_itself_alone else method.drops_zeros)
         zero = next(
@@ -123,7 +126,7 @@ class RangedMethod:
 
 @dataclass(frozen=True)
 class PairInterpolation:
-    """A method of a pair that is searched as SLERP is, by its t in [0, 1]: weights 1 - t and t."""
+    """A method of a pair that is searched like SLERP, by t in [0, 1]: weights 1 - t and t."""
 
     method: MergeMethod
     share: PairShare
@@ -156,7 +159,7 @@ def _searched(method: MergeMethod) -> SearchedMethod:
     return RangedMethod(method) if share is None else PairInterpolation(method, share)
 
 
-# In the order in which they are searched, and tried when a recipe is encoded.
+# In the order in which methods are searched, and tried when a recipe is encoded.
 SEARCHED_METHODS: dict[str, SearchedMethod] = {
     **PUBLISHED,
     **{name: _searched(method) for name, method in METHODS.items() if name not in PUBLISHED},

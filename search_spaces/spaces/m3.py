@@ -1,14 +1,16 @@
-"""M3: "Mixup Model Merge (M3): A Geometric Exploration of Task-Vector Space for Decoupled Model Merging".
+"""M3: one merge method for the whole model, with a direction and a scale of the task vectors.
 
-One merge method for the whole model, a direction (each expert's share of the task vectors, summing to 1) and a scale:
-base + s * sum of share_k * task vector k (equation 2). Directions are drawn from Beta(alpha, alpha) for two experts
-(equation 3) and from its generalisation, the symmetric Dirichlet distribution, for more; or they are a p-series over
-an order of the experts: share_k proportional to k^-p (equation 4).
+"Mixup Model Merge (M3): A Geometric Exploration of Task-Vector Space for Decoupled Model Merging".
+
+The merge is base + s * sum of share_k * task vector k (equation 2). The direction is each expert's share of the task
+vectors; shares sum to 1. s is the scale. Directions are drawn from Beta(alpha, alpha) for two experts (equation 3) and
+from its generalisation, the symmetric Dirichlet distribution, for more. Or they are a p-series over an order of the
+experts: share_k is proportional to k^-p (equation 4).
 
 The parameters are quantiles in [0, 1] that the inverse distribution functions turn into shares. So uniform draws give
-the paper's distributions, random search here is the paper's search, and any other searcher can drive the same space.
-The Dirichlet distribution is drawn share by share: of what the experts before it leave, an expert that k others follow
-takes a Beta(alpha, k * alpha) share.
+the paper's distributions, random search in this space is the paper's search, and any other searcher can search the same
+space. The Dirichlet distribution is drawn share by share: of what the experts before it leave, an expert that k others
+follow takes a Beta(alpha, k * alpha) share.
 
 Constants are those of section 4.1, of section 4.4 (DARE's drop rate of 0.2) and of Table 3 (the share k that TIES
 keeps). A method without a scale, the average, has shares only. Random masks always have the same seed.
@@ -26,9 +28,9 @@ from pydantic import Field
 
 from search_spaces.errors import InvalidConfiguration, InvalidStudy, Problem
 from search_spaces.parameters import Categorical, Condition, Configuration, Float, Parameter, Parameters
-from search_spaces.recipe import COEFFICIENT_DECIMALS, COMPONENTS, LayerRecipe, Merge, Recipe, Source
+from search_spaces.recipe import COEFFICIENT_DECIMALS, COMPONENTS, Merge, Recipe, Source
 from search_spaces.spaces.base import SearchedModels, SpaceDescription, SpaceSection, repeated
-from search_spaces.spaces.layers import at_layer, shared_merges, split_layers, with_own_aliases
+from search_spaces.spaces.layers import shared_merges, split_layers, with_own_aliases
 
 __all__ = ["MAX_ORDERED", "SPACE", "M3Section", "M3Space"]
 
@@ -38,7 +40,7 @@ TIES_SHARES = (0.5, 0.7, 0.9)
 DARE_DENSITY = 0.8
 SEED = 0
 
-# A p-series has n! orders; 120 for 5 experts.
+# The largest number of experts with p-series, which have n! orders: 120 for 5 experts.
 MAX_ORDERED = 5
 ORDER = ">"
 
@@ -52,14 +54,16 @@ class M3Section(SpaceSection):
     methods: Annotated[tuple[Method, ...], Field(min_length=1)] = ("linear", "task_arithmetic", "m3_ties", "m3_dare")
     """The merge methods to choose from: the average (linear), task arithmetic, TIES and DARE."""
     directions: Annotated[tuple[Direction, ...], Field(min_length=1)] | None = None
-    """dirichlet: each expert's share is drawn (of two experts from a Beta distribution); p_series: shares fall with
-    the rank in an order of the experts. Default: dirichlet for two experts and for more than five, else both."""
+    """How the experts' shares are chosen. dirichlet: each share is drawn (of two experts from a Beta distribution);
+    p_series: shares fall with the rank in an order of the experts. Default: dirichlet for two experts and for more than
+    five, else both.
+    """
     alphas: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)] = ALPHAS
-    """Parameters of the Dirichlet distribution: below 1 single experts dominate, above 1 shares are alike."""
+    """Parameters of the Dirichlet distribution: below 1 single experts dominate, above 1 shares are similar."""
     exponents: Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(min_length=1)] = EXPONENTS
     """Exponents p of the p-series: 0 gives equal shares, larger ones favour the first expert."""
     scale: tuple[float, float] = (0.5, 2.0)
-    """The lowest and highest scale."""
+    """The lowest and highest scale of the task vectors."""
 
     @property
     def merge_methods(self) -> tuple[str, ...]:
@@ -85,7 +89,11 @@ class M3Space:
     kind = "m3"
 
     def __init__(self, models: SearchedModels, section: M3Section) -> None:
-        """Raises InvalidStudy: no experts, a single one that is averaged, or too many for the orders of a p-series."""
+        """Build the space.
+
+        Raises InvalidStudy if there are no experts, if the only expert would be averaged, or if there are too many
+        experts for the orders of a p-series.
+        """
         if problems := tuple(_problems(models, section)):
             raise InvalidStudy(problems)
         self._models = models
@@ -105,15 +113,12 @@ class M3Space:
 
     def to_recipe(self, configuration: Configuration) -> Recipe:
         self.parameters.check(configuration)
-        merge = self._merge(configuration)
         models = self._models
-        layers = (at_layer(merge, layer) for layer in range(models.num_layers))
-        return Recipe(
-            models.fingerprints,
-            models.base,
-            tuple(LayerRecipe(own, own, own) for own in layers),
-            embedding=merge,
-            head=merge,
+        return Recipe.uniform(
+            self._merge(configuration),
+            models=models.fingerprints,
+            base=models.base,
+            num_layers=models.num_layers,
             tokenizer=models.tokenizer,
         ).canonical()
 
@@ -206,7 +211,10 @@ class M3Space:
                 yield {**chosen, **direction, **({} if method == "linear" else {"scale": scale})}
 
     def _numbers(self, method: str, merge: Merge) -> _Numbers | None:
-        """The shares, or shares times the scale, that `method` would have in `merge`; None if it cannot be its."""
+        """The numbers that `method` would have in `merge`: the shares, or shares times the scale.
+
+        Returns None if the merge cannot come from this method.
+        """
         models = [source.model for source in merge.sources]
         if merge.method == "passthrough" and not merge.coefficients:
             if method not in ("linear", "task_arithmetic") or models[0] == self._models.base:
@@ -249,15 +257,17 @@ class M3Space:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Coefficients as a recipe has them, one per expert: shares, or shares times a `scale` that is not known (None)."""
+    """Coefficients in a recipe, one per expert: shares, or shares times a scale that is not known (`scale` is None)."""
 
     numbers: tuple[float, ...]
     scale: float | None
 
 
 def dirichlet_shares(quantiles: Sequence[float], alpha: float) -> tuple[float, ...]:
-    """A point of the simplex, one more number than `quantiles`. Independent uniform quantiles give the symmetric
-    Dirichlet distribution; a single one gives Beta(alpha, alpha)."""
+    """The shares with these quantiles: a point of the simplex with one more number than `quantiles`.
+
+    Independent uniform quantiles give the symmetric Dirichlet distribution; a single one gives Beta(alpha, alpha).
+    """
     from scipy.special import betaincinv
 
     shares: list[float] = []
@@ -282,14 +292,17 @@ def dirichlet_quantiles(shares: Sequence[float], alpha: float) -> tuple[float, .
 
 
 def _p_series(experts: Sequence[str], order: Sequence[str], p: float) -> tuple[float, ...]:
-    """Equation 4: the expert of rank k in `order` has a share proportional to k^-p."""
+    """The shares of a p-series (equation 4): the expert of rank k in `order` has a share proportional to k^-p."""
     ranked = {expert: (rank + 1) ** -p for rank, expert in enumerate(order)}
     total = math.fsum(ranked.values())
     return tuple(ranked[expert] / total for expert in experts)
 
 
 def _exact_shares(found: _Numbers, scales: tuple[float, float]) -> tuple[float, ...]:
-    """Shares that sum to one and give the rounded numbers of a recipe: the error of their sum is taken off evenly."""
+    """The experts' shares, summing to one, that give the rounded numbers of a recipe.
+
+    The error of the rounded numbers' sum is distributed evenly.
+    """
     total = math.fsum(found.numbers)
     exact = 1.0 if found.scale is not None else min(max(total, scales[0]), scales[1])
     shift = (exact - total) / len(found.numbers)
@@ -299,7 +312,7 @@ def _exact_shares(found: _Numbers, scales: tuple[float, float]) -> tuple[float, 
 
 
 def _scale(numbers: Sequence[float], shares: Sequence[float], scales: tuple[float, float]) -> float:
-    """The scale at which all shares give the rounded numbers of a recipe."""
+    """The scale of the task vectors with which the shares give the rounded numbers of a recipe."""
     half = 0.5 * 10.0**-COEFFICIENT_DECIMALS
     pairs = [(number, share) for number, share in zip(numbers, shares, strict=True) if share > half]
     low = max(scales[0], *((number - half) / share for number, share in pairs))

@@ -1,11 +1,11 @@
 """SFS, scales only: Su and Geiping, "Fine, I'll Merge It Myself" (2025), section 5.3.
 
-One model, all of its layers in their order. Each layer has a factor on its weights and one on its output. The paper
-says no more. Here the first multiplies the tensors of attention and MLP (biases included, norms not), the second the
-residual stream after the layer, as in DIS (`LayerRecipe.scale`). What the last layer hands on goes into the final norm,
-which takes any factor off again, so that it has none.
+The merge is one model with all of its layers in their order. Each layer has a factor on its weights and one on its
+output. The paper says no more. Here the first multiplies the tensors of attention and MLP (biases included, norms not),
+the second the residual stream after the layer, as in DIS (`LayerRecipe.scale`). The last layer's output has no factor,
+because the final norm would cancel it.
 
-The range is that of DIS. Merges are differentiable in both factors.
+The range of the factors is that of DIS. Merges are differentiable with respect to both.
 """
 
 from __future__ import annotations
@@ -59,7 +59,11 @@ class SfsSpace:
     seed = None
 
     def __init__(self, models: SearchedModels, section: SfsSection) -> None:
-        """Raises InvalidStudy: no experts, no model named among several, or one that is none of the study's."""
+        """Build the space.
+
+        Raises InvalidStudy if there are no experts, if several are given and no model is named, or if the named model
+        is not one of the study.
+        """
         known = (*models.experts, models.base)
         if problems := tuple(_problems(models, section, known)):
             raise InvalidStudy(problems)
@@ -108,8 +112,10 @@ class SfsSpace:
             return None
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
-        """The model, and the parameter that is the factor of the tensor's weights; nothing for norms, embedding and
-        head."""
+        """The model and the parameter that is the factor of the tensor's weights; empty for other tensors.
+
+        The other tensors are norms, embedding and head.
+        """
         place = self._models.tensors[self._models.tied.get(tensor_name, tensor_name)]
         if place.layer is None or place.part not in SCALED:
             return ()
@@ -117,7 +123,7 @@ class SfsSpace:
 
     @property
     def layer_scales(self) -> Mapping[int, str]:
-        """By layer, the parameter that is the scale of its output."""
+        """The parameters that scale the layers' outputs, by layer."""
         return dict(enumerate(self._outputs))
 
     def _layer(self, layer: int, configuration: Configuration) -> LayerRecipe:

@@ -1,7 +1,11 @@
 """The study file: what to merge, what to search and what it may cost.
 
-- `file`: load and parse a study; its JSON Schema
-- `sections`: the sections as validated models: types, ranges, defaults
+- `file`: a whole study: loading, parsing, its JSON Schema; the section `limits`
+- `models`: the section `models`; how a study names another study
+- `search`: the sections `search_space` and `search`
+- `fidelity`: the section `fidelity`
+- `objectives`: the sections `objectives` and `holdout`
+- `engine`: the section `engine`; the options of one engine
 - `checks`: contradictions between fields
 - `validation`: pydantic's errors as messages for users
 - `yaml`: strict reading of YAML and JSON

@@ -1,6 +1,6 @@
-"""Contradictions between the fields of a study, and names of what is not available yet.
+"""Contradictions between the fields of a study, and names of features that are not available yet.
 
-Each check gets only sections that are valid on their own, so that all problems can be reported at once.
+Each check receives only sections that are valid on their own, so that all problems can be reported at once.
 """
 
 from __future__ import annotations
@@ -12,28 +12,20 @@ from dataclasses import dataclass, field
 from search_spaces.constraints import Constraint, contradictory, parse_constraint
 from search_spaces.errors import InvalidPreference, InvalidStudy, Problem
 from search_spaces.preferences import preference_vector
+from search_spaces.section import LINE, NAME
 from search_spaces.spaces import SPACES
-from search_spaces.study.sections import (
-    LINE,
-    MAX_PREFERENCES,
-    NAME,
-    AnotherStudy,
-    CostSpec,
-    Fidelity,
-    InlineTask,
-    Models,
-    ObjectiveSpec,
-    Search,
-    SearchSpaceSpec,
-)
-from search_spaces.study.validation import Vocabulary
+from search_spaces.study.fidelity import Fidelity
+from search_spaces.study.models import AnotherStudy, Models
+from search_spaces.study.objectives import CostSpec, InlineTask, ObjectiveSpec
+from search_spaces.study.search import MAX_PREFERENCES, Search, SearchSpaceSpec
+from search_spaces.study.validation import MessageHints
 
-__all__ = ["WORDS", "ValidParts", "contradictions", "without_consequences"]
+__all__ = ["HINTS", "ValidParts", "contradictions", "without_consequences"]
 
-# Names that a message lists.
+# The largest number of names that a message lists.
 MAX_NAMES = 20
 
-WORDS = Vocabulary(
+HINTS = MessageHints(
     later_values={
         "engine.backend": ("transformers",),
     },
@@ -60,11 +52,14 @@ class ValidParts:
     costs: Mapping[int, CostSpec] = field(default_factory=dict)
     holdout: Mapping[int, ObjectiveSpec] = field(default_factory=dict)
     objective_names: tuple[str, ...] = ()
-    """Includes those of invalid objectives."""
+    """Names of all objectives, including invalid ones."""
 
 
 def without_consequences(problems: list[Problem]) -> list[Problem]:
-    """`problems` without the consequences of one of them: the missing task and metric of a cost in `holdout`."""
+    """The problems without those that follow from another one.
+
+    A holdout entry with `cost` is one problem; its missing task and metric are not reported too.
+    """
     costs = {problem.field.removesuffix("cost") for problem in problems if problem.field.endswith(".cost")}
     return [
         problem
@@ -122,7 +117,7 @@ def _search_contradictions(search: Search, objectives: Sequence[str]) -> Iterato
             message = f"has no effect with algorithm: {search.algorithm}; write hm3, or leave it out"
             yield Problem("search.hm3.start", message)
     elif not policy.learns:
-        message = "false: there is no policy that could propose paths; name its study as search.hm3.start"
+        message = "false: there is no trained policy that could propose paths; name its study as search.hm3.start"
         yield Problem("search.hm3.learns", message)
     if gradient.warm_steps is not None and gradient.warm_steps > gradient.steps:
         message = f"{gradient.warm_steps} is above steps={gradient.steps}; give at most {gradient.steps}"
@@ -164,7 +159,7 @@ def _fidelity_contradictions(fidelity: Fidelity, objectives: Mapping[int, Object
     low, high, steps = fidelity.min_samples, fidelity.max_samples, fidelity.rungs
     for name in ("min_samples", "max_samples") if steps is not None else ():
         if getattr(fidelity, name) is not None:
-            yield Problem(f"fidelity.{name}", "states the rungs again; leave out one of the two")
+            yield Problem(f"fidelity.{name}", "is given as well as rungs; leave out one of the two")
     if steps is not None and not _is_increasing(steps):
         yield Problem("fidelity.rungs", _increase(steps))
     if fidelity.scheduler == "none":
@@ -192,7 +187,7 @@ def _fidelity_contradictions(fidelity: Fidelity, objectives: Mapping[int, Object
 
 
 def _length_contradictions(fidelity: Fidelity, objectives: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:
-    """Rungs must have the same length everywhere, and a length that the scheduler accepts."""
+    """Problems with the number of rungs, which is the same for all objectives and one that the scheduler accepts."""
     own = {f"objectives.{index}.rungs": spec.rungs for index, spec in objectives.items() if spec.rungs is not None}
     written = own if fidelity.rungs is None else {"fidelity.rungs": fidelity.rungs, **own}
     try:
@@ -225,7 +220,7 @@ def _is_increasing(counts: Sequence[int]) -> bool:
 
 
 def _increase(counts: Sequence[int]) -> str:
-    return f"{list(counts)} does not increase; give each rung more samples than the last"
+    return f"{list(counts)} does not increase; give each rung more samples than the one before"
 
 
 def _objective_contradictions(section: str, specs: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:
@@ -259,15 +254,15 @@ def _cost_contradictions(parts: ValidParts) -> Iterator[Problem]:
         if parts.search_space is not None and not parts.search_space.changes_layers:
             able = ", ".join(kind for kind, section in SPACES.items() if section(kind=kind).changes_layers)
             message = (
-                f"{spec.cost}: all merges of the space {parts.search_space.kind} have the same; leave the objective "
-                f"out, or search a space that changes them: {able}"
+                f"{spec.cost}: all merges of the space {parts.search_space.kind} have the same number; leave the "
+                f"objective out, or search a space that changes them: {able}"
             )
             yield Problem(f"objectives.{index}.cost", message)
         if costs.setdefault(spec.cost, index) != index:
             message = f"{spec.cost} is also the cost of objectives.{costs[spec.cost]}; leave out one of the two"
             yield Problem(f"objectives.{index}.cost", message)
     if parts.costs and len(parts.costs) == len(parts.objective_names):
-        yield Problem("objectives", "has costs only, which the smallest merge has the least of; add one with a task")
+        yield Problem("objectives", "has costs only, which are least for the smallest merge; add one with a task")
 
 
 def _holdout_contradictions(
@@ -311,7 +306,7 @@ def _constraint_contradictions(search: Search, parts: ValidParts) -> Iterator[Pr
         except InvalidStudy as error:
             yield from (Problem(f"search.constraints.{index}", problem.message) for problem in error.problems)
     if search.constraints and parts.fidelity is not None and parts.fidelity.rule == "bound":
-        message = "bound compares objectives and not constraints, which this study has; write behind"
+        message = "bound cannot compare constraints, which this study has; write behind"
         yield Problem("fidelity.rule", message)
     experts = None if parts.models is None else tuple(parts.models.experts)
     for index, message in contradictory(constraints, objectives=parts.objective_names, experts=experts):
@@ -324,9 +319,9 @@ def _constraint_contradictions(search: Search, parts: ValidParts) -> Iterator[Pr
 
 
 def _unreachable(constraint: Constraint, spec: ObjectiveSpec) -> str:
-    """Why no value in the objective's range meets the constraint; "" if one may."""
+    """The reason why no value in the objective's range meets the constraint; "" if one may."""
     if spec.range is not None and not spec.range[0] < spec.range[1]:
-        return ""  # told at the range
+        return ""  # the problem is reported for the range
     low, high = spec.range or (0.0, 1.0)
     if constraint.reference is not None:
         low, high = low - high, high - low

@@ -1,7 +1,7 @@
 """The study file: what to merge, what to search, what "better" means, and how much it may cost.
 
-All problems of a study are reported together. Validation that needs models or tasks is not done here; the study file
-itself is the only file that is read.
+All problems of a study are reported together. The study file is the only file that is read here: validation that needs
+models or tasks is done elsewhere.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -16,42 +17,19 @@ from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from search_spaces.errors import InvalidStudy, Problem
-from search_spaces.section import Section
-from search_spaces.study.checks import WORDS, ValidParts, contradictions, without_consequences
-from search_spaces.study.sections import (
-    DEFAULT_SPACE,
-    AnyObjective,
-    Chained,
-    CostSpec,
-    Engine,
-    Fidelity,
-    FromStudy,
-    InlineTask,
-    Limits,
-    Models,
-    Name,
-    ObjectiveSpec,
-    Search,
-    SearchSpaceSpec,
-    Verify,
-)
+from search_spaces.section import Name, Section
+from search_spaces.study.checks import HINTS, ValidParts, contradictions, without_consequences
+from search_spaces.study.engine import Engine
+from search_spaces.study.fidelity import Fidelity
+from search_spaces.study.models import Chained, Models
+from search_spaces.study.objectives import AnyObjective, CostSpec, InlineTask, ObjectiveSpec
+from search_spaces.study.search import DEFAULT_SPACE, Search, SearchSpaceSpec
 from search_spaces.study.validation import at_most, in_file_order, problems_of
 from search_spaces.study.yaml import read_document
 
 __all__ = [
-    "Chained",
-    "CostSpec",
-    "Engine",
-    "Fidelity",
-    "FromStudy",
-    "InlineTask",
     "Limits",
-    "Models",
-    "ObjectiveSpec",
-    "Search",
-    "SearchSpaceSpec",
     "Study",
-    "Verify",
     "load_study",
     "parse_study",
     "resolved_model",
@@ -61,6 +39,15 @@ __all__ = [
 ]
 
 AnySection = TypeVar("AnySection", bound=Section)
+
+
+class Limits(Section):
+    max_gpu_hours: Annotated[float, Field(gt=0)] | None = None
+    max_wall_clock_s: Annotated[float, Field(gt=0)] | None = None
+    max_layers: Annotated[int, Field(ge=1)] | None = None
+    """The largest number of layers of a merged model, in spaces that change the number of layers. Default: 1.25 times
+    the sources'.
+    """
 
 
 class Study(Section):
@@ -74,17 +61,18 @@ class Study(Section):
     objectives: Annotated[tuple[AnyObjective, ...], Field(min_length=1)]
     """What the search optimises; several give a Pareto front. At least one has a task."""
     holdout: tuple[ObjectiveSpec, ...] = ()
-    """Other data for the same objectives, by name: finalists are scored on it at the end, nothing is selected by it."""
+    """Other data for the same objectives, by name. Finalists are scored on it at the end; it is not used for selection.
+    """
     engine: Engine = Engine()
     limits: Limits = Limits()
 
     @property
     def scored_objectives(self) -> Mapping[int, ObjectiveSpec]:
-        """The objectives with a task, by their position: those that are no costs."""
+        """The objectives that have a task, by position; the others are costs."""
         return {index: spec for index, spec in enumerate(self.objectives) if isinstance(spec, ObjectiveSpec)}
 
     def with_tasks(self) -> Iterator[tuple[str, ObjectiveSpec]]:
-        """All objectives and holdout entries that have a task, each with its place ("objectives.0")."""
+        """All objectives and holdout entries that have a task, each with its path in the file ("objectives.0")."""
         yield from ((f"objectives.{index}", spec) for index, spec in self.scored_objectives.items())
         yield from ((f"holdout.{index}", spec) for index, spec in enumerate(self.holdout))
 
@@ -97,15 +85,17 @@ class _SpaceOnly(Section):
     search_space: SearchSpaceSpec = DEFAULT_SPACE
 
 
+@cache
 def study_json_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of the study file."""
+    """The JSON Schema (draft 2020-12) of the study file; one object, which callers only read: making it takes 20 ms."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Study.model_json_schema()}
 
 
 def load_study(file: Path | str) -> Study:
     """The study in a YAML or JSON file. Relative paths in it are relative to the file's directory.
 
-    Raises InvalidStudy with every problem found."""
+    Raises InvalidStudy with every problem found.
+    """
     file = Path(file)
     return parse_study(read_document(file), file.absolute().parent)
 
@@ -113,7 +103,8 @@ def load_study(file: Path | str) -> Study:
 def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> Study:
     """The study that `document` describes. Relative paths are resolved against `directory`; None leaves them unchanged.
 
-    Raises InvalidStudy with every problem found."""
+    Raises InvalidStudy with every problem found.
+    """
     if not isinstance(document, Mapping):
         raise InvalidStudy((Problem("", f"a study is a mapping (key: value), not {document!r:.60}"),))
     try:
@@ -127,7 +118,7 @@ def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> S
         study = Study.model_validate_json(text, strict=True)
     except ValidationError as error:
         errors = error.errors(include_url=False)
-    problems = without_consequences(problems_of(errors, study_json_schema() if errors else {}, WORDS))
+    problems = without_consequences(problems_of(errors, study_json_schema() if errors else {}, HINTS))
     found = at_most(contradictions(_valid_parts(document)))
     problems += [problem for problem in found if problem not in problems]
     if problems or study is None:
@@ -138,8 +129,9 @@ def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> S
 def same_but_limits(stored: Study, given: Study) -> tuple[str, ...]:
     """The dotted fields in which `given` differs from `stored`; empty if `given` may resume `stored`.
 
-    `limits` may differ, and `search.max_trials` may be larger. A limit of layers that belongs to the search space may
-    not."""
+    `limits` may differ, and `search.max_trials` may be larger. In a space that changes layers, `limits.max_layers` is
+    part of the space and may not differ.
+    """
     before, after = _flat(stored.canonical()), _flat(given.canonical())
     absent = object()
     changed = {name for name in before.keys() | after.keys() if before.get(name, absent) != after.get(name, absent)}
@@ -215,7 +207,7 @@ def resolved_model(value: str, directory: Path) -> str:
 
 
 def _run(value: Chained, directory: Path) -> Chained:
-    """The merge of another study, with its run's directory."""
+    """The merge of another study, with the absolute directory of its run."""
     source = value.from_study
     if source.dir is None:
         return value
@@ -237,7 +229,7 @@ def _absolute(value: str, directory: Path) -> str:
 
 
 def _flat(value: Any, place: str = "") -> dict[str, Any]:
-    """Leaves of nested mappings and lists by dotted place."""
+    """The leaves of nested mappings and lists, by dotted path."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
     if not pairs:
         return {place: value}

@@ -1,7 +1,7 @@
-"""Validation errors as messages: the value seen, what is accepted, the nearest known name.
+"""Validation errors as messages for users: the value seen, what is accepted, the nearest known name.
 
-Turns pydantic's errors into Problems with the help of the model's JSON Schema. Nothing here is specific to studies;
-names that are reserved for later versions are arguments.
+pydantic's errors become Problems with the help of the model's JSON Schema. Nothing here is specific to studies; names
+that are reserved for later versions are arguments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from search_spaces.errors import Problem
 
-__all__ = ["MAX_PROBLEMS", "UNKNOWN_KIND", "Vocabulary", "at_most", "in_file_order", "is_tag", "problems_of"]
+__all__ = ["MAX_PROBLEMS", "UNKNOWN_KIND", "MessageHints", "at_most", "in_file_order", "is_tag", "problems_of"]
 
 ACCEPTED = {
     "string_type": "text",
@@ -36,19 +36,21 @@ BOUNDS = {"greater_than_equal": ("ge", "at least"), "greater_than": ("gt", "more
 BOUNDS |= {"less_than_equal": ("le", "at most"), "less_than": ("lt", "less than")}
 MAX_SHOWN = 60
 
-# The error where the key `kind` of a mapping names none of the kinds that there are.
+# The type of the error that a mapping's key `kind` has an unknown value.
 UNKNOWN_KIND = "unknown_kind"
 
-# Problems that are listed: more help nobody, and each takes time to describe.
+# The largest number of problems that are listed: a longer list helps nobody and takes time to make.
 MAX_PROBLEMS = 100
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    """What a schema cannot express. Places have "*" for positions in lists ("objectives.*.cost").
+class MessageHints:
+    """Texts for messages that a schema cannot supply.
 
-    `later_values` are values by place, and `later_keys` messages by place, of what is not available yet; `patterns`
-    describe in words what a regular expression accepts."""
+    In paths of fields, "*" is a position in a list ("objectives.*.cost"). `later_values` are values, by path, that are
+    not available yet. `later_keys` are messages, by path, for keys that are not accepted. `patterns` say in words what
+    a regular expression accepts.
+    """
 
     later_values: Mapping[str, tuple[str, ...]]
     later_keys: Mapping[str, str]
@@ -56,14 +58,15 @@ class Vocabulary:
 
 
 def is_tag(part: str | int) -> bool:
-    """Whether a part of a location is the tag of a branch of a union ("<inline>"), not a key of the file."""
+    """Whether a part of an error's location is the tag of a union's branch ("<inline>"), not a key of the file."""
     return isinstance(part, str) and part.startswith("<") and part.endswith(">")
 
 
-def problems_of(errors: Sequence[ErrorDetails], schema: Mapping[str, Any], words: Vocabulary) -> list[Problem]:
-    """One Problem per error of validating against `schema`, in the errors' order, of the first MAX_PROBLEMS errors.
+def problems_of(errors: Sequence[ErrorDetails], schema: Mapping[str, Any], hints: MessageHints) -> list[Problem]:
+    """One Problem for each of the first MAX_PROBLEMS errors of validating against `schema`, in the errors' order.
 
-    A last one says how many others there are."""
+    A last one says how many other errors there are.
+    """
     problems: list[Problem] = []
     for error in errors[:MAX_PROBLEMS]:
         if error["type"] == "too_short" and len(error["input"]) >= error["ctx"]["min_length"]:
@@ -75,15 +78,15 @@ def problems_of(errors: Sequence[ErrorDetails], schema: Mapping[str, Any], words
         pattern = ".".join("*" if isinstance(part, int) else part for part in place)
         field = ".".join(map(str, place))
         if error["type"] == "extra_forbidden":
-            message = words.later_keys.get(pattern) or _unknown_key(str(place[-1]), _node(schema, at[:-1]))
+            message = hints.later_keys.get(pattern) or _unknown_key(str(place[-1]), _node(schema, at[:-1]))
         elif error["type"] in ("literal_error", "enum"):
-            message = _unknown_value(error["input"], _choices(_node(schema, at)), words.later_values.get(pattern, ()))
+            message = _unknown_value(error["input"], _choices(_node(schema, at)), hints.later_values.get(pattern, ()))
         elif error["type"] == UNKNOWN_KIND:
-            message = _unknown_kind(error["input"], _nodes(schema, at), words.later_values.get(pattern, ()))
+            message = _unknown_kind(error["input"], _nodes(schema, at), hints.later_values.get(pattern, ()))
         elif error["type"] == "missing":
             message = f"is missing; {_wanted(_node(schema, at))}"
         elif error["type"] == "string_pattern_mismatch":
-            message = f"{_shown(error['input'])} is not accepted; give {words.patterns[error['ctx']['pattern']]}"
+            message = f"{_shown(error['input'])} is not accepted; give {hints.patterns[error['ctx']['pattern']]}"
         else:
             message = _message(error)
         problem = Problem(field, message)
@@ -95,7 +98,10 @@ def problems_of(errors: Sequence[ErrorDetails], schema: Mapping[str, Any], words
 
 
 def at_most(problems: Iterable[Problem]) -> Iterator[Problem]:
-    """The first MAX_PROBLEMS of `problems`, and one that says that there are more; no others are looked for."""
+    """The first MAX_PROBLEMS of `problems`, and one that says that there are more.
+
+    The others are not computed.
+    """
     found = iter(problems)
     yield from itertools.islice(found, MAX_PROBLEMS)
     if next(found, None) is not None:
@@ -107,8 +113,8 @@ def _others(number: int | None) -> Problem:
 
 
 def in_file_order(problems: Iterable[Problem], document: Mapping[str, Any]) -> tuple[Problem, ...]:
-    """`problems` in the order of their fields in `document`."""
-    orders: dict[int, dict[str, int]] = {}  # of each mapping, by its id: its keys' positions
+    """The problems in the order of their fields in `document`."""
+    orders: dict[int, dict[str, int]] = {}  # the positions of a mapping's keys, by the mapping's id
 
     def index(place: Mapping[str, Any], key: str) -> int:
         if id(place) not in orders:
@@ -185,15 +191,17 @@ def _shown(value: Any) -> str:
 
 
 def _node(schema: Mapping[str, Any], place: Sequence[str | int]) -> Mapping[str, Any]:
-    """The part of a JSON Schema that describes `place`, which may have tags; empty if there is none."""
+    """The part of a JSON Schema that describes the value at `place`, which may have tags; empty if there is none."""
     found = _nodes(schema, place)
     wanted = ("properties", "enum", "const", "type")
     return next((node for key in wanted for node in found if key in node), {})
 
 
 def _nodes(schema: Mapping[str, Any], place: Sequence[str | int]) -> list[Mapping[str, Any]]:
-    """The parts of a JSON Schema that may describe `place`. A tag selects the mapping with that `kind`, or with a key
-    of that name, where there is one."""
+    """The parts of a JSON Schema that may describe the value at `place`.
+
+    A tag selects the mapping with that `kind` or with a key of that name, where there is one.
+    """
     found = list(_branches(schema, schema))
     for part in place:
         if is_tag(part):

@@ -1,8 +1,8 @@
 """Strict reading of one YAML or JSON document: ambiguous content is refused, with its line.
 
-YAML is read by the core schema of YAML 1.2 (`no` and `12:30` are text, `1e-3` is a number). Refused are repeated keys,
-keys that are not text, aliases (which can make a small file huge) and more than one document. Nothing here is specific
-to studies.
+YAML is read by the core schema of YAML 1.2 (`no` and `12:30` are text, `1e-3` is a number). Repeated keys, keys that
+are not text, aliases (which can make a small file huge) and several documents in one file are refused. Nothing here is
+specific to studies.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ MAX_BYTES = 1_000_000
 
 
 def read_document(file: Path) -> dict[str, Any]:
-    """The mapping in `file`: JSON where its name ends in .json, else YAML.
+    """The mapping in a file: JSON if its name ends in .json, otherwise YAML.
 
-    Raises InvalidStudy: unreadable, over 1 MB, not UTF-8, malformed (with line and column), not a mapping."""
+    Raises InvalidStudy if the file is unreadable, over 1 MB, not UTF-8, malformed (with line and column) or not a
+    mapping.
+    """
     return parse_document(_content(file), file, is_json=file.suffix == ".json")
 
 
@@ -80,7 +82,7 @@ def _refused(name: object, message: str) -> InvalidStudy:
 
 
 class _RepeatedKey(Exception):
-    """`place`: line and column of its second appearance, counted from 1; empty: not known."""
+    """A key is given twice. `place` is line and column of the second one, counted from 1; empty if not known."""
 
     def __init__(self, key: str, place: tuple[int, ...] = ()) -> None:
         super().__init__(key, place)
@@ -97,12 +99,12 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return mapping
 
 
-# What a JSON text consists of, as far as it says which texts are keys.
+# The tokens of a JSON text that show which strings are keys.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}:,]')
 
 
 def _first_repeated(text: str) -> _RepeatedKey:
-    """The first key in a JSON text that its object has before."""
+    """The first key in a JSON text that is repeated in its object."""
     known: list[set[str] | None] = []  # the keys so far of each open object; None for an open list
     before = ""
     for token in _TOKEN.finditer(text):

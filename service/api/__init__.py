@@ -11,8 +11,7 @@
 - `record_cache`: run records and reports of recently requested studies
 - `event_stream`: streams events to any number of watchers
 - `export_queue`: merged models, written one at a time
-- `preflight_process`: checks of submitted studies, outside the server's process
-- `worker_process`: the process in which these checks and exports run
+- `preflight_process`: checks of submitted jobs, outside the server's process
 - `openapi`: the OpenAPI document, and Swagger UI at /docs
 - `metrics`: counts for Prometheus
 """

@@ -18,13 +18,14 @@ from service.api.limits.exports import ExportLimits
 from service.api.limits.origin import CheckOrigin
 from service.api.metrics import CountRequests, RequestCounter
 from service.api.openapi import install_docs, install_openapi
-from service.api.preflight_process import Preflight, PreflightProcess, ServerPlace, default_access
+from service.api.preflight_process import Preflight, PreflightProcess, default_access
 from service.api.problems import install_handlers
 from service.api.protocols import Cluster
 from service.api.record_cache import RunRecords
 from service.api.requests import principal
-from service.api.routes import events, exports, finetunes, operations, results, studies
+from service.api.routes import exports, finetunes, jobs, operations, results
 from service.disk import artifacts_dir
+from service.jobs.base import RequestContext
 from service.store import Store
 from service.store.artifacts import ArtifactStore
 
@@ -43,18 +44,19 @@ def create_app(
     keep: ExportLimits | None = None,
     artifact_quota_bytes: int | None = None,
 ) -> FastAPI:
-    """The server's application. It starts and stops `cluster`; the caller closes `store`.
+    """Create the server's application, which starts and stops `cluster`; the caller closes `store`.
 
-    Exported models are kept in `data_dir` as long as `keep` says (None: the defaults). `preflight` None is a
-    PreflightProcess, for studies that read what `default_access` says. `hosts` are names of the server besides the
-    loopback names and its address. Experts and policies may take `artifact_quota_bytes` (None: a tenth of the disk)."""
+    Exported models are kept in `data_dir` as long as `keep` says (None: the defaults). By default `preflight` is a
+    PreflightProcess, and jobs may read what `default_access` says. `hosts` are names of the server besides the loopback
+    names and its address. Experts and policies may take `artifact_quota_bytes` (None: a tenth of the disk).
+    """
     requests = RequestCounter()
     artifacts = ArtifactStore(store, artifacts_dir(data_dir))
     services = Services(
         store=store,
         data_dir=data_dir,
         cluster=cluster,
-        preflight=preflight or PreflightProcess(default_access(data_dir), place=ServerPlace(store.url, data_dir)),
+        preflight=preflight or PreflightProcess(RequestContext(default_access(data_dir), store.url, data_dir)),
         exports=Exports(store, data_dir, keep=keep),
         artifacts=artifacts,
         quota=ArtifactQuota(store, artifacts, artifact_quota_bytes),
@@ -90,8 +92,8 @@ def create_app(
     app.add_middleware(CountRequests, counter=requests)  # the last one added gets requests first
     install_handlers(app)
     install_openapi(app)
-    for part in (studies, finetunes, results, events, exports):
-        app.include_router(part.router, prefix="/v1")
+    for router in (*jobs.routers(), finetunes.router, results.router, exports.router):
+        app.include_router(router, prefix="/v1")
     app.include_router(operations.router)
     install_docs(app)
     return app

@@ -1,9 +1,8 @@
-"""What routes depend on: the services, created in `create_app`, and parsed path parameters."""
+"""Dependencies of routes: the services that `create_app` creates, and parsed path parameters."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,12 +23,15 @@ from service.api.protocols import Cluster, Principal
 from service.api.record_cache import RunRecords
 from service.api.requests import principal
 from service.errors import NotFound
+from service.jobs.base import JobKind
+from service.jobs.finetune.kind import FINETUNE
+from service.jobs.registry import kind_of
+from service.jobs.search.kind import SEARCH
 from service.store import Store
 from service.store.artifacts import ArtifactStore
-from service.types import JobKind, JobRecord
+from service.types import JobRecord
 
 __all__ = [
-    "GIVEN",
     "MAX_ID",
     "MAX_NUMBER",
     "PAGE_HEADERS",
@@ -40,6 +42,7 @@ __all__ = [
     "Services",
     "Study",
     "TrialNumber",
+    "given",
 ]
 
 # For pages of text and SVG: they may neither run scripts nor load anything.
@@ -64,7 +67,7 @@ class Services:
     hub: EventHub
     records: RunRecords
     requests: RequestCounter
-    # Requests with the same idempotency key run one at a time, so later ones find the study of the first.
+    # Requests with the same idempotency key run one at a time, so later ones find the job of the first.
     key_locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
 
@@ -83,24 +86,21 @@ register_url_convertor("segment", _Segment())
 
 Context = Annotated[Services, Depends(_services)]
 Sender = Annotated[Principal, Depends(principal)]
-TrialNumber = Annotated[int, PathParameter(description="The trial's `number`.", ge=0, le=MAX_NUMBER)]
+TrialNumber = Annotated[int, PathParameter(description="The `number` of the trial.", ge=0, le=MAX_NUMBER)]
 
 
 ID_PATTERN = "^[0-9a-f]{32}$"
 
 
-def _study(
-    study_id: Annotated[str, PathParameter(description="As in the study's `id`.", pattern=ID_PATTERN)],
-    services: Context,
-) -> JobRecord:
-    return _found(services, study_id, JobKind.SEARCH)
+def given(kind: JobKind) -> Any:
+    """FastAPI dependency that returns the stored job of this `kind` that the route's path names."""
+    # Given as a default: FastAPI cannot evaluate annotations that name local variables.
+    path = PathParameter(alias=f"{kind.resource}_id", description=f"The `id` of the {kind.noun}.", pattern=ID_PATTERN)
 
+    def found(services: Context, job_id: str = path) -> JobRecord:
+        return _found(services, job_id, kind)
 
-def _finetune(
-    finetune_id: Annotated[str, PathParameter(description="As in the fine-tuning's `id`.", pattern=ID_PATTERN)],
-    services: Context,
-) -> JobRecord:
-    return _found(services, finetune_id, JobKind.FINETUNE)
+    return Depends(found)
 
 
 def _against(
@@ -108,27 +108,25 @@ def _against(
     against: Annotated[
         list[Annotated[str, StringConstraints(pattern=ID_PATTERN)]],
         Query(
-            description="Other fine-tunings of the same experts, to compare with: their `id`.",
+            description="The `id` of other fine-tunings of the same experts, to compare with.",
             max_length=20,
             default_factory=list,
         ),
     ],
 ) -> list[JobRecord]:
-    return [_found(services, finetune_id, JobKind.FINETUNE) for finetune_id in against]
+    return [_found(services, finetune_id, FINETUNE) for finetune_id in against]
 
 
-def _found(services: Services, study_id: str, kind: JobKind) -> JobRecord:
+def _found(services: Services, job_id: str, kind: JobKind) -> JobRecord:
     try:
-        record = services.store.job(study_id)
+        record = services.store.job(job_id)
     except NotFound as error:
-        raise Refusal(404, f"{kind.noun} {study_id!r}: there is no such {kind.noun}") from error
-    if record.kind is not kind:
-        raise Refusal(404, f"{kind.noun} {study_id!r}: is a {record.kind.noun}, not a {kind.noun}")
+        raise Refusal(404, f"{kind.noun} {job_id!r}: there is no such {kind.noun}") from error
+    if record.kind != kind.name:
+        raise Refusal(404, f"{kind.noun} {job_id!r}: is a {kind_of(record.kind).noun}, not a {kind.noun}")
     return record
 
 
-# Parameters of routes: the stored record that the path names.
-GIVEN: Mapping[JobKind, Any] = {JobKind.SEARCH: Depends(_study), JobKind.FINETUNE: Depends(_finetune)}
-Study = Annotated[JobRecord, GIVEN[JobKind.SEARCH]]
-Finetune = Annotated[JobRecord, GIVEN[JobKind.FINETUNE]]
+Study = Annotated[JobRecord, given(SEARCH)]
+Finetune = Annotated[JobRecord, given(FINETUNE)]
 Against = Annotated[list[JobRecord], Depends(_against)]

@@ -1,7 +1,7 @@
-"""Streams events to any number of watchers, with one reader of the database per watched study, not per watcher.
+"""Streams events to any number of watchers, with one reader of the database per watched job, not per watcher.
 
-Every watcher has its own cursor, the id of the last event it was sent. The events of a study are stored in the order of
-their ids (they are written under the study's row lock), so no event can appear behind a cursor. A watcher that keeps up
+Every watcher has its own cursor, the id of the last event it was sent. The events of a job are stored in the order of
+their ids (they are written under the job's row lock), so no event can appear behind a cursor. A watcher that keeps up
 is served from a shared window of recent frames; a slower one reads from the database in batches, so that no backlog is
 held in memory.
 """
@@ -37,19 +37,19 @@ KEEP_ALIVE = b": \n\n"
 # Milliseconds until a client reconnects after a lost connection.
 RETRY = b"retry: 1000\n\n"
 MAX_THREADS = 8
-# Events per read, and frames in the window that all watchers of a study share.
+# Events per read, and frames in the window that all watchers of a job share.
 BATCH = 500
 WINDOW = 1000
 
 
 def frame(data: Mapping[str, Any], *, event: str, id: int | None = None) -> bytes:
-    """A server-sent event."""
+    """One server-sent event, as the bytes of a stream."""
     head = f"id: {id}\n" if id is not None else ""
     return f"{head}event: {event}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
 
 
 class EventHub:
-    """Event streams for watchers. Bound to one event loop."""
+    """Streams of events for the watchers of jobs. A hub is bound to one event loop."""
 
     def __init__(self, store: Store, *, poll_s: float = POLL_S) -> None:
         self._store = store
@@ -58,11 +58,11 @@ class EventHub:
         # A separate limiter: events continue while all of the application's threads are blocked.
         self._threads = anyio.CapacityLimiter(MAX_THREADS)
 
-    async def watch(self, study_id: str, *, after: int) -> AsyncGenerator[bytes, None]:
-        """Frames of the events with ids above `after`, until the study has ended and all of them were sent."""
-        feed = self._feeds.get(study_id)
+    async def watch(self, job_id: str, *, after: int) -> AsyncGenerator[bytes, None]:
+        """Yield frames of the events with ids above `after`, until the job has ended and all of them were sent."""
+        feed = self._feeds.get(job_id)
         if feed is None:
-            feed = self._feeds[study_id] = _Feed(self._store, study_id, self._poll_s, self._threads)
+            feed = self._feeds[job_id] = _Feed(self._store, job_id, self._poll_s, self._threads)
         feed.watchers += 1
         try:
             async for chunk in feed.follow(after):
@@ -71,17 +71,17 @@ class EventHub:
             feed.watchers -= 1
             if feed.watchers == 0:
                 feed.stop()
-                if self._feeds.get(study_id) is feed:
-                    del self._feeds[study_id]
+                if self._feeds.get(job_id) is feed:
+                    del self._feeds[job_id]
 
 
 class _Feed:
-    """Reads the events of one study for all its watchers."""
+    """Reads the events of one job for all its watchers."""
 
-    def __init__(self, store: Store, study_id: str, poll_s: float, threads: anyio.CapacityLimiter) -> None:
+    def __init__(self, store: Store, job_id: str, poll_s: float, threads: anyio.CapacityLimiter) -> None:
         self.watchers = 0
         self._store = store
-        self._study_id = study_id
+        self._job_id = job_id
         self._poll_s = poll_s
         self._threads = threads
         # All events with ids from above `floor` up to `position` are in the window.
@@ -92,7 +92,7 @@ class _Feed:
         self._progress_frame = b""
         self._end = b""
         self._changed = asyncio.Event()
-        self._task = asyncio.create_task(self._poll(), name=f"events of {study_id}")
+        self._task = asyncio.create_task(self._poll(), name=f"events of {job_id}")
 
     def stop(self) -> None:
         self._task.cancel()
@@ -108,7 +108,7 @@ class _Feed:
                 try:
                     events = await self._in_thread(self._read, cursor)
                 except Exception:  # the next round retries
-                    logger.exception("events of study %s could not be read", self._study_id)
+                    logger.exception("events of job %s could not be read", self._job_id)
                     await asyncio.sleep(self._poll_s)
                     continue
                 cursor = events[-1].id if events else floor
@@ -146,17 +146,17 @@ class _Feed:
             is_behind = False
             try:
                 if self._floor is None:
-                    position = await self._in_thread(self._store.last_event_id, self._study_id)
+                    position = await self._in_thread(self._store.last_event_id, self._job_id)
                     self._position = self._floor = position
                     self._wake()  # there are past events to send
-                study, events = await self._in_thread(self._look)
+                job, events = await self._in_thread(self._look)
                 is_behind = len(events) == BATCH
-                self._publish(study, events, is_last=study.state.is_finished and not is_behind)
+                self._publish(job, events, is_last=job.state.is_finished and not is_behind)
             except NotFound:  # deleted: a watcher that connects again gets 404
                 self._end = KEEP_ALIVE
                 self._wake()
             except Exception:  # the next round retries
-                logger.exception("events of study %s could not be read", self._study_id)
+                logger.exception("events of job %s could not be read", self._job_id)
             if not is_behind:
                 await asyncio.sleep(self._poll_s)
 
@@ -164,14 +164,14 @@ class _Feed:
         return await anyio.to_thread.run_sync(function, *arguments, limiter=self._threads)
 
     def _look(self) -> tuple[JobRecord, tuple[EventRecord, ...]]:
-        # The state is read first: if the study has ended by then, all of its events are stored.
-        study = self._store.job(self._study_id)
-        return study, self._read(self._position)
+        # The state is read first: if the job has ended by then, all of its events are stored.
+        job = self._store.job(self._job_id)
+        return job, self._read(self._position)
 
     def _read(self, after: int) -> tuple[EventRecord, ...]:
-        return self._store.events(self._study_id, after=after, limit=BATCH)
+        return self._store.events(self._job_id, after=after, limit=BATCH)
 
-    def _publish(self, study: JobRecord, events: Iterable[EventRecord], *, is_last: bool) -> None:
+    def _publish(self, job: JobRecord, events: Iterable[EventRecord], *, is_last: bool) -> None:
         is_changed = False
         for event in events:
             self._window.append((event.id, _frame_of(event)))
@@ -179,12 +179,12 @@ class _Feed:
             is_changed = True
             if len(self._window) > WINDOW:
                 self._floor = self._window.popleft()[0]
-        if study.progress is not None and study.progress != self._progress:
-            self._progress = study.progress
-            self._progress_frame = frame(study.progress, event="progress")
+        if job.progress is not None and job.progress != self._progress:
+            self._progress = job.progress
+            self._progress_frame = frame(job.progress, event="progress")
             is_changed = True
         if is_last:
-            self._end = frame(EndDocument(state=study.state.value, reason=study.reason), event="end")
+            self._end = frame(EndDocument(state=job.state.value, reason=job.reason), event="end")
             is_changed = True
         if is_changed:
             self._wake()

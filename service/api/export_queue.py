@@ -1,4 +1,4 @@
-"""Merged models for download: written one at a time in a separate process, kept in the data directory for a time."""
+"""Queue of exports (merged models for download), which a separate process writes one at a time."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ from pathlib import Path
 import anyio.to_thread
 
 from service.api.limits.exports import ExportLimits, KeptExport, to_remove
-from service.api.worker_process import WorkerProcess
 from service.disk import alignments_dir, job_dir
 from service.errors import Conflict, NotFound
 from service.store import Store
 from service.studies.export import export_trial
 from service.types import ExportRecord, ExportState
+from service.worker_process import WorkerProcess
 
 __all__ = ["Exports", "Tar", "export_id"]
 
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2**20
-# How often exports are looked for that have expired.
+# Seconds between searches for expired exports.
 SWEEP_S = 3600.0
 # A tar file ends with two empty blocks and is padded to whole records.
 BLOCK, RECORD = tarfile.BLOCKSIZE, tarfile.RECORDSIZE
 
 
 def export_id(study_id: str, trial: int, dtype: str) -> str:
-    """The id of an export: the same trial in the same dtype is one export."""
+    """Id of an export: the same trial in the same dtype is one export."""
     return hashlib.sha256(f"{study_id}/{trial}/{dtype}".encode()).hexdigest()[:32]
 
 
 class Exports:
-    """Writes the exports that the store lists as unfinished, and removes them as `keep` says; an interrupted one
-    continues at the next start."""
+    """Writes the exports that the store lists as unfinished, and removes exports as `keep` says.
+
+    An interrupted export continues at the next start.
+    """
 
     def __init__(self, store: Store, data_dir: Path, *, keep: ExportLimits | None = None) -> None:
         self._store = store
@@ -74,12 +76,12 @@ class Exports:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def directory(self, record: ExportRecord) -> Path:
-        """Where the model is once the export is COMPLETE; the folder in the archive has the same name."""
+        """Directory of the model once the export is COMPLETE; the folder in the archive has the same name."""
         name = self._store.job(record.study).name
         return self._root / record.id / f"{name}-trial-{record.trial}"
 
     def reading(self, owner: str, chunks: Iterable[bytes]) -> Iterator[bytes]:
-        """`chunks` of the files of `owner`, the id of an export or fine-tuning, which are not removed meanwhile."""
+        """Yield `chunks` of files of `owner` (id of an export or fine-tuning), and keep the files meanwhile."""
         self._downloads[owner] += 1
         try:
             yield from chunks
@@ -90,17 +92,20 @@ class Exports:
         """Delete an export and its files. Raises NotFound, and Conflict if it is being written or downloaded."""
         await anyio.to_thread.run_sync(self._delete, (record,))
 
-    async def delete_job(self, study_id: str) -> None:
-        """Delete a study or fine-tuning that has ended, with its exports. Raises NotFound, and Conflict, when
-        nothing is deleted, if it has not ended or one of its models is being written or downloaded."""
+    async def delete_job(self, job_id: str, *, noun: str) -> None:
+        """Delete a job that has ended, with its exports; messages call the job `noun`.
+
+        Raises NotFound, and Conflict, when nothing is deleted, if the job has not ended or one of its models is being
+        written or downloaded.
+        """
 
         def delete() -> None:
-            self._delete(self._store.exports(study_id), study_id=study_id)
+            self._delete(self._store.exports(job_id), job_id=job_id, noun=noun)
 
         await anyio.to_thread.run_sync(delete)
 
     async def request(self, study_id: str, *, trial: int, dtype: str) -> ExportRecord:
-        """The export, queued if it is new; one that failed, or whose files were removed, is queued again."""
+        """Return the export, queued if it is new, or again if it failed or its files were removed."""
         wanted = ExportRecord(
             id=export_id(study_id, trial, dtype),
             study=study_id,
@@ -123,7 +128,7 @@ class Exports:
                 return self._store.export(record.id), True
             return record, record == wanted
 
-    def _delete(self, records: Iterable[ExportRecord], *, study_id: str | None = None) -> None:
+    def _delete(self, records: Iterable[ExportRecord], *, job_id: str | None = None, noun: str = "") -> None:
         with self._lock:
             records = [self._store.export(record.id) for record in records]
             for record in records:
@@ -131,13 +136,13 @@ class Exports:
                     raise Conflict(f"export {record.id} is {record.state}; it can be deleted once it has ended")
                 if self._downloads[record.id]:
                     raise Conflict(f"export {record.id} is being downloaded; it can be deleted afterwards")
-            if study_id is not None:
-                if self._downloads[study_id]:
-                    raise Conflict(f"an expert of {study_id} is being downloaded; it can be deleted afterwards")
-                self._store.delete_job(study_id)
+            if job_id is not None:
+                if self._downloads[job_id]:
+                    raise Conflict(f"an expert of {job_id} is being downloaded; it can be deleted afterwards")
+                self._store.delete_job(job_id, noun=noun)
             for record in records:
                 self._store.delete_export(record.id)
-            # Not at its place any more: the same export may be requested again at once.
+            # Moved before they are deleted: the same export may be requested again at once.
             removed = [self._set_aside(record.id) for record in records]
         for directory in removed:
             shutil.rmtree(directory, ignore_errors=True)
@@ -233,8 +238,10 @@ def _export(url: str, study_id: str, trial: str, directory: Path, *, dtype: str,
 
 @dataclass(frozen=True)
 class Tar:
-    """An uncompressed archive of `files`, by their paths in its one folder. Only one chunk at a time is in memory. The
-    same files give the same bytes."""
+    """Uncompressed tar archive of one folder; `files` maps paths in the folder to the files to read.
+
+    Only one chunk at a time is in memory. The same files give the same bytes.
+    """
 
     folder: str
     files: Mapping[str, Path]

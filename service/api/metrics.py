@@ -1,4 +1,4 @@
-"""Counts for Prometheus: requests by route, studies by state."""
+"""Metrics for Prometheus: requests by route, jobs by state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ METHODS = frozenset(("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
 
 
 class RequestCounter:
-    """Requests by method, route template (unlike paths, there are few) and status. Thread-safe."""
+    """Counts requests by method, route template and status.
+
+    Route templates are counted instead of paths, whose number has no limit. The counter is thread-safe.
+    """
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str, int]] = Counter()
@@ -32,7 +35,7 @@ class RequestCounter:
 
 
 class CountRequests:
-    """ASGI middleware that counts responses as they begin."""
+    """ASGI middleware that counts responses when they begin."""
 
     def __init__(self, app: ASGIApp, counter: RequestCounter) -> None:
         self._app = app
@@ -48,14 +51,14 @@ class CountRequests:
         await self._app(scope, receive, counted if scope["type"] == "http" else send)
 
 
-def prometheus_text(studies: Iterable[JobRecord], counter: RequestCounter, *, is_ready: bool) -> str:
-    """The text format, version 0.0.4."""
-    states = Counter(study.state for study in studies)
+def prometheus_text(jobs: Iterable[JobRecord], counter: RequestCounter, *, is_ready: bool) -> str:
+    """Metrics in Prometheus' text format, version 0.0.4."""
+    states = Counter(job.state for job in jobs)
     lines = [
-        "# HELP mergesearch_studies Studies by state.",
+        "# HELP mergesearch_studies Jobs by state.",
         "# TYPE mergesearch_studies gauge",
         *(f'mergesearch_studies{{state="{state.value}"}} {states[state]}' for state in JobState),
-        "# HELP mergesearch_ready Whether studies are being worked on.",
+        "# HELP mergesearch_ready Whether jobs can make progress.",
         "# TYPE mergesearch_ready gauge",
         f"mergesearch_ready {int(is_ready)}",
         "# HELP mergesearch_http_requests_total Requests answered.",

@@ -1,4 +1,4 @@
-"""The OpenAPI document and /docs, where its requests can be tried.
+"""OpenAPI document of the server, and the page /docs, where requests can be tried.
 
 The document is what FastAPI derives from the routes, and the schemas that routes refer to by name. The page is
 Swagger UI, whose files the package fastapi-swagger ships and the server serves under /docs/: it needs no network.
@@ -18,9 +18,8 @@ from pydantic import TypeAdapter
 from starlette.responses import HTMLResponse
 from starlette.staticfiles import StaticFiles
 
-from search_spaces.study.file import Study
-from service.schemas.api import EndDocument, ProblemDocument, ProgressDocument, TrainingProgressDocument
-from service.schemas.files import pipeline_schemas
+from service.jobs.registry import KINDS
+from service.schemas.api import EndDocument, ProblemDocument
 
 __all__ = ["EXPORT_REQUEST", "install_docs", "install_openapi"]
 
@@ -41,7 +40,7 @@ EXPORT_REQUEST = {
                 {"type": "null"},
             ],
             "default": None,
-            "description": "Instead of a trial: weights of the objectives that sum to 1 and pick one from the front.",
+            "description": "Weights of the objectives, which sum to 1, to pick a trial of the front; not with `trial`.",
         },
         "dtype": {
             "enum": [None, "float32", "bfloat16", "float16"],
@@ -59,7 +58,7 @@ PARAMETERS = {
 
 
 def install_openapi(app: FastAPI) -> None:
-    """Make `app` serve this module's document, which is generated at the first request for it."""
+    """Make `app` serve this module's OpenAPI document, which is generated at the first request for it."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -72,12 +71,14 @@ def install_openapi(app: FastAPI) -> None:
 def _document(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     schemas = document["components"]["schemas"]
-    for model in (Study, ProblemDocument, ProgressDocument, TrainingProgressDocument, EndDocument):
+    progress = (kind.documents()[1] for kind in KINDS.values())
+    for model in (ProblemDocument, EndDocument, *progress):
         schema = TypeAdapter(model).json_schema(ref_template=TEMPLATE)
         schemas |= schema.pop("$defs", {})
         schemas[model.__name__] = schema
     schemas["ExportRequest"] = EXPORT_REQUEST
-    schemas |= pipeline_schemas(TEMPLATE)
+    for kind in KINDS.values():
+        schemas |= kind.schemas(TEMPLATE)
     # Routes declare their error responses; FastAPI adds a 422 of its own format to every route with parameters.
     for operations in document["paths"].values():
         for operation in operations.values():
@@ -89,7 +90,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
 
 
 def install_docs(app: FastAPI) -> None:
-    """Serve the page at /docs. Its addresses are relative, so that a proxy may serve all of this below a prefix."""
+    """Serve Swagger UI at /docs. Its addresses are relative, so that a proxy may serve everything below a prefix."""
     page = get_swagger_ui_html(
         title=app.title,
         openapi_url="openapi.json",
@@ -109,7 +110,7 @@ def install_docs(app: FastAPI) -> None:
 
 
 def _policy(html: str) -> str:
-    """Only files of this server are loaded and only this server is asked; the page's own script is known by hash."""
+    """Content security policy of the page: only files of and requests to this server; its script by its hash."""
     scripts = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     return "; ".join(

@@ -1,4 +1,4 @@
-"""Error responses as problem details (RFC 9457). The only place where errors become HTTP status codes."""
+"""Error responses as problem details (RFC 9457); only here do errors become HTTP status codes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MAX_SHOWN = 60
 
 
 class Refusal(Exception):
-    """The request cannot be served: an HTTP status and why."""
+    """The request cannot be served; `status` is the HTTP status, `detail` the reason."""
 
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(status, detail)
@@ -61,7 +61,7 @@ class Unavailable(Exception):
 
 
 class Json(JSONResponse):
-    """JSON in ASCII, which can also hold invalid Unicode (lone surrogates quoted from a request)."""
+    """Response of JSON in ASCII, which can hold invalid Unicode too (lone surrogates quoted from a request)."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
@@ -87,7 +87,7 @@ def problem_response(
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The OpenAPI description of a route's error responses."""
+    """OpenAPI descriptions of a route's error responses, by status."""
     content = {PROBLEM_JSON: {"schema": {"$ref": "#/components/schemas/ProblemDocument"}}}
     described: dict[int | str, dict[str, Any]] = {}
     for status in statuses:
@@ -99,7 +99,7 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Turn every error of a route or of the framework into a response."""
+    """Install handlers that turn every error of a route or of the framework into a response."""
 
     async def invalid_request(_: Request, error: Exception) -> Response:
         assert isinstance(error, InvalidStudy | InvalidRequest)

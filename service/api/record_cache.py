@@ -1,4 +1,4 @@
-"""A cache of run records and what is computed from them, each valid until its study changes."""
+"""Cache of studies' run records and of results computed from them, each valid until its study changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class _Entry:
-    """Of one study. `results` are by the function that computed them from `record`."""
+    """Cache entry of one study: its record, and the results of functions that were applied to it."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     version: tuple[int, int] | None = None
@@ -37,9 +37,11 @@ class _Entry:
 
 
 class RunRecords:
-    """Run records of recently requested studies, and results computed from them, in threads of their own.
+    """Run records of recently requested studies, and results that separate threads compute from them.
 
-    Concurrent requests for a study share one computation, and wait for no other study's. Bound to one event loop."""
+    Concurrent requests for a study share one computation, and do not wait for other studies. An instance is bound to
+    one event loop.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -47,7 +49,7 @@ class RunRecords:
         self._threads = anyio.CapacityLimiter(MAX_THREADS)
 
     async def result(self, study_id: str, function: Callable[[RunRecord], Result]) -> Result:
-        """What `function`, which is also the result's key, computes from the study's record. Raises NotFound."""
+        """Result of `function` for the study's record; the function is also the cache key. Raises NotFound."""
         entry = self._entries.setdefault(study_id, _Entry())
         self._entries.move_to_end(study_id)
         while len(self._entries) > MAX_STUDIES:

@@ -1,4 +1,4 @@
-"""Reads a request: its body within limits, and its sender."""
+"""Reading of requests: the body within limits, and the sender."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml")
 
 
 async def principal(request: Request) -> Principal:
-    """The sender of the request; every route depends on it. There are no accounts: senders are distinguished by their
-    address."""
+    """The sender of the request, on which every route depends.
+
+    There are no accounts: senders are distinguished by their address.
+    """
     return Principal(request.client.host if request.client is not None else "unknown")
 
 
 def sent_as_json(headers: Headers, *, accepted: tuple[str, ...]) -> bool:
-    """Whether the body is JSON (else YAML). Raises Refusal for a type not in `accepted`, another charset than UTF-8, or
-    a compressed body."""
+    """Whether the body is JSON rather than YAML, by its headers.
+
+    Raises Refusal for a type not in `accepted`, another charset than UTF-8, or a compressed body.
+    """
     content_type, *parameters = (part.strip().lower() for part in headers.get("content-type", "").split(";"))
     if content_type not in accepted:
         shown = f"Content-Type {content_type[:100]!r}" if content_type else "without a Content-Type"
@@ -40,7 +44,7 @@ def sent_as_json(headers: Headers, *, accepted: tuple[str, ...]) -> bool:
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises Refusal as soon as the body is known to be too large, without reading the rest."""
+    """Read the whole body. Raises Refusal as soon as the body is known to be too large, without reading the rest."""
     announced = request.headers.get("content-length", "")
     size = int(announced) if announced.isdecimal() and len(announced) < 20 else 0
     content = bytearray()

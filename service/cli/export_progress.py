@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self, TextIO
 from service.results.format import duration
 
 if TYPE_CHECKING:
-    from workers.export.checkpoint import Progress
+    from workers.export.shards import Progress
 
 __all__ = ["ExportView"]
 
@@ -21,8 +21,11 @@ PATIENCE_S = 2.0
 
 
 class ExportView:
-    """Shows the progress of an export on `stream` (default: standard error) once it has taken PATIENCE_S. Use as a
-    context manager and pass `update` to `checkpoint.export`: it is cheap enough to be called for every tensor."""
+    """Shows the progress of an export on `stream` (default: standard error) once it has taken PATIENCE_S.
+
+    Use it as a context manager and pass `update` to `checkpoint.export`: it is cheap enough to be called for every
+    tensor.
+    """
 
     def __init__(self, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream or sys.stderr
@@ -60,7 +63,7 @@ class ExportView:
 
 
 def _line(progress: Progress, elapsed_s: float) -> str:
-    """`[42s] writing: 1.4 of 13.5 GiB (0.9 GiB already there), 250 MiB/s, 49s left`."""
+    """Progress as a line: `[42s] writing: 1.4 of 13.5 GiB (0.9 GiB already there), 250 MiB/s, 49s left`."""
     size, unit = (2**30, "GiB") if progress.total >= 2**30 else (2**20, "MiB")
     there = f" ({progress.kept / size:.1f} {unit} already there)" if progress.kept else ""
     rate = (progress.written - progress.kept) / elapsed_s

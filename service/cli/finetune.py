@@ -1,4 +1,4 @@
-"""`mergesearch finetune`: one expert or a fleet, and the study that merges them; what is printed meanwhile."""
+"""`mergesearch finetune`: trains one expert or a fleet, runs the study that merges them, and shows progress."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 from search_spaces.errors import InvalidStudy
 from service.cli.terminal import console, print_json, print_json_line
+from service.types import JobState
 from workers.errors import TrainingFailed
 from workers.training.finetuning.history import METRICS, read_history
 
@@ -25,10 +26,15 @@ REPORT = "report.html"
 
 
 def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], int]) -> int:
-    """`run_study` runs a study in a directory, exports its best merge, prints its results and returns the exit code.
+    """Run `mergesearch finetune` and return its exit code.
+
+    `run_study` runs a study in a directory, exports its best merge, prints its results and returns the exit code.
     `options.analyse` are directories of finished fleets that this one is compared with; None: only what the
-    specification asks for is analysed."""
-    from service.jobs.finetune import EXPERT_DIR, run_fleet, trained_fleet
+    specification asks for is analysed.
+    """
+    from service.jobs.finetune.directory import EXPERT_DIR, trained_fleet
+    from service.jobs.finetune.training import run_fleet
+    from service.jobs.resources import OWN
     from service.results.training import (
         ANALYSIS_FILE,
         analyse,
@@ -37,7 +43,6 @@ def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], in
         read_analysis,
         render_training,
     )
-    from service.types import JobState
     from workers.training.finetuning.fleet import STUDY, Analysis, load_pipeline
 
     out: Path = options.out
@@ -59,9 +64,9 @@ def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], in
 
     try:
         with _progress(places, as_json=options.json):
-            summaries = run_fleet(pipeline.experts, places, note=_quiet if options.json else _note)
+            summaries = run_fleet(pipeline.experts, places, resources=OWN, note=_quiet if options.json else _note)
     except KeyboardInterrupt:
-        print(f"interrupted; the same command goes on with the fine-tuning in {out}", file=sys.stderr)
+        print(f"interrupted; the same command resumes the fine-tuning in {out}", file=sys.stderr)
         return 130
     except TrainingFailed as error:
         report(JobState.FAILED, str(error))
@@ -101,7 +106,7 @@ def _quiet(text: str) -> None:
 
 @contextmanager
 def _progress(places: dict[str, Path], *, as_json: bool) -> Iterator[None]:
-    """Show new numbers of the trainings every INTERVAL_S, on standard error, or as JSON lines on standard output."""
+    """Show new numbers of the trainings every INTERVAL_S: on standard error, or as JSON lines on standard output."""
     done = threading.Event()
     shown = {alias: len(read_history(place / METRICS)) for alias, place in places.items()}
 
@@ -129,7 +134,7 @@ def _text(alias: str, lines: list[dict[str, Any]]) -> str:
 
 
 def training_text(line: Mapping[str, Any]) -> str:
-    """The numbers of an expert's update, of an evaluation, or of both."""
+    """Text of the numbers of an expert's update, of an evaluation, or of both."""
     of = f" of {line['steps']}" if line.get("steps") else ""
     loss = f"  loss {line['loss']:.4f}  {line['seconds']:.2f} s a step" if "loss" in line else ""
     scores = "".join(f"  {name} {value:.3f}" for name, value in line.get("values", {}).items())

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from service.cli.tables import id_digits, local_time, state_text, titled
+from service.cli.tables import id_digits, job_table, local_time, state_text, titled
 from service.results.format import duration
-from service.results.training.analysis import merge_text, num_experts
+from service.results.training.pictures import merge_text, num_experts
 
 if TYPE_CHECKING:
     from service.schemas.api import AnalysisDocument, ExpertDocument, FinetuneDocument
@@ -19,7 +19,7 @@ __all__ = ["analysis_tables", "finetune_table", "finetunes_table"]
 
 
 def finetunes_table(finetunes: Sequence[FinetuneDocument]) -> Table:
-    """Fine-tunings in the order given, each with a unique prefix of its id."""
+    """Table of fine-tunings in the given order, each with a unique prefix of its id."""
     table = titled("Fine-tunings")
     for name in ("fine-tuning", "name", "state"):
         table.add_column(name, overflow="fold")
@@ -42,7 +42,7 @@ def finetunes_table(finetunes: Sequence[FinetuneDocument]) -> Table:
 
 
 def analysis_tables(document: AnalysisDocument) -> list[Table]:
-    """How well distributions fit the task vectors, and the losses of merges by method and optimizer."""
+    """Tables of an analysis: distributions fitted to task vectors, and losses of merges by method and optimizer."""
     fits = titled("Task vectors")
     for name in ("expert", "optimizer", "distribution"):
         fits.add_column(name, no_wrap=True)
@@ -69,28 +69,9 @@ def analysis_tables(document: AnalysisDocument) -> list[Table]:
 
 
 def finetune_table(finetune: FinetuneDocument, *, server: str) -> Table:
-    """Everything about one fine-tuning; `server` is the address that its links are relative to."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    reason = f": {finetune['reason']}" if finetune["reason"] else ""
-    drivers = f"{finetune['attempt']} driver{'s' if finetune['attempt'] != 1 else ''}"
-    table.add_row("fine-tuning", Text(finetune["name"], style="bold"))
-    table.add_row("id", finetune["id"])
-    table.add_row("state", state_text(finetune["state"]).append(reason, style="default"))
-    if finetune["waiting_for"]:
-        table.add_row("waits for", finetune["waiting_for"])
-    table.add_row("created", local_time(finetune["created_at"]))
-    table.add_row("worked", f"{duration(finetune['wall_clock_s'])}, by {drivers}")
-    for alias, expert in finetune["experts"].items():
-        table.add_row("expert", Text(f"{alias}: {_expert_text(expert)}"))
-    if job := finetune["job"]:
-        table.add_row("Ray job", job["submission_id"])
-        if job["dashboard_url"]:
-            table.add_row("dashboard", job["dashboard_url"])
-    for name in ("report", "log"):
-        table.add_row(name, server + finetune["links"][name])
-    return table
+    """Table of one fine-tuning's fields; `server` is the address that its links are relative to."""
+    rows = [("expert", f"{alias}: {_expert_text(expert)}") for alias, expert in finetune["experts"].items()]
+    return job_table(finetune, noun="fine-tuning", server=server, rows=rows)
 
 
 def _expert_text(expert: ExpertDocument) -> str:

@@ -1,6 +1,6 @@
-"""The `mergesearch` command: its options, and the exit code and message of every error. `verbs` does the rest.
+"""The `mergesearch` command: its options, and the exit code and message of every error; `verbs` does the rest.
 
-Exit codes: 0 done; 1 the study failed or cannot continue, or no server responds; 2 the input is wrong; 130 interrupted.
+Exit codes: 0 done; 1 the job failed or cannot continue, or no server responds; 2 the input is wrong; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -12,27 +12,30 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from search_spaces.errors import InvalidStudy, SearchSpaceError
 from service.cli import verbs
 from service.errors import Conflict, NotFound, RequestRefused, ServiceError
+from service.jobs.registry import KINDS
 from workers.errors import EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask, TrainingFailed
 
 __all__ = ["main"]
 
 RUN_OR_STUDY = "directory of a run, or a study on a server: its id, a prefix of its id, or its name"
+RUN_OR_JOB = "directory of a run, or a job on a server: its id, a prefix of its id, or its name"
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 SCHEMAS = ("study", "finetune", "trial", "summary", "pareto", "recipe")
 
-# New objects before garbage is looked for (Python: 700). Modules make hundreds of thousands while they are imported,
-# none of which is garbage: looking at them again and again takes a tenth of the time of a small merge.
+# New objects before the garbage collector runs (Python's default: 700). Imports make hundreds of thousands of objects,
+# none of which is garbage: with the default, collections take a tenth of the time of a small merge.
 MANY_OBJECTS = 50_000
 
-# A given path cannot be used as what it was given for.
+# Errors of a given path that cannot be used for its purpose.
 WRONG_PLACE = (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
@@ -80,17 +83,23 @@ def _parser() -> argparse.ArgumentParser:
     command = verb("run", verbs.run, "Run a study file in a directory, or resume it there.")
     command.add_argument("study", type=Path, metavar="STUDY", help="study file (YAML or JSON)")
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="where results and state are kept")
-    command.add_argument("--check", action="store_true", help="check everything, print the plan, start nothing")
+    command.add_argument(
+        "--check", action="store_true", help="check everything and print the expected cost; start nothing"
+    )
     command.add_argument("--export", choices=["best"], help="write the best merge to DIR/export")
 
     command = verb("demo", verbs.demo, "Search the shipped tiny model family and export its best merge.")
     command.add_argument("--out", type=Path, default=Path("mergesearch-demo"), metavar="DIR")
     command.add_argument(
-        "--retrain", action="store_true", help="train the family's experts anew first, into DIR/experts; then DIR/study"
+        "--retrain",
+        action="store_true",
+        help="first train the family's experts into DIR/experts; then run their study in DIR/study",
     )
 
-    command = verb("serve", verbs.serve, "Serve studies over HTTP, on the Ray of this machine or of RAY_ADDRESS.")
-    command.add_argument("--data", type=Path, required=True, metavar="DIR", help="where studies and exports are kept")
+    command = verb(
+        "serve", verbs.serve, "Run the HTTP server; its jobs run on the Ray of this machine or of RAY_ADDRESS."
+    )
+    command.add_argument("--data", type=Path, required=True, metavar="DIR", help="where jobs and exports are kept")
     command.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     command.add_argument("--port", type=int, default=8080, help="default %(default)s; 0: any free port")
     command.add_argument("--dashboard-host", default="127.0.0.1", help="address the Ray dashboard listens on")
@@ -101,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         type=Path,
         metavar="DIR",
-        help="studies may read files below DIR; repeatable (default: --data, the working directory, the hub's cache)",
+        help="jobs may read files below DIR; repeatable (default: --data, the working directory, the hub's cache)",
     )
     command.add_argument(
         "--trust-dir",
@@ -116,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="HOST",
-        help="a name of this server in requests; repeatable (always: loopback names, --host, its address)",
+        help="another name of this server in requests; repeatable (always known: loopback names, --host, its address)",
     )
     command.add_argument(
         "--export-days", type=_days, default=7.0, metavar="DAYS", help="how long exports are kept (default %(default)s)"
@@ -125,33 +134,40 @@ def _parser() -> argparse.ArgumentParser:
         "--export-quota", type=_num_bytes, metavar="SIZE", help="bytes for all exports; default: a tenth of the disk"
     )
     command.add_argument(
-        "--artifact-quota", type=_num_bytes, metavar="SIZE", help="bytes for experts and policies; default: likewise"
+        "--artifact-quota",
+        type=_num_bytes,
+        metavar="SIZE",
+        help="bytes for experts and policies; default: a tenth of the disk",
     )
 
-    command = server_verb("submit", verbs.submit, "Submit a study or fine-tuning to a server.")
-    command.add_argument("study", type=Path, metavar="FILE", help="study file or specification (YAML or JSON)")
-    command.add_argument("--watch", action="store_true", help="then watch it until it ends")
+    command = server_verb("submit", verbs.submit, "Submit a job to a server: a study or a fine-tuning.")
     command.add_argument(
-        "--name-key", metavar="KEY", help="idempotency key: submitting again with it returns what it created"
+        "file", type=Path, metavar="FILE", help="study file, or specification of a fine-tuning (YAML or JSON)"
+    )
+    command.add_argument("--watch", action="store_true", help="then watch the job until it ends")
+    command.add_argument(
+        "--name-key",
+        metavar="KEY",
+        help="idempotency key: a repeated submission with the same key returns the job that the first one created",
     )
 
-    server_verb("studies", verbs.studies, "List a server's studies.")
-    server_verb("finetunes", verbs.finetunes, "List a server's fine-tunings.")
+    for kind in KINDS.values():
+        server_verb(kind.collection, partial(verbs.list_jobs, kind.name), f"List a server's {kind.plural}.")
 
     for name, call, text in (
-        ("show", verbs.show, "Show the state and progress of a study or fine-tuning on a server."),
-        ("watch", verbs.watch, "Watch a study or fine-tuning on a server until it ends."),
-        ("log", verbs.log, "Print the driver logs of a study or fine-tuning on a server."),
-        ("cancel", verbs.cancel, "Cancel a study or fine-tuning on a server permanently; its results are kept."),
-        ("resume", verbs.resume, "Let one on a server that has failed go on from its results or last checkpoint."),
-        ("delete", verbs.delete, "Delete one that has ended from a server, with its results and exports."),
+        ("show", verbs.show, "Show the state and progress of a job on a server."),
+        ("watch", verbs.watch, "Watch a job on a server until it ends."),
+        ("log", verbs.log, "Print the output of the drivers of a job on a server."),
+        ("cancel", verbs.cancel, "Cancel a job on a server permanently; its results are kept."),
+        ("resume", verbs.resume, "Let a failed job on a server continue from its results or its last checkpoint."),
+        ("delete", verbs.delete, "Delete a job that has ended from a server, with its results and exports."),
     ):
         command = server_verb(name, call, text)
-        command.add_argument("study", metavar="STUDY", help="id of the study or fine-tuning, a prefix, or its name")
+        command.add_argument("job", metavar="JOB", help="id of the job, a prefix of its id, or its name")
 
-    command = server_verb("export", verbs.export, "Write a trial's merged model, or a server's expert, as safetensors.")
-    command.add_argument("run", metavar="DIR|STUDY", help=RUN_OR_STUDY)
-    command.add_argument("trial", metavar="TRIAL", help='trial number, or "best"; of a fine-tuning, an expert\'s alias')
+    command = server_verb("export", verbs.export, "Write a trial's merged model, or an expert that a server trained.")
+    command.add_argument("run", metavar="DIR|JOB", help=RUN_OR_JOB)
+    command.add_argument("trial", metavar="TRIAL", help='trial number or "best"; for a fine-tuning, an expert\'s alias')
     _add_prefer(command)
     command.add_argument("--out", type=Path, required=True, metavar="DIR")
     command.add_argument("--dtype", choices=DTYPES, help="default: the dtype of the study's engine")
@@ -167,13 +183,21 @@ def _parser() -> argparse.ArgumentParser:
         help="directory of a model that the recipe or the mergekit configuration names; repeatable",
     )
     command.add_argument("--check", action="store_true", help="check everything, print the plan, write nothing")
-    command.add_argument("--strict", action="store_true", help="refuse what has no effect instead of warning of it")
-    command.add_argument("--dtype", choices=DTYPES, help="default: the file's, else the models' (recipes: bfloat16)")
+    command.add_argument(
+        "--strict", action="store_true", help="refuse settings without effect instead of warning about them"
+    )
+    command.add_argument(
+        "--dtype", choices=DTYPES, help="default: that of the file, else of the models (recipes: bfloat16)"
+    )
     command.add_argument(
         "--max-shard-size", type=_num_bytes, metavar="SIZE", help="largest size of one weight file; default: 5GB"
     )
 
-    command = verb("finetune", verbs.finetune, "Fine-tune an expert or a fleet, and merge it, or go on with that.")
+    command = verb(
+        "finetune",
+        verbs.finetune,
+        "Fine-tune an expert or a fleet, or resume that; then search for merges, if SPEC has a study.",
+    )
     command.add_argument("spec", type=Path, metavar="SPEC", help="specification (YAML or JSON)")
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="where results and state are kept")
     command.add_argument(
@@ -183,7 +207,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="also analyse task vectors and losses of merges, beside those of the same experts trained in DIR ...",
     )
-    command.add_argument("--samples", type=_count, metavar="N", help="of each evaluation task, for the analysis (100)")
+    command.add_argument(
+        "--samples",
+        type=_count,
+        metavar="N",
+        help="samples of each evaluation task that the analysis uses (default 100)",
+    )
 
     command = server_verb("trials", verbs.trials, "List a run's trials.")
     command.add_argument("run", metavar="DIR|STUDY", help=RUN_OR_STUDY)
@@ -192,16 +221,26 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("run", metavar="DIR|STUDY", help=RUN_OR_STUDY)
     _add_prefer(command)
 
-    command = verb("propose", verbs.propose, "Propose layer paths by the policy of a run of hm3, without training it.")
+    command = verb(
+        "propose",
+        verbs.propose,
+        "Propose layer paths with the policy that a run of hm3 has learned, without training it.",
+    )
     command.add_argument("run", type=Path, metavar="DIR", help="directory of a run")
     _add_prefer(command, required=True, help="how much each objective matters; the weights sum to 1")
-    command.add_argument("--count", type=_count, default=1, metavar="N", help="different paths, the best first")
+    command.add_argument(
+        "--count",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="number of different paths, best first (default %(default)s)",
+    )
     command.add_argument(
         "--model",
         action="append",
         default=[],
         metavar="ALIAS=DIR",
-        help="an expert in place of the run's, of as many layers, if its policy knows layers by statistics; repeatable",
+        help="replaces an expert by another of as many layers, if the policy knows layers by statistics; repeatable",
     )
     command.add_argument("--out", type=Path, metavar="FILE", help="write the recipe of the first path, for `merge`")
 
@@ -214,7 +253,7 @@ def _add_prefer(
     command: argparse.ArgumentParser,
     *,
     required: bool = False,
-    help: str = "the trial of the front that these weights of the objectives pick; they sum to 1",
+    help: str = "pick a trial of the front by weights of the objectives, which sum to 1",
 ) -> None:
     command.add_argument("--prefer", type=_preference, required=required, metavar="OBJECTIVE=WEIGHT,...", help=help)
 
@@ -228,7 +267,7 @@ class _Version(argparse.Action):
 
 
 def _num_bytes(text: str) -> int:
-    """The bytes that "500MB" or "5GB" stands for. Raises ArgumentTypeError."""
+    """Number of bytes that "500MB" or "5GB" stands for. Raises ArgumentTypeError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KB|MB|GB)", text.upper())
     if match is None or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it as 500MB or 5GB")
@@ -236,7 +275,7 @@ def _num_bytes(text: str) -> int:
 
 
 def _preference(text: str) -> dict[str, float]:
-    """The weights that "math=0.6,code=0.4" gives. Raises ArgumentTypeError."""
+    """Weights of the objectives that "math=0.6,code=0.4" stands for. Raises ArgumentTypeError."""
     from search_spaces.preferences import parse_preference
 
     try:
@@ -246,14 +285,14 @@ def _preference(text: str) -> dict[str, float]:
 
 
 def _count(text: str) -> int:
-    """A whole number of at least 1. Raises ArgumentTypeError."""
+    """Parse a whole number of at least 1. Raises ArgumentTypeError."""
     if not (text.isascii() and text.isdecimal()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a count; give a whole number of at least 1")
     return int(text)
 
 
 def _days(text: str) -> float:
-    """A number of days above 0. Raises ArgumentTypeError."""
+    """Parse a number of days above 0. Raises ArgumentTypeError."""
     try:
         days = float(text)
     except ValueError:
@@ -264,7 +303,7 @@ def _days(text: str) -> float:
 
 
 def _exit_code(error: Exception) -> int | None:
-    """None for a bug in this program, which is shown with its traceback."""
+    """Exit code of an error; None for a bug in this program, which is shown with its traceback."""
     if isinstance(error, RequestRefused):
         return 2 if error.status < 500 else 1
     if isinstance(error, SearchSpaceError | InvalidModel | InvalidTask | Conflict | NotFound):

@@ -1,5 +1,4 @@
-"""Live progress of a run in the terminal: a panel that redraws itself, plain lines where there is no terminal, or JSON
-lines for programs.
+"""Live progress of a run in the terminal: a redrawn panel, plain lines without a terminal, or JSON lines for programs.
 
 The driver may report its state at any rate; this module decides what is shown and how often.
 """
@@ -22,8 +21,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from service.jobs.search.progress import Pace, PaceMeter, ProgressSnapshot, as_line, speed_text
 from service.results.format import duration
-from service.studies.progress import Pace, PaceMeter, ProgressSnapshot, as_line, speed_text
 from service.types import TrialState
 
 __all__ = ["ProgressStyle", "ProgressView"]
@@ -33,7 +32,7 @@ PANEL_WIDTH = 96
 
 
 class ProgressStyle(StrEnum):
-    """`auto` is `panel` on a terminal and `lines` elsewhere."""
+    """Style in which progress is shown; `auto` is `panel` on a terminal and `lines` elsewhere."""
 
     AUTO = "auto"
     PANEL = "panel"
@@ -93,7 +92,7 @@ class ProgressView:
                 self._show_line()
 
     def note(self, text: str) -> None:
-        """Print a message that is not overwritten: a failure, a resumed run, where the report is."""
+        """Print a message that stays visible: a failure, a resumed run, where the report is."""
         if (live := self._live) is not None:
             # Without `self._lock`: the thread that redraws holds rich's lock while it acquires this one.
             live.console.print(Text(text))
@@ -163,7 +162,7 @@ STATE_STYLES = {
 
 
 def _panel(snapshot: ProgressSnapshot, pace: Pace, *, width: int) -> RenderableType:
-    """The panel: what is done, how far it is, and the best so far."""
+    """Panel of a snapshot: trials by state, rungs, the best trial, and samples."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column()

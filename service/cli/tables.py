@@ -20,7 +20,7 @@ from service.results.format import (
     sort_holdout,
     violation_text,
 )
-from service.schemas.api import StudyDocument
+from service.schemas.api import JobDocument, StudyDocument
 from service.schemas.files import (
     EstimateDocument,
     FindingDocument,
@@ -37,6 +37,8 @@ __all__ = [
     "finding_line",
     "holdout_table",
     "id_digits",
+    "job_table",
+    "jobs_table",
     "local_time",
     "pareto_table",
     "search_line",
@@ -48,7 +50,7 @@ __all__ = [
     "verification_line",
 ]
 
-STUDY_STYLES: Mapping[str, str] = {JobState.RUNNING: "cyan", JobState.COMPLETE: "green", JobState.FAILED: "red"}
+JOB_STYLES: Mapping[str, str] = {JobState.RUNNING: "cyan", JobState.COMPLETE: "green", JobState.FAILED: "red"}
 
 VERIFICATION_STYLES: Mapping[str, str] = {"not verified": "yellow", "disagreement": "red"}
 
@@ -57,7 +59,7 @@ ID_DIGITS = 8
 
 
 def pareto_table(document: ParetoDocument) -> Table:
-    """The front, best mean of values first: one column per objective, value and standard error."""
+    """Table of the Pareto front, best mean first: for each objective the value and its standard error."""
     table = titled("Pareto front")
     table.add_column("trial", justify="right")
     table.add_column("label", overflow="fold")
@@ -89,7 +91,7 @@ def pareto_table(document: ParetoDocument) -> Table:
 
 
 def holdout_table(document: SummaryDocument) -> Table:
-    """The held-out stage, highest mean first: values with 95 % intervals, and the difference to the best trial."""
+    """Table of held-out results, highest mean first: values with 95 % intervals, and differences to the best trial."""
     table = titled("Held-out data")
     table.add_column("trial", justify="right")
     table.add_column("label", overflow="fold")
@@ -130,17 +132,17 @@ def holdout_table(document: SummaryDocument) -> Table:
 
 
 def finding_line(document: FindingDocument) -> Text:
-    """Whether a merge is better than the single models and published recipes."""
+    """Line on the finding: whether a merge is better than the baselines."""
     return Text(f"finding:       {document['text']}")
 
 
 def search_line(document: SearchDocument) -> Text:
-    """Which searcher proposed the trials, why, and at what cost."""
+    """Lines on the search: which searcher proposed the trials, why it was used, and what it cost."""
     return Text("search:        " + f"\n{'':<15}".join(search_sentences(document)))
 
 
 def verification_line(document: VerificationDocument) -> Text:
-    """Whether plain transformers gave the stored samples, and why not where it was not tried."""
+    """Line on the verification: whether plain transformers gave the stored samples, or why this was not checked."""
     status = document["status"]
     parts = []
     if status != "not verified":
@@ -156,7 +158,7 @@ def verification_line(document: VerificationDocument) -> Text:
 
 
 def trials_table(documents: Iterable[TrialDocument], objectives: Sequence[str]) -> Table:
-    """Every trial by number, with its values at the highest rung it finished."""
+    """Table of trials by number, with their values at the highest rung they finished."""
     table = titled("Trials")
     for name, justify in (("trial", "right"), ("label", "left"), ("state", "left"), ("samples", "right")):
         table.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
@@ -175,7 +177,7 @@ def trials_table(documents: Iterable[TrialDocument], objectives: Sequence[str]) 
 
 
 def studies_table(studies: Sequence[StudyDocument]) -> Table:
-    """Studies in the order given, each with a unique prefix of its id."""
+    """Table of studies in the given order, each with a unique prefix of its id."""
     table = titled("Studies")
     for name in ("study", "name", "state"):
         table.add_column(name, overflow="fold")
@@ -201,35 +203,57 @@ def studies_table(studies: Sequence[StudyDocument]) -> Table:
 
 
 def study_table(study: StudyDocument, *, server: str) -> Table:
-    """Everything about one study; `server` is the address that its links are relative to."""
+    """Table of one study's fields; `server` is the address that its links are relative to."""
+    progress = study["progress"]
+    rows: list[tuple[str, str | Text]] = []
+    if algorithm := study.get("algorithm"):  # servers of earlier versions send none
+        rows.append(("search", f"{algorithm}: {study['algorithm_reason']}"))
+    rows.append(("trials", _trials_text(study)))
+    if progress:
+        rows.append(("stage", progress["stage"]))
+        rows.append(("samples", f"{progress['samples_scored']:,} of {progress['samples_planned']:,}"))
+        if progress["best"]:
+            rows.append(("best so far", f"trial {progress['best_trial']}: {_values_text(progress['best'])}"))
+    return job_table(study, noun="study", server=server, rows=rows)
+
+
+def job_table(job: JobDocument, *, noun: str, server: str, rows: Iterable[tuple[str, str | Text]] = ()) -> Table:
+    """Table of one job's fields; `rows` are those of its kind, and links are relative to `server`."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    progress, job = study["progress"], study["job"]
-    state = state_text(study["state"]).append(f": {study['reason']}" if study["reason"] else "", style="default")
-    drivers = f"{study['attempt']} driver{'s' if study['attempt'] != 1 else ''}"
-    table.add_row("study", Text(study["name"], style="bold"))
-    table.add_row("id", study["id"])
+    state = state_text(job["state"]).append(f": {job['reason']}" if job["reason"] else "", style="default")
+    drivers = f"{job['attempt']} driver{'s' if job['attempt'] != 1 else ''}"
+    table.add_row(noun, Text(job["name"], style="bold"))
+    table.add_row("id", job["id"])
     table.add_row("state", state)
-    if study["waiting_for"]:
-        table.add_row("waits for", study["waiting_for"])
-    table.add_row("created", local_time(study["created_at"]))
-    table.add_row("worked", f"{duration(study['wall_clock_s'])}, by {drivers}")
-    if algorithm := study.get("algorithm"):  # servers of earlier versions send none
-        table.add_row("search", f"{algorithm}: {study['algorithm_reason']}")
-    table.add_row("trials", _trials_text(study))
-    if progress:
-        table.add_row("stage", progress["stage"])
-        table.add_row("samples", f"{progress['samples_scored']:,} of {progress['samples_planned']:,}")
-        if progress["best"]:
-            table.add_row("best so far", f"trial {progress['best_trial']}: {_values_text(progress['best'])}")
-    if job:
-        table.add_row("Ray job", job["submission_id"])
-        if job["dashboard_url"]:
-            table.add_row("dashboard", job["dashboard_url"])
+    if job["waiting_for"]:
+        table.add_row("waits for", job["waiting_for"])
+    table.add_row("created", local_time(job["created_at"]))
+    table.add_row("worked", f"{duration(job['wall_clock_s'])}, by {drivers}")
+    for name, text in rows:
+        table.add_row(name, Text(text) if isinstance(text, str) else text)
+    if ray_job := job["job"]:
+        table.add_row("Ray job", ray_job["submission_id"])
+        if ray_job["dashboard_url"]:
+            table.add_row("dashboard", ray_job["dashboard_url"])
     for name in ("report", "log"):
-        if name in study["links"]:
-            table.add_row(name, server + study["links"][name])
+        if name in job["links"]:
+            table.add_row(name, server + job["links"][name])
+    return table
+
+
+def jobs_table(jobs: Sequence[JobDocument], *, noun: str, title: str) -> Table:
+    """Table of jobs in the given order, each with a unique prefix of its id."""
+    table = titled(title)
+    for name in (noun, "name", "state"):
+        table.add_column(name, overflow="fold")
+    table.add_column("worked", justify="right")
+    table.add_column("created", no_wrap=True)
+    digits = id_digits([job["id"] for job in jobs])
+    for job in jobs:
+        times = duration(job["wall_clock_s"]), local_time(job["created_at"])
+        table.add_row(job["id"][:digits], Text(job["name"]), state_text(job["state"]), *times)
     return table
 
 
@@ -242,12 +266,12 @@ def _label(label: str, origin: str) -> Text:
 
 
 def state_text(state: str) -> Text:
-    """The state of a study or fine-tuning."""
-    return Text(state.lower(), style=STUDY_STYLES.get(state, ""))
+    """State of a job, with its colour."""
+    return Text(state.lower(), style=JOB_STYLES.get(state, ""))
 
 
 def id_digits(ids: Sequence[str]) -> int:
-    """How many digits of the ids are shown, so that none is shown twice."""
+    """Number of leading digits of ids to show, large enough that no two look the same."""
     digits = ID_DIGITS
     while len({name[:digits] for name in ids}) < len(ids):
         digits += 1
@@ -285,7 +309,7 @@ def _error_text(error: float | None) -> str:
 
 
 def _exact_text(estimate: EstimateDocument, *, signed: bool = False) -> str:
-    """A value that follows from the recipe; "" for one that was scored."""
+    """Text of an exact value, computed from the recipe; "" for a value that was scored."""
     return "" if estimate["samples"] else f"{estimate['value']:{'+' if signed else ''},.10g}"
 
 

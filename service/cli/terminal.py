@@ -1,4 +1,4 @@
-"""How commands print: JSON for programs, tables for people. Cheap to import."""
+"""Output of commands: JSON for programs, tables for people. Cheap to import."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["console", "print_export", "print_json", "print_json_line", "print_results"]
 
-# Columns where the output is not a terminal.
+# Columns of tables where the output is not a terminal.
 WIDTH = 110
 
 
@@ -37,7 +37,7 @@ def print_json_line(document: Any) -> None:
 
 
 def print_export(directory: Path, chosen: PreferredDocument | None, *, as_json: bool) -> None:
-    """Print where a merged model was written, and which trial weights of the objectives have `chosen`, if they did."""
+    """Print where a merged model was written, and which trial was chosen if weights of the objectives chose it."""
     if as_json:
         print_json({"directory": str(directory)} | ({} if chosen is None else {"preferred": chosen}))
         return
@@ -47,14 +47,14 @@ def print_export(directory: Path, chosen: PreferredDocument | None, *, as_json: 
 
 
 def print_results(pareto: ParetoDocument, summary: SummaryDocument, **places: str) -> None:
-    """Print the tables of a finished study and where its files are: `places` by kind ("report")."""
+    """Print the tables of a finished study and where its files are: `places` by name ("report")."""
     from service.cli.tables import finding_line, holdout_table, pareto_table, search_line, verification_line
 
     out = console()
     out.print(pareto_table(pareto))
     if summary["holdout"]:
         out.print(holdout_table(summary))
-    if "finding" in summary:  # servers of earlier versions send none, and no search
+    if "finding" in summary:  # servers of earlier versions send neither a finding nor a search
         out.print(finding_line(summary["finding"]), soft_wrap=True)
     if "search" in summary:
         out.print(search_line(summary["search"]), soft_wrap=True)

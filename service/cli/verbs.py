@@ -1,4 +1,4 @@
-"""The verbs of the `mergesearch` command: each does its work, prints the result, and returns the exit code.
+"""Verbs of the `mergesearch` command: each does its work, prints the result, and returns the exit code.
 
 Modules that load torch, Ray, vLLM or pydantic are imported by the verb that needs them, so that `--help` is instant.
 """
@@ -20,7 +20,7 @@ from service.cli.export_progress import ExportView
 from service.cli.finetune import finetune as finetune_experts
 from service.cli.terminal import console, print_export, print_json, print_results
 from service.disk import alignments_dir, artifacts_dir
-from service.server import serve as serve_studies
+from service.server import serve as run_server
 from workers.tiny_family import RETRAIN_FILE, STUDY_FILE, family_dir
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ __all__ = [
     "demo",
     "export",
     "finetune",
-    "finetunes",
+    "list_jobs",
     "log",
     "merge",
     "pareto",
@@ -44,7 +44,6 @@ __all__ = [
     "schema",
     "serve",
     "show",
-    "studies",
     "submit",
     "trials",
     "watch",
@@ -77,15 +76,16 @@ def finetune(options: argparse.Namespace) -> int:
 
 def _run_in(study: Any, directory: Path, *, export_best: bool, as_json: bool) -> int:
     from service.cli.progress import ProgressStyle, ProgressView
-    from service.results.files import pareto as pareto_document
-    from service.results.files import summary
-    from service.studies.local_run import run_study
+    from service.jobs.resources import OWN
+    from service.jobs.search.local_run import run_study
+    from service.results.documents import pareto as pareto_document
+    from service.results.summary import summary
     from service.studies.preflight.examine import EXPORT
 
     view = ProgressView(ProgressStyle.JSON if as_json else ProgressStyle.AUTO)
     try:
         with view:
-            result = run_study(study, directory, view=view, exports=export_best)
+            result = run_study(study, directory, view=view, exports=export_best, resources=OWN)
             if export_best:
                 _export_from(directory, "best", directory / EXPORT)
     except KeyboardInterrupt:
@@ -100,7 +100,7 @@ def _run_in(study: Any, directory: Path, *, export_best: bool, as_json: bool) ->
 
 
 def _check(study: Any, directory: Path, *, exports: bool, as_json: bool) -> int:
-    from service.studies.dry_run import check
+    from service.jobs.search.dry_run import check
 
     plan = check(study, directory, exports=exports)
     if as_json:
@@ -111,7 +111,7 @@ def _check(study: Any, directory: Path, *, exports: bool, as_json: bool) -> int:
 
 
 def serve(options: argparse.Namespace) -> int:
-    serve_studies(
+    run_server(
         options.data,
         host=options.host,
         port=options.port,
@@ -129,47 +129,42 @@ def serve(options: argparse.Namespace) -> int:
 
 def submit(options: argparse.Namespace) -> int:
     with _on_server(options) as server:
-        return server.submit(options.study, key=options.name_key, watch=options.watch)
+        return server.submit(options.file, key=options.name_key, watch=options.watch)
 
 
-def studies(options: argparse.Namespace) -> int:
+def list_jobs(kind: str, options: argparse.Namespace) -> int:
     with _on_server(options) as server:
-        return server.studies()
-
-
-def finetunes(options: argparse.Namespace) -> int:
-    with _on_server(options) as server:
-        return server.finetunes()
+        return server.list_jobs(kind)
 
 
 def show(options: argparse.Namespace) -> int:
     with _on_server(options) as server:
-        return server.show(options.study)
+        return server.show(options.job)
 
 
 def watch(options: argparse.Namespace) -> int:
     with _on_server(options) as server:
-        return server.watch(options.study)
+        return server.watch(options.job)
 
 
 def log(options: argparse.Namespace) -> int:
     with _on_server(options) as server:
-        return server.log(options.study)
+        return server.log(options.job)
 
 
 def cancel(options: argparse.Namespace) -> int:
     with _on_server(options) as server:
-        return server.cancel(options.study)
+        return server.cancel(options.job)
 
 
 def resume(options: argparse.Namespace) -> int:
     with _on_server(options) as server:
-        return server.resume(options.study)
+        return server.resume(options.job)
 
 
 def delete(options: argparse.Namespace) -> int:
     with _on_server(options) as server:
-        return server.delete(options.study)
+        return server.delete(options.job)
 
 
 def export(options: argparse.Namespace) -> int:
@@ -188,8 +183,8 @@ def export(options: argparse.Namespace) -> int:
 
 
 def merge(options: argparse.Namespace) -> int:
-    from service.studies.merge import MergePlan
-    from service.studies.merge_series import check_merges, merge_all
+    from service.merges.merge import MergePlan
+    from service.merges.series import check_merges, merge_all
 
     directories = _directories(options.model)
     if options.check:
@@ -201,7 +196,9 @@ def merge(options: argparse.Namespace) -> int:
             if isinstance(plan, MergePlan):
                 print_json(plan.to_json()) if options.json else print(plan.to_text())
             elif not options.json:
-                print(f"{name or 'the final merge'} is made from {', '.join(plan)}, and checked once they are there")
+                print(
+                    f"{name or 'the final merge'} is made from {', '.join(plan)}; it is checked once these are written"
+                )
         return 0
     shards = {} if options.max_shard_size is None else {"max_shard_bytes": options.max_shard_size}
     try:
@@ -228,7 +225,7 @@ def trials(options: argparse.Namespace) -> int:
         with _on_server(options) as server:
             return server.trials(options.run)
     from service.cli.tables import trials_table
-    from service.results.files import trial_documents
+    from service.results.documents import trial_documents
 
     result = _read(Path(options.run))
     documents = trial_documents(result)
@@ -244,7 +241,7 @@ def pareto(options: argparse.Namespace) -> int:
         with _on_server(options) as server:
             return server.pareto(options.run, prefer=options.prefer)
     from service.cli.tables import pareto_table
-    from service.results.files import pareto as pareto_document
+    from service.results.documents import pareto as pareto_document
 
     result = _read(Path(options.run))
     document = pareto_document(result)
@@ -255,8 +252,8 @@ def pareto(options: argparse.Namespace) -> int:
 
 
 def propose(options: argparse.Namespace) -> int:
+    from service.jobs.search.local_run import read_run
     from service.store.artifacts import ArtifactStore
-    from service.studies.local_run import read_run
     from service.studies.policies.paths import policy_paths
 
     directory = Path(options.run)
@@ -275,7 +272,7 @@ def propose(options: argparse.Namespace) -> int:
 
 
 def schema(options: argparse.Namespace) -> int:
-    from service.schemas.files import schemas
+    from service.schemas.json_schemas import schemas
 
     print_json(schemas()[options.name])
     return 0
@@ -292,13 +289,13 @@ def _on_server(options: argparse.Namespace) -> AbstractContextManager[ServerVerb
 
 
 def _is_directory(options: argparse.Namespace) -> bool:
-    """Whether DIR|STUDY names a run's directory rather than a study on a server."""
+    """Whether the argument names a run's directory rather than a job on a server."""
     return options.server is None and (os.sep in options.run or Path(options.run).exists())
 
 
 def _read(directory: Path) -> RunRecord:
+    from service.jobs.search.local_run import read_run
     from service.results.load import run_record
-    from service.studies.local_run import read_run
 
     with read_run(directory) as (store, study):
         return run_record(store, study.id)
@@ -311,8 +308,8 @@ def _preferred(result: RunRecord, weights: Mapping[str, float]) -> PreferredDocu
 
 
 def _export_from(directory: Path, trial: str, out: Path, *, dtype: str | None = None) -> Path:
+    from service.jobs.search.local_run import read_run
     from service.studies.export import export_trial
-    from service.studies.local_run import read_run
 
     with read_run(directory) as (store, study), ExportView() as view:
         own = alignments_dir(directory)
@@ -320,7 +317,7 @@ def _export_from(directory: Path, trial: str, out: Path, *, dtype: str | None = 
 
 
 def _directories(models: Sequence[str]) -> dict[str, Path]:
-    """The directories given with `--model ALIAS=DIR`, by alias."""
+    """Directories that `--model ALIAS=DIR` names, by alias."""
     directories: dict[str, Path] = {}
     for text in models:
         alias, equals, directory = text.partition("=")

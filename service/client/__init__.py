@@ -1,27 +1,32 @@
-"""A typed Python client of the server: `Client` blocks, `AsyncClient` is awaited; both have the same methods.
-
-    from service.client import Client
-
-    with Client("http://127.0.0.1:8080") as client:
-        study = client.submit("study.yaml")
-        for event in client.events(study["id"]):
-            print(event.kind, event.payload)
-        print(client.pareto(study["id"])["front"])
-        client.export(study["id"], "best", "merged")
+"""Typed Python client of the server: `Client` blocks, `AsyncClient` is awaited; both have the same methods.
 
 Importing this package loads neither httpx nor anything heavy.
 
-- `clients`: the two clients, which send requests over HTTP
-- `flows`: the requests of each call, without input or output
-- `finetune_flows`: those of calls about fine-tunings
+- `blocking`: the client that blocks
+- `awaited`: the client for an event loop
+- `methods`: turns flows into methods of a client
+- `job_flows`: the requests of the calls that jobs of every kind have, without input or output
+- `flows`: the requests of the calls about studies
+- `finetune_flows`: the requests of the calls about fine-tunings
 - `requests`: one request: retries, responses, refusals
+- `transport`: requests and responses in terms of httpx
 - `events`: parses the stream of a study's events
 - `download`: unpacks a merged model from its tar stream
+
+Examples:
+    >>> from service.client import Client
+    >>> with Client("http://127.0.0.1:8080") as client:
+    ...     study = client.submit("study.yaml")
+    ...     for event in client.events(study["id"]):
+    ...         print(event.kind, event.payload)
+    ...     print(client.pareto(study["id"])["front"])
+    ...     client.export(study["id"], "best", "merged")
 """
 
 from __future__ import annotations
 
-from service.client.clients import AsyncClient, Client
+from service.client.awaited import AsyncClient
+from service.client.blocking import Client
 from service.client.events import Event
 from service.errors import ExportFailed, InvalidAnswer, RequestRefused, ServerUnreachable
 

@@ -1,6 +1,7 @@
-"""Unpacks a merged model from a tar stream. Its directory appears complete or not at all; nothing else is written.
+"""Unpacks a merged model from a tar stream.
 
-The archive is not trusted: only folders and ordinary files below a single folder are accepted.
+The model's directory appears complete or not at all; nothing else is written. The archive is not trusted: only folders
+and ordinary files below a single folder are accepted.
 """
 
 from __future__ import annotations
@@ -9,20 +10,28 @@ import io
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from service.disk import gib, lack_of_space
 from service.errors import Conflict, InvalidAnswer
 
-__all__ = ["check_free", "unpack"]
+__all__ = ["Received", "check_free", "counted", "unpack"]
 
 BLOCK_BYTES = 2**20
 
+Received = Callable[[int, int | None], None]
+"""Called during a download: bytes received so far, and the total of all files, if known."""
+
 
 def check_free(out: Path, num_bytes: int | None = None) -> None:
-    """Raises Conflict if `out` exists, or if its disk cannot take `num_bytes`."""
+    """Check that `out` can be created with `num_bytes`.
+
+    Raises:
+        Conflict: `out` exists, or its disk is too small.
+    """
     if out.exists() or out.is_symlink():
         raise Conflict(f"{out}: exists already; give a directory that does not")
     if num_bytes is not None and (problem := lack_of_space(out, num_bytes)):
@@ -30,10 +39,21 @@ def check_free(out: Path, num_bytes: int | None = None) -> None:
 
 
 def unpack(chunks: Iterable[bytes], out: Path, *, num_bytes: int | None = None) -> Path:
-    """Write the single folder of a tar stream as `out` and return `out`; its files must have `num_bytes` in total.
+    """Write the single folder of a tar stream as `out`.
 
-    It is unpacked next to `out` and renamed at the end. Raises Conflict (`out` exists, the disk is too small) and
-    InvalidAnswer (the archive is incomplete, or holds anything else); nothing is left behind then.
+    The folder is unpacked next to `out` and renamed at the end. After an error nothing is left behind.
+
+    Args:
+        chunks: The archive.
+        out: New directory.
+        num_bytes: Size of all files together; None if it is not known.
+
+    Returns:
+        The absolute path of `out`.
+
+    Raises:
+        Conflict: `out` exists, or the disk is too small.
+        InvalidAnswer: The archive is incomplete, has another size, or holds anything else than files in one folder.
     """
     out = out.absolute()
     check_free(out, num_bytes)
@@ -85,7 +105,11 @@ def _unpack_into(directory: Path, chunks: Iterable[bytes], num_bytes: int | None
 
 
 def _parts(member: tarfile.TarInfo) -> tuple[str, ...]:
-    """The parts of the member's path. Raises InvalidAnswer for anything that could be written outside the folder."""
+    """Parts of the member's path below `directory`.
+
+    Raises:
+        InvalidAnswer: The member could be written outside the folder, or is neither a folder nor an ordinary file.
+    """
     parts = PurePosixPath(member.name).parts
     if not parts or member.name.startswith("/") or ".." in parts or not {"\\", "\0"}.isdisjoint(member.name):
         raise InvalidAnswer(f"archive: {member.name!r} leads out of its folder; nothing was unpacked")
@@ -94,6 +118,24 @@ def _parts(member: tarfile.TarInfo) -> tuple[str, ...]:
     if member.isreg() and len(parts) == 1:
         raise InvalidAnswer(f"archive: {member.name!r} is not in a folder; nothing was unpacked")
     return parts
+
+
+def counted(
+    chunks: Iterator[bytes], num_bytes: int | None, received: Received | None, stop: threading.Event
+) -> Iterator[bytes]:
+    """Yield `chunks` and report the bytes so far to `received`.
+
+    Raises:
+        InterruptedError: `stop` was set.
+    """
+    count = 0
+    for chunk in chunks:
+        if stop.is_set():
+            raise InterruptedError("the download was cancelled")
+        count += len(chunk)
+        if received is not None:
+            received(count, num_bytes)
+        yield chunk
 
 
 class _Chunks(io.RawIOBase):

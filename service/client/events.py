@@ -1,5 +1,7 @@
-"""Parses the stream of server-sent events of a study or fine-tuning (WHATWG HTML, section 9.2) and resumes it after a
-lost connection, from the last event received. No input or output here."""
+"""Server-sent events of a study or fine-tuning (WHATWG HTML, section 9.2), parsed without input or output.
+
+After a lost connection the stream is resumed from the last event received.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,30 @@ from typing import Any
 from service.client.requests import Call, Reference, Response, TransportError, path_of, refusal
 from service.errors import InvalidAnswer, RequestRefused, ServerUnreachable
 
-__all__ = ["SILENCE_S", "Event", "EventReader"]
+__all__ = ["PATIENCE_S", "SILENCE_S", "Event", "EventReader"]
 
 # The server sends something at least every 15 s; a connection that is silent for this long is lost.
 SILENCE_S = 45.0
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 10.0
 
+# Default time for which a reader tries to reconnect to a server that has responded before.
+PATIENCE_S = 600.0
+
 
 @dataclass(frozen=True)
 class Event:
-    """An event of a study or fine-tuning: its kind, its time (RFC 3339) and its payload.
+    """Event of a study or fine-tuning.
 
-    Events without an id and a time describe the current state and are not part of the history: "progress" (its payload
-    is a ProgressDocument) and "end", the last one."""
+    Events without an id and a time describe the current state and are not part of the history: "progress", whose
+    payload is a ProgressDocument, and "end", the last event.
+
+    Attributes:
+        kind: What happened, such as "trial".
+        id: Position in the history, ascending; None for "progress" and "end".
+        time: Time in RFC 3339; None for "progress" and "end".
+        payload: Details as JSON, by kind.
+    """
 
     kind: str
     id: int | None
@@ -35,11 +47,10 @@ class Event:
 
 
 class EventReader:
-    """The state of reading one study's events.
+    """State of reading one study's events.
 
     `call` is the next request to send, `feed` takes the bytes received. Once the connection has ended, for any reason,
-    `pause_s` returns how long to wait before the next request, or raises the error that ends the reading:
-    ServerUnreachable if the first connection failed, or if no connection was made for `patience_s`.
+    `pause_s` returns how long to wait before the next request, or raises the error that ends the reading.
     """
 
     def __init__(
@@ -56,12 +67,13 @@ class EventReader:
         self._failures = 0
 
     def call(self) -> Call:
+        """Request that continues after the last event received."""
         self._rest, self._fields = b"", {}
         headers = {"Accept": "text/event-stream", "Cache-Control": "no-store", "Last-Event-ID": str(self.after)}
         return Call("GET", self._path, headers=headers)
 
     def feed(self, data: bytes) -> Iterator[Event]:
-        """The events that `data` completes, each once."""
+        """Yield the events that `data` completes, each once."""
         self._heard_at, self._failures = self._clock(), 0
         # Split at line feeds only: str.splitlines also splits at characters that JSON text may contain.
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -73,7 +85,16 @@ class EventReader:
                 yield event
 
     def pause_s(self, outcome: Response | TransportError) -> float:
-        """Raises RequestRefused and InvalidAnswer if a retry would get the same response."""
+        """Seconds to wait before the next request.
+
+        Args:
+            outcome: How the last connection ended.
+
+        Raises:
+            RequestRefused: The server refused the request; a retry would be refused too.
+            InvalidAnswer: The response is not from a mergesearch server; a retry would get the same one.
+            ServerUnreachable: The first connection failed, or no connection was made for `patience_s`.
+        """
         wait_s: float = min(FIRST_PAUSE_S * 2**self._failures, MAX_PAUSE_S) * random.uniform(0.5, 1.0)
         self._failures = min(self._failures + 1, 10)
         if isinstance(outcome, TransportError):

@@ -7,57 +7,85 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
 
-from service.client.requests import Call, Flow, document_of, path_of, submitted
-from service.errors import Conflict, NotFound, RequestRefused
+from service.client.job_flows import jobs, submit_job
+from service.client.requests import Call, Flow, document_of, path_of
+from service.errors import Conflict, NotFound
+from service.jobs.finetune.kind import FINETUNE
 
 if TYPE_CHECKING:
-    from service.schemas.api import AnalysisDocument, CurvesDocument, FinetuneDocument, FinetunesDocument
+    from service.schemas.api import AnalysisDocument, CurvesDocument, FinetuneDocument
 
-__all__ = ["analysis", "curves", "expert_download", "finetune", "finetunes", "known_finetunes", "submit_finetune"]
+__all__ = ["analysis", "curves", "expert_download", "finetune", "finetunes", "submit_finetune"]
 
 
 def submit_finetune(
     specification: Path | str | Mapping[str, Any], *, idempotency_key: str | None = None
 ) -> Flow[FinetuneDocument]:
-    """Submit the fine-tuning of an expert or a fleet and return the server's document of it.
+    """Submit the fine-tuning of an expert, or of a fleet of experts.
 
-    As `submit`, with the file of `mergesearch finetune` or its content in place of a study.
+    Models and data are read by the server, so their paths must exist there.
 
-        finetune = client.submit_finetune("fleet.yaml")
-        for event in client.events(finetune):
-            print(event.kind, event.payload)
-        client.download(finetune, "math", "experts/math")
+    Args:
+        specification: A file of `mergesearch finetune`, whose relative paths start at its directory, or its content.
+        idempotency_key: 1 to 255 visible ASCII characters. The same key with the same specification returns the
+            fine-tuning that the first call created. Without a key, each call creates a new one.
 
-    Raises InvalidStudy (the file is invalid) and RequestRefused (with every problem that the server found).
+    Returns:
+        The server's document of the fine-tuning.
+
+    Raises:
+        InvalidStudy: The file is invalid.
+        RequestRefused: The server found problems; the error holds every one.
+
+    Examples:
+        >>> finetune = client.submit_finetune("fleet.yaml")
+        >>> for event in client.events(finetune):
+        ...     print(event.kind, event.payload)
+        >>> client.download(finetune, "math", "experts/math")
     """
-    from workers.training.finetuning.fleet import load_pipeline
-
-    document = specification if isinstance(specification, Mapping) else load_pipeline(Path(specification)).canonical()
-    return cast("FinetuneDocument", (yield from submitted("/v1/finetunes", document, idempotency_key)))
+    submitted = yield from submit_job(FINETUNE.name, specification, idempotency_key=idempotency_key)
+    return cast("FinetuneDocument", submitted)
 
 
 def finetunes(*, state: str | None = None, name: str | None = None) -> Flow[list[FinetuneDocument]]:
-    """Every fine-tuning, oldest first, or only those in a state ("RUNNING") or with a name.
+    """List the fine-tunings, oldest first.
 
-    client.finetunes(state="RUNNING")
+    Args:
+        state: Only fine-tunings in this state, such as "RUNNING".
+        name: Only fine-tunings with this name.
+
+    Returns:
+        The server's documents of the fine-tunings.
+
+    Examples:
+        >>> client.finetunes(state="RUNNING")
     """
-    query = {key: value for key, value in (("state", state), ("name", name)) if value is not None}
-    document = cast("FinetunesDocument", (yield from document_of(Call("GET", "/v1/finetunes", query))))
-    return document["finetunes"]
+    return cast("list[FinetuneDocument]", (yield from jobs(FINETUNE.name, state=state, name=name)))
 
 
 def finetune(finetune: str | FinetuneDocument) -> Flow[FinetuneDocument]:
-    """A fine-tuning as it is now, by its id or an earlier document of it.
+    """Return the present state of a fine-tuning.
 
-    client.finetune("5f0c...")["experts"]["math"]["progress"]
+    Args:
+        finetune: Id of the fine-tuning, or an earlier document of it.
+
+    Raises:
+        RequestRefused: The server has no such fine-tuning (status 404).
+
+    Examples:
+        >>> client.finetune("5f0c...")["experts"]["math"]["progress"]
     """
     return cast("FinetuneDocument", (yield from document_of(Call("GET", _finetune_path(finetune)))))
 
 
 def curves(finetune: str | FinetuneDocument) -> Flow[CurvesDocument]:
-    """The losses and evaluations of a fine-tuning so far.
+    """Return the losses and evaluations of a fine-tuning so far.
 
-    [point["loss"] for point in client.curves("5f0c...")["experts"][0]["loss"]]
+    Args:
+        finetune: Id of the fine-tuning, or the server's document of it.
+
+    Examples:
+        >>> [point["loss"] for point in client.curves("5f0c...")["experts"][0]["loss"]]
     """
     return cast("CurvesDocument", (yield from document_of(Call("GET", _finetune_path(finetune, "curves")))))
 
@@ -65,17 +93,32 @@ def curves(finetune: str | FinetuneDocument) -> Flow[CurvesDocument]:
 def analysis(
     finetune: str | FinetuneDocument, *, against: Sequence[str | FinetuneDocument] = ()
 ) -> Flow[AnalysisDocument]:
-    """The task vectors of a fine-tuning whose specification has `analysis`, and the losses of its experts' merges;
-    beside those of the same experts of other fine-tunings. Raises RequestRefused (409) before it is computed.
+    """Return the analysis of a fine-tuning whose specification has `analysis`.
 
-    client.analysis("5f0c...", against=["91aa..."])["fleets"][0]["merges"]
+    Args:
+        finetune: Id of the fine-tuning, or the server's document of it.
+        against: Other fine-tunings of the same experts, which the answer compares with this one.
+
+    Returns:
+        The distributions of the task vectors, and the losses of merges of the experts.
+
+    Raises:
+        RequestRefused: The analysis is not computed yet (status 409).
+
+    Examples:
+        >>> client.analysis("5f0c...", against=["91aa..."])["fleets"][0]["merges"]
     """
     query = {"against": [other if isinstance(other, str) else other["id"] for other in against]}
     return cast("AnalysisDocument", (yield from document_of(Call("GET", _finetune_path(finetune, "analysis"), query))))
 
 
 def expert_download(finetune: FinetuneDocument, expert: str) -> Call:
-    """The request for an expert's files. Raises NotFound, and Conflict if it is not trained yet."""
+    """Request for the files of an expert.
+
+    Raises:
+        NotFound: The fine-tuning has no such expert.
+        Conflict: The expert is not trained yet.
+    """
     experts = finetune["experts"]
     if expert not in experts:
         raise NotFound(f"expert {expert!r}: fine-tuning {finetune['name']!r} has {', '.join(experts)}")
@@ -89,14 +132,5 @@ def _finetune_path(finetune: str | FinetuneDocument, *rest: str) -> str:
     if isinstance(finetune, str):
         if not finetune:
             raise NotFound("fine-tuning '': give the id of a fine-tuning")
-        return "/".join(["/v1/finetunes", quote(finetune, safe="", errors="replace"), *rest])
+        return "/".join([FINETUNE.path, quote(finetune, safe="", errors="replace"), *rest])
     return path_of(finetune, *rest)
-
-
-def known_finetunes() -> Flow[list[FinetuneDocument]]:
-    try:
-        return (yield from finetunes())
-    except RequestRefused as error:  # servers of earlier versions have none
-        if error.status != 404:
-            raise
-        return []

@@ -1,5 +1,7 @@
-"""Flows: each client call as a generator that yields requests and pauses, is sent the responses, and returns a typed
-document. A flow does no input or output: the code that runs it may block or await.
+"""Flows: each call of a client as a generator without input or output.
+
+A flow yields requests and pauses, is sent the responses, and returns a typed document. The client that runs it blocks
+or awaits.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qsl, urlsplit
 
-from service.client.finetune_flows import known_finetunes
+from service.client.job_flows import jobs, submit_job
 from service.client.requests import (
     Call,
     Flow,
@@ -18,17 +20,15 @@ from service.client.requests import (
     document_of,
     path_of,
     respond,
-    submitted,
     text_of,
 )
-from service.errors import Conflict, ExportFailed, NotFound
+from service.errors import ExportFailed
+from service.jobs.search.kind import SEARCH
 
 if TYPE_CHECKING:
     from service.schemas.api import (
         ExportDocument,
         ExportsDocument,
-        FinetuneDocument,
-        StudiesDocument,
         StudyDocument,
         TrialsDocument,
     )
@@ -36,18 +36,13 @@ if TYPE_CHECKING:
     from service.schemas.recipe import RecipeDocument
 
 __all__ = [
-    "cancel",
-    "delete",
     "delete_export",
     "download",
     "exports",
-    "find",
     "finished_export",
-    "log",
     "pareto",
     "recipe",
     "report",
-    "resume",
     "studies",
     "study",
     "submit",
@@ -66,140 +61,120 @@ PAGE = 500
 
 
 def submit(study: Path | str | Mapping[str, Any], *, idempotency_key: str | None = None) -> Flow[StudyDocument]:
-    """Submit a study and return the server's document of it.
+    """Submit a study.
 
-    `study` is a study file, whose relative paths are taken from its directory, or its content; models and data are
-    read by the server, so their paths must exist there. The same `idempotency_key` with the same study again returns
-    the study that it created; without a key, each call creates a new study.
+    Models and data are read by the server, so their paths must exist there.
 
-        client.submit("study.yaml")
-        client.submit({"name": "math-text", "models": {...}, ...}, idempotency_key="nightly-2031-05-04")
+    Args:
+        study: A study file, whose relative paths start at its directory, or its content.
+        idempotency_key: 1 to 255 visible ASCII characters. The same key with the same study returns the study that the
+            first call created. Without a key, each call creates a new study.
 
-    Raises InvalidStudy (the file is invalid) and RequestRefused (with every problem that the server found).
+    Returns:
+        The server's document of the study.
+
+    Raises:
+        InvalidStudy: The file is invalid.
+        RequestRefused: The server found problems; the error holds every one.
+
+    Examples:
+        >>> client.submit("study.yaml")
+        >>> client.submit({"name": "math-text", "models": {...}, ...}, idempotency_key="nightly-2031-05-04")
     """
-    from search_spaces.study.file import load_study
-
-    document = study if isinstance(study, Mapping) else load_study(study).canonical()
-    return cast("StudyDocument", (yield from submitted("/v1/studies", document, idempotency_key)))
+    return cast("StudyDocument", (yield from submit_job(SEARCH.name, study, idempotency_key=idempotency_key)))
 
 
 def studies(*, state: str | None = None, name: str | None = None) -> Flow[list[StudyDocument]]:
-    """Every study, oldest first, or only those in a state ("RUNNING") or with a name.
+    """List the studies, oldest first.
 
-    client.studies(state="RUNNING")
+    Args:
+        state: Only studies in this state, such as "RUNNING".
+        name: Only studies with this name.
+
+    Returns:
+        The server's documents of the studies.
+
+    Examples:
+        >>> client.studies(state="RUNNING")
     """
-    query = {key: value for key, value in (("state", state), ("name", name)) if value is not None}
-    document = cast("StudiesDocument", (yield from document_of(Call("GET", "/v1/studies", query))))
-    return document["studies"]
+    return cast("list[StudyDocument]", (yield from jobs(SEARCH.name, state=state, name=name)))
 
 
 def study(study: str) -> Flow[StudyDocument]:
-    """A study by its id.
+    """Return a study by its id.
 
-    client.study("5f0c...")["state"]
+    Args:
+        study: Id of the study.
+
+    Raises:
+        RequestRefused: The server has no such study (status 404).
+
+    Examples:
+        >>> client.study("5f0c...")["state"]
     """
     return cast("StudyDocument", (yield from document_of(Call("GET", path_of(study)))))
 
 
-def find(reference: str) -> Flow[StudyDocument | FinetuneDocument]:
-    """The study or fine-tuning with this id, id prefix, or name. Fine-tunings have "experts".
-
-        client.find("5f0c")
-        client.find("math-text-lookup")
-
-    Raises NotFound, and Conflict if several match, with their ids.
-    """
-    known: list[StudyDocument | FinetuneDocument] = [*(yield from studies()), *(yield from known_finetunes())]
-    matches = [found for found in known if found["id"] == reference]
-    matches = matches or [found for found in known if found["name"] == reference]
-    matches = matches or [found for found in known if reference and found["id"].startswith(reference)]
-    if len(matches) > 1:
-        ids = ", ".join(f"{found['id']} ({found['name']}, {found['state']})" for found in matches)
-        raise Conflict(f"study {reference!r}: {len(matches)} studies match, give a longer id: {ids}")
-    if not matches:
-        raise NotFound(f"study {reference!r}: the server has no study of that id or name; it has {len(known)}")
-    return matches[0]
-
-
-def cancel(study: Reference) -> Flow[StudyDocument | FinetuneDocument]:
-    """Cancel a study or fine-tuning permanently; its results are kept. One that is already cancelled is returned
-    unchanged.
-
-        client.cancel("5f0c...")
-        client.cancel(client.find("family"))
-
-    Raises RequestRefused if it has already ended in another state.
-    """
-    return cast("StudyDocument", (yield from document_of(Call("POST", f"{path_of(study)}:cancel"))))
-
-
-def resume(study: Reference) -> Flow[StudyDocument | FinetuneDocument]:
-    """Let a study or fine-tuning that has FAILED go on from its stored results or last checkpoint, and one that waits
-    try again now.
-
-        client.resume("5f0c...")
-
-    Nothing is scored again. Raises RequestRefused if it is COMPLETE or CANCELLED.
-    """
-    return cast("StudyDocument", (yield from document_of(Call("POST", f"{path_of(study)}:resume"))))
-
-
-def delete(study: Reference) -> Flow[None]:
-    """Delete a study or fine-tuning that has ended, with its results and exports.
-
-        client.delete("5f0c...")
-
-    Raises RequestRefused if it has not ended, or if one of its models is being written or downloaded.
-    """
-    yield from respond(Call("DELETE", path_of(study)))
-
-
 def summary(study: str) -> Flow[SummaryDocument]:
-    """The study's summary, as in `summary.json` of a run.
+    """Return the summary of a study, the content of `summary.json`.
 
-    client.summary("5f0c...")["best"]
+    Args:
+        study: Id of the study.
+
+    Examples:
+        >>> client.summary("5f0c...")["best"]
     """
     return cast("SummaryDocument", (yield from document_of(Call("GET", path_of(study, "summary")))))
 
 
 def pareto(study: str, *, prefer: Mapping[str, float] | None = None) -> Flow[ParetoDocument]:
-    """The Pareto front of the study, as in `pareto.json` of a run. With `prefer`, weights of the objectives that sum to
-    one, `preferred` is the trial that they pick.
+    """Return the Pareto front of a study, the content of `pareto.json`.
 
-        [row["trial"] for row in client.pareto("5f0c...")["front"]]
-        client.pareto("5f0c...", prefer={"math": 0.6, "code": 0.4})["preferred"]["trial"]
+    Args:
+        study: Id of the study.
+        prefer: Weights of the objectives, which sum to 1.
 
-    Raises RequestRefused for other weights.
+    Returns:
+        The front. With `prefer`, the key "preferred" holds the trial that the weights pick.
+
+    Raises:
+        RequestRefused: The weights do not sum to 1 or name other objectives.
+
+    Examples:
+        >>> [row["trial"] for row in client.pareto("5f0c...")["front"]]
+        >>> client.pareto("5f0c...", prefer={"math": 0.6, "code": 0.4})["preferred"]["trial"]
     """
     query = {} if prefer is None else {"prefer": ",".join(f"{name}={weight!r}" for name, weight in prefer.items())}
     return cast("ParetoDocument", (yield from document_of(Call("GET", path_of(study, "pareto"), query))))
 
 
 def report(study: Reference) -> Flow[str]:
-    """The report of a study or fine-tuning, one self-contained HTML page.
+    """Return the report of a study or fine-tuning, one self-contained HTML page.
 
-    Path("report.html").write_text(client.report("5f0c..."))
+    Args:
+        study: Id of a study, or the server's document of a study or fine-tuning.
+
+    Examples:
+        >>> Path("report.html").write_text(client.report("5f0c..."))
     """
     return (yield from text_of(Call("GET", path_of(study, "report"))))
-
-
-def log(study: Reference) -> Flow[str]:
-    """The output of the drivers of a study or fine-tuning.
-
-        print(client.log("5f0c..."))
-
-    Raises RequestRefused (status 503) while Ray, which keeps the logs, is unreachable.
-    """
-    return (yield from text_of(Call("GET", path_of(study, "log"))))
 
 
 # -- trials ------------------------------------------------------------------------------------------------------------
 
 
 def trials(study: str, *, state: str | None = None) -> Flow[list[TrialDocument]]:
-    """Every trial by number, or only those in a state ("COMPLETE").
+    """List the trials of a study by number.
 
-    [trial["values"] for trial in client.trials("5f0c...", state="COMPLETE")]
+    Args:
+        study: Id of the study.
+        state: Only trials in this state, such as "COMPLETE".
+
+    Returns:
+        All trials; the server's pages are joined.
+
+    Examples:
+        >>> [trial["values"] for trial in client.trials("5f0c...", state="COMPLETE")]
     """
     query = {"limit": str(PAGE), **({} if state is None else {"state": state})}
     found: list[TrialDocument] = []
@@ -212,17 +187,33 @@ def trials(study: str, *, state: str | None = None) -> Flow[list[TrialDocument]]
 
 
 def trial(study: str, number: int) -> Flow[TrialDocument]:
-    """One trial.
+    """Return one trial of a study.
 
-    client.trial("5f0c...", 17)["rungs"]
+    Args:
+        study: Id of the study.
+        number: Number of the trial.
+
+    Raises:
+        RequestRefused: The study has no such trial (status 404).
+
+    Examples:
+        >>> client.trial("5f0c...", 17)["rungs"]
     """
     return cast("TrialDocument", (yield from document_of(Call("GET", path_of(study, "trials", number)))))
 
 
 def recipe(study: str, number: int) -> Flow[RecipeDocument]:
-    """The recipe of a trial's merge, as in `recipe.json` of an export.
+    """Return the recipe of a trial's merge, the content of `recipe.json` of an export.
 
-    client.recipe("5f0c...", 17)["layers"][0]
+    Args:
+        study: Id of the study.
+        number: Number of the trial.
+
+    Raises:
+        RequestRefused: The study has no such trial (status 404).
+
+    Examples:
+        >>> client.recipe("5f0c...", 17)["layers"][0]
     """
     return cast("RecipeDocument", (yield from document_of(Call("GET", path_of(study, "trials", number, "recipe")))))
 
@@ -233,7 +224,17 @@ def recipe(study: str, number: int) -> Flow[RecipeDocument]:
 def finished_export(
     study: str, trial: str | int, *, dtype: str | None, prefer: Mapping[str, float] | None
 ) -> Flow[ExportDocument]:
-    """The export of a trial, or of the one that `prefer` picks, once the server has written it. Raises ExportFailed."""
+    """Start the export of a trial and wait until the server has written it.
+
+    Args:
+        study: Id of the study.
+        trial: Number of the trial, or "best".
+        dtype: Dtype of the weights; None is the dtype that the study's engine scored in.
+        prefer: Weights of the objectives, which pick a trial of the front in place of the best one.
+
+    Raises:
+        ExportFailed: The server could not write the model.
+    """
     asked = {"trial": trial, "dtype": dtype, **({} if prefer is None else {"prefer": dict(prefer)})}
     content = json.dumps(asked).encode()
     call = Call("POST", path_of(study, "exports"), {}, {"Content-Type": "application/json"}, content)
@@ -249,9 +250,13 @@ def finished_export(
 
 
 def exports(study: str) -> Flow[list[ExportDocument]]:
-    """The exports of a study that the server keeps, oldest first.
+    """List the exports of a study that the server keeps, oldest first.
 
-    [export["id"] for export in client.exports("5f0c...")]
+    Args:
+        study: Id of the study.
+
+    Examples:
+        >>> [export["id"] for export in client.exports("5f0c...")]
     """
     document = cast("ExportsDocument", (yield from document_of(Call("GET", path_of(study, "exports")))))
     return document["exports"]
@@ -260,13 +265,19 @@ def exports(study: str) -> Flow[list[ExportDocument]]:
 def delete_export(study: str, export: str) -> Flow[None]:
     """Delete an export and its files from the server.
 
-        client.delete_export("5f0c...", "e91b...")
+    Args:
+        study: Id of the study.
+        export: Id of the export.
 
-    Raises RequestRefused while it is being written or downloaded.
+    Raises:
+        RequestRefused: The export is being written or downloaded.
+
+    Examples:
+        >>> client.delete_export("5f0c...", "e91b...")
     """
     yield from respond(Call("DELETE", path_of(study, "exports", export)))
 
 
 def download(study: str, export: ExportDocument) -> Call:
-    """The request for the model's files."""
+    """Request for the files of an exported model."""
     return Call("GET", path_of(study, "exports", export["id"], "download"), headers={"Accept": "application/x-tar"})

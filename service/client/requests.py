@@ -1,4 +1,4 @@
-"""The requests that flows yield, and how their responses are read.
+"""Requests that flows yield, and how their responses are read.
 
 A request is retried if its connection was lost: every request may be repeated (submissions carry an idempotency key).
 """
@@ -17,7 +17,7 @@ from search_spaces.errors import InvalidStudy, Problem
 from service.errors import InvalidAnswer, NotFound, RequestRefused, ServerUnreachable
 
 if TYPE_CHECKING:
-    from service.schemas.api import FinetuneDocument, ProblemDocument, StudyDocument
+    from service.schemas.api import JobDocument, ProblemDocument
 
 __all__ = [
     "Call",
@@ -52,7 +52,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Response:
-    """A response; header names are in lower case."""
+    """One response; header names are in lower case."""
 
     url: str
     status: int
@@ -62,22 +62,29 @@ class Response:
 
 @dataclass(frozen=True)
 class TransportError:
-    """No response, and why. `was_cut`: the connection was lost before the response was complete."""
+    """Request without a complete response, with the reason.
+
+    `was_cut` says that the connection was lost before the response was complete.
+    """
 
     url: str
     reason: str
     was_cut: bool
 
 
-Reference: TypeAlias = "str | StudyDocument | FinetuneDocument"
-"""A study by its id, or a study or fine-tuning as the server describes it."""
+Reference: TypeAlias = "str | JobDocument"
+"""A study by its id, or a job of any kind as the server describes it."""
 
 Flow: TypeAlias = Generator[Call | float, Response | TransportError | None, T]
 """Yields requests, and pauses in seconds; is sent the outcome of each request; returns the result."""
 
 
 def path_of(study: Reference, *rest: str | int) -> str:
-    """The path of a study or fine-tuning, or of a resource below it."""
+    """Path of a job, or of a resource below it.
+
+    Raises:
+        NotFound: The id is empty.
+    """
     if not study:
         raise NotFound("study '': give the id of a study")
     parts = [
@@ -87,7 +94,7 @@ def path_of(study: Reference, *rest: str | int) -> str:
 
 
 def refusal(response: Response) -> RequestRefused | InvalidAnswer:
-    """The error that a response other than 2xx stands for."""
+    """Error for a response with a status other than 2xx."""
     problem = _parsed(response) if "problem+json" in response.headers.get("content-type", "") else None
     if isinstance(problem, dict) and isinstance(problem.get("detail"), str):
         after = response.headers.get("retry-after", "")
@@ -104,7 +111,13 @@ def _no_server(response: Response, why: str) -> InvalidAnswer:
 
 
 def document_of(call: Call) -> Flow[dict[str, Any]]:
-    """The JSON object that answers a request. Raises InvalidAnswer, and as `respond`."""
+    """Send a request that is answered by a JSON object, and return that object.
+
+    Raises:
+        InvalidAnswer: The response is no JSON object.
+        RequestRefused: As `respond`.
+        ServerUnreachable: As `respond`.
+    """
     response = yield from respond(call)
     document = _parsed(response)
     if not isinstance(document, dict):
@@ -113,14 +126,21 @@ def document_of(call: Call) -> Flow[dict[str, Any]]:
 
 
 def text_of(call: Call) -> Flow[str]:
+    """Send a request that is answered by text, and return that text."""
     return (yield from respond(call)).content.decode("utf-8", errors="replace")
 
 
 def respond(call: Call) -> Flow[Response]:
-    """The response to a request, with a status of 2xx. The request is retried if the connection was lost or a proxy
-    could not reach the server.
+    """Send a request and return its response, whose status is 2xx.
 
-    A server that is unreachable at the first attempt is reported immediately."""
+    The request is retried if the connection was lost or a proxy could not reach the server. A server that is
+    unreachable at the first attempt is reported immediately.
+
+    Raises:
+        RequestRefused: The server refused the request.
+        ServerUnreachable: No server answered.
+        InvalidAnswer: The response is not from a mergesearch server.
+    """
     pauses_s = iter(RETRY_PAUSES_S)
     is_first = True
     while True:
@@ -144,11 +164,18 @@ def respond(call: Call) -> Flow[Response]:
 
 
 def submitted(path: str, document: Mapping[str, Any], idempotency_key: str | None) -> Flow[dict[str, Any]]:
-    """Send what a file says. A key makes it repeatable, also here after a lost connection."""
+    """Submit the content of a file and return the server's document.
+
+    The idempotency key, random where none is given, makes the request repeatable after a lost connection.
+
+    Raises:
+        InvalidStudy: The content is not plain data.
+        RequestRefused: HTTP headers cannot carry the key, or as `respond`.
+    """
     try:
         content = json.dumps(document, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidStudy((Problem("", f"the study is not plain data: {error}"),)) from error
+        raise InvalidStudy((Problem("", f"the document is not plain data: {error}"),)) from error
     key = uuid.uuid4().hex if idempotency_key is None else idempotency_key
     if not re.fullmatch("[!-~]{1,255}", key):  # it cannot be sent as a header
         raise RequestRefused(

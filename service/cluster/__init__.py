@@ -1,7 +1,7 @@
-"""Connects to Ray or starts it, and keeps studies running on it.
+"""Connects to Ray or starts it, and keeps jobs running on it.
 
 - `session`: Ray for the duration of one command
 - `local_ray`: a cluster on this machine that outlives the server
-- `host`: the server's own such cluster: started, restarted and stopped
-- `reconciler`: keeps a driver running for every unfinished study
+- `host`: starts, restarts and stops the cluster that the server runs itself
+- `reconciler`: keeps a driver running for every unfinished job
 """

@@ -1,4 +1,4 @@
-"""The server's own Ray: the process of `local_ray` that it starts, finds again, restarts and stops."""
+"""Ray that the server runs itself: a process of `local_ray` that it starts, finds again, restarts and stops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Host:
-    """The server's own Ray on this machine: a process of `service.cluster.local_ray`, restarted if it dies."""
+    """Ray that the server runs on this machine: a process of `service.cluster.local_ray`, restarted if it dies."""
 
     def __init__(self, data_dir: Path, dashboard_host: str, dashboard_port: int | None) -> None:
         self._data_dir = data_dir
@@ -38,7 +38,7 @@ class Host:
         return record.dashboard_url if record is not None else None
 
     def not_ready(self) -> str | None:
-        """Start Ray if it is not running. Returns why it is not ready yet."""
+        """Start Ray if it is not running. Returns why it is not ready yet; None: it is ready."""
         record = read_host(self._data_dir)
         started = self._process.pid if self._process is not None else None
         if record is not None and record.is_alive() and started in (None, record.process):

@@ -1,6 +1,6 @@
 """A Ray cluster of one machine in a separate process: `python -m service.cluster.local_ray DATA_DIR`.
 
-`serve` starts one if RAY_ADDRESS names no cluster. It outlives a server that is killed, so studies continue, and the
+`serve` starts one if RAY_ADDRESS names no cluster. It outlives a server that is killed, so jobs continue, and the
 next server finds it by the file it writes. It ends when no server has used DATA_DIR for ORPHANED_AFTER_S. If one of
 Ray's processes dies, it stops the others at once: an incomplete cluster does no work and raises no error.
 """
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HostRecord:
-    """A cluster started here: `address` is for drivers, `dashboard_url` for browsers and jobs."""
+    """Record of a running cluster: `address` is for drivers, `dashboard_url` for browsers and for submitting jobs."""
 
     process: int
     started_at: float
@@ -57,7 +57,7 @@ class HostRecord:
     session_dir: str
 
     def is_alive(self) -> bool:
-        """Whether that process still runs, and not a later one with the same id."""
+        """Whether the cluster's process still runs; a later process with the same id does not count."""
         try:
             process = psutil.Process(self.process)
             is_same = abs(process.create_time() - self.started_at) < 1.0
@@ -75,15 +75,18 @@ def read_host(data_dir: Path) -> HostRecord | None:
 
 
 def stop_processes(record: HostRecord) -> None:
-    """Kill every process of a cluster: Ray's programs that name its session's directory, Ray's workers that write
-    there, the host if it still runs, and what any of them has started (jobs, for example). Others that only read or
-    name files of the session, such as a user's `tail -f`, are left alone."""
+    """Kill every process of a cluster.
+
+    These are Ray's programs that name the directory of its session, Ray's workers that write there, the host if it
+    still runs, and what any of them has started (jobs, for example). Others that only read or name files of the
+    session, such as a user's `tail -f`, are left alone.
+    """
     doomed = [
         process
         for process in psutil.process_iter()
         if _is_of_session(process, record.session_dir) or (process.pid == record.process and record.is_alive())
     ]
-    for process in list(doomed):  # all are found before any is killed: a process without a parent belongs to no one
+    for process in list(doomed):  # all are found before any is killed: children of a dead process cannot be found
         with contextlib.suppress(psutil.Error):
             doomed += process.children(recursive=True)
     for process in doomed:
@@ -92,7 +95,7 @@ def stop_processes(record: HostRecord) -> None:
 
 
 def _is_of_session(process: psutil.Process, session_dir: str) -> bool:
-    """Whether it is a process of Ray's in that session. A title replaces the command of some."""
+    """Whether `process` belongs to the Ray session of that directory, by its command, title or open files."""
     try:
         command = process.cmdline()
         if command and command[0].startswith(TITLES):
@@ -106,7 +109,7 @@ def _is_of_session(process: psutil.Process, session_dir: str) -> bool:
 
 @functools.cache
 def _ray_dir() -> Path:
-    """Where Ray is installed."""
+    """Directory in which Ray is installed."""
     specification = importlib.util.find_spec("ray")
     assert specification is not None
     assert specification.origin is not None
@@ -117,7 +120,8 @@ def _let_agents_choose_ports() -> None:
     """Let the node's agent, which receives jobs, use any free port.
 
     An agent whose port is taken receives no jobs and reports no error. The default is 52365, which another Ray on the
-    machine may use, or one that is still shutting down. `ray.init` has no argument for it (Ray 2.60)."""
+    machine may use, or one that is still shutting down. `ray.init` has no argument for it (Ray 2.60).
+    """
     from ray._private.parameter import RayParams
 
     original = RayParams.__init__
@@ -177,7 +181,7 @@ def _is_dead(process: psutil.Process) -> bool:
 
 
 def _watch(vital: list[psutil.Process], stopping: threading.Event, data_dir: Path) -> str:
-    """Wait for a reason to stop, and return it."""
+    """Wait until the cluster must stop, and return the reason."""
     served_at = time.monotonic()
     while not stopping.wait(POLL_S):
         if dead := [process.pid for process in vital if _is_dead(process)]:

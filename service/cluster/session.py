@@ -25,7 +25,7 @@ START_WAIT_S = 60
 # How long the cluster that RAY_ADDRESS names may take to accept a connection and answer.
 ANSWER_WAIT_S = 5.0
 
-# How an HTTP/2 connection begins on either side; what Ray speaks (gRPC) is HTTP/2.
+# First bytes of an HTTP/2 connection, by the client and by the server; Ray's protocol (gRPC) uses HTTP/2.
 HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
 SETTINGS_FRAME = 4
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RaySession:
-    """`is_own`: this process started Ray. `dashboard_url` is None where there is no dashboard."""
+    """A connection to Ray. `is_own`: this process started Ray. `dashboard_url` is None without a dashboard."""
 
     is_own: bool
     dashboard_url: str | None
@@ -42,7 +42,7 @@ class RaySession:
 
 @contextmanager
 def ray_session() -> Iterator[RaySession]:
-    """Ray, up and connected. Raises ConnectionError if RAY_ADDRESS names a cluster that does not answer."""
+    """Connect to Ray, or start it, within the context. Raises ConnectionError if no Ray answers."""
     prepare_environment()
     import ray
 
@@ -71,7 +71,8 @@ def prepare_environment() -> None:
 def check_reachable(*, timeout_s: float = ANSWER_WAIT_S) -> None:
     """Raise ConnectionError if RAY_ADDRESS names a host and port where nothing that could be Ray answers.
 
-    Ray itself would try for minutes."""
+    Ray itself would try for minutes.
+    """
     address = os.environ.get("RAY_ADDRESS", "")
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():
@@ -101,7 +102,7 @@ def _joined(address: str) -> Any:
 
 
 def start_ray(**options: Any) -> Any:
-    """Start a Ray of this process, with its dashboard. Raises ConnectionError if it does not start."""
+    """Start Ray and its dashboard for this process. Raises ConnectionError if Ray does not start."""
     prepare_environment()
     import ray
 

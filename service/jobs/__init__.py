@@ -1,10 +1,10 @@
-"""Work that the server submits to the cluster as Ray Jobs.
+"""Jobs: what the server stores, runs on the cluster as Ray Jobs, and shows.
 
-- `driver`: takes a stored study over and does what its kind says
-- `search`: the search of one study
-- `finetune`: the training of one expert or a fleet, on Ray Train
-- `training_events`: its numbers as events and progress
-- `training_analysis`: what the trained experts are like, as an event
-- `training_study`: the study that merges a fleet's experts
-- `progress_log`: its progress in the job's log
+- `base`: what a kind of job declares, and what its drivers receive
+- `registry`: the kinds
+- `driver`: takes over a stored job and runs it as its kind declares
+- `heartbeat`: regular reports that a driver is alive and makes progress
+- `resources`: connections to Ray, scoring replicas and Ray Train, for drivers
+- `search`: the kind of job that searches, a study
+- `finetune`: the kind of job that trains, a fine-tuning
 """

@@ -1,7 +1,7 @@
-"""The driver of one stored study as a Ray Job: `python -m service.jobs.driver --data DIR --study ID`.
+"""The driver of one stored job as a Ray Job: `python -m service.jobs.driver --data DIR --job ID`.
 
-What it does depends on the study's kind. Exit code 0: the study has ended, with success or failure, as stored; 1: it
-has not, and another driver may continue it.
+The kind of the job declares what the driver does. Exit code 0: the job has ended, with success or failure, as stored;
+1: the job has not ended, and another driver may continue it.
 """
 
 from __future__ import annotations
@@ -10,73 +10,73 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 from search_spaces.errors import InvalidStudy
-from service.disk import job_dir
+from service.disk import artifacts_dir, data_dir_of, database_url, job_dir
 from service.errors import Conflict, InUse, NotFound, StaleAttempt, StudyFailed
-from service.jobs import finetune, search
-from service.jobs.progress_log import ProgressLog
+from service.jobs.base import Attempt, Resources
+from service.jobs.heartbeat import Heartbeat
+from service.jobs.registry import kind_of
 from service.store import JobWriter, Store
-from service.studies.heartbeat import Heartbeat
+from service.store.artifacts import ArtifactStore
 from service.studies.preflight.files import FilesRefused
-from service.types import JobKind, JobState
+from service.types import JobState
 from workers.errors import EngineUnavailable
 
-__all__ = ["KINDS", "Work", "drive"]
+__all__ = ["drive", "main"]
 
 logger = logging.getLogger(__name__)
 
 
-class Work(Protocol):
-    """Works on a study from where its store says it is, to its end, which it stores too. `work_dir` is a directory for
-    its files, `heartbeat` says that it gets on, `view` is its log."""
-
-    def __call__(
-        self, store: Store, writer: JobWriter, *, work_dir: Path, heartbeat: Heartbeat, view: ProgressLog
-    ) -> None: ...
-
-
-KINDS: Mapping[JobKind, Work] = {JobKind.SEARCH: search.work, JobKind.FINETUNE: finetune.work}
-
-
-def main() -> int:
+def main(resources: Resources | None = None) -> int:
+    """Run the driver that the command line describes; `resources` as for `drive`."""
     parser = argparse.ArgumentParser(prog="python -m service.jobs.driver", description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--study", required=True)
-    # With several Ray clusters on a machine, a job may get the address of another one (Ray 2.60).
+    parser.add_argument("--job", required=True)
+    # With several Ray clusters on a machine, Ray may give a job another cluster's address (Ray 2.60).
     parser.add_argument("--ray-address", help="the cluster to join (default: Ray's choice)")
     parser.add_argument("--because", help="why the previous driver was replaced")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if options.ray_address:
         os.environ["RAY_ADDRESS"] = options.ray_address
-    store = Store(f"sqlite:///{options.data / search.DATABASE}")
+    store = Store(database_url(options.data))
     try:
-        return drive(store, options.study, work_dir=job_dir(options.data, options.study), because=options.because)
+        return drive(
+            store,
+            options.job,
+            work_dir=job_dir(options.data, options.job),
+            because=options.because,
+            resources=resources,
+        )
     finally:
         store.close()
 
 
-def drive(store: Store, study_id: str, *, work_dir: Path, because: str | None = None) -> int:
-    """Take over a stored study and work on it. Returns the process's exit code.
+def drive(
+    store: Store, job_id: str, *, work_dir: Path, because: str | None = None, resources: Resources | None = None
+) -> int:
+    """Take over a stored job, work on it, and return the process's exit code.
 
-    The study was accepted once. So where something is missing now (a model, the hub, an engine, Ray), it waits: this
-    driver ends, and another one tries again. Only what cannot change back without a new study ends this one."""
+    The job passed its checks when it was created. If something is missing now (a model, the hub, an engine, Ray), the
+    job waits: this driver ends, and a later one tries again. The job fails only for problems that later drivers would
+    meet again. By default `resources` are those of the cluster, which all jobs share.
+    """
     try:
-        writer = store.open_attempt(study_id, because=because)
+        writer = store.open_attempt(job_id, because=because)
     except (StaleAttempt, NotFound) as error:
         logger.info("%s", error)
         return 0
-    heartbeat = Heartbeat(writer, store.job(study_id).wall_clock_s)
+    job = store.job(job_id)
+    heartbeat = Heartbeat(writer, job.wall_clock_s)
+    artifacts = ArtifactStore(store, artifacts_dir(data_dir_of(work_dir)))
     try:
-        with heartbeat, ProgressLog() as view:
-            work = KINDS[store.job(study_id).kind]
-            work(store, writer, work_dir=work_dir, heartbeat=heartbeat, view=view)
+        with heartbeat:
+            attempt = Attempt(store, writer, artifacts, work_dir, heartbeat, resources or _shared(), _note)
+            kind_of(job.kind).work(attempt)
         return 0
-    except StudyFailed as error:  # stored already
+    except StudyFailed as error:  # the state and its reason are stored already
         logger.error("%s", error)
         return 0
     except InUse as error:  # the driver before this one has not ended yet
@@ -95,6 +95,16 @@ def drive(store: Store, study_id: str, *, work_dir: Path, because: str | None = 
         logger.exception("the driver failed")
         _end(writer, JobState.STOPPED, f"{type(error).__name__}: {error}")
         return 1
+
+
+def _shared() -> Resources:
+    from service.jobs.resources import SHARED
+
+    return SHARED
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _wait(writer: JobWriter, heartbeat: Heartbeat, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Whether trials keep to the constraints of their study's objectives, and by how much they violate them.
+"""Violations of the constraints of a study's objectives.
 
 A bound that is relative to a source model is compared on the same samples, so it follows that model's value there.
 """
@@ -27,17 +27,28 @@ Values = Mapping[str, float]
 
 
 def has_constraints(objectives: Sequence[Objective]) -> bool:
+    """Whether any objective has constraints."""
     return any(objective.constraints for objective in objectives)
 
 
 def sources_of(trials: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
-    """The trials of the source models."""
+    """Trials of the source models."""
     return tuple(trial for trial in trials if trial.origin is Origin.SOURCE)
 
 
 def reference_of(constraint: Constraint, objective: Objective, trials: Sequence[TrialRecord]) -> TrialRecord | None:
-    """The source model that the constraint's bound is relative to: of `trials` at full budget, None where it is none of
-    them, or the bound is a number. The best expert is the one with the best value there, the first of equals."""
+    """Find the source model that a constraint's bound is relative to.
+
+    The best expert is the expert with the best value of the objective; of equal ones the first.
+
+    Args:
+        constraint: A constraint of `objective`.
+        objective: The constrained objective.
+        trials: Trials at full budget.
+
+    Returns:
+        The trial of the source model. None if the bound is a number, or the model is not among `trials`.
+    """
     scored = [t for t in trials if t.origin is Origin.SOURCE and objective.name in t.values]
     if constraint.reference == BEST_EXPERT:
         experts = [trial for trial in scored if trial.label.startswith(EXPERT)]
@@ -49,10 +60,17 @@ def reference_of(constraint: Constraint, objective: Objective, trials: Sequence[
 def excesses(
     values: Values, objectives: Sequence[Objective], reference: Callable[[Constraint, Objective], Values | None]
 ) -> dict[Constraint, float]:
-    """By how much `values` violate each constraint, in the metric's unit; it holds where this is at most 0.
+    """Compute by how much `values` violate each constraint, in the metric's unit.
 
-    `reference` gives the values of what a bound is relative to, on the same samples; None: they are not known, and the
-    constraint is left out."""
+    A constraint holds where its excess is at most 0.
+
+    Args:
+        values: Values by objective.
+        objectives: Objectives with their constraints.
+        reference: Returns the values that a bound is relative to, on the same samples. A constraint for which it
+            returns
+            None is left out.
+    """
     found = {}
     for objective in objectives:
         for constraint in objective.constraints:
@@ -69,10 +87,14 @@ def violations(
     *,
     values_of: Callable[[TrialRecord], Values] = lambda trial: trial.values,
 ) -> dict[str, float]:
-    """The constraints that `values` violate, as written, each with the excess in the metric's unit.
+    """List the constraints that `values` violate, as written, each with its excess in the metric's unit.
 
-    `trials` are the study's, or at least its source models; `values_of` gives theirs on the same samples, by default
-    those at full budget."""
+    Args:
+        values: Values by objective.
+        objectives: Objectives with their constraints.
+        trials: Trials of the study, or at least its source models.
+        values_of: Returns the values of a source model on the same samples; by default those at full budget.
+    """
 
     def reference(constraint: Constraint, objective: Objective) -> Values | None:
         found = reference_of(constraint, objective, trials)
@@ -82,7 +104,12 @@ def violations(
 
 
 def constraint_documents(objectives: Sequence[Objective], trials: Sequence[TrialRecord]) -> list[ConstraintDocument]:
-    """Each constraint with its bound, and how many of `trials`, those at full budget, keep to it."""
+    """Describe each constraint with its bound and the number of trials that keep to it.
+
+    Args:
+        objectives: Objectives with their constraints.
+        trials: Trials at full budget.
+    """
     documents: list[ConstraintDocument] = []
     for objective in objectives:
         for constraint in objective.constraints:
@@ -102,6 +129,9 @@ def constraint_documents(objectives: Sequence[Objective], trials: Sequence[Trial
 
 
 def total_violation(excess: Mapping[Constraint, float], objectives: Sequence[Objective]) -> float:
-    """The sum of the excesses above 0, each as a share of its objective's range; 0 where all constraints hold."""
+    """Sum of the excesses above 0, each as a share of its objective's range.
+
+    The sum is 0 where all constraints hold.
+    """
     widths = {objective.name: objective.bounds[1] - objective.bounds[0] for objective in objectives}
     return sum(max(0.0, value) / widths[constraint.objective] for constraint, value in excess.items())

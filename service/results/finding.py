@@ -1,10 +1,9 @@
-"""What the held-out stage found: whether a merge that the search proposed is better than the best source model and the
-best published recipe.
+"""Tests of whether a merge that the search proposed is better than the best source model and published recipe.
 
 Every finalist that the search proposed is compared with both, sample by sample, in the value that names the best trial.
-The more finalists, the likelier one of them is lucky, so the intervals of their differences hold together: each is at
-the level 1 - 0.05 / finalists. A merge counts as better where its interval is above 0, so if none is better than a
-rival, the probability of claiming one is at most 5 %.
+The more finalists there are, the likelier one of them is lucky. Therefore the intervals of their differences hold
+together: each is at the level 1 - 0.05 / finalists. A merge counts as better where its interval is above 0. If none is
+better than a rival, the probability of claiming one is at most 5 %.
 
 Sources:
     Dunn 1961, "Multiple comparisons among means", JASA 56 (Bonferroni's correction of intervals).
@@ -32,11 +31,17 @@ RIVALS = {Origin.SOURCE: "single model", Origin.PUBLISHED: "published recipe"}
 
 @dataclass(frozen=True)
 class RivalTest:
-    """The finalists that the search proposed, compared with the best row of an `origin` on the holdout data.
+    """Comparison of the finalists that the search proposed with their rival, the best baseline of one kind.
 
     The rival is the best of its kind on the holdout data themselves: its luck there works against the merges.
-    `differences` are finalist minus rival by trial, the best on search data first; larger is better, and their
-    intervals hold together at 95 %."""
+
+    Attributes:
+        origin: Kind of baseline: source model or published recipe.
+        rival: Trial number of the rival.
+        label: Name of the rival.
+        differences: Finalist minus rival by trial number, the best on search data first. Larger is better. The
+            intervals hold together at 95 %.
+    """
 
     origin: Origin
     rival: int
@@ -45,12 +50,12 @@ class RivalTest:
 
     @property
     def better(self) -> tuple[int, ...]:
-        """The finalists that are better than the rival, the best on search data first."""
+        """Trial numbers of the finalists that are better than the rival, the best on search data first."""
         return tuple(number for number, difference in self.differences.items() if difference.ci95[0] > 0)
 
 
 def criterion(objectives: Sequence[Objective]) -> str:
-    """In words, what is compared."""
+    """Name of the compared value: an objective, or a mean of objectives."""
     names = accuracy_objectives(objectives)
     if len(objectives) == 1 or len(names) == 1:
         return names[0] if names else objectives[0].name
@@ -66,11 +71,22 @@ def rival_tests(
     documents: Mapping[str, str],
     bounds: Mapping[str, Bounds],
 ) -> tuple[RivalTest, ...]:
-    """The tests against the best source model and the best published recipe; empty if no finalist was proposed.
-    Objectives without holdout data are left out.
+    """Compare the finalists that the search proposed with the best source model and the best published recipe.
 
-    `rows` are the samples of each trial on the holdout data, the same samples for all; objectives with equal
-    `documents` were scored on the same documents, and `bounds` are the ranges that no sample leaves."""
+    The estimator is the mean of the paired differences over the accuracy objectives. Without accuracy objectives it is
+    the mean over all objectives, each as a share of its range. Objectives without holdout data are left out.
+
+    Args:
+        finalists: The finalists, the best on search data first.
+        trials: Trials of the study, or at least its baselines.
+        objectives: Objectives that are scored on samples.
+        rows: Values of each trial on the holdout data by trial number and objective, of the same samples for all.
+        documents: Name of the data of each objective; equal names mean the same documents, position by position.
+        bounds: Range of each objective that no sample leaves, where it is known.
+
+    Returns:
+        One test for each kind of baseline that was scored; none if no finalist was proposed by the search.
+    """
     objectives = [o for o in objectives if all(o.name in samples for samples in rows.values())]
     proposed = [t.number for t in finalists if t.origin in (Origin.SEARCH, Origin.USER) and t.number in rows]
     ranked = [o for o in objectives if o.name in accuracy_objectives(objectives)] or list(objectives)
@@ -94,9 +110,16 @@ def rival_tests(
 def finding_text(
     tests: Sequence[RivalTest], objectives: Sequence[Objective], *, best: TrialRecord | None, was_scored: bool
 ) -> str:
-    """What was found, in one sentence. `best` is the best trial on search data, `was_scored`: on the holdout data."""
+    """State in one sentence what the tests found.
+
+    Args:
+        tests: The tests, of source models first.
+        objectives: Objectives that all rows have holdout data for.
+        best: The best trial on search data.
+        was_scored: Whether the held-out stage has results.
+    """
     if best is None or not was_scored:
-        return "Whether a merge is better than the single models and published recipes was not tested on held-out data."
+        return "Whether a merge is better than the baselines was not tested on held-out data."
     if not tests:
         return f"No merge found is better than {best.label}: no trial that the search proposed is among the finalists."
     clauses: list[tuple[str | None, str, str]] = []
@@ -129,7 +152,10 @@ def _ordered(one: float, other: float) -> Bounds:
 
 
 def _factor(objective: Objective, *, is_share: bool) -> float:
-    """What values are multiplied by, so that larger is better; `is_share`: in units of the objective's range."""
+    """Factor that makes larger values of the objective better.
+
+    With `is_share`, the values are also divided by the width of the objective's range.
+    """
     low, high = objective.bounds
     return (1 if objective.direction == "maximize" else -1) / (high - low if is_share else 1)
 

@@ -1,4 +1,4 @@
-"""Numbers and rows as both the terminal and the report show them."""
+"""Text forms of numbers and rows, shared by terminal and report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["duration", "preferred_text", "sample_count", "search_sentences", "so
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: 42s, 4m10s, 2h05m."""
+    """Duration as people read it: 42s, 4m10s, 2h05m."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -22,7 +22,7 @@ def duration(seconds: float) -> str:
 
 
 def preferred_text(document: PreferredDocument) -> str:
-    """Which trial was picked and by what, as a line for people."""
+    """Line that names the picked trial, its values and the weights that picked it."""
     number = document["trial"]
     name = document["label"] if document["label"] == f"trial {number}" else f"trial {number}, {document['label']}"
     values = ", ".join(f"{key} {value:.3f}" for key, value in document["values"].items())
@@ -32,13 +32,13 @@ def preferred_text(document: PreferredDocument) -> str:
 
 
 def sample_count(samples: Mapping[str, int]) -> str:
-    """Samples per objective: one number, or the fewest and the most."""
+    """Samples per objective as text: one number, or the smallest and the largest."""
     fewest, most = min(samples.values(), default=0), max(samples.values(), default=0)
     return str(most) if fewest == most else f"{fewest}-{most}"
 
 
 def search_sentences(search: SearchDocument) -> list[str]:
-    """The searcher and why it was chosen, what it noted on the way, and what its trials and its own steps cost."""
+    """Sentences about the searcher: why it was chosen, its notes, and the cost of its trials and steps."""
     chosen = search["algorithm"] or "a searcher that is not stored"
     cost = f"{search['trial_samples']:,} samples scored for its trials"
     if search["steps"]:
@@ -55,11 +55,11 @@ def _start_sentence(start: StartDocument) -> str:
 
 
 def sort_holdout(rows: Iterable[HoldoutDocument]) -> list[HoldoutDocument]:
-    """Highest mean first; without a mean, in the order given."""
+    """Rows by mean, the highest first; rows without a mean in the order given."""
     return sorted(rows, key=lambda row: -row["mean"]["value"] if row["mean"] else 0.0)
 
 
 def violation_text(violations: Mapping[str, float]) -> str:
-    """What a trial violates, and by how much; "" if nothing."""
+    """Violated constraints with their excesses as text; empty without violations."""
     found = (f"{constraint} by {excess:.3g}" for constraint, excess in violations.items())
     return f"violates {', '.join(found)}" if violations else ""

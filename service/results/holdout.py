@@ -1,4 +1,4 @@
-"""The held-out stage: its rows, what selection cost, and the hypervolume there, from the values of single samples."""
+"""Results of the held-out stage from single samples: rows, selection bias and hypervolume."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from search_spaces.objectives import Objective, hypervolume
+from service.results.comparison import compare
 from service.results.finding import RivalTest, rival_tests
 from service.results.selection import accuracy_objectives, best_trial, costs_of_values, finalists, held_out
 from service.results.statistics import (
     bootstrap,
-    compare,
     correlations,
     estimate,
     independent_difference,
@@ -25,15 +25,16 @@ from workers.types import Split
 
 __all__ = ["FrontVolume", "HeldOut", "Samples", "Scored", "held_out_results"]
 
-# The values of one recipe's samples by objective, in the order of their positions.
+# Values of one recipe's samples by objective, in the order of their positions.
 Samples = Mapping[str, NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What was scored on one split: samples by recipe digest, and the data of each objective.
+    """Scores of one split: samples by recipe digest, and the name of each objective's data.
 
-    Objectives with equal `documents` were scored on the same documents, position by position."""
+    Objectives with equal `documents` were scored on the same documents, position by position.
+    """
 
     samples: Mapping[str, Samples] = field(default_factory=dict)
     documents: Mapping[str, str] = field(default_factory=dict)
@@ -41,7 +42,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class FrontVolume:
-    """The hypervolume of the finalists `trials` on holdout data, and that of the same trials on search data."""
+    """Hypervolume of the finalists `trials` on holdout data, and of the same trials on search data."""
 
     holdout: Estimate
     search: float
@@ -50,17 +51,22 @@ class FrontVolume:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The results of the held-out stage.
+    """Results of the held-out stage.
 
-    `rows` hold every finalist, source and published recipe that was scored, with differences "this row minus
-    `reference`": the best trial, or where that failed the next finalist. `failures` are (trial, reason).
+    The best trial's value on search data minus its value on holdout data is the sum of `selection_bias` and
+    `split_difference`. Both are by objective and, as "mean", of the mean of the accuracy objectives. Both are empty
+    without baselines.
 
-    `tests` compare the proposed finalists with the best source model and the best published recipe.
-
-    `selection_bias` and `split_difference` are by objective and, under "mean", of the mean of the accuracy objectives.
-    Their sum is the best trial's value on search data minus its value on holdout data. `split_difference` is the same
-    of the baselines' mean, which nothing selected: how much easier the search data are. `selection_bias` is the rest:
-    how much of the best trial's lead over the baselines is lost on holdout data. Both are empty without baselines.
+    Attributes:
+        rows: Every finalist and baseline that was scored, with differences "this row minus `reference`".
+        reference: Trial number of the best trial, or of the next finalist if the best trial failed on holdout data.
+        failures: Trial numbers with the reason why they failed on holdout data.
+        tests: Comparisons of the proposed finalists with the best source model and the best published recipe.
+        selection_bias: Lead of the best trial over the baselines on search data, minus its lead on holdout data.
+        split_difference: Mean of the baselines, which nothing selected, on search data minus that on holdout data: how
+            much
+            easier the search data are.
+        volume: Hypervolume of the finalists.
     """
 
     rows: tuple[Comparison, ...] = ()
@@ -81,10 +87,18 @@ def held_out_results(
     failures: Mapping[int, str] | None = None,
     seed: int = 0,
 ) -> HeldOut:
-    """The results of the stage; without rows until the best trial has been scored there or has failed.
+    """Compute the results of the held-out stage.
 
-    `search` needs the samples of best trial and baselines only; `failures` are the reasons of trials that failed on
-    holdout data. Costs of recipes have no samples; they stand in the rows as they are.
+    The results have no rows until the best trial has been scored on holdout data or has failed there.
+
+    Args:
+        trials: Trials of the study.
+        objectives: Objectives of the study. Costs that follow from the recipe have no samples; rows have their exact
+            value.
+        search: Scores on search data; only those of the best trial and the baselines are needed.
+        holdout: Scores on holdout data.
+        failures: Reasons of trials that failed on holdout data, by trial number.
+        seed: Seed of the hypervolume's bootstrap.
     """
     exact = _exact_values(trials, objectives)
     scored = [objective for objective in objectives if objective.cost_of_recipe is None]
@@ -121,13 +135,13 @@ def held_out_results(
 
 
 def _exact_values(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> dict[int, dict[str, float]]:
-    """The values of each trial that follow from its recipe."""
+    """Values of each trial that follow from its recipe, by trial number and objective."""
     costs = [objective.name for objective in objectives if objective.cost_of_recipe is not None]
     return {trial.number: {name: trial.values[name] for name in costs if name in trial.values} for trial in trials}
 
 
 def _with_exact(row: Comparison, exact: Mapping[int, Mapping[str, float]], reference: int | None) -> Comparison:
-    """`row` with the costs of its recipe, and by how much they differ from the reference's."""
+    """`row` with the objectives that follow from the recipe, and their differences from the reference's values."""
     own = exact[row.trial]
     others = {} if reference is None or not row.differences else exact[reference]
     differences = {name: _exactly(value - others[name]) for name, value in own.items() if name in others}
@@ -145,7 +159,10 @@ def _exactly(value: float) -> Estimate:
 def _complete(
     trials: Iterable[TrialRecord], samples: Mapping[str, Samples], names: Sequence[str]
 ) -> dict[int, Samples]:
-    """The samples of those trials that have as many as any of them: the others are not scored yet, or failed."""
+    """Samples of the trials that are scored completely, by trial number.
+
+    Trials with fewer samples than another trial are not scored yet, or failed.
+    """
     found = {}
     for trial in trials:
         if of_recipe := samples.get(trial.recipe.digest):
@@ -158,9 +175,10 @@ def _complete(
 
 
 def _bounds(objectives: Sequence[Objective], samples: Collection[Samples]) -> dict[str, tuple[float, float]]:
-    """The range of each objective, unless a sample is outside it: then no bound is known.
+    """Range of each objective; an objective with a sample outside its range has no known bounds.
 
-    Single samples have no interval without bounds: then they are a range's width beyond the values seen."""
+    A single sample has no interval without bounds. Its bounds then are one width of the range beyond the values seen.
+    """
     found = {}
     for objective in objectives:
         values = [of_recipe[objective.name] for of_recipe in samples if objective.name in of_recipe]
@@ -181,10 +199,11 @@ def _selection_bias(
     search: Scored,
     holdout: Scored,
 ) -> tuple[dict[str, Estimate], dict[str, Estimate]]:
-    """`selection_bias` and `split_difference` of `HeldOut`.
+    """Compute `selection_bias` and `split_difference` of `HeldOut`.
 
     The best trial's lead over the mean of the baselines is taken sample by sample on each split, so that what makes a
-    sample easy for all of them cancels."""
+    sample easy for all of them cancels.
+    """
     best = best_trial(trials, objectives)
     if best is None or best.number not in rows:
         return {}, {}
@@ -226,7 +245,7 @@ def _with_mean(
 
 
 def _between(by_split: Mapping[Split, Mapping[str, Estimate]]) -> dict[str, Estimate]:
-    """Search minus holdout: other samples, so no pairing."""
+    """Search minus holdout by objective, as independent estimates: the samples differ."""
     search, holdout = by_split[Split.SEARCH], by_split[Split.HOLDOUT]
     return {name: independent_difference(search[name], holdout[name]) for name in search}
 

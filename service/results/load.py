@@ -1,41 +1,44 @@
-"""Reads from the store what result files and the report show."""
+"""Run records, read from the store: the content of result files and the report."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
 from search_spaces.objectives import Objective
+from service.resolved_study import ResolvedStudy
 from service.results.holdout import HeldOut, Samples, Scored, held_out_results
 from service.results.ranges import OutOfRange, out_of_range
-from service.results.record import EngineFigures, GradientRecord, RunRecord, SearchFigures, UpdateRecord
+from service.results.record import EngineFigures, RunRecord, SearchFigures
 from service.results.selection import best_trial, held_out
-from service.store import EvidenceRecord, StepRecord, Store
+from service.store import EvidenceRecord, Store
+from service.store.documents import CANARIES, VERIFICATION, Canaries, read_canaries, read_verification
+from service.store.steps import GradientStep, Step, UpdateStep
 from service.types import Estimate, EventKind, JobRecord, Origin, TrialRecord
-from workers.types import SampleDifference, Split, VerificationReport
+from workers.types import Split
 
 __all__ = ["POLICY_START", "held_out_estimates", "run_record"]
 
-# While a driver lives, no engine waits this long for work; a restart takes longer.
+# Seconds without work that no engine has while a driver lives; a restart takes longer.
 PAUSE_S = 30.0
 
-# The document of a study that began with the policies of another one.
+# Name of the document about the policies with which a study began.
 POLICY_START = "policy_start"
 
 
 def run_record(store: Store, study_id: str) -> RunRecord:
-    """The study as far as it is stored."""
+    """The record of a study, as far as it is stored."""
     study = store.job(study_id)
-    objectives = study.resolved.objectives
+    objectives = ResolvedStudy.of(study).objectives
     trials = store.trials(study_id)
     evidence = store.evidence(study_id)
-    verification = store.document(study_id, "verification") or {}
+    verification = read_verification(store.document(study_id, VERIFICATION))
     searched = [row for row in evidence if row.is_of(Split.SEARCH)]
     stage = _held_out(store, study, trials, objectives)
     steps = store.steps(study_id)
@@ -43,7 +46,7 @@ def run_record(store: Store, study_id: str) -> RunRecord:
         study=study,
         objectives=objectives,
         trials=trials,
-        full_budget=study.resolved.rung_samples[-1],
+        full_budget=ResolvedStudy.of(study).rung_samples[-1],
         holdout=stage.results.rows,
         holdout_reference=stage.results.reference,
         holdout_failures=stage.results.failures,
@@ -52,17 +55,17 @@ def run_record(store: Store, study_id: str) -> RunRecord:
         selection_bias=stage.results.selection_bias,
         split_difference=stage.results.split_difference,
         warnings=_warnings(store, study_id, trials, objectives, stage),
-        verifications=tuple(map(_verification, verification.get("reports", ()))),
-        verification_reason=verification.get("reason"),
+        verifications=verification.reports,
+        verification_reason=verification.reason,
         engine=_engine(
             evidence,
             searched,
             num_replicas=study.document["engine"]["replicas"],
-            canaries=store.document(study_id, "canaries") or {},
+            canaries=read_canaries(store.document(study_id, CANARIES)),
         ),
         search=_search(store, study, steps),
-        gradients=_gradients(steps),
-        updates=_updates(steps),
+        gradients=tuple(step for step in steps if isinstance(step, GradientStep)),
+        updates=tuple(step for step in steps if isinstance(step, UpdateStep)),
         wall_clock_s=study.wall_clock_s,
         samples_per_second=_rate(searched),
         tokens_per_second=_tokens_per_second(store, study_id, evidence),
@@ -115,7 +118,7 @@ def _held_out(
 
 
 def _documents(specs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """What data each objective is scored on, from its section of the study file: equal for the same documents."""
+    """The data of each objective, from its section of the study file: equal text for the same documents."""
     found = {}
     for spec in specs:
         if (task := spec.get("task")) is None:  # a cost, which is scored on nothing
@@ -134,7 +137,7 @@ def _arrays(values: Mapping[str, Mapping[str, Mapping[int, float]]]) -> dict[str
 def _warnings(
     store: Store, study_id: str, trials: Sequence[TrialRecord], objectives: Sequence[Objective], stage: _HeldOut
 ) -> tuple[OutOfRange, ...]:
-    """Those that drivers stored, and those in the samples that are loaded: earlier versions stored none."""
+    """Warnings that drivers stored, and those of the loaded samples: earlier versions stored no warnings."""
     found = [OutOfRange.from_json(e.payload) for e in store.events(study_id, kinds=(EventKind.OUT_OF_RANGE,))]
     for split, scored in ((Split.SEARCH, stage.search), (Split.HOLDOUT, stage.holdout)):
         for trial in trials:
@@ -145,23 +148,12 @@ def _warnings(
     return tuple(by_place[place] for place in sorted(by_place))
 
 
-def _verification(stored: Mapping[str, Any]) -> VerificationReport:
-    """A stored report. Those of earlier versions compared values only."""
-    tolerance = stored["tolerance"]
-    differences = tuple(
-        SampleDifference(**{"what": "value", "is_beyond": found["top2_gap"] > tolerance, **found})
-        for found in stored["differences"]
-    )
-    known = {field.name: stored[field.name] for field in fields(VerificationReport) if field.name in stored}
-    return VerificationReport(**{**known, "differences": differences})
-
-
 def _engine(
     evidence: Sequence[EvidenceRecord],
     searched: Sequence[EvidenceRecord],
     *,
     num_replicas: int,
-    canaries: Mapping[str, Any],
+    canaries: Canaries,
 ) -> EngineFigures:
     swaps = [row.timings_s.get("materialise", 0.0) + row.timings_s.get("swap", 0.0) for row in searched]
     span = _span_s(searched)
@@ -171,53 +163,23 @@ def _engine(
         kinds=tuple(sorted({row.engine for row in evidence})),
         swap_s=tuple(seconds for seconds in swaps if seconds > 0),
         busy_fraction=min(1.0, busy / (span * num_replicas)) if span else None,
-        samples_not_checked=canaries.get("samples_not_checked"),
-        skipped=tuple(sorted(set(canaries.get("skipped", {}).values()))),
+        samples_not_checked=canaries.samples_not_checked,
+        skipped=tuple(sorted(set(canaries.skipped.values()))),
     )
 
 
-def _search(store: Store, study: JobRecord, steps: Sequence[StepRecord]) -> SearchFigures:
-    charged = [step for step in steps if step.charged]  # notes cost nothing
+def _search(store: Store, study: JobRecord, steps: Sequence[Step]) -> SearchFigures:
+    charged = [step for step in steps if step.request.num_charged]  # notes cost nothing
     charges = Counter[int]()
     for step in charged:
-        charges[step.proposal] += step.charged
+        charges[step.proposal] += step.request.num_charged
     return SearchFigures(
-        algorithm=study.resolved.algorithm,
-        reason=study.resolved.algorithm_reason,
+        algorithm=ResolvedStudy.of(study).algorithm,
+        reason=ResolvedStudy.of(study).algorithm_reason,
         notes=tuple(event.payload["text"] for event in store.events(study.id, kinds=(EventKind.SEARCH_NOTE,))),
         start=store.document(study.id, POLICY_START),
         steps=len(charged),
         charges=dict(charges),
-    )
-
-
-def _gradients(steps: Sequence[StepRecord]) -> tuple[GradientRecord, ...]:
-    """The steps that are gradients, as `service.tune.steps` stores them."""
-    gradients = [step for step in steps if step.document.get("request", {}).get("kind") == "gradient"]
-    return tuple(
-        GradientRecord(
-            descent=step.document["request"]["label"],
-            proposal=step.proposal,
-            losses=step.document["result"]["losses"],
-            weights=step.document["request"]["weights"],
-            preference=step.document["request"].get("preference", {}),
-            failure=step.document["result"]["failure"],
-        )
-        for step in gradients
-    )
-
-
-def _updates(steps: Sequence[StepRecord]) -> tuple[UpdateRecord, ...]:
-    """The steps that policies have learned in."""
-    return tuple(
-        UpdateRecord(
-            iteration=step.document["request"]["iteration"],
-            proposal=step.proposal,
-            statistics=step.document["result"]["statistics"],
-            preference=step.document["request"]["preference"],
-        )
-        for step in steps
-        if step.document.get("request", {}).get("kind") == "update"
     )
 
 
@@ -227,7 +189,7 @@ def _rate(searched: Sequence[EvidenceRecord]) -> float | None:
 
 
 def _tokens_per_second(store: Store, study_id: str, evidence: Iterable[EvidenceRecord]) -> dict[str, float]:
-    """Of the held-out stage, in which all recipes are given the same prompts, as many at a time."""
+    """Tokens per second by recipe digest, in the held-out stage: all recipes are given the same prompts there."""
     seconds: dict[str, float] = defaultdict(float)
     for row in evidence:
         if row.is_of(Split.HOLDOUT):

@@ -1,8 +1,8 @@
-"""The model that a user's weights of the objectives pick from the Pareto front of a study.
+"""The trial of a study's Pareto front that a user's weights of the objectives pick.
 
 Each objective counts as the gap to its best value on the front, as a share of the objective's range (0 to 1 where the
-study states none), not of the front's: there a difference that is noise would count as much as a large one, if it were
-the front's only one. Gaps are joined by the augmented Chebyshev function, as in ParEGO.
+study states none). Shares of the front's own range would count noise as much as a large difference where the front
+varies little. Gaps are joined by the augmented Chebyshev function, as in ParEGO.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Choices", "choices"]
 
 @dataclass(frozen=True)
 class Choices:
-    """The trials of a front that may be picked, with their values on `split`, by number."""
+    """Trials of a front that may be picked, with their values on `split`, by trial number."""
 
     objectives: tuple[Objective, ...]
     split: Split
@@ -34,9 +34,12 @@ class Choices:
     values: Mapping[int, Mapping[str, float]]
 
     def preferred(self, weights: Mapping[str, float]) -> PreferredDocument:
-        """The trial that `weights` of the objectives pick; of equal ones the first.
+        """Pick the trial that `weights` of the objectives prefer; of equal ones the first.
 
-        Raises InvalidPreference (see `preference_vector`), and NotFound if no trial has reached the full budget."""
+        Raises:
+            InvalidPreference: The weights are invalid (see `preference_vector`).
+            NotFound: No trial has reached the full budget.
+        """
         vector = preference_vector(weights, objectives=[objective.name for objective in self.objectives])
         if not self.values:
             raise NotFound("no trial has reached the full budget yet, so there is none to prefer")
@@ -56,9 +59,10 @@ class Choices:
 
 
 def choices(run: RunRecord) -> Choices:
-    """The front, with held-out values where its trials have them; else with those on search data.
+    """Trials of the front that may be picked, with held-out values where there are any, else those on search data.
 
-    Of a front with more trials than are scored on the holdout data, only those may be picked."""
+    Of a front with more trials than are scored on the holdout data, only the scored ones may be picked.
+    """
     front = pareto_front(run.trials, run.objectives)
     names = {objective.name for objective in run.objectives}
     rows = {row.trial: {name: e.value for name, e in row.values.items()} for row in run.holdout}

@@ -1,4 +1,7 @@
-"""Samples whose value is outside their objective's range. They count as they are, not clipped, and results say so."""
+"""Samples whose value is outside their objective's range.
+
+They count with their value, which is not clipped, and the results report them.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,16 @@ from workers.types import Split
 
 __all__ = ["OutOfRange", "out_of_range"]
 
-# Rounding of a metric's arithmetic, as a share of the range.
+# Tolerance for rounding errors of a metric, as a share of the range.
 TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
 class OutOfRange:
-    """That a trial has samples of an objective outside its range on one split; `message` describes the first one."""
+    """Warning about samples of one trial that are outside the range of an objective on one split.
+
+    `message` describes the first such sample.
+    """
 
     trial: int
     objective: str
@@ -25,18 +31,29 @@ class OutOfRange:
     message: str
 
     def to_json(self) -> dict[str, Any]:
-        """The payload of the event."""
+        """Payload of the event that stores the warning."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> Self:
+        """Warning that the payload of an event describes."""
         return cls(payload["trial"], payload["objective"], payload["split"], payload["message"])
 
 
 def out_of_range(
     trial: int, objectives: Sequence[Objective], split: Split, values: Mapping[str, Mapping[int, float]]
 ) -> tuple[OutOfRange, ...]:
-    """The objectives of which `values`, of a trial's samples by objective and position, leave the range."""
+    """Find the objectives with samples outside their range.
+
+    Args:
+        trial: Number of the trial.
+        objectives: Objectives with their ranges.
+        split: Split that was scored.
+        values: Values by objective and sample position.
+
+    Returns:
+        One warning for each objective, about its first sample outside the range.
+    """
     found = []
     for objective in objectives:
         low, high = objective.bounds

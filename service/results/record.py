@@ -1,4 +1,4 @@
-"""The record of a run: everything that result files, report and API are made of."""
+"""Record of a run: the data that result files, report and API are computed from."""
 
 from __future__ import annotations
 
@@ -10,20 +10,28 @@ from search_spaces.objectives import Objective
 from service.results.finding import RivalTest
 from service.results.holdout import FrontVolume
 from service.results.ranges import OutOfRange
+from service.store.steps import GradientStep, UpdateStep
 from service.types import Comparison, Estimate, JobRecord, TrialRecord
 from workers.types import VerificationReport
 
-__all__ = ["EngineFigures", "GradientRecord", "RunRecord", "SearchFigures", "UpdateRecord"]
+__all__ = ["EngineFigures", "RunRecord", "SearchFigures"]
 
 
 @dataclass(frozen=True)
 class EngineFigures:
-    """What the engines of a run were (program, dtype, size and place of the source weights) and did: starts, recipe
-    swaps with the seconds of each, and the share of the search's wall-clock in which an engine was scoring or swapping
-    (None if not measured).
+    """Engines of a run, and what they did.
 
-    `samples_not_checked` counts the samples that were scored after the last canary that their engine passed, None
-    before the study's end; `skipped` are the reasons of canaries that could not be made then."""
+    Attributes:
+        starts: Number of engine starts, of engines that were killed too.
+        kinds: Program, dtype, and the size and place of the source weights, of each kind of engine.
+        swap_s: Seconds of each recipe swap.
+        busy_fraction: Share of the search's wall-clock in which an engine was scoring or swapping; None if not
+            measured.
+        samples_not_checked: Samples that were scored after the last canary that their engine passed; None before the
+            study
+            has ended.
+        skipped: Reasons of canaries that could not be run at the end.
+    """
 
     starts: int = 0
     kinds: tuple[str, ...] = ()
@@ -35,9 +43,16 @@ class EngineFigures:
 
 @dataclass(frozen=True)
 class SearchFigures:
-    """The searcher of a study, why it was chosen (None in early studies), what it noted on the way, and the steps that
-    it computed for its proposals: `charges` is what they are charged, in samples, by the trial that they were computed
-    for. `start` says which policies of another study it began with (`service.studies.policies.start`)."""
+    """The searcher of a study and the cost of its steps.
+
+    Attributes:
+        algorithm: Name of the searcher; None in studies of early versions.
+        reason: Reason why it was chosen; None in studies of early versions.
+        notes: Notes that the searcher stored during the study.
+        start: Policies of another study that the searcher started with (`service.studies.policies.start`).
+        steps: Number of steps that the searcher computed for its proposals.
+        charges: Samples that steps are charged, by the trial that they were computed for.
+    """
 
     algorithm: str | None = None
     reason: str | None = None
@@ -48,43 +63,22 @@ class SearchFigures:
 
     @property
     def step_samples(self) -> int:
-        """What all steps are charged, in samples."""
+        """Samples that all steps are charged."""
         return sum(self.charges.values())
 
 
 @dataclass(frozen=True)
-class GradientRecord:
-    """A gradient that the searcher computed: the losses of its batch by objective, and the weights by which they are
-    summed. `descent` names what it belongs to, `proposal` the trial that it was computed for; `preference` is the
-    preference vector, empty without one. A `failure` says why there is no loss."""
-
-    descent: str
-    proposal: int
-    losses: Mapping[str, float]
-    weights: Mapping[str, float]
-    preference: Mapping[str, float] = field(default_factory=dict)
-    failure: str | None = None
-
-
-@dataclass(frozen=True)
-class UpdateRecord:
-    """An iteration that a policy has learned from: its statistics by name, and the preference vector of the policy,
-    empty where there is one policy. `proposal` is the trial that came next."""
-
-    iteration: int
-    proposal: int
-    statistics: Mapping[str, float]
-    preference: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class RunRecord:
-    """Everything that result files and report are made of.
+    """Data that result files and report are computed from.
 
-    `full_budget` is the sample count per objective at the last rung; `samples_per_second` is of the search, None if
-    nothing was scored, `tokens_per_second` of the held-out stage, by recipe digest. `holdout` are the rows of that
-    stage, with differences "this row minus `holdout_reference`"; these and what follows from the same samples are
-    described in `service.results.holdout`. `verification_reason` says why no trial was to be verified.
+    The held-out stage's fields are described in `service.results.holdout.HeldOut`.
+
+    Attributes:
+        full_budget: Samples per objective at the last rung.
+        holdout: Rows of the held-out stage, with differences "this row minus `holdout_reference`".
+        verification_reason: Reason why no trial was verified.
+        samples_per_second: Rate of the search; None if nothing was scored.
+        tokens_per_second: Rate of the held-out stage by recipe digest.
     """
 
     study: JobRecord
@@ -103,8 +97,8 @@ class RunRecord:
     verification_reason: str | None = None
     engine: EngineFigures = field(default_factory=EngineFigures)
     search: SearchFigures = field(default_factory=SearchFigures)
-    gradients: tuple[GradientRecord, ...] = ()
-    updates: tuple[UpdateRecord, ...] = ()
+    gradients: tuple[GradientStep, ...] = ()
+    updates: tuple[UpdateStep, ...] = ()
     wall_clock_s: float = 0.0
     samples_per_second: float | None = None
     tokens_per_second: Mapping[str, float] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""Which trials count as results: the front, the best, and the finalists of the held-out stage.
+"""Selection of results: the best trial, the Pareto front, and the finalists of the held-out stage.
 
-Only trials evaluated at the full budget count, sources and published recipes included. Trials that keep to all
-constraints come before those that do not, whatever their values. Holdout data never select anything.
+Only trials evaluated at the full budget count, baselines included. Trials that keep to all constraints come before
+those that do not, whatever their values. Holdout data never select anything.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def accuracy_objectives(objectives: Sequence[Objective]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Criteria:
-    """In words: what names the best trial, what promotes trials to the next rung, and why these can differ."""
+    """Descriptions of what names the best trial, what promotes trials to the next rung, and why these can differ."""
 
     best: str
     promotion: str
@@ -48,7 +48,7 @@ class Criteria:
 
 
 def criteria(objectives: Sequence[Objective]) -> Criteria:
-    """The criteria of a study with these objectives."""
+    """Describe the selection criteria of a study with these objectives."""
     names = accuracy_objectives(objectives)
     if len(objectives) == 1:
         best = promotion = f"{'highest' if objectives[0].direction == 'maximize' else 'lowest'} {objectives[0].name}"
@@ -73,29 +73,37 @@ def criteria(objectives: Sequence[Objective]) -> Criteria:
 
 
 def full_budget_trials(trials: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
-    """Trials with values at full budget, sources and published included: candidates for best, front and finalists."""
+    """Trials with values at full budget, baselines included: candidates for best, front and finalists."""
     return tuple(trial for trial in trials if trial.state is TrialState.COMPLETE and trial.values)
 
 
 def best_trial(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> TrialRecord | None:
-    """The trial with the highest mean of the accuracy objectives on search data (without any: the lowest mean cost of
-    those that are scored), the first of equals. Where no trial keeps to all constraints, the one that violates them
-    least. None before a trial has reached the full budget."""
+    """Select the best trial on search data.
+
+    It has the highest mean of the accuracy objectives; without these, the lowest mean cost of the objectives that are
+    scored. Of equal trials it is the first. Where no trial keeps to all constraints, it is the one that violates them
+    least.
+
+    Returns:
+        The best trial; None before a trial has reached the full budget.
+    """
     trials = full_budget_trials(trials)
     violation = _violations(trials, objectives)
     return min(trials, key=lambda trial: (violation[trial.number], *_merit(trial, objectives)), default=None)
 
 
 def finalists(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> tuple[TrialRecord, ...]:
-    """The finalists of the held-out stage: the front, the best trial first, at most MAX_FINALISTS."""
+    """Finalists of the held-out stage: the front, the best trial first, at most MAX_FINALISTS."""
     ranked = sorted(pareto_front(trials, objectives), key=lambda trial: _merit(trial, objectives))
     return tuple(ranked[:MAX_FINALISTS])
 
 
 def pareto_front(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> tuple[TrialRecord, ...]:
-    """Full-budget trials that none dominates, by number; of trials with the same recipe only the first.
+    """Full-budget trials that no other one dominates, by number.
 
-    Only trials that keep to all constraints, or where there are none, those that violate them least."""
+    Of trials with the same recipe only the first counts. Only trials that keep to all constraints are on the front;
+    where there are none, those that violate them least.
+    """
     found = candidates(trials, objectives)
     on_front = constrained_front([candidate for _, candidate in found])
     return tuple(trial for trial, _ in itertools.compress(found, on_front))
@@ -104,7 +112,7 @@ def pareto_front(trials: Iterable[TrialRecord], objectives: Sequence[Objective])
 def candidates(
     trials: Iterable[TrialRecord], objectives: Sequence[Objective]
 ) -> tuple[tuple[TrialRecord, Candidate], ...]:
-    """The full-budget trials by number, as candidates for the front; of trials with the same recipe only the first."""
+    """Full-budget trials by number as candidates for the front; of trials with the same recipe only the first."""
     trials = full_budget_trials(trials)
     violation = _violations(trials, objectives)
     first: dict[str, TrialRecord] = {}
@@ -114,7 +122,7 @@ def candidates(
 
 
 def _violations(trials: Sequence[TrialRecord], objectives: Sequence[Objective]) -> dict[int, float]:
-    """By how much each of the `trials` at full budget violates constraints in total."""
+    """Total violation of each of the `trials`, which are at full budget, by trial number."""
     if not has_constraints(objectives):
         return dict.fromkeys((trial.number for trial in trials), 0.0)
     references = {c: reference_of(c, o, trials) for o in objectives for c in o.constraints}
@@ -127,7 +135,7 @@ def _violations(trials: Sequence[TrialRecord], objectives: Sequence[Objective]) 
 
 
 def _merit(trial: TrialRecord, objectives: Sequence[Objective]) -> tuple[float, int]:
-    """Sort key, better is smaller. Rounded, so that equal means computed in another order stay equal."""
+    """Sort key, smaller is better; rounded, so that equal means computed in another order stay equal."""
     names = accuracy_objectives(objectives)
     ranked = [objective for objective in objectives if objective.name in names]
     ranked = ranked or [objective for objective in objectives if objective.cost_of_recipe is None]
@@ -136,16 +144,17 @@ def _merit(trial: TrialRecord, objectives: Sequence[Objective]) -> tuple[float, 
 
 
 def costs_of(trial: TrialRecord, objectives: Sequence[Objective]) -> Costs:
+    """Costs of a trial's values at full budget, in the order of `objectives`."""
     return costs_of_values(trial.values, objectives)
 
 
 def costs_of_values(values: Mapping[str, float], objectives: Sequence[Objective]) -> Costs:
-    """Costs of values by objective; those outside an objective's range have one too."""
+    """Costs of `values`, in the order of `objectives`; values outside an objective's range have one too."""
     return tuple(objective.cost_of_stored(values[objective.name]) for objective in objectives)
 
 
 def held_out(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> tuple[TrialRecord, ...]:
-    """The trials scored on the holdout data, by number: the finalists, every source and every published recipe."""
+    """Trials that are scored on the holdout data, by number: the finalists and every baseline."""
     complete = full_budget_trials(trials)
     final = {trial.number for trial in finalists(complete, objectives)}
     return tuple(

@@ -2,7 +2,7 @@
 
 Every interval is two-sided, with 95 % nominal coverage unless another `level` is given. Metrics that are 0 or 1 on each
 sample get intervals that stay inside the metric's range and keep a width at 0 % and 100 %; other metrics get Student's
-t. Values are larger or smaller is better as their metric says: nothing here knows the direction.
+t. This module does not know whether larger or smaller values are better.
 
 Sources:
     Wilson 1927, "Probable inference, the law of succession, and statistical inference", JASA 22 (one proportion;
@@ -24,13 +24,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
-from service.types import Comparison, Estimate
+from service.types import Estimate
 
 __all__ = [
     "LEVEL",
     "Bounds",
     "bootstrap",
-    "compare",
     "correlations",
     "estimate",
     "independent_difference",
@@ -50,15 +49,23 @@ NUM_RESAMPLES = 1000
 
 
 def estimate(values: ArrayLike, *, bounds: Bounds | None = None) -> Estimate:
-    """The mean of one value per sample, with its standard error and 95 % interval.
+    """Estimate the mean of a metric, with its standard error and 95 % interval.
 
-    `bounds` is the range the metric cannot leave; (0, 1) is assumed where every value is 0 or 1. Values that all lie
-    on a bound (exact match, say) get Wilson's interval; others Student's t, cut to the bounds. The standard error is
-    the sample standard deviation over sqrt(n), so 0 where all values are equal: only the interval is meaningful there.
-    A single sample has no spread: it gets the largest that the bounds allow, half of their distance.
+    The interval is Wilson's if every value lies on a bound (as exact match does), else Student's t, cut to the bounds.
+    The standard error is the sample standard deviation over sqrt(n). It is 0 where all values are equal: only the
+    interval is meaningful there. A single sample has no spread; its standard error is half of the distance between the
+    bounds.
 
-    Raises ValueError without samples, on values that are not finite or outside `bounds`, and on one sample of a metric
-    without bounds.
+    Args:
+        values: One value per sample [num_samples], in the metric's unit.
+        bounds: The range that the metric cannot leave. Without it, (0, 1) is assumed if every value is 0 or 1.
+
+    Returns:
+        The mean, in the metric's unit.
+
+    Raises:
+        ValueError: There are no samples, a value is not finite or outside `bounds`, or there is one sample of a metric
+            without bounds.
     """
     sample = _checked(values, bounds)
     n, mean = len(sample), float(sample.mean())
@@ -85,14 +92,25 @@ def estimate(values: ArrayLike, *, bounds: Bounds | None = None) -> Estimate:
 def paired_difference(
     values: ArrayLike, reference: ArrayLike, *, bounds: Bounds | None = None, level: float = LEVEL
 ) -> Estimate:
-    """The mean of `values - reference`, sample by sample, with its standard error and 95 % interval.
+    """Estimate the mean of `values - reference`, sample by sample, with its standard error and interval.
 
-    Both hold one value per sample, the same samples in the same order. Where both lie on the bounds ((0, 1) unless
-    given), the interval is Bonett and Price's: two candidates that agree on every sample differ by 0 with an interval
-    that narrows as samples grow. Others get Student's t of the differences. At a `level` of 1 - 0.05 / m, the intervals
-    of m differences hold together with a probability of 95 %.
+    The interval is Bonett and Price's if all values of both lie on the bounds: two candidates that agree on every
+    sample differ by 0, with an interval that narrows as samples grow. Otherwise it is Student's t of the differences,
+    cut to plus and minus the distance of the bounds.
 
-    Raises ValueError on unequal lengths and as `estimate` does.
+    Args:
+        values: One value per sample [num_samples], in the metric's unit.
+        reference: Values of the reference on the same samples in the same order.
+        bounds: The range that the metric cannot leave. Without it, (0, 1) is assumed if every value is 0 or 1.
+        level: Coverage of the interval. At 1 - 0.05 / m, the intervals of m differences hold together with a
+            probability
+            of 95 % (Bonferroni).
+
+    Returns:
+        The mean difference, in the metric's unit.
+
+    Raises:
+        ValueError: The lengths differ, or as `estimate`.
     """
     first, second = _checked(values, bounds), _checked(reference, bounds)
     if len(first) != len(second):
@@ -119,11 +137,21 @@ def paired_difference(
 
 
 def mean_of(estimates: Sequence[Estimate], *, correlation: ArrayLike | None = None) -> Estimate:
-    """The unweighted mean of estimates: each task is a stratum of its own, however many samples it has.
+    """Estimate the unweighted mean of several estimates.
 
-    `correlation` [num_estimates, num_estimates] is that of the estimates' errors, as `correlations` gives it; None:
-    they are independent. The limits are Zou and Donner's (their method MOVER), which keep the asymmetry of the terms'
-    intervals. `samples` is the sum over the terms. Raises ValueError without estimates.
+    Each estimate counts as a stratum of its own, however many samples it has. The limits are Zou and Donner's (the
+    MOVER method), which keep the asymmetry of the terms' intervals.
+
+    Args:
+        estimates: The terms, in one unit.
+        correlation: Correlation of the estimates' errors [num_estimates, num_estimates], as `correlations` computes it;
+            None if they are independent.
+
+    Returns:
+        The mean; its `samples` is the sum over the terms.
+
+    Raises:
+        ValueError: There are no estimates.
     """
     if not estimates:
         raise ValueError("mean_of: no estimates; give at least 1")
@@ -146,11 +174,20 @@ def mean_of(estimates: Sequence[Estimate], *, correlation: ArrayLike | None = No
 
 
 def correlations(samples: Sequence[ArrayLike], documents: Sequence[str]) -> Samples:
-    """The correlation of the means of `samples`, [num_means, num_means]: means over the same documents err together.
+    """Correlation matrix of the means of `samples`: means over the same documents err together.
 
-    `documents[i]` names the data that `samples[i]` were scored on. Where two are equal, samples at equal positions are
-    of one document, and the longer one goes on with further documents; means over different data are independent.
-    Values that do not vary show no correlation; 1, which gives the widest interval, is assumed then.
+    The correlation of two means is Pearson's correlation of their values on the shared documents, times the number of
+    shared documents over the geometric mean of both counts. Values that do not vary show no correlation; 1, which gives
+    the widest interval, is assumed for them. Means over different data are independent.
+
+    Args:
+        samples: Values of each mean [num_means][num_samples]. Where documents are equal, samples at equal positions are
+            of
+            one document, and the longer list continues with further documents.
+        documents: Name of the data of each mean [num_means].
+
+    Returns:
+        Correlations in [-1, 1], [num_means, num_means], with 1 on the diagonal.
     """
     arrays = [np.asarray(values, dtype=np.float64) for values in samples]
     matrix = np.eye(len(arrays))
@@ -178,12 +215,21 @@ def bootstrap(
     *,
     seed: int = 0,
 ) -> Estimate:
-    """A statistic of means with its basic bootstrap interval, in which whole documents are drawn again.
+    """Estimate a statistic of means, with its basic bootstrap interval.
 
-    `samples[objective]` is [num_candidates, num_samples], and `statistic` gets the candidates' means by objective.
-    Documents are drawn together for all candidates, and for all objectives with equal `documents` and as many samples.
-    The basic interval, 2 value - quantile, also corrects for a statistic that chance only raises, as it does the best
-    of several. The same `seed` gives the same interval. `samples` is the sum over the objectives.
+    Whole documents are drawn with replacement: together for all candidates, and for all objectives with equal
+    `documents` and as many samples. The basic interval, 2 value - quantile, also corrects for a statistic that chance
+    only raises, as it raises the best of several.
+
+    Args:
+        statistic: Computes the statistic from the candidates' means by objective [num_candidates].
+        samples: Values by objective [num_candidates, num_samples].
+        documents: Name of the data of each objective.
+        seed: The same seed gives the same interval.
+
+    Returns:
+        The statistic of the original means. Its standard error is the standard deviation over the resamples, and its
+        `samples` is the sum over the objectives.
     """
     arrays = {name: np.asarray(values, dtype=np.float64) for name, values in samples.items()}
     data: dict[tuple[str, int], list[str]] = {}
@@ -205,9 +251,14 @@ def bootstrap(
 
 
 def independent_difference(first: Estimate, second: Estimate) -> Estimate:
-    """`first - second` of two independent estimates (different samples), with Zou and Donner's limits.
+    """Estimate `first - second` of two independent estimates, which are of different samples.
 
-    `samples` is the smaller of both counts.
+    Args:
+        first: An estimate.
+        second: An estimate in the same unit.
+
+    Returns:
+        The difference with Zou and Donner's limits; its `samples` is the smaller of both counts.
     """
     value = first.value - second.value
     below = math.hypot(first.value - first.ci95[0], second.ci95[1] - second.value)
@@ -220,51 +271,12 @@ def independent_difference(first: Estimate, second: Estimate) -> Estimate:
     )
 
 
-def compare(
-    label: str,
-    trial: int,
-    samples: Mapping[str, ArrayLike],
-    *,
-    reference: Mapping[str, ArrayLike] | None = None,
-    mean_over: Sequence[str] = (),
-    documents: Mapping[str, str] | None = None,
-    bounds: Mapping[str, Bounds] | None = None,
-) -> Comparison:
-    """One row of the held-out table, from the values of its samples per objective.
-
-    `mean` is the unweighted mean over those objectives of `mean_over` that `samples` has (without any, there is none).
-    With `reference`, the best finalist's values on the same samples in the same order, the row holds the differences
-    "this row minus reference" (below 0: smaller than the best finalist), per objective and, under "mean", of the mean.
-    Objectives with equal `documents` were scored on the same documents, position by position; None: none were.
-    """
-    ranges = bounds or {}
-    averaged = [name for name in mean_over if name in samples]
-    data = [(documents or {}).get(name, name) for name in averaged]
-
-    def mean(estimates: Mapping[str, Estimate], values: Mapping[str, ArrayLike]) -> Estimate:
-        correlation = correlations([values[name] for name in averaged], data)
-        return mean_of([estimates[name] for name in averaged], correlation=correlation)
-
-    estimates = {name: estimate(values, bounds=ranges.get(name)) for name, values in samples.items()}
-    differences = {}
-    if reference is not None:
-        differences = {
-            name: paired_difference(values, reference[name], bounds=ranges.get(name))
-            for name, values in samples.items()
-        }
-        if averaged:
-            minus = {name: np.subtract(samples[name], reference[name]) for name in averaged}
-            differences["mean"] = mean(differences, minus)
-    return Comparison(
-        label=label,
-        trial=trial,
-        values=estimates,
-        mean=mean(estimates, samples) if averaged else None,
-        differences=differences,
-    )
-
-
 def _checked(values: ArrayLike, bounds: Bounds | None) -> NDArray[np.float64]:
+    """Values as an array [num_samples].
+
+    Raises:
+        ValueError: There are no samples, or a value is not finite or outside `bounds`.
+    """
     sample = np.asarray(values, dtype=np.float64)
     if sample.ndim != 1 or len(sample) == 0:
         raise ValueError(f"samples of shape {sample.shape}; give one value per sample, at least 1")

@@ -1,6 +1,7 @@
-"""JSON documents as typed dictionaries, shared by server, client and commands.
+"""JSON documents as typed dictionaries, shared by server, client and command line.
 
-- `files`: the result files of a run, with their JSON Schemas
+- `files`: the result files of a run: trials.jsonl, summary.json, pareto.json
 - `recipe`: recipe.json
 - `api`: the server's other responses: studies, events, exports, problems
+- `json_schemas`: JSON Schemas of result files, studies and fine-tunings
 """

@@ -29,7 +29,6 @@ __all__ = [
     "ExportsDocument",
     "FieldProblem",
     "FinetuneDocument",
-    "FinetunesDocument",
     "FitDocument",
     "FleetAnalysisDocument",
     "JobDocument",
@@ -38,11 +37,12 @@ __all__ = [
     "PlotsDocument",
     "ProblemDocument",
     "ProgressDocument",
-    "StudiesDocument",
+    "RayJobDocument",
     "StudyDocument",
     "TaskVectorDocument",
     "TrainingProgressDocument",
     "TrialsDocument",
+    "list_document",
 ]
 
 Time = Annotated[str, Field(description="RFC 3339, in UTC.")]
@@ -54,7 +54,7 @@ class ProgressDocument(TypedDict):
     study: str
     stage: Literal["searching", "held-out"]
     trials: Annotated[dict[str, int], Field(description="Trials by state.")]
-    max_trials: Annotated[int, Field(description="Planned number of trials, sources and published recipes included.")]
+    max_trials: Annotated[int, Field(description="Planned number of trials, baselines included.")]
     bracket: int | None
     num_brackets: int | None
     rung: int | None
@@ -65,38 +65,40 @@ class ProgressDocument(TypedDict):
     samples_planned: Number
 
 
-class JobDocument(TypedDict):
-    """The Ray Job that drives a study or fine-tuning."""
+class RayJobDocument(TypedDict):
+    """The Ray Job that drives a job."""
 
     submission_id: str
     dashboard_url: Annotated[str | None, Field(description="Its page in the Ray dashboard, while that is up.")]
 
 
-class StudyDocument(TypedDict):
-    """A study on the server."""
+class JobDocument(TypedDict):
+    """A job on the server: what jobs of every kind have."""
 
     id: str
+    kind: Annotated[str, Field(description='"search": a study; "finetune": a fine-tuning.')]
     name: str
     state: State
     reason: str | None
-    waiting_for: Annotated[str | None, Field(description="What must happen before it goes on.")]
+    waiting_for: Annotated[str | None, Field(description="What must happen before it continues.")]
     created_at: Time
     wall_clock_s: Annotated[float, Field(description="Seconds that drivers have worked on it.")]
     attempt: Annotated[int, Field(description="Drivers that have worked on it so far.")]
+    job: RayJobDocument | None
+    links: Annotated[dict[str, str], Field(description="Addresses of the job (self) and of what belongs to it.")]
+
+
+class StudyDocument(JobDocument):
+    """A study on the server."""
+
     algorithm: Annotated[str | None, Field(description="The searcher, also where the study file says auto.")]
     algorithm_reason: Annotated[str | None, Field(description="Why it was chosen.")]
     trials: Annotated[dict[str, int], Field(description="Trials by state.")]
     progress: ProgressDocument | None
-    job: JobDocument | None
-    links: Annotated[dict[str, str], Field(description="self, trials, pareto, summary, events, report, log.")]
-
-
-class StudiesDocument(TypedDict):
-    studies: list[StudyDocument]
 
 
 class ExpertProgressDocument(TypedDict):
-    """How far the training of an expert is."""
+    """Progress of the training of an expert."""
 
     step: Annotated[int, Field(description="Updates so far.")]
     steps: Annotated[int, Field(description="All updates.")]
@@ -120,26 +122,10 @@ class ExpertDocument(TypedDict):
     links: Annotated[dict[str, str], Field(description="download, once it is trained.")]
 
 
-class FinetuneDocument(TypedDict):
+class FinetuneDocument(JobDocument):
     """A fine-tuning on the server: of one expert, or of a fleet."""
 
-    id: str
-    name: str
-    state: State
-    reason: str | None
-    waiting_for: Annotated[str | None, Field(description="What must happen before it goes on.")]
-    created_at: Time
-    wall_clock_s: Annotated[float, Field(description="Seconds that drivers have worked on it.")]
-    attempt: Annotated[int, Field(description="Drivers that have worked on it so far.")]
     experts: Annotated[dict[str, ExpertDocument], Field(description="By alias; one alone has the fine-tuning's name.")]
-    job: JobDocument | None
-    links: Annotated[
-        dict[str, str], Field(description="self, specification, curves, analysis, report, events, log, study.")
-    ]
-
-
-class FinetunesDocument(TypedDict):
-    finetunes: list[FinetuneDocument]
 
 
 class LossPoint(TypedDict):
@@ -196,7 +182,7 @@ class LandscapeDocument(TypedDict):
 
 
 class MergeLossDocument(TypedDict):
-    """Merges by one method of so many experts, at the best of the coefficients that were tried for it."""
+    """Losses of merges of `num_experts` experts by one method, at the best of the coefficients that were tried."""
 
     method: str
     num_experts: NotRequired[
@@ -218,7 +204,7 @@ class FleetAnalysisDocument(TypedDict):
 
 
 class AnalysisDocument(TypedDict):
-    """What trained experts are like, and how well they merge; beside the same experts of other trainings."""
+    """Statistics of trained experts and losses of their merges, for one or several trainings of the same experts."""
 
     samples: Annotated[int, Field(description="Of each evaluation task; their reference answers gave the losses.")]
     fleets: list[FleetAnalysisDocument]
@@ -299,3 +285,9 @@ class ProblemDocument(TypedDict):
     status: int
     detail: str
     problems: NotRequired[list[FieldProblem]]
+
+
+def list_document(collection: str, document: type) -> type:
+    """The TypedDict of the list of all jobs of one kind: `{collection: [document, ...]}`."""
+    listed: type = TypedDict(f"{collection.capitalize()}Document", {collection: list[document]})  # type: ignore
+    return listed

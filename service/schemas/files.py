@@ -1,22 +1,17 @@
-"""The result files of a run, and their JSON Schemas.
+"""Result files of a run as typed dictionaries: trials.jsonl, summary.json and pareto.json.
 
-Each document has one typed definition here; the schema is derived from it. Keys may be added in later versions, never
-renamed or removed. The server sends the same documents, and those of `service.schemas.api`.
+JSON Schemas are derived from these definitions. Keys may be added in later versions, never renamed or removed. The
+server sends the same documents, and those of `service.schemas.api`.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 # pydantic reads typing's own TypedDict only from Python 3.12 on.
 from typing_extensions import TypedDict
-
-from search_spaces.study.file import Study
-from service.schemas.recipe import RecipeDocument
-from workers.training.finetuning.fleet import ANALYSIS, OPTIONAL_SECTIONS, SECTIONS, Analysis
-from workers.training.finetuning.spec import FinetuneSpec
 
 __all__ = [
     "ConstraintDocument",
@@ -31,17 +26,16 @@ __all__ = [
     "TrialDocument",
     "VerificationDocument",
     "VolumeDocument",
-    "pipeline_schemas",
-    "schemas",
 ]
 
-Values = Annotated[dict[str, float], Field(description="By objective, in the metric's own unit.")]
+Values = Annotated[dict[str, float], Field(description="Value of each objective, in the metric's unit.")]
 StandardErrors = Annotated[
-    dict[str, float | None], Field(description="By objective; null where a single sample shows no spread.")
+    dict[str, float | None],
+    Field(description="Standard error of each objective; null where a single sample shows no spread."),
 ]
 Violations = Annotated[
     dict[str, float],
-    Field(description="The constraints that it violates, as written, and by how much, in the metric's own unit."),
+    Field(description="Violated constraints, as written, with the excess in the metric's unit."),
 ]
 Interval = Annotated[list[float], Field(min_length=2, max_length=2, description="95 % interval: lower, upper.")]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$", description="sha256 of the canonical recipe.")]
@@ -68,9 +62,14 @@ class TrialDocument(TypedDict):
     configuration: dict[str, Any] | None
     recipe_digest: Digest
     rungs: list[RungDocument]
-    values: Annotated[dict[str, float], Field(description="At full budget; empty for trials that did not reach it.")]
+    values: Annotated[
+        dict[str, float],
+        Field(description="Value of each objective at full budget; empty for trials that did not reach it."),
+    ]
     standard_errors: StandardErrors
-    violations: Annotated[Violations, Field(description="At full budget; empty for trials that did not reach it.")]
+    violations: Annotated[
+        Violations, Field(description="Value of each objective at full budget; empty for trials that did not reach it.")
+    ]
     samples_scored: Number
     samples_reused: Number
     timings_s: dict[str, float]
@@ -79,48 +78,56 @@ class TrialDocument(TypedDict):
 class SamplesDocument(TypedDict):
     scored: Number
     reused: Number
-    full_budget: Annotated[int, Field(description="Samples needed to score every distinct recipe in full.")]
+    full_budget: Annotated[int, Field(description="Samples that scoring every distinct recipe in full takes.")]
     saved: Annotated[
         float | None,
-        Field(description="1 - scored / full_budget: what rungs and equal recipes save; null without any."),
+        Field(
+            description="1 - scored / full_budget, the share that rungs and equal recipes save; null without trials."
+        ),
     ]
     per_second: float | None
 
 
 class RecipesDocument(TypedDict):
     proposed: Annotated[int, Field(description="Configurations that the searcher proposed.")]
-    distinct: Annotated[int, Field(description="Those whose recipe no earlier trial had; the others cost nothing.")]
-    share: Annotated[float | None, Field(description="distinct / proposed; null without any.")]
+    distinct: Annotated[
+        int, Field(description="Proposed configurations whose recipe no earlier trial had; the others cost nothing.")
+    ]
+    share: Annotated[float | None, Field(description="distinct / proposed; null without proposals.")]
 
 
 class LineageDocument(TypedDict):
-    study: Annotated[str, Field(description="The id of the study that the source is a merge of.")]
+    study: Annotated[str, Field(description="Id of the study that produced the source.")]
     name: str
     trial: Number
     recipe_digest: str
 
 
 class PolicyDocument(TypedDict):
-    iteration: Annotated[int, Field(ge=0, description="The last that the policy had learned from.")]
-    digest: Annotated[str, Field(description="The sha256 of its checkpoint.")]
+    iteration: Annotated[int, Field(ge=0, description="Last iteration that the policy had learned from.")]
+    digest: Annotated[str, Field(description="sha256 of the policy's checkpoint.")]
 
 
 class StartDocument(TypedDict):
-    study: Annotated[str, Field(description="The id of the study that the policies are of.")]
+    study: Annotated[str, Field(description="Id of the study that trained the policies.")]
     name: str
     policies: list[PolicyDocument]
 
 
 class SearchDocument(TypedDict):
-    algorithm: Annotated[str | None, Field(description="The searcher, also where the study file says auto.")]
-    reason: Annotated[str | None, Field(description="Why it was chosen.")]
-    notes: Annotated[list[str], Field(description="What the searcher decided on the way, and why.")]
-    start: Annotated[StartDocument | None, Field(description="The policies of another study that it began with.")]
-    steps: Annotated[int, Field(ge=0, description="Losses and gradients computed for proposals.")]
-    step_samples: Annotated[
-        int, Field(ge=0, description="What the steps cost, in scored samples; a gradient's sample is 3.")
+    algorithm: Annotated[
+        str | None, Field(description="Name of the searcher; where the study file says auto, the chosen one.")
     ]
-    trial_samples: Annotated[int, Field(ge=0, description="Samples scored for the trials that it proposed.")]
+    reason: Annotated[str | None, Field(description="Reason why the searcher was chosen.")]
+    notes: Annotated[list[str], Field(description="Decisions of the searcher during the study, with reasons.")]
+    start: Annotated[
+        StartDocument | None, Field(description="Policies of another study that the searcher started with.")
+    ]
+    steps: Annotated[int, Field(ge=0, description="Number of losses and gradients computed for proposals.")]
+    step_samples: Annotated[
+        int, Field(ge=0, description="Cost of the steps in scored samples; a sample of a gradient counts as 3.")
+    ]
+    trial_samples: Annotated[int, Field(ge=0, description="Samples scored for the trials that the searcher proposed.")]
 
 
 class SwapsDocument(TypedDict):
@@ -132,9 +139,11 @@ class SwapsDocument(TypedDict):
 class NotCheckedDocument(TypedDict):
     samples: Annotated[
         int | None,
-        Field(description="Scored after the last canary that their engine passed; null before the study's end."),
+        Field(
+            description="Samples scored after the last canary that their engine passed; null before the study's end."
+        ),
     ]
-    reasons: Annotated[list[str], Field(description="Why canaries at the study's end could not be made.")]
+    reasons: Annotated[list[str], Field(description="Reasons why canaries could not be run at the study's end.")]
 
 
 class EngineDocument(TypedDict):
@@ -167,8 +176,12 @@ class HoldoutDocument(TypedDict):
     trial: Number
     origin: str
     values: dict[str, EstimateDocument]
-    mean: Annotated[EstimateDocument | None, Field(description="Unweighted mean over the accuracy objectives.")]
-    violations: Annotated[Violations, Field(description="On the holdout data.")]
+    mean: Annotated[
+        EstimateDocument | None, Field(description="Unweighted mean over the accuracy objectives; null without any.")
+    ]
+    violations: Annotated[
+        Violations, Field(description="Constraints violated on the holdout data, with the excess in the metric's unit.")
+    ]
     differences: Annotated[
         dict[str, EstimateDocument],
         Field(
@@ -187,14 +200,16 @@ class HoldoutDocument(TypedDict):
 
 class DifferenceDocument(EstimateDocument):
     trial: Number
-    is_better: Annotated[bool, Field(description="The interval is above 0.")]
+    is_better: Annotated[bool, Field(description="Whether the interval is above 0.")]
 
 
 class RivalTestDocument(TypedDict):
-    """The finalists that the search proposed, compared with the best of the source models or published recipes."""
+    """Comparison of the finalists that the search proposed with the best baseline of one kind."""
 
     against: Literal["source", "published"]
-    rival: Annotated[int, Field(ge=0, description="The trial with the best held-out value of its kind.")]
+    rival: Annotated[
+        int, Field(ge=0, description="Trial number of the baseline with the best held-out value of its kind.")
+    ]
     label: str
     differences: Annotated[
         list[DifferenceDocument],
@@ -206,26 +221,28 @@ class RivalTestDocument(TypedDict):
 
 
 class FindingDocument(TypedDict):
-    """Whether a merge that the search proposed is better than single models and published recipes."""
+    """Result of the tests of whether a merge that the search proposed is better than the baselines."""
 
-    text: Annotated[str, Field(description="What was found, in one sentence, also if nothing was.")]
-    criterion: Annotated[str, Field(description="The value that is compared.")]
-    tests: Annotated[list[RivalTestDocument], Field(description="Empty before the held-out stage.")]
+    text: Annotated[str, Field(description="Result in one sentence, also if no merge is better.")]
+    criterion: Annotated[str, Field(description="Name of the compared value.")]
+    tests: Annotated[
+        list[RivalTestDocument], Field(description="Tests by kind of baseline; empty before the held-out stage.")
+    ]
 
 
 class VerificationDocument(TypedDict):
     status: Literal["equal", "within tolerance", "disagreement", "not verified"]
-    reason: Annotated[str | None, Field(description="Why trials or samples were not compared.")]
-    trials: Annotated[int, Field(ge=0, description="Trials of which samples were compared.")]
-    trials_not_verified: Annotated[int, Field(ge=0, description="Trials of which nothing could be compared.")]
+    reason: Annotated[str | None, Field(description="Reason why trials or samples were not compared.")]
+    trials: Annotated[int, Field(ge=0, description="Number of trials with compared samples.")]
+    trials_not_verified: Annotated[int, Field(ge=0, description="Number of trials without compared samples.")]
     samples: Number
     equal: Annotated[int, Field(ge=0, description="Samples with equal value and completion.")]
     beyond_tolerance: Number
-    tokens: Annotated[int, Field(ge=0, description="Tokens of completions that were compared.")]
+    tokens: Annotated[int, Field(ge=0, description="Number of compared tokens of completions.")]
     samples_without_tokens: Annotated[
-        int, Field(ge=0, description="Samples stored without tokens, of which the text was compared.")
+        int, Field(ge=0, description="Samples stored without tokens, whose text was compared instead.")
     ]
-    logprobs: Annotated[int, Field(ge=0, description="Log-probabilities that were compared.")]
+    logprobs: Annotated[int, Field(ge=0, description="Number of compared log-probabilities.")]
     tolerance: float | None
     max_logprob_difference: float | None
     differences: list[dict[str, Any]]
@@ -237,11 +254,11 @@ class FailureDocument(TypedDict):
 
 
 class SelectionDocument(TypedDict):
-    """The criteria of the study in words."""
+    """Descriptions of the study's selection criteria."""
 
-    best: Annotated[str, Field(description="What names the best trial.")]
-    promotion: Annotated[str, Field(description="What promotes trials to the next rung.")]
-    difference: Annotated[str, Field(description="Why a promoted trial need not be the best.")]
+    best: Annotated[str, Field(description="Criterion that names the best trial.")]
+    promotion: Annotated[str, Field(description="Criterion that promotes trials to the next rung.")]
+    difference: Annotated[str, Field(description="Reason why a promoted trial need not be the best.")]
 
 
 class WarningDocument(TypedDict):
@@ -251,7 +268,7 @@ class WarningDocument(TypedDict):
 
 
 class SummaryDocument(TypedDict):
-    """summary.json"""
+    """Content of summary.json."""
 
     study: str
     state: State
@@ -262,7 +279,9 @@ class SummaryDocument(TypedDict):
     search: SearchDocument
     samples: SamplesDocument
     recipes: RecipesDocument
-    lineage: Annotated[dict[str, LineageDocument], Field(description="The sources that are merges of other studies.")]
+    lineage: Annotated[
+        dict[str, LineageDocument], Field(description="Sources that are merges of other studies, by alias.")
+    ]
     wall_clock_s: float
     engine: EngineDocument
     best: BestDocument | None
@@ -272,7 +291,7 @@ class SummaryDocument(TypedDict):
     holdout: list[HoldoutDocument]
     holdout_reference: Annotated[
         int | None,
-        Field(description="The trial that differences are relative to: the best, or if that failed the next finalist."),
+        Field(description="Trial that differences are relative to: the best, or the next finalist if the best failed."),
     ]
     holdout_failures: Annotated[list[FailureDocument], Field(description="Trials that failed on holdout data.")]
     selection_bias: Annotated[
@@ -282,18 +301,21 @@ class SummaryDocument(TypedDict):
             "the difference between the splits together."
         ),
     ]
-    selection_bias_by_objective: Annotated[dict[str, EstimateDocument], Field(description="The same by objective.")]
+    selection_bias_by_objective: Annotated[
+        dict[str, EstimateDocument],
+        Field(description="Search value minus held-out value of the best trial, by objective."),
+    ]
     selection_bias_against_baselines: Annotated[
         dict[str, EstimateDocument],
         Field(
-            description="The best trial's lead over the mean of the unselected baselines on search data minus its lead "
+            description="Lead of the best trial over the mean of the baselines on search data minus its lead "
             'on holdout data, by objective and as "mean".'
         ),
     ]
     split_difference: Annotated[
         dict[str, EstimateDocument],
         Field(
-            description="The unselected baselines' mean on search data minus their mean on holdout data, by objective "
+            description="Mean of the baselines on search data minus their mean on holdout data, by objective "
             'and as "mean".'
         ),
     ]
@@ -321,90 +343,52 @@ class FrontDocument(TypedDict):
 
 
 class VolumeDocument(EstimateDocument):
-    trials: Annotated[list[int], Field(description="The finalists that it is of.")]
-    search: Annotated[float, Field(description="The hypervolume of the same trials on search data.")]
+    trials: Annotated[list[int], Field(description="Numbers of the finalists.")]
+    search: Annotated[float, Field(description="Hypervolume of the same trials on search data.")]
 
 
 class ConstraintDocument(TypedDict):
-    """A constraint, as written, and the trials at full budget that keep to it."""
+    """Constraint as written, with its bound and the trials at full budget that keep to it."""
 
     constraint: str
     bound: Annotated[
-        float | None, Field(description="At full budget on search data; null before what it is relative to is scored.")
+        float | None,
+        Field(
+            description="Bound at full budget on search data; null until the model that it is relative to is scored."
+        ),
     ]
     kept_by: Number
     trials: Number
 
 
 class PreferredDocument(TypedDict):
-    """The trial of the front that a user's weights of the objectives pick."""
+    """Trial of the Pareto front that a user's weights of the objectives pick."""
 
     weights: dict[str, float]
     trial: Number
     label: str
     values: Values
-    split: Annotated[
-        Literal["search", "holdout"], Field(description="The data that the values, and so the choice, are of.")
-    ]
+    split: Annotated[Literal["search", "holdout"], Field(description="Split whose values made the choice.")]
 
 
 class ParetoDocument(TypedDict):
-    """pareto.json: the trials at full budget that no other one dominates."""
+    """Content of pareto.json: the trials at full budget that no other one dominates."""
 
     objectives: list[ObjectiveDocument]
     reference_point: Annotated[
-        list[float], Field(description="In costs: 0 is the best value an objective can take, 1 the worst.")
+        list[float],
+        Field(description="Reference point in costs: 0 is the best value that an objective can take, 1 the worst."),
     ]
-    hypervolume: Annotated[float, Field(ge=0, description="Of the front's costs below the reference point.")]
+    hypervolume: Annotated[
+        float, Field(ge=0, description="Hypervolume of the front's costs below the reference point.")
+    ]
     holdout_hypervolume: Annotated[
         VolumeDocument | None,
-        Field(description="Of the finalists on holdout data, with a bootstrap interval; null before they were scored."),
+        Field(
+            description="Hypervolume of the finalists on holdout data, with a bootstrap interval; null until scored."
+        ),
     ]
     front: list[FrontDocument]
-    preferred: NotRequired[Annotated[PreferredDocument, Field(description="Where weights were given.")]]
-
-
-DRAFT = "https://json-schema.org/draft/2020-12/schema"
-TEMPLATE = "#/$defs/{model}"
-
-
-def pipeline_schemas(template: str) -> dict[str, dict[str, Any]]:
-    """JSON Schemas by name of what may be submitted as a fine-tuning: Finetuning, and what it refers to; `template` is
-    how references are written."""
-    spec = FinetuneSpec.model_json_schema(ref_template=template)
-    analysis: dict[str, Any] = {
-        ANALYSIS: {
-            "anyOf": [Analysis.model_json_schema(), {"type": "null"}],
-            "description": "Of what was trained.",
-        }
-    }
-    # Sections may be given in part: what is left out may be an expert's own.
-    sections: dict[str, dict[str, Any]] = {name: {"type": "object"} for name in SECTIONS}
-    sections |= {name: {"type": ["object", "null"]} for name in OPTIONAL_SECTIONS}
-    fleet = {
-        "type": "object",
-        "description": "What is different for each expert is laid over the other sections. `study` then merges them.",
-        "properties": {
-            **spec["properties"],
-            **sections,
-            "experts": {"type": "object", "minProperties": 1, "additionalProperties": {"type": "object"}},
-            "study": {"type": ["object", "null"], "description": "A study without models, which are the experts."},
-            **analysis,
-        },
-        "required": ["name", "base", "experts"],
-    }
-    spec["properties"] |= analysis
-    references = [{"$ref": template.format(model=name)} for name in ("FinetuneSpec", "Fleet")]
-    return {**spec.pop("$defs", {}), "FinetuneSpec": spec, "Fleet": fleet, "Finetuning": {"anyOf": references}}
-
-
-def schemas() -> dict[str, dict[str, Any]]:
-    """JSON Schemas by name: study, finetune, trial (a line of trials.jsonl), summary, pareto, recipe."""
-    return {
-        "study": Study.model_json_schema(),
-        "finetune": {"$schema": DRAFT, "$ref": "#/$defs/Finetuning", "$defs": pipeline_schemas(TEMPLATE)},
-        "trial": TypeAdapter(TrialDocument).json_schema(),
-        "summary": TypeAdapter(SummaryDocument).json_schema(),
-        "pareto": TypeAdapter(ParetoDocument).json_schema(),
-        "recipe": TypeAdapter(RecipeDocument).json_schema(),
-    }
+    preferred: NotRequired[
+        Annotated[PreferredDocument, Field(description="Trial that the given weights pick; absent without weights.")]
+    ]

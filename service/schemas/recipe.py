@@ -1,4 +1,4 @@
-"""The shape of recipe.json."""
+"""Content of recipe.json as typed dictionaries."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LayerDocument(TypedDict):
 
 
 class TokenDocument(TypedDict):
-    """Whose row a token of the merged vocabulary has."""
+    """Row of a token of the merged vocabulary: the model and token that it is taken from."""
 
     model: NotRequired[str]
     token: NotRequired[str]
@@ -51,12 +51,12 @@ class TokenDocument(TypedDict):
 
 class VocabularyDocument(TypedDict):
     tokens: NotRequired[dict[str, TokenDocument]]
-    multiple_of: NotRequired[Annotated[int, Field(ge=1, description="The number of rows is a multiple of it.")]]
-    by_id: NotRequired[Annotated[bool, Field(description="A union adds tokens in the order of their ids.")]]
+    multiple_of: NotRequired[Annotated[int, Field(ge=1, description="The number of rows is a multiple of this.")]]
+    by_id: NotRequired[Annotated[bool, Field(description="Whether a union adds tokens in the order of their ids.")]]
 
 
 class RecipeDocument(TypedDict):
-    """recipe.json"""
+    """Content of recipe.json."""
 
     format: Literal["mergesearch-recipe/1", "mergesearch-recipe/2"]
     models: Annotated[dict[str, str], Field(description="Alias to content fingerprint.")]
@@ -72,11 +72,14 @@ class RecipeDocument(TypedDict):
     ]
     tokenizer: NotRequired[
         Annotated[
-            str, Field(description='Of the merged model: "union", or the alias of a model; if absent, the base\'s.')
+            str,
+            Field(
+                description='Tokenizer of the merged model: "union", or the alias of a model; if absent, the base\'s.'
+            ),
         ]
     ]
     vocabulary: NotRequired[
-        Annotated[VocabularyDocument, Field(description="What the merged vocabulary is to be like besides.")]
+        Annotated[VocabularyDocument, Field(description="Further options of the merged vocabulary.")]
     ]
     experts: NotRequired[
         Annotated[

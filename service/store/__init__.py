@@ -4,6 +4,8 @@
 - `attempt_writer`: the writes of one driver, refused once another has taken the study over
 - `void`: samples of engines that failed a check
 - `records`: rows as dataclasses
+- `steps`: what searchers computed besides scores, and its JSON
+- `documents`: results of a study's closing stages, and their JSON
 - `artifacts`: what drivers make, stored by content
 - `connection`: how transactions begin
 - `schema`: the tables
@@ -16,7 +18,6 @@ from service.store.records import (
     EngineFaultRecord,
     EventRecord,
     EvidenceRecord,
-    StepRecord,
     VoidSample,
 )
 from service.store.sql import Store
@@ -27,7 +28,6 @@ __all__ = [
     "EventRecord",
     "EvidenceRecord",
     "JobWriter",
-    "StepRecord",
     "Store",
     "VoidSample",
 ]

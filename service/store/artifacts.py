@@ -1,11 +1,11 @@
-"""Artifacts: files and directories that drivers make, stored once by their content, with a row each in SQL.
+"""Artifacts: files and directories that drivers create, stored once by their content, with a row each in SQL.
 
     DIR/blobs/ab/cdef...    a file, named by its sha256
-    DIR/.lock               held, shared, while something is stored, and while what nobody has is deleted
     DIR/blobs/12/3456...    a manifest: {"path": {"digest": ..., "bytes": ...}} as JSON; its sha256 is the artifact's
+    DIR/.lock               locked, shared, while files are stored; exclusively, while unused files are deleted
 
-Files of equal content, as the tokenizers of a fleet of experts, take their room once. A file appears under its name
-once it is complete, so a process that is killed leaves at most a temporary one.
+Files of equal content, such as the tokenizers of a fleet of experts, are stored once. A file appears under its name
+once it is complete; a process that is killed leaves at most a temporary file.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,15 +27,18 @@ from service.store import schema
 from service.store.attempt_writer import insert
 from service.store.sql import Store
 from service.types import ArtifactRecord
-from workers.directories import appearing, sync
+from workers.directories import appearing, replacing, write_file
 
 __all__ = ["ArtifactStore"]
 
-BLOBS, TEMPORARY, LOCK = "blobs", ".new-", ".lock"
+BLOBS, LOCK = "blobs", ".lock"
 
 
 class ArtifactStore:
-    """The artifacts of the studies in `store`; their files are below `directory`. Every process may use it."""
+    """Artifacts of the jobs in `store`, with their files below `directory`.
+
+    Every process may use it.
+    """
 
     def __init__(self, store: Store, directory: Path) -> None:
         self.directory = directory
@@ -46,7 +47,13 @@ class ArtifactStore:
         self._blobs = directory / BLOBS
 
     def put(self, study_id: str, name: str, source: Path, *, facts: Mapping[str, Any] | None = None) -> ArtifactRecord:
-        """Store the directory `source` as an artifact of the study; an earlier one of that name is replaced."""
+        """Store the directory `source` as an artifact of the job.
+
+        An earlier artifact of that name is replaced.
+
+        Raises:
+            Conflict: The directory holds no file, or a file changed while it was stored.
+        """
         with self._locked(fcntl.LOCK_SH):
             return self._put(study_id, name, source, dict(facts or {}))
 
@@ -80,30 +87,43 @@ class ArtifactStore:
         return record
 
     def get(self, study_id: str, name: str) -> ArtifactRecord:
-        """Raises NotFound."""
+        """Return the record of an artifact.
+
+        Raises:
+            NotFound: The job has no artifact of that name.
+        """
         found = [record for record in self.of(study_id) if record.name == name]
         if not found:
             raise NotFound(f"artifact {name!r}: study {study_id} has no such artifact")
         return found[0]
 
     def of(self, study_id: str) -> tuple[ArtifactRecord, ...]:
-        """The artifacts of a study, by name."""
+        """Artifacts of a job, by name."""
         table = schema.artifacts
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.name))
             return tuple(ArtifactRecord(**row) for row in rows.mappings())
 
     def files(self, record: ArtifactRecord) -> dict[str, Path]:
-        """The artifact's files by their paths in it. Raises Conflict if one is missing, or the manifest has changed."""
+        """Return the artifact's files by their paths in it.
+
+        Raises:
+            Conflict: A file is missing, or the manifest has changed.
+        """
         found = {path: self._file(entry["digest"]) for path, entry in self._manifest(record).items()}
         if gone := [path for path, file in found.items() if not file.is_file()]:
             raise Conflict(f"artifact {record.name!r}: {gone[0]} is gone from {self._blobs}")
         return found
 
     def write_to(self, record: ArtifactRecord, out: Path) -> Path:
-        """Copy the artifact to the new directory `out`, which appears once it is complete. Returns `out`.
+        """Copy the artifact to the new directory `out`, which appears once it is complete.
 
-        Raises Conflict if a stored file is missing or has another content than when it was stored."""
+        Returns:
+            `out`.
+
+        Raises:
+            Conflict: A stored file is missing or has another content than when it was stored.
+        """
         with appearing(out, f"artifact-{record.digest[:16]}") as place:
             for path, entry in self._manifest(record).items():
                 target = place / path
@@ -112,7 +132,7 @@ class ArtifactStore:
         return out
 
     def num_bytes(self) -> int:
-        """What all files take."""
+        """Size of all stored files together."""
         found = 0
         for file in self._blobs.glob("*/*"):
             with suppress(FileNotFoundError):  # deleted meanwhile
@@ -120,8 +140,13 @@ class ArtifactStore:
         return found
 
     def collect(self) -> int:
-        """Delete files that no artifact has, as those of studies that were deleted; none while something is stored.
-        Returns how many bytes that freed."""
+        """Delete files that no artifact uses, such as those of deleted jobs.
+
+        Nothing is deleted while another process stores an artifact; the next call deletes it.
+
+        Returns:
+            Number of bytes that were freed.
+        """
         try:
             with self._locked(fcntl.LOCK_EX | fcntl.LOCK_NB):
                 return self._collect()
@@ -143,7 +168,7 @@ class ArtifactStore:
 
     @contextmanager
     def _locked(self, operation: int) -> Iterator[None]:
-        """Hold the lock of these files: shared by those that add some, which may count on files that are there."""
+        """Hold the lock of the files: shared while storing, exclusively while deleting."""
         self._blobs.parent.mkdir(parents=True, exist_ok=True)
         with (self._blobs.parent / LOCK).open("a") as file:
             fcntl.flock(file, operation)
@@ -168,37 +193,22 @@ class ArtifactStore:
             raise Conflict(f"artifact: {target.name} has changed since it was stored, or cannot be read")
 
     def _add(self, file: Path) -> tuple[str, int]:
-        """Store a file. Returns its digest and size."""
+        """Store a file and return its digest and size."""
         digest = _digest_of(file)
         if not self._file(digest).exists():
-            with self._new(digest) as temporary:
-                shutil.copyfile(file, temporary)
-                if _digest_of(temporary) != digest:
+            with replacing(self._file(digest)) as new:
+                shutil.copyfile(file, new)
+                if _digest_of(new) != digest:
                     raise Conflict(f"{file}: changed while it was stored")
         return digest, file.stat().st_size
 
     def _add_bytes(self, content: bytes) -> str:
         digest = hashlib.sha256(content).hexdigest()
-        with self._new(digest) as temporary:
-            temporary.write_bytes(content)
+        write_file(self._file(digest), content)
         return digest
 
     def _file(self, digest: str) -> Path:
         return self._blobs / digest[:2] / digest[2:]
-
-    @contextmanager
-    def _new(self, digest: str) -> Iterator[Path]:
-        """A file to write to, which then gets the name of its digest."""
-        file = self._file(digest)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
-        try:
-            yield temporary
-            sync(temporary)
-            os.replace(temporary, file)
-            sync(file.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 def _digest_of(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""Writes to one study. Every transaction checks that the writer's driver still owns the study."""
+"""Writing to one job; every transaction checks that the writer's driver still owns the job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import sqlalchemy as sa
 
 from service.errors import StaleAttempt
 from service.store import schema
-from service.store.records import BracketRecord, StepRecord, tokens_text
+from service.store.records import BracketRecord, tokens_text
+from service.store.steps import Step, step_document
 from service.store.void import void_samples
 from service.types import EventKind, JobState, RungRecord, TrialRecord, TrialState
 from workers.types import SampleResult, ScoreResult, Split
@@ -20,12 +21,15 @@ __all__ = ["JobWriter", "insert", "insert_event"]
 
 
 class JobWriter:
-    """The only writer of a study. Every method is one transaction and raises StaleAttempt once another has taken over.
+    """The only writer of a job.
+
+    Every method is one transaction, and raises StaleAttempt after another attempt has taken over.
 
     Writing the same chunk, rung or bracket again changes nothing, so a driver may repeat a write after a crash.
 
-    `stored_at` and `scored_at` are when this writer last stored anything but a heartbeat, and a chunk
-    (time.monotonic(); 0: never); `longest_chunk_s` is the longest that a replica took for a chunk, its wait included.
+    `stored_at` is the time at which this writer last stored anything but a heartbeat, `scored_at` that at which it last
+    stored a chunk (time.monotonic(); 0: never). `longest_chunk_s` is the longest time that a replica took for a chunk,
+    waiting included.
     """
 
     def __init__(self, engine: sa.Engine, job_id: str, attempt: int) -> None:
@@ -45,7 +49,7 @@ class JobWriter:
             ).scalar()
             if current != self.attempt:
                 raise StaleAttempt(
-                    f"study {self.job_id}: attempt {self.attempt} may not write, attempt {current} has taken over"
+                    f"job {self.job_id}: attempt {self.attempt} may not write, attempt {current} has taken over"
                 )
             yield connection
         if not is_heartbeat:
@@ -60,11 +64,12 @@ class JobWriter:
         patience_s: float | None = None,
         waiting_for: str | None = None,
     ) -> None:
-        """Store that the driver is alive, the seconds all attempts have worked, its progress (None: unchanged), and
-        what it waits for.
+        """Store that the driver is alive.
 
-        `idle_s` is how long the driver has not got on with the study, `patience_s` how long that may last (None: not
-        known)."""
+        `wall_clock_s` are the seconds that all attempts have worked, `idle_s` those without progress so far,
+        `patience_s` those without progress after which the driver is replaced (None: not known). `progress` None leaves
+        the stored one unchanged. `waiting_for` is what the driver waits for.
+        """
         now = time.time()
         changes: dict[str, Any] = {
             "heartbeat_at": now,
@@ -84,7 +89,7 @@ class JobWriter:
             self._add_event(connection, EventKind.STATE, {"state": state.value, "reason": reason})
 
     def set_waiting(self, reason: str) -> None:
-        """Stop until another driver tries again: something that the study needs is not there now."""
+        """Stop the job until another driver tries again, because something that it needs is missing now."""
         stopped = JobState.STOPPED.value
         with self._transaction() as connection:
             self._update_job(connection, state=stopped, reason=reason)
@@ -92,7 +97,7 @@ class JobWriter:
             self._add_event(connection, EventKind.WAITING, {"reason": reason})
 
     def set_document(self, document: Mapping[str, Any]) -> None:
-        """Replace the study file, by one with other limits or more trials."""
+        """Replace the stored study file by one with other limits or more trials."""
         with self._transaction() as connection:
             self._update_job(connection, document=dict(document))
 
@@ -105,7 +110,7 @@ class JobWriter:
             )
 
     def resize_bracket(self, bracket: int, size: int) -> None:
-        """The search ended before the bracket was full."""
+        """Reduce a bracket to `size`, because the search ended before it was full."""
         table = schema.brackets
         with self._transaction() as connection:
             where = (table.c.study == self.job_id) & (table.c.bracket == bracket)
@@ -137,9 +142,10 @@ class JobWriter:
     ) -> None:
         """Store a chunk's samples and evidence, and add its cost to the trial.
 
-        Only samples that are not stored yet count; a chunk without any leaves no trace. `again` are the samples
-        (objective, position) that replace void ones. `samples_scored` is the cost of the search; neither those nor
-        holdout samples are counted."""
+        Samples that are stored already are ignored; a chunk without others is not stored at all. `again` are the
+        samples (objective, position) that replace void ones. The trial's `samples_scored` is the cost of the search: it
+        counts neither replaced nor holdout samples.
+        """
         evidence = result.evidence
         table = schema.trials
         with self._transaction() as connection:
@@ -246,19 +252,19 @@ class JobWriter:
                     connection, EventKind.TRIAL_STATE, {"trial": trial, "state": state.value, "reason": reason}
                 )
 
-    def add_step(self, step: StepRecord) -> None:
+    def add_step(self, step: Step) -> None:
         with self._transaction() as connection:
             row = {
                 "number": step.number,
                 "proposal": step.proposal,
-                "charged": step.charged,
-                "document": dict(step.document),
+                "charged": step.request.num_charged,
+                "document": step_document(step),
                 "time": time.time(),
             }
             self._insert_once(connection, schema.search_steps, [row])
 
     def set_document_named(self, name: str, document: Any) -> None:
-        """Store the result of a closing stage; it replaces an earlier one."""
+        """Store a document, such as the result of a closing stage; it replaces an earlier one of that name."""
         table = schema.documents
         with self._transaction() as connection:
             connection.execute(sa.delete(table).where((table.c.study == self.job_id) & (table.c.name == name)))
@@ -266,15 +272,16 @@ class JobWriter:
             self._add_event(connection, name, {})
 
     def record_engine_fault(self, replica: str, canaries: int, reason: str) -> None:
-        """Store, for all studies, that an engine failed a check after it had passed `canaries`. A replica has one
-        fault.
+        """Store, for all studies, that an engine failed a check after `canaries` passed canaries.
 
-        Those with a driver learn of it by themselves; those that are COMPLETE already get an event here."""
+        Only the first fault of a replica is stored. Studies with a driver read it themselves; those that are COMPLETE
+        already get an event here.
+        """
         row = {"replica": replica, "canaries": canaries, "reason": reason, "time": time.time()}
         with self._transaction() as connection:
             added = connection.execute(insert(connection, schema.engine_faults).on_conflict_do_nothing(), row)
             if added.rowcount == 1:
-                self._tell_complete_studies(connection, replica, reason)
+                self._notify_complete_studies(connection, replica, reason)
 
     def add_event(self, kind: str, payload: Mapping[str, Any]) -> None:
         with self._transaction() as connection:
@@ -288,21 +295,21 @@ class JobWriter:
     def _update_job(self, connection: sa.Connection, **changes: Any) -> None:
         connection.execute(sa.update(schema.studies).where(schema.studies.c.id == self.job_id).values(**changes))
 
-    def _tell_complete_studies(self, connection: sa.Connection, replica: str, reason: str) -> None:
-        """Say in the reason of every COMPLETE study, and in an event, that samples of this replica are void."""
+    def _notify_complete_studies(self, connection: sa.Connection, replica: str, reason: str) -> None:
+        """State in each COMPLETE study's reason, and in an event, how many of its samples a replica's fault voids."""
         studies, study = schema.studies, schema.samples.c.study
         query = void_samples(study, studies.c.reason, sa.func.count()).join(studies, studies.c.id == study)
         is_concerned = (schema.engine_faults.c.replica == replica) & (studies.c.state == JobState.COMPLETE.value)
         query = query.where(is_concerned).group_by(study, studies.c.reason)
         for study_id, before, number in connection.execute(query).all():
-            told = f"{number} samples are void since: {reason}; resume the study to score them again"
-            changes = {"reason": f"{before}; {told}" if before else told}
+            notice = f"{number} samples are void: {reason}; resume the study to score them again"
+            changes = {"reason": f"{before}; {notice}" if before else notice}
             connection.execute(sa.update(studies).where(studies.c.id == study_id).values(changes))
             payload = {"replicas": {replica: reason}, "samples": number}
             insert_event(connection, study_id, EventKind.ENGINE_FAULT, payload)
 
     def _not_stored(self, connection: sa.Connection, split: Split, result: ScoreResult) -> list[SampleResult]:
-        """The samples of `result` that the store does not have."""
+        """Samples of `result` that are not in the store."""
         table = schema.samples
         positions = [sample.position for sample in result.samples]
         stored = connection.execute(
@@ -332,7 +339,7 @@ class JobWriter:
             )
 
     def _insert_once(self, connection: sa.Connection, table: sa.Table, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Insert rows; those whose key exists stay as they are."""
+        """Insert rows; existing ones with the same key stay as they are."""
         if not rows:
             return
         statement = insert(connection, table).on_conflict_do_nothing()
@@ -340,7 +347,7 @@ class JobWriter:
 
 
 def insert(connection: sa.Connection, table: sa.Table) -> Any:
-    """An INSERT with ON CONFLICT, which SQLAlchemy has per dialect."""
+    """INSERT statement that supports ON CONFLICT, which SQLAlchemy has per dialect."""
     from sqlalchemy.dialects import postgresql, sqlite
 
     return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)

@@ -1,4 +1,4 @@
-"""Connections to the database: how SQLite's transactions begin."""
+"""Connections to the database, with SQLite's settings and transactions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from sqlalchemy import event
 
 __all__ = ["connect"]
 
-# How long a writer waits for another transaction on SQLite before it gives up.
+# Seconds that a writer waits for another transaction on SQLite before it fails.
 BUSY_TIMEOUT_S = 60
 
 
 def connect(url: str) -> sa.Engine:
-    """The database at `url`, whose write transactions begin with the write lock."""
+    """Open the database at `url`.
+
+    Write transactions on SQLite take the write lock when they begin.
+    """
     engine = sa.create_engine(url, pool_pre_ping=True)
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _prepare_sqlite)
@@ -36,8 +39,11 @@ def _prepare_sqlite(connection: Any, _: Any) -> None:
 
 
 def _to_wal(cursor: Any) -> None:
-    """Where several connections switch a file at once, SQLite refuses all but one, whatever its timeout is: each would
-    wait for the others to stop reading."""
+    """Switch a file to write-ahead logging.
+
+    Where several connections switch a file at once, SQLite refuses all but one, whatever its timeout is: each would
+    wait for the others to stop reading.
+    """
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         try:

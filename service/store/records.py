@@ -1,4 +1,4 @@
-"""The store's rows as records."""
+"""Conversion of the store's rows to records, and records that only the store has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from search_spaces.recipe import Recipe
-from service.types import JobKind, JobRecord, JobState, Origin, ResolvedStudy, RungRecord, TrialRecord, TrialState
+from service.types import JobRecord, JobState, Origin, RungRecord, TrialRecord, TrialState
 from workers.types import SampleResult, Split
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "EngineFaultRecord",
     "EventRecord",
     "EvidenceRecord",
-    "StepRecord",
     "VoidSample",
     "job_record",
     "num_tokens",
@@ -30,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BracketRecord:
-    """A bracket as it was opened: its index, the rung it starts at, and its number of configurations."""
+    """A stored bracket: its index, the rung at which it starts, and its number of configurations."""
 
     bracket: int
     first_rung: int
@@ -39,9 +38,11 @@ class BracketRecord:
 
 @dataclass(frozen=True)
 class EventRecord:
-    """Something that happened to a study. `id` grows with time and is never reused.
+    """Something that happened to a job.
 
-    `kind` is an `EventKind`, or the text that a later version of the program stored."""
+    `id` grows with time and is never reused. `kind` is an `EventKind`, or the text that a later version of the program
+    stored.
+    """
 
     id: int
     time: float
@@ -50,22 +51,13 @@ class EventRecord:
 
 
 @dataclass(frozen=True)
-class StepRecord:
-    """A step of the searcher (`service.tune.steps.Step` as JSON), and its cost in samples."""
-
-    number: int
-    proposal: int
-    charged: int
-    document: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class EvidenceRecord:
-    """What an engine held while it scored one chunk, and what that took.
+    """Evidence of one scored chunk: what the engine held meanwhile, and how long the parts of scoring took.
 
     `prompts` are hashes by "split objective[start:stop]"; `finished_at` is in seconds since the epoch; `canaries` is
-    None where an earlier version stored the chunk. The other fields are those of `workers.types.Evidence` and
-    `ScoreResult`."""
+    None if an earlier version stored the chunk. The other fields are those of `workers.types.Evidence` and
+    `ScoreResult`.
+    """
 
     id: int
     study: str
@@ -83,14 +75,16 @@ class EvidenceRecord:
     canaries: int | None
 
     def is_of(self, split: Split) -> bool:
-        """Whether samples of that split were scored."""
+        """Whether the chunk's samples are of this split."""
         return any(key.startswith(f"{split} ") for key in self.prompts)
 
 
 @dataclass(frozen=True)
 class EngineFaultRecord:
-    """An engine that failed a check after it had passed `canaries`. `id` grows with time; `time` is in seconds since
-    the epoch."""
+    """First failed check of an engine, after `canaries` passed canaries.
+
+    `id` grows with time; `time` is in seconds since the epoch.
+    """
 
     id: int
     replica: str
@@ -101,7 +95,7 @@ class EngineFaultRecord:
 
 @dataclass(frozen=True)
 class VoidSample:
-    """A stored sample that an engine scored after the last canary it passed, and before it failed a check."""
+    """A stored sample that an engine scored after the last canary that it passed, and before it failed a check."""
 
     recipe_digest: str
     split: Split
@@ -113,9 +107,7 @@ class VoidSample:
 
 def job_record(row: sa.RowMapping) -> JobRecord:
     values = {name: value for name, value in row.items() if name not in ("idempotency_key", "facts")}
-    resolved = ResolvedStudy.from_json(row["facts"])
-    kinds = {"state": JobState(row["state"]), "kind": JobKind(row["kind"])}
-    return JobRecord(**{**values, **kinds, "resolved": resolved})
+    return JobRecord(**{**values, "state": JobState(row["state"]), "accepted": row["facts"]})
 
 
 def trial_record(row: sa.RowMapping, rungs: tuple[RungRecord, ...]) -> TrialRecord:
@@ -145,12 +137,15 @@ def sample_result(row: sa.Row[Any]) -> SampleResult:
 
 
 def num_tokens(text: sa.ColumnElement[Any]) -> sa.ColumnElement[int]:
-    """How many tokens such a column has, of samples with tokens: one more than commas, less completions without any."""
+    """SQL expression for the number of tokens in a column that `tokens_text` wrote.
+
+    It is one more than the commas, less the completions without tokens.
+    """
     commas = sa.func.length(text) - sa.func.length(sa.func.replace(text, ",", ""))
     empty = sa.func.length(text) - sa.func.length(sa.func.replace(text, "[]", "]"))
     return commas + 1 - empty
 
 
 def tokens_text(tokens: Sequence[Sequence[int]] | None) -> str | None:
-    """The column of a sample's tokens: JSON without spaces, about as large as the completions themselves."""
+    """Text that stores a sample's tokens: JSON without spaces, about as large as the completions themselves."""
     return None if tokens is None else json.dumps(tokens, separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""Tables, for SQLite and PostgreSQL. Everything else that the program knows can be rebuilt from these rows."""
+"""Tables for SQLite and PostgreSQL; everything else that the program knows can be rebuilt from their rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
 # a migration.
 REVISION = "0007"
 
-# A database from before the migrations is at this one, if its `schema_version` is this.
+# The revision of a database from before the migrations, and its `schema_version`.
 BASELINE = "0001"
 BASELINE_VERSION = 2
 
@@ -71,20 +71,20 @@ studies = Table(
     # Drivers submitted to the cluster so far, and when the last one was; both 0 for a study run without a server.
     Column("submissions", Integer, nullable=False, default=0),
     Column("submitted_at", Float, nullable=False, default=0.0),
-    # The attempt at that time: the submitted driver has begun once there is a newer one.
+    # The attempt at that time: the submitted driver has begun once there is a newer attempt.
     Column("submitted_after", Integer, nullable=False, default=0),
-    # A client's key for its request, and the request's digest: a request that is sent twice creates one study.
+    # A client's idempotency key, and the digest of its request: a request that is sent twice creates one study.
     Column("idempotency_key", String(255), unique=True),
     Column("request_digest", String(64)),
     # Seconds that drivers have worked on the study, over all attempts.
     Column("wall_clock_s", Float, nullable=False, default=0.0),
-    # When the driver last got on with the study, and for how many seconds it may not before it is replaced. As of the
-    # last heartbeat.
+    # When the driver last made progress, and after how many seconds without progress it is replaced. As of the last
+    # heartbeat.
     Column("progressed_at", Float),
     Column("patience_s", Float),
     # What the driver waits for, as of the last heartbeat.
     Column("waiting_for", Text),
-    # What its drivers do: a JobKind.
+    # The kind of job: a JobKind.
     Column("kind", String(16), nullable=False, server_default="search"),
 )
 
@@ -149,7 +149,7 @@ samples = Table(
     Column("response", Text, nullable=False),
     Column("is_truncated", Boolean, nullable=False),
     Column("evidence", Integer, nullable=False),
-    # The ids of each completion's tokens, as JSON; of options, and in rows of earlier versions, there are none.
+    # The token ids of each completion as JSON; NULL for scored options, and in rows of earlier versions.
     Column("tokens", Text),
     _in_study(),
 )
@@ -176,8 +176,8 @@ evidence = Table(
     Index("evidence_by_study", "study"),
 )
 
-# What a searcher computed beside the scores of trials, for the proposal of trial `proposal`; `charged` is its cost in
-# samples.
+# Steps that a searcher computed, beside the scores of trials, for the proposal of trial `proposal`; `charged` is the
+# cost in samples.
 search_steps = Table(
     "search_steps",
     metadata,
@@ -190,7 +190,7 @@ search_steps = Table(
     _in_study(),
 )
 
-# Engines that failed a check, over all studies: what they scored after their last passed canary is void.
+# Engines that failed a check, over all studies: samples that they scored after their last passed canary are void.
 engine_faults = Table(
     "engine_faults",
     metadata,
@@ -238,7 +238,7 @@ documents = Table(
     _in_study(),
 )
 
-# Files and directories that drivers made, stored by content (`service.store.artifacts`).
+# Files and directories that drivers created, stored by content (`service.store.artifacts`).
 artifacts = Table(
     "artifacts",
     metadata,

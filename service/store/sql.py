@@ -1,6 +1,6 @@
-"""The store: studies, trials, rungs, samples and events in SQL (SQLite or PostgreSQL, through SQLAlchemy).
+"""The store: jobs, trials, rungs, samples and events in SQL (SQLite or PostgreSQL, through SQLAlchemy).
 
-Every process may read. Only a study's driver writes its trials, rungs, samples and events, through a `JobWriter` that
+Every process may read. Only a job's driver writes its trials, rungs, samples and events, through a `JobWriter` that
 checks its attempt number inside every transaction: a driver that was replaced can no longer write.
 """
 
@@ -25,23 +25,21 @@ from service.store.records import (
     EngineFaultRecord,
     EventRecord,
     EvidenceRecord,
-    StepRecord,
     VoidSample,
     job_record,
     num_tokens,
     sample_result,
     trial_record,
 )
+from service.store.steps import Step, read_step
 from service.store.upgrade import upgrade
 from service.store.void import void_samples
 from service.types import (
     EventKind,
     ExportRecord,
     ExportState,
-    JobKind,
     JobRecord,
     JobState,
-    ResolvedStudy,
     RungRecord,
     TrialRecord,
 )
@@ -49,7 +47,7 @@ from workers.types import SampleResult, Split
 
 __all__ = ["Store"]
 
-# Events that show that a driver stored a result, and the request after which drivers are counted anew.
+# Events after which drivers without a result are counted from zero: stored results, and a request to resume.
 RESULT_EVENTS = (
     EventKind.RUNG,
     EventKind.TRIAL_STATE,
@@ -60,12 +58,12 @@ RESULT_EVENTS = (
     EventKind.ANALYSIS,
 )
 
-# What drivers without a result leave.
+# Events that drivers without a result store.
 SETBACK_EVENTS = (EventKind.ATTEMPT, EventKind.JOB_REFUSED, EventKind.WAITING)
 
 
 class Store:
-    """All studies of one database. Thread-safe; close it when done.
+    """All jobs of one database; thread-safe, to be closed after use.
 
     Creates or migrates the database. Raises Conflict if it is not a database, or one of a newer version.
     """
@@ -83,35 +81,38 @@ class Store:
 
     @property
     def engine(self) -> sa.Engine:
-        """The database, for other stores in it. Reads are faster with the option `read_only`."""
+        """SQLAlchemy's engine, for other stores in the same database.
+
+        Its execution option `read_only` makes reads faster.
+        """
         return self._engine
 
     @property
     def url(self) -> str:
-        """The URL with which another process opens the database."""
+        """URL with which another process opens the database."""
         return self._engine.url.render_as_string(hide_password=False)
 
-    # -- studies ---------------------------------------------------------------------------------------------------
+    # -- jobs ------------------------------------------------------------------------------------------------------
 
     def create_job(
         self,
         *,
+        kind: str,
         name: str,
         document: Mapping[str, Any],
-        resolved: ResolvedStudy,
-        kind: JobKind = JobKind.SEARCH,
+        accepted: Mapping[str, Any],
         idempotency_key: str | None = None,
         request_digest: str | None = None,
     ) -> JobRecord:
-        """A new study, or the one that was created with the same `idempotency_key`."""
-        study_id = uuid.uuid4().hex
+        """Store a new job, or return the one that was created with the same `idempotency_key`."""
+        job_id = uuid.uuid4().hex
         row = {
-            "id": study_id,
+            "id": job_id,
             "name": name,
             "state": JobState.CREATED.value,
-            "kind": kind.value,
+            "kind": kind,
             "document": dict(document),
-            "facts": resolved.to_json(),
+            "facts": dict(accepted),
             "created_at": time.time(),
             "idempotency_key": idempotency_key,
             "request_digest": request_digest,
@@ -119,26 +120,26 @@ class Store:
         with self._engine.begin() as connection:
             added = connection.execute(insert(connection, schema.studies).on_conflict_do_nothing(), row)
             if added.rowcount == 1:
-                insert_event(connection, study_id, EventKind.CREATED, {"name": name})
+                insert_event(connection, job_id, EventKind.CREATED, {"name": name})
         if idempotency_key is None:
-            return self.job(study_id)
+            return self.job(job_id)
         record = self.job_of_key(idempotency_key)
         assert record is not None
         return record
 
-    def job(self, study_id: str) -> JobRecord:
-        """Raises NotFound."""
-        found = self._jobs(schema.studies.c.id == study_id)
+    def job(self, job_id: str) -> JobRecord:
+        """The job with this id. Raises NotFound."""
+        found = self._jobs(schema.studies.c.id == job_id)
         if not found:
-            raise NotFound(f"study {study_id!r}: no such study in {self._engine.url.render_as_string()}")
+            raise NotFound(f"job {job_id!r}: no such job in {self._engine.url.render_as_string()}")
         return found[0]
 
-    def jobs(self, kind: JobKind | None = None) -> tuple[JobRecord, ...]:
-        """Every study, or those of one kind, oldest first."""
-        return self._jobs(sa.true() if kind is None else schema.studies.c.kind == kind.value)
+    def jobs(self, kind: str | None = None) -> tuple[JobRecord, ...]:
+        """Every job, or those of one kind, oldest first."""
+        return self._jobs(sa.true() if kind is None else schema.studies.c.kind == kind)
 
     def job_of_key(self, idempotency_key: str) -> JobRecord | None:
-        """The study that was created with this key."""
+        """The job that was created with this idempotency key; None if there is none."""
         return next(iter(self._jobs(schema.studies.c.idempotency_key == idempotency_key)), None)
 
     def _jobs(self, where: sa.ColumnElement[bool]) -> tuple[JobRecord, ...]:
@@ -147,101 +148,108 @@ class Store:
             rows = connection.execute(sa.select(table).where(where).order_by(table.c.created_at, table.c.id))
             return tuple(job_record(row) for row in rows.mappings())
 
-    def open_attempt(self, study_id: str, *, because: str | None = None) -> JobWriter:
-        """Take over the study: from now on only the returned writer may write.
+    def open_attempt(self, job_id: str, *, because: str | None = None) -> JobWriter:
+        """Start a new attempt at a job and return its writer, which alone may write to the job from now on.
 
-        `because` says why another attempt was needed. Raises NotFound, and StaleAttempt for a cancelled study."""
+        `because` says why another attempt was needed. Raises NotFound, and StaleAttempt for a cancelled job.
+        """
         table = schema.studies
         with self._engine.begin() as connection:
             found = connection.execute(
                 sa.update(table)
-                .where(table.c.id == study_id)
+                .where(table.c.id == job_id)
                 .values(attempt=table.c.attempt + 1)
                 .returning(table.c.attempt, table.c.state)
             ).one_or_none()
             if found is None:
-                raise NotFound(f"study {study_id!r}: no such study in {self._engine.url.render_as_string()}")
+                raise NotFound(f"job {job_id!r}: no such job in {self._engine.url.render_as_string()}")
             if found.state == JobState.CANCELLED.value:
-                raise StaleAttempt(f"study {study_id}: was cancelled")
-            insert_event(connection, study_id, EventKind.ATTEMPT, {"attempt": found.attempt, "because": because})
-        return JobWriter(self._engine, study_id, found.attempt)
+                raise StaleAttempt(f"job {job_id}: was cancelled")
+            insert_event(connection, job_id, EventKind.ATTEMPT, {"attempt": found.attempt, "because": because})
+        return JobWriter(self._engine, job_id, found.attempt)
 
-    def delete_job(self, study_id: str) -> None:
-        """Delete a study that has ended, with everything that is stored of it. Raises NotFound, and Conflict if it has
-        not ended."""
+    def delete_job(self, job_id: str, *, noun: str = "job") -> None:
+        """Delete a job that has ended, with everything that is stored of it.
+
+        Messages call the job `noun`. Raises NotFound, and Conflict if the job has not ended.
+        """
         table = schema.studies
         with self._engine.begin() as connection:
             found = connection.execute(
-                sa.select(table.c.state, table.c.kind).where(table.c.id == study_id).with_for_update()
+                sa.select(table.c.state).where(table.c.id == job_id).with_for_update()
             ).one_or_none()
             if found is None:
-                raise NotFound(f"study {study_id!r}: no such study in {self._engine.url.render_as_string()}")
+                raise NotFound(f"job {job_id!r}: no such job in {self._engine.url.render_as_string()}")
             if not JobState(found.state).is_finished:
-                noun = JobKind(found.kind).noun
                 raise Conflict(
-                    f"{noun} {study_id} is {found.state}; only a {noun} that has ended can be deleted: cancel it first"
+                    f"{noun} {job_id} is {found.state}; only a {noun} that has ended can be deleted: cancel it first"
                 )
             for part in reversed(schema.metadata.sorted_tables):
                 if "study" in part.c:
-                    connection.execute(sa.delete(part).where(part.c.study == study_id))
-            connection.execute(sa.delete(table).where(table.c.id == study_id))
+                    connection.execute(sa.delete(part).where(part.c.study == job_id))
+            connection.execute(sa.delete(table).where(table.c.id == job_id))
 
-    def record_submission(self, study_id: str, number: int) -> None:
-        """Note that driver `number` (1 for the first) is about to be submitted."""
+    def record_submission(self, job_id: str, number: int) -> None:
+        """Store that driver `number` (1 for the first) is about to be submitted."""
         table = schema.studies
         with self._engine.begin() as connection:
             connection.execute(
                 sa.update(table)
-                .where(table.c.id == study_id)
+                .where(table.c.id == job_id)
                 .values(submissions=number, submitted_at=time.time(), submitted_after=table.c.attempt)
             )
 
-    def record_refusal(self, study_id: str, reason: str) -> None:
-        """Note that the cluster refused the job of the study's last submission."""
+    def record_refusal(self, job_id: str, reason: str) -> None:
+        """Store that the cluster refused the Ray Job of the last submission."""
         with self._engine.begin() as connection:
-            insert_event(connection, study_id, EventKind.JOB_REFUSED, {"reason": reason})
+            insert_event(connection, job_id, EventKind.JOB_REFUSED, {"reason": reason})
 
-    def resume(self, study_id: str, *, reason: str) -> JobRecord:
-        """The study, made to go on if it is FAILED or STOPPED, or COMPLETE with void samples: it is STOPPED, and
-        drivers are counted anew.
+    def resume(self, job_id: str, *, reason: str) -> JobRecord:
+        """Allow a job to continue that is FAILED or STOPPED, or COMPLETE with void samples.
 
-        Raises NotFound."""
+        The job becomes STOPPED, and its failed drivers are counted from zero again; other jobs stay as they are.
+        Returns the job. Raises NotFound.
+        """
         table = schema.studies
-        has_void = void_samples(schema.samples.c.study).where(schema.samples.c.study == study_id).exists()
+        has_void = void_samples(schema.samples.c.study).where(schema.samples.c.study == job_id).exists()
         is_resumable = table.c.state.in_((JobState.FAILED.value, JobState.STOPPED.value)) | (
             (table.c.state == JobState.COMPLETE.value) & has_void
         )
         state = JobState.STOPPED.value
-        # Drivers that were submitted and never began are counted by the difference of these two numbers.
+        # The difference of these two numbers is the number of drivers that were submitted and never started.
         has_absent = (table.c.state == JobState.FAILED.value) & (table.c.submissions > table.c.attempt)
         attempt = sa.case((has_absent, table.c.submissions), else_=table.c.attempt)
         with self._engine.begin() as connection:
             changed = connection.execute(
                 sa.update(table)
-                .where((table.c.id == study_id) & is_resumable)
+                .where((table.c.id == job_id) & is_resumable)
                 .values(state=state, reason=reason, attempt=attempt)
             )
             if changed.rowcount == 1:
-                insert_event(connection, study_id, EventKind.RESUMED, {})
-                insert_event(connection, study_id, EventKind.STATE, {"state": state, "reason": reason})
-        return self.job(study_id)
+                insert_event(connection, job_id, EventKind.RESUMED, {})
+                insert_event(connection, job_id, EventKind.STATE, {"state": state, "reason": reason})
+        return self.job(job_id)
 
     def consecutive_failures(self, study_id: str) -> int:
-        """How many drivers in a row, up to the last one, ended or failed to start without storing a result.
+        """Number of the latest drivers, in a row, that ended or failed to start without storing a result.
 
-        A stored chunk or step is a result. Drivers that only waited are not counted (`consecutive_waits`)."""
+        A stored chunk or step is a result. Drivers that only waited are not counted (`consecutive_waits`).
+        """
         setbacks = self._setbacks(study_id)
         failures = [kind for kind, then in pairwise([*setbacks, ""]) if EventKind.WAITING not in (kind, then)]
         study = self.job(study_id)
         return max(len(failures), study.submissions - study.attempt)
 
     def consecutive_waits(self, study_id: str) -> int:
-        """How many drivers without a result found that something was not there, if the last one did; else 0."""
+        """Number of drivers since the last result that stopped to wait for something that was missing.
+
+        The number is 0 if the last driver did not stop to wait.
+        """
         setbacks = self._setbacks(study_id)
         return setbacks.count(EventKind.WAITING) if setbacks[-1:] == [EventKind.WAITING] else 0
 
     def _setbacks(self, study_id: str) -> list[str]:
-        """The kinds of the SETBACK_EVENTS since the last result, in order."""
+        """Kinds of the SETBACK_EVENTS since the last result, in order."""
         events, evidence, steps = schema.events, schema.evidence, schema.search_steps
         of_study = events.c.study == study_id
         last_result = (
@@ -258,7 +266,7 @@ class Store:
             return list(connection.execute(kinds).scalars())
 
     def trial_counts(self, study_id: str | None = None) -> dict[str, dict[str, int]]:
-        """Trials by state, of one study or of all: study id -> state -> number."""
+        """Numbers of trials by state, of one study or of all: study id -> state -> number."""
         table = schema.trials
         counts: dict[str, dict[str, int]] = defaultdict(dict)
         query = sa.select(table.c.study, table.c.state, sa.func.count()).group_by(table.c.study, table.c.state)
@@ -272,7 +280,7 @@ class Store:
     # -- exports ---------------------------------------------------------------------------------------------------
 
     def add_export(self, record: ExportRecord) -> ExportRecord:
-        """The stored export. An existing one with the same id stays as it is."""
+        """Store an export and return it; an existing one with the same id stays as it is and is returned."""
         with self._engine.begin() as connection:
             row = {**asdict(record), "state": record.state.value}
             connection.execute(insert(connection, schema.exports).on_conflict_do_nothing(), row)
@@ -289,14 +297,14 @@ class Store:
             connection.execute(sa.delete(schema.exports).where(schema.exports.c.id == export_id))
 
     def export(self, export_id: str) -> ExportRecord:
-        """Raises NotFound."""
+        """The export with this id. Raises NotFound."""
         for record in self.exports():
             if record.id == export_id:
                 return record
         raise NotFound(f"export {export_id!r}: no such export")
 
     def exports(self, study_id: str | None = None) -> tuple[ExportRecord, ...]:
-        """Exports of a study, or all, oldest first."""
+        """Exports of a study, or of all studies, oldest first."""
         table = schema.exports
         where = sa.true() if study_id is None else table.c.study == study_id
         with self._reads.connect() as connection:
@@ -306,7 +314,7 @@ class Store:
     # -- one study --------------------------------------------------------------------------------
 
     def trials(self, study_id: str, *, start: int = 0, stop: int | None = None) -> tuple[TrialRecord, ...]:
-        """Trials by number, from `start` up to but not including `stop`."""
+        """Trials of a study by number, from `start` up to but not including `stop`."""
         rungs: dict[int, list[RungRecord]] = defaultdict(list)
 
         def between(table: sa.Table, number: sa.Column[int]) -> sa.Select[Any]:
@@ -323,7 +331,7 @@ class Store:
             return tuple(trial_record(row, tuple(rungs[row["number"]])) for row in rows)
 
     def trial(self, study_id: str, number: int) -> TrialRecord:
-        """Raises NotFound."""
+        """The study's trial with this number. Raises NotFound."""
         found = self.trials(study_id, start=number, stop=number + 1)
         if not found:
             raise NotFound(f"trial {number}: study {study_id} has no such trial")
@@ -338,7 +346,7 @@ class Store:
     def sample_values(
         self, study_id: str, split: Split, *, recipes: Collection[str] | None = None
     ) -> dict[str, dict[str, dict[int, float]]]:
-        """Every scored sample's value, or those of `recipes`: recipe digest -> objective -> position -> value."""
+        """Values of all scored samples, or of those of `recipes`: recipe digest -> objective -> position -> value."""
         table = schema.samples
         found: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
         query = sa.select(table.c.recipe_digest, table.c.objective, table.c.position, table.c.value)
@@ -351,7 +359,7 @@ class Store:
         return {digest: dict(by_objective) for digest, by_objective in found.items()}
 
     def num_tokens(self, study_id: str, split: Split) -> dict[str, int]:
-        """Tokens of all completions, by recipe digest, of the recipes whose scored samples have them all."""
+        """Number of tokens in all completions by recipe digest, for recipes whose scored samples all have tokens."""
         table = schema.samples
         where = (table.c.study == study_id) & (table.c.split == split)
         query = sa.select(table.c.recipe_digest, sa.func.sum(num_tokens(table.c.tokens))).where(where)
@@ -360,7 +368,7 @@ class Store:
             return {row[0]: int(row[1]) for row in connection.execute(complete)}
 
     def samples(self, study_id: str, recipe_digest: str, split: Split) -> tuple[SampleResult, ...]:
-        """The scored samples of one recipe, by objective and position."""
+        """Scored samples of one recipe, ordered by objective and position."""
         table = schema.samples
         where = (table.c.study == study_id) & (table.c.recipe_digest == recipe_digest) & (table.c.split == split)
         with self._reads.connect() as connection:
@@ -368,28 +376,28 @@ class Store:
             return tuple(map(sample_result, rows))
 
     def evidence(self, study_id: str) -> tuple[EvidenceRecord, ...]:
-        """What the engines held, one record per scored chunk, in order."""
+        """Evidence of what a study's engines held, one record for each scored chunk, in order."""
         table = schema.evidence
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.id))
             return tuple(EvidenceRecord(**row) for row in rows.mappings())
 
-    def steps(self, study_id: str) -> tuple[StepRecord, ...]:
-        """The searcher's steps, in order."""
+    def steps(self, study_id: str) -> tuple[Step, ...]:
+        """Steps of a study's searcher, in order."""
         table = schema.search_steps
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.number))
-            return tuple(StepRecord(row.number, row.proposal, row.charged, row.document) for row in rows)
+            return tuple(read_step(row.number, row.proposal, row.document) for row in rows)
 
     def engine_faults(self, *, after: int = 0) -> tuple[EngineFaultRecord, ...]:
-        """Engines that failed a check, in whatever study, with an id greater than `after`, in order."""
+        """Engine faults (failed checks) of all studies with an id greater than `after`, in order."""
         table = schema.engine_faults
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(table.c.id > after).order_by(table.c.id))
             return tuple(EngineFaultRecord(**row) for row in rows.mappings())
 
     def void_samples(self, study_id: str) -> tuple[VoidSample, ...]:
-        """The study's samples that engines scored after their last passed canary and before they failed a check."""
+        """Void samples of a study, scored after the last canary that the engine passed and before it failed a check."""
         samples = schema.samples
         query = void_samples(samples, schema.evidence.c.replica)
         query = query.where(samples.c.study == study_id).order_by(*samples.primary_key)
@@ -400,9 +408,10 @@ class Store:
             )
 
     def num_unchecked(self, study_id: str, passed: Mapping[str, int]) -> int:
-        """How many of the study's samples were scored after the last canary that their engine is known to have passed.
+        """Number of a study's samples that are not followed by a passed canary of their engine yet.
 
-        `passed` are numbers of passed canaries by replica; other replicas' are those in evidence of any study."""
+        `passed` are numbers of passed canaries by replica, besides those that the evidence of all studies has.
+        """
         samples, table = schema.samples, schema.evidence
         scored = (
             sa.select(table.c.replica, table.c.canaries, sa.func.count())
@@ -419,7 +428,7 @@ class Store:
     def events(
         self, study_id: str, *, after: int = 0, limit: int | None = None, kinds: Collection[EventKind] | None = None
     ) -> tuple[EventRecord, ...]:
-        """Events with an id greater than `after`, all or those of `kinds`, in order, at most `limit`."""
+        """Events of a job with an id greater than `after`, all or those of `kinds`, in order, at most `limit`."""
         table = schema.events
         where = (table.c.study == study_id) & (table.c.id > after)
         if kinds is not None:
@@ -429,7 +438,7 @@ class Store:
             return tuple(EventRecord(row.id, row.time, row.kind, row.payload) for row in rows)
 
     def last_event_id(self, study_id: str) -> int:
-        """The id of the study's latest event; 0 before the first."""
+        """Id of a job's latest event; 0 before the first."""
         table = schema.events
         with self._reads.connect() as connection:
             found: int | None = connection.execute(
@@ -438,7 +447,7 @@ class Store:
             return found or 0
 
     def document(self, study_id: str, name: str) -> Any | None:
-        """A closing stage's stored result, or None if that stage has not finished."""
+        """Stored document of a study, such as the result of a closing stage; None if it is not stored yet."""
         table = schema.documents
         with self._reads.connect() as connection:
             return connection.execute(

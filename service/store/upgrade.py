@@ -1,4 +1,4 @@
-"""Brings a database to this program's schema, by the Alembic migrations in `migrations/versions`.
+"""Migrates a database to this program's schema, by the Alembic migrations in `migrations/versions`.
 
 A database that is up to date is only read, and Alembic is not imported. Everything else happens in one transaction that
 holds the database's write lock, so that processes that open a database at the same time migrate it once.
@@ -24,16 +24,24 @@ ADVISORY_LOCK = 0x6D657267
 
 @dataclass(frozen=True)
 class _Marks:
-    """The schema versions stored in a database, None if absent. `version` is from programs before Alembic."""
+    """Schema versions stored in a database, None if absent.
+
+    `version` is from programs before Alembic.
+    """
 
     revision: str | None
     version: int | None
 
 
 def upgrade(engine: sa.Engine) -> None:
-    """Create or migrate the database's tables. On SQLite the engine's transactions must begin with the write lock.
+    """Create or migrate the database's tables.
 
-    Raises Conflict if another version of the program created it, SQLAlchemy's DatabaseError if it is not a database."""
+    On SQLite the engine's transactions must begin with the write lock.
+
+    Raises:
+        Conflict: Another version of the program created the database.
+        DatabaseError: It is not a database (SQLAlchemy's error).
+    """
     with engine.execution_options(read_only=True).connect() as connection:
         marks = _marks(connection)
     if marks.revision == schema.REVISION and marks.version == schema.SCHEMA_VERSION:
@@ -47,9 +55,11 @@ def upgrade(engine: sa.Engine) -> None:
 
 
 def migrate(connection: sa.Connection, *, revision: str = schema.REVISION) -> None:
-    """Run the migrations up to `revision` that the database lacks, in the connection's transaction.
+    """Run the missing migrations up to `revision`, in the connection's transaction.
 
-    Raises Conflict if the database is at a revision that is not among them."""
+    Raises:
+        Conflict: The database is at an unknown revision.
+    """
     from alembic import command
     from alembic.config import Config
     from alembic.script import ScriptDirectory
@@ -78,7 +88,7 @@ def _marks(connection: sa.Connection) -> _Marks:
 
 
 def _lock(connection: sa.Connection) -> None:
-    """Wait for other processes that migrate; the lock ends with the transaction. SQLite's has it from its beginning."""
+    """Wait for other processes that migrate; on SQLite the transaction holds the write lock from its beginning."""
     if connection.dialect.name == "postgresql":
         connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": ADVISORY_LOCK})
 

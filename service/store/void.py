@@ -1,4 +1,4 @@
-"""Which samples are void: those that an engine scored after the last canary it passed, and before it failed a check."""
+"""Void samples: those that an engine scored after the last canary it passed, and before it failed a check."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["void_samples"]
 
 
 def void_samples(*columns: Any) -> sa.Select[Any]:
-    """Columns of the samples that are void, of their `evidence` and of the `engine_faults` that make them so."""
+    """Select columns of the void samples, of their `evidence` and of the `engine_faults` that void them."""
     samples, evidence, faults = schema.samples, schema.evidence, schema.engine_faults
     return (
         sa.select(*columns)

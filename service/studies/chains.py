@@ -1,12 +1,12 @@
 """Chains of studies: merged models of one study as sources of another.
 
-A source that is a trial of another study becomes an exported checkpoint in the data directory, as `export` writes it,
-and from then on is a directory like any other. The trial and its recipe are those of when the study was created, and
-the checkpoint's fingerprint is checked as that of all sources is.
+A source that is a trial of another study is exported to a checkpoint in the data directory, as `export` writes it; from
+then on it is a directory like any other source. The trial and its recipe are those of the time when the study was
+created, and the checkpoint's fingerprint is checked as that of all sources is.
 
-The models of a study with a `path_of` get the layers of a trial's path: of each a checkpoint is written with its own
-layers in the path's order. So whatever searches coefficients of whole models refines those on the path, by gradients
-too.
+The models of a study with `path_of` get the layers of a trial's path: for each model a checkpoint is written with its
+own layers in the path's order. Searchers of coefficients of whole models, gradients included, therefore refine the
+coefficients on the path.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any, TypeAlias
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe, Source
-from search_spaces.spaces.layers import at_layer
-from search_spaces.study.file import FromStudy, Study
-from search_spaces.study.sections import AnotherStudy
+from search_spaces.study.file import Study
+from search_spaces.study.models import AnotherStudy, FromStudy
 from service.errors import Conflict, NotFound
+from service.resolved_study import ChainedSource, ResolvedStudy
 from service.results.selection import best_trial
 from service.store import Store
 from service.studies.export import export_trial, write_model
 from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
 from service.studies.preflight.models import with_revisions
-from service.types import ChainedSource, JobRecord, ResolvedStudy
+from service.types import JobRecord
 from workers.errors import InvalidModel
 from workers.models.family import resolve_family
 
@@ -36,7 +36,7 @@ __all__ = ["SOURCES", "OpenStudy", "on_server", "with_exported_sources"]
 
 logger = logging.getLogger(__name__)
 
-# The directory of exported sources, in that of a run or a server.
+# The directory of exported sources, in the directory of a run or a server.
 SOURCES = "sources"
 
 DIGEST_DIGITS = 16
@@ -44,7 +44,10 @@ DIGEST_DIGITS = 16
 BASE = "base"
 
 OpenStudy: TypeAlias = Callable[[AnotherStudy], AbstractContextManager[tuple[Store, JobRecord]]]
-"""Opens the study that a source, or a policy, is from. Raises NotFound, or Conflict if it cannot be named so here."""
+"""Opens the study that a source or a policy is from.
+
+Raises NotFound, or Conflict if a study cannot be named in this way here.
+"""
 
 
 def with_exported_sources(
@@ -55,10 +58,11 @@ def with_exported_sources(
     before: ResolvedStudy | None = None,
     note: Callable[[str], None] = logger.info,
 ) -> tuple[Study, dict[str, ChainedSource]]:
-    """The study with directories in place of the merges of other studies, which are written below `directory` where
-    they are not there yet, and what these are. `before` is what a study that goes on resolved to.
+    """Export chained sources; return the study that names their directories, and the sources by alias.
 
-    Raises InvalidStudy with every merge that cannot be had."""
+    Merges of other studies that are not below `directory` yet are written there. `before` is what a resumed study
+    resolved to. Raises InvalidStudy with every source that cannot be exported.
+    """
     found: dict[str, ChainedSource] = {}
     problems: list[Problem] = []
     for alias, source in study.models.chained.items():
@@ -96,7 +100,7 @@ def _exported(
             f"study {record.name!r}: trial {number} has alignments between layers, which sources cannot have; give "
             "another trial"
         )
-    study = with_revisions(Study.model_validate(record.document), record.resolved)
+    study = with_revisions(Study.model_validate(record.document), ResolvedStudy.of(record))
     dtype = engine_dtype(study)
     out = _place(directory, recipe, dtype)
     export_trial(store, record, str(number), out, dtype=dtype)
@@ -108,12 +112,12 @@ def _place(directory: Path, recipe: Recipe, dtype: str) -> Path:
 
 
 def _trial(store: Store, record: JobRecord, source: FromStudy, known: ChainedSource | None) -> tuple[int, Recipe]:
-    """The number and recipe of the trial that a source names. Raises NotFound and Conflict."""
+    """Number and recipe of the trial that a source names. Raises NotFound and Conflict."""
     trials = store.trials(record.id)
     if known is not None:
         number = known.trial
     elif source.trial == "best":
-        best = best_trial(trials, record.resolved.objectives)
+        best = best_trial(trials, ResolvedStudy.of(record).objectives)
         if best is None:
             raise NotFound(f"study {record.name!r}: no trial has reached the full budget yet, so there is no best one")
         number = best.number
@@ -135,12 +139,14 @@ def _along_path(
     before: ResolvedStudy | None,
     note: Callable[[str], None],
 ) -> dict[str, ChainedSource]:
-    """The base and the experts that are no merges of other studies, with the layers of a trial's path. Raises NotFound,
-    Conflict, InvalidModel and InvalidStudy."""
+    """Export the base and the experts with the layers of a trial's path; return them as sources by alias.
+
+    Experts that are merges of other studies are left out. Raises NotFound, Conflict, InvalidModel and InvalidStudy.
+    """
     known = None if before is None else before.chained.get(BASE)
     with open_study(source) as (store, record):
         number, recipe = _trial(store, record, source, known)
-        num_layers = record.resolved.num_layers
+        num_layers = ResolvedStudy.of(record).num_layers
     path = _path(recipe, f"study {record.name!r}: trial {number}")
     experts = {alias: place for alias, place in study.models.experts.items() if isinstance(place, str)}
     if before is not None:
@@ -167,12 +173,15 @@ def _along_path(
 
 
 def _path(recipe: Recipe, where: str) -> tuple[dict[Component, int], ...]:
-    """For each layer of a merge the layer of its sources, by component. Raises Conflict for a merge that has none."""
+    """Layer path of a merge: for each of its layers, the number of the source layer of each component.
+
+    Raises Conflict for a merge without a path.
+    """
     path: list[dict[Component, int]] = []
     for index, layer in enumerate(recipe.canonical().layers):
         if layer.alignment is not None or layer.scale != 1:
             what = "an alignment" if layer.alignment is not None else f"the scale {layer.scale:g}"
-            raise Conflict(f"{where}: {what} stands behind layer {index}, which merges along its path would lack")
+            raise Conflict(f"{where}: {what} follows layer {index}, which merges along this path cannot have")
         found: dict[Component, int] = {}
         for name in COMPONENTS:
             layers = {index if each.layer is None else each.layer for each in layer.component(name).sources}
@@ -184,21 +193,24 @@ def _path(recipe: Recipe, where: str) -> tuple[dict[Component, int], ...]:
 
 
 def _with_path(alias: str, path: tuple[dict[Component, int], ...], fingerprints: Mapping[str, str]) -> Recipe:
-    """One model with its own layers in the order of a path."""
+    """Recipe of one model with its own layers in the order of a path."""
     whole = Merge("passthrough", (Source(alias),))
-    merges = ({name: at_layer(whole, layer) for name, layer in each.items()} for each in path)
+    merges = ({name: whole.at_layer(layer) for name, layer in each.items()} for each in path)
     layers = (LayerRecipe(attention=own["attention"], mlp=own["mlp"], norm=own["norm"]) for own in merges)
     return Recipe(fingerprints, BASE, tuple(layers), whole, whole).canonical()
 
 
 def _dtype_of(config: Mapping[str, Any]) -> str:
-    """That of a checkpoint's weights, as its configuration says, in which they are written without loss."""
+    """Dtype in which a checkpoint's weights are written without loss: the one that its configuration states.
+
+    It is float32 if the configuration states none, or another one than those of engines.
+    """
     stated = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     return stated if stated in DTYPE_BYTES else "float32"
 
 
 def on_server(store: Store) -> OpenStudy:
-    """Studies of a server, by id."""
+    """Function that opens studies of a server by id."""
 
     @contextmanager
     def open_study(source: AnotherStudy) -> Iterator[tuple[Store, JobRecord]]:

@@ -2,16 +2,16 @@
 
 - `schedulers`: which trial is evaluated at which rung, and which are promoted
 - `searchers`: propose configurations
-- `coordinator`: decides from stored results what to evaluate next, and stores new results
 - `proposing`: proposals and the steps computed for them, on Ray
-- `steps`: what a searcher computes for its proposals beside the scores of trials
-- `crashes`: how often engines crashed with a chunk, and when that is its candidate's fault
+- `samples`: scored samples, and the checks before new ones are stored
 - `plan`: what a study evaluates, fixed for all its attempts
-- `feasibility`: whether trials keep to the constraints, rung by rung
+- `coordinator`: hands out evaluations and stores their results
+- `search`: what is proposed and evaluated next, and what follows from each evaluated rung
+- `holdout_stage`: after the search, finalists and baselines on the holdout data
+- `trials`: the trials of one study, in memory and in the store
+- `crashes`: how often engines crashed with a chunk, and when its candidate is the cause
+- `feasibility`: whether trials satisfy the constraints, rung by rung
 - `evaluation`: the unit of work
-- `sample_cache`: which samples are scored
-- `rescoring`: samples of engines that failed a check, taken out and scored again
-- `provenance`: whether a result belongs to the requested recipe, weights and prompts
 - `ray_tune`: runs evaluations on Ray Tune
 - `trainable`: the trial actor
 """

@@ -1,9 +1,9 @@
-"""Crashes of engines, counted by chunk: when is a candidate their cause?
+"""Crashes of engines, counted by chunk, and when a candidate is their cause.
 
 If an engine raises an error (or dies of a fatal signal such as SIGSEGV) twice with the same chunk, the second time
-after another recipe was scored, the candidate is the cause. Other crashes tell less, and more of them are needed: three
-if the engine made no progress; six if its process ended without a trace, because a kill from outside looks the same.
-A chunk whose replica was killed is scored again first, so kills at random do hit the same chunk several times.
+after another recipe was scored, the candidate is the cause. Other crashes are weaker evidence, so more are needed:
+three if the engine made no progress; six if its process ended without a trace, because a kill from outside looks the
+same. A chunk whose replica was killed is scored again first, so random kills do hit the same chunk several times.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ __all__ = ["Crashes"]
 
 log = logging.getLogger(__name__)
 
-# So many crashes of a kind with the same chunk are enough; of several kinds, their shares are added.
+# Crashes with the same chunk that make the candidate their cause, by kind. Shares of several kinds are added.
 ENOUGH: Mapping[CrashKind, int] = {CrashKind.ERROR: 2, CrashKind.HANG: 3, CrashKind.EXIT: 6}
 
-# After this many crashes with a chunk on engines that had scored nothing else, no engine can be had.
+# After this many crashes with a chunk, on engines that had scored nothing else, no engine is considered available.
 MAX_UNPROVEN = 6
 
 Key = tuple[str, str, str]
 
 
 class Crashes:
-    """The crashes of all attempts at a study: `events` are the study's, one for each crash."""
+    """The crashes of all attempts at a study; `events` are all stored events of the study."""
 
     def __init__(self, events: Iterable[EventRecord]) -> None:
         self._crashes: dict[Key, list[Mapping[str, Any]]] = defaultdict(list)
@@ -43,8 +43,10 @@ class Crashes:
                 self._add(event.payload)
 
     def add(self, evaluation: Evaluation, failed: ChunkFailed) -> tuple[dict[str, Any], ChunkFailed | None]:
-        """Count a crash. Returns the event to store, and what follows from it: that the candidate fails, or that there
-        is no engine; None: the chunk is to be scored again."""
+        """Count a crash. Returns the event to store, and the failure that follows.
+
+        The failure says that the candidate failed, or that there is no engine; it is None if the chunk is scored again.
+        """
         crash = failed.crash
         assert crash is not None
         event = {
@@ -62,7 +64,7 @@ class Crashes:
         return {**event, "crashes": count}, _consequence(self._of(evaluation, crash.chunk), failed.reason)
 
     def count(self, evaluation: Evaluation) -> int:
-        """The most crashes with one of the evaluation's chunks."""
+        """The largest number of crashes with one chunk of the evaluation."""
         return max((len(self._of(evaluation, chunk)) for chunk in evaluation.chunks), default=0)
 
     def _add(self, payload: Mapping[str, Any]) -> int:

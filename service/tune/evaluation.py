@@ -1,4 +1,4 @@
-"""One evaluation: the unit of work that the coordinator hands to Ray Tune."""
+"""The unit of work that the coordinator hands to Ray Tune: the samples to score of one trial at one rung."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ __all__ = ["ChunkFailed", "Crash", "Evaluation", "FailureKind"]
 
 @dataclass(frozen=True, repr=False)
 class Evaluation:
-    """What is still to be scored of one trial at one rung (on holdout data: on all of it). `crashes`: how many engines
-    have crashed with one of its chunks.
+    """The samples that are missing of one trial at one rung, or of all holdout data, in chunks.
 
-    With `is_again` it is samples that were stored and are void; the trial's rungs stay as they are."""
+    `crashes` is the largest number of engine crashes with one of its chunks. With `is_again`, the samples were stored
+    and are void: they are scored again, and the trial's rungs stay as they are.
+    """
 
     study: str
     trial: int
@@ -32,7 +33,7 @@ class Evaluation:
     is_again: bool = False
 
     def ends_with(self, result: ScoreResult) -> bool:
-        """Whether a result is that of the last chunk."""
+        """Whether a result is of the last chunk."""
         last = self.chunks[-1][-1]
         return any((s.objective, s.position) == (last.objective, last.stop - 1) for s in result.samples)
 
@@ -44,9 +45,12 @@ class Evaluation:
 
 
 class FailureKind(StrEnum):
-    """Why a chunk was not scored: the candidate cannot be scored, a task's metric failed on its answers, the engine
-    crashed with it, no engine is available, an engine cannot use the study's models or a task, an engine held another
-    merge than the requested one, or an engine failed a check of itself."""
+    """Why a chunk was not scored.
+
+    TRIAL: the candidate cannot be scored. METRIC: a task's metric failed on its answers. CRASH: the engine crashed with
+    it. ENGINE: no engine is available. STUDY: an engine cannot use the study's models or a task. EVIDENCE: an engine
+    held another merge than the requested one. FAULT: an engine failed a check of itself.
+    """
 
     TRIAL = "trial"
     METRIC = "metric"
@@ -59,7 +63,7 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True)
 class Crash:
-    """An engine that crashed with a chunk; `scored_others` and `kind` as in workers.errors.EngineCrashed."""
+    """A crash of an engine with a chunk; `scored_others` and `kind` are those of `workers.errors.EngineCrashed`."""
 
     chunk: tuple[Span, ...]
     replica: str
@@ -69,8 +73,10 @@ class Crash:
 
 @dataclass(frozen=True)
 class ChunkFailed:
-    """A chunk that was not scored, and why; `crash` if the engine crashed with it, `fault` the error of an engine that
-    failed a check."""
+    """A chunk that was not scored, with the reason.
+
+    `crash` is set if the engine crashed with the chunk, `fault` if the engine failed a check.
+    """
 
     kind: FailureKind
     reason: str
@@ -78,7 +84,7 @@ class ChunkFailed:
     fault: EngineFault | None = None
 
     def raise_if_final(self) -> None:
-        """Raises EvidenceMismatch, StudyUnusable or EngineUnavailable if the reason ends the attempt at the study."""
+        """Raise EvidenceMismatch, StudyUnusable or EngineUnavailable if the reason ends the attempt at the study."""
         match self.kind:
             case FailureKind.EVIDENCE:
                 raise EvidenceMismatch(self.reason)

@@ -1,7 +1,7 @@
-"""The constraints of a study while its search runs: whether trials keep to them, rung by rung.
+"""The constraints of a study while its search runs: whether trials satisfy them, rung by rung.
 
-A bound relative to a source model is compared on the samples of the rung, of which that model's values are known once
-it was scored in full. Until then nothing is proposed, so that no decision depends on when that is.
+A bound relative to a source model is compared on the samples of the rung. The source's values there are known once the
+source was scored in full. Nothing is proposed before that, so that no decision depends on the order of results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Feasibility"]
 
 
 class Feasibility:
-    """Of the trials of one search; `trials` is the coordinator's own mapping, by number."""
+    """Constraints of the trials of one search; `trials` is the live mapping, by number."""
 
     def __init__(self, objectives: Sequence[Objective], trials: Mapping[int, TrialRecord]) -> None:
         self._objectives = objectives
@@ -29,26 +29,29 @@ class Feasibility:
         self._is_known = False
 
     def know(self, number: int, values: Mapping[int, Values]) -> None:
-        """What a trial that is evaluated at the last rung only has at the lower ones, by rung."""
+        """Add the values at lower rungs, by rung, of a trial that is evaluated at the last rung only."""
         self._at_looks[number] = dict(values)
 
     def is_known(self) -> bool:
-        """Whether all that bounds are relative to has been scored.
+        """Whether all sources that bounds are relative to have been scored.
 
-        Raises StudyFailed if it cannot be, because it has failed."""
+        Raises StudyFailed if one of them has failed.
+        """
         relative = [c for o in self._objectives for c in o.constraints if c.reference is not None]
         self._is_known = self._is_known or all(map(self._is_scored, relative))
         return self._is_known
 
     def values(self, number: int, rung: int) -> tuple[float, ...]:
-        """The constraints of a trial at a rung that it has a result of, in the order of the objectives: each as a share
-        of its objective's range, at most 0 where it holds."""
+        """The constraint values of a trial at a rung for which it has a result, in the order of the objectives.
+
+        Each is a share of its objective's range, and at most 0 where the constraint holds.
+        """
         found = self._excesses(number, rung)
         widths = {objective.name: objective.bounds[1] - objective.bounds[0] for objective in self._objectives}
         return tuple(excess / widths[constraint.objective] for constraint, excess in found.items())
 
     def violation(self, number: int, rung: int) -> float:
-        """By how much a trial violates them in total at a rung that it has a result of; 0 if it keeps to all."""
+        """The total violation of a trial at a rung for which it has a result; 0 if it satisfies all constraints."""
         if not any(objective.constraints for objective in self._objectives):
             return 0.0
         if (number, rung) not in self._violations:
@@ -68,7 +71,7 @@ class Feasibility:
 
     @cached_property
     def _references(self) -> dict[Constraint, int]:
-        """The trial of the source that each relative bound is relative to. Asked for once all are scored."""
+        """The trial number of the source of each relative bound. Valid once all sources are scored."""
         found = {}
         for objective in self._objectives:
             for constraint in objective.constraints:

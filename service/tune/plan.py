@@ -1,4 +1,4 @@
-"""The plan of one study: what its driver evaluates. Plain data."""
+"""The plan of one study: what its driver evaluates, as plain data."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from workers.types import TaskSpec
 
 __all__ = ["PROPOSALS_AHEAD", "Baseline", "Plan", "baselines_of"]
 
-# So many proposed trials wait while others are in flight.
+# Proposed trials that are kept waiting while others are in flight.
 PROPOSALS_AHEAD = 2
 
 Baseline: TypeAlias = tuple[Origin, str, Recipe]
-"""A source or published recipe: its origin, its label, the recipe."""
+"""A baseline, which is a source or a published recipe: its origin, its label, the recipe."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Plan:
     """What the driver evaluates, the same in all attempts at the study.
 
     `rung_samples[r]` and `holdout_samples` are the numbers of samples to score by objective, `tasks` and
-    `holdout_tasks` their tasks. `baselines` are the source and published recipes with their labels; the searcher may
-    be one that is asked for nothing before all of them have ended. `error_rate` is that of the bound by which a race
-    stops trials; None: those that are behind are stopped.
+    `holdout_tasks` their tasks. With `waits_for_baselines`, the searcher is asked for its first proposal once all
+    `baselines` have ended. `error_rate` is that of the bound by which a race stops trials; None: a race stops trials
+    that are behind.
     """
 
     study_id: str
@@ -50,22 +50,24 @@ class Plan:
     waits_for_baselines: bool = False
     error_rate: float | None = None
     max_duplicates: int = 16
-    """The search ends after so many proposals in a row whose recipe was scored already."""
+    """The search ends after this many proposals in a row whose recipe was scored already."""
     size: ModelSize | None = None
-    """What costs of recipes are made of, where objectives are."""
+    """Sizes from which costs of recipes are computed, where objectives are such costs."""
 
     def recipe_values(self, recipe: Recipe) -> dict[str, float]:
-        """The values of those objectives that follow from the recipe alone."""
+        """The values of the objectives that follow from the recipe alone."""
         size, costs = self.size, {o.name: o.cost_of_recipe for o in self.objectives}
         return {name: size.of(recipe, cost) for name, cost in costs.items() if cost is not None and size is not None}
 
     def costs(self, values: Mapping[str, float]) -> tuple[float, ...]:
-        """What is minimised, in the order of `objectives`. Raises InvalidStudy for a value outside its objective's
-        range."""
+        """The costs to minimise, in the order of `objectives`.
+
+        Raises InvalidStudy for a value outside its objective's range.
+        """
         return tuple(objective.cost(values[objective.name]) for objective in self.objectives)
 
     def cost_errors(self, standard_errors: Mapping[str, float | None]) -> tuple[float | None, ...]:
-        """The standard errors of `costs`, given those of the values; None where unknown."""
+        """The standard errors of the costs, from those of the values; None where unknown."""
         found = ((standard_errors.get(objective.name), objective.bounds) for objective in self.objectives)
         return tuple(None if error is None else error / (high - low) for error, (low, high) in found)
 
@@ -73,8 +75,9 @@ class Plan:
 def baselines_of(trials: Sequence[TrialRecord], known: Sequence[Baseline], *, has_begun: bool) -> tuple[Baseline, ...]:
     """The baselines of a study with the stored `trials`, in the order of their numbers; `known` are those of a new one.
 
-    A search that `has_begun` keeps those that it began with, whatever this version's list is: they are the first
-    trials, and all numbers follow from how many they are."""
+    A search that `has_begun` keeps the baselines that it began with, also where this version's list is another one:
+    they are the first trials, and the numbers of all other trials follow from their number.
+    """
     stored = sorted((t for t in trials if t.origin in (Origin.SOURCE, Origin.PUBLISHED)), key=lambda t: t.number)
     found = tuple((trial.origin, trial.label, trial.recipe) for trial in stored)
     if has_begun:

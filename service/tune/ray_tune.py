@@ -1,8 +1,7 @@
-"""Runs a study's evaluations on Ray Tune.
+"""A study's evaluations on Ray Tune, which keeps a few trial actors busy.
 
-Tune is the event loop that keeps a few trial actors busy. Rungs, promotions and results are in the coordinator and in
-SQL, because Tune restores neither schedulers nor rungs after a crash. Each evaluation of a trial at a rung is one Tune
-trial, whether it is new, promoted or resumed.
+Rungs, promotions and results are in the coordinator and in SQL, because Tune restores neither schedulers nor rungs
+after a crash. Each evaluation of a trial at a rung is one Tune trial, whether it is new, promoted or resumed.
 """
 
 from __future__ import annotations
@@ -32,17 +31,19 @@ __all__ = ["run_evaluations"]
 
 logger = logging.getLogger(__name__)
 
-# While nothing is in flight the driver can only wait for the searcher; this bounds one wait. Else it waits for a
-# proposal that takes a moment: Tune's loop may take 0.1 s until it asks again.
+# Seconds of one wait for the searcher: while nothing is in flight, and else. The short wait is for quick proposals,
+# because Tune's loop may take 0.1 s until it asks again.
 SEARCHER_WAIT_S = 5.0
 SEARCHER_SOON_S = 0.03
 
-# Chunks wait for further trial actors this long after the last one has started: without a free CPU for one, and with.
+# Seconds that chunks wait for further trial actors after the last one has started: without a free CPU for one, and
+# with.
 CPU_WAIT_S = 10.0
 ACTOR_START_S = 60.0
 
-# Tune's own files are not used: no experiment snapshots while the study runs, no per-trial logs. It makes two all the
-# same, at the start and at the end, and where they come close together the second breaks the copying of the first.
+# Tune's own files are not used: no experiment snapshots while the study runs, no per-trial logs. Tune still makes a
+# snapshot at the start and one at the end; if these are close together, the second one makes copying the first one
+# fail.
 TUNE_ENVIRONMENT = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
@@ -55,15 +56,18 @@ TUNE_SNAPSHOT_LOGGERS = ("ray.tune.execution.experiment_state", "ray.train._inte
 
 
 class _NotPickled:
-    """Pickled without state: Tune pickles its arguments for a restore, which is not used here."""
+    """An object that is pickled without state: Tune pickles its arguments for a restore, which is not used here."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
 
 
 class _Interrupt:
-    """Defers Ctrl-C to `check`: Python raises KeyboardInterrupt wherever the main thread is, and if that is one of
-    Ray's callbacks, it is only printed. A second Ctrl-C is raised immediately."""
+    """Defers Ctrl-C to `check`; a second Ctrl-C is raised immediately.
+
+    Python raises KeyboardInterrupt at the main thread's current line. In one of Ray's callbacks, the error would only
+    be printed.
+    """
 
     def __init__(self) -> None:
         self._is_requested = False
@@ -84,13 +88,16 @@ class _Interrupt:
         self._is_requested = True
 
     def check(self) -> None:
-        """Raises KeyboardInterrupt after Ctrl-C."""
+        """Raise KeyboardInterrupt if Ctrl-C was pressed."""
         if self._is_requested:
             raise KeyboardInterrupt
 
 
 class _Raised:
-    """What the coordinator raised while Tune handled a result: Tune raises a TuneError with the traceback as text."""
+    """The error that the coordinator raised while Tune handled a result.
+
+    Tune itself raises a TuneError that has the traceback as text.
+    """
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -117,8 +124,8 @@ class _EvaluationSource(_NotPickled, Searcher):
 
     def suggest(self, trial_id: str) -> Any:
         self._interrupt.check()
-        # Counted by Tune's trials, not by the coordinator's evaluations in flight: Tune would start another actor until
-        # it has set a finished trial's actor aside for reuse.
+        # The limit counts Tune's trials, not the coordinator's evaluations in flight: Tune would start another actor
+        # before it has set the actor of a finished trial aside for reuse.
         coordinator = self._coordinator
         if len(self._evaluations) >= self._concurrency:
             with self._raised.kept():
@@ -139,22 +146,22 @@ class _EvaluationSource(_NotPickled, Searcher):
                 self._coordinator.on_lost(evaluation, "see the driver's log for Ray's message")
 
     def save_to_dir(self, checkpoint_dir: str, session_str: str = "default") -> None:
-        """Does nothing: the coordinator is rebuilt from SQL."""
+        """Do nothing: the coordinator is rebuilt from SQL."""
 
     def save(self, checkpoint_path: str) -> None:
-        """Does nothing, as above."""
+        """Do nothing, as `save_to_dir`."""
 
     def restore(self, checkpoint_path: str) -> None:
-        """Does nothing, as above."""
+        """Do nothing, as `save_to_dir`."""
 
 
 class _ChunkScheduler(_NotPickled, FIFOScheduler):
     """Hands every chunk to the coordinator; an evaluation stops when the coordinator has all its samples.
 
-    It also stops Tune from starting and killing a process for almost every evaluation: Tune ends an idle actor unless a
-    trial waits for it, and it gives an idle actor to a trial whose actor is still starting and kills the latter. So
-    idle actors are kept, and chunks wait until all actors run, or until no further one can be expected soon: on a busy
-    cluster it may never start.
+    It also stops Tune from starting and killing a process for almost every evaluation. Tune ends an idle actor unless a
+    trial waits for it, and it gives an idle actor to a trial whose own actor is still starting, which it then kills. So
+    idle actors are kept, and chunks wait until all actors run, or until no further actor can be expected soon: on a
+    busy cluster, an actor may never start.
     """
 
     def __init__(
@@ -179,7 +186,7 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
             cache.increase_max(trial.placement_group_factory, by=self._num_actors)
 
     def choose_trial_to_run(self, tune_controller: Any) -> Any:
-        """Called at every step of Tune's loop."""
+        """Start without missing actors if they are late. Tune calls this at every step of its loop."""
         is_waiting = self._held_back or self._coordinator.num_in_flight >= self._num_actors
         if self._num_up < self._num_actors and is_waiting and _is_late(time.monotonic() - self._last_up):
             self._start_without_missing(tune_controller)
@@ -256,8 +263,9 @@ def run_evaluations(
     tick: Callable[[], None] = lambda: None,
     note: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Run until the coordinator is finished. Ray must be connected. `tick` is called several times a second, `note`
-    with a message for the user.
+    """Run until the coordinator is finished; Ray must be connected.
+
+    `tick` is called several times a second, `note` with messages for the user.
 
     Raises what the coordinator raises: EvidenceMismatch, EngineUnavailable, StudyFailed, StudyUnusable, StaleAttempt.
     """
@@ -267,7 +275,7 @@ def run_evaluations(
     for unused in TUNE_SNAPSHOT_LOGGERS:
         logging.getLogger(unused).setLevel(logging.CRITICAL)
     trainable = tune.with_parameters(EvaluationTrainable, scorer=scorer)
-    trainable.__qualname__ = EvaluationTrainable.__qualname__  # the dashboard's name for the actors
+    trainable.__qualname__ = EvaluationTrainable.__qualname__  # the name of the actors in the dashboard
     interrupt, raised = _Interrupt(), _Raised()
     tuner = tune.Tuner(
         trainable,

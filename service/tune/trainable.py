@@ -1,5 +1,6 @@
-"""The trial actor: it owns no weights and no engine, it sends chunks of samples to the scorer and reports what comes
-back, one chunk per `step`. Each result reaches SQL before the next chunk is asked for.
+"""The trial actor: sends chunks of samples to the scorer and reports the results, one chunk per `step`.
+
+It owns no weights and no engine. Each result is stored before the next chunk is requested.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ from workers.types import Scorer, ScoreRequest, ScoreResult
 
 __all__ = ["CPUS", "EvaluationTrainable"]
 
-# It waits for replicas, and does no work of its own.
+# CPUs that Ray reserves for a trial actor, which only waits for replicas.
 CPUS = 0.05
 
-# Serve replaces a replica whose engine failed a check, after its next health check; until then it may answer again.
+# Seconds to wait after an engine failed a check. Serve replaces its replica only after the next health check.
 FAULT_PAUSE_S = 1.0
 
 
 class EvaluationTrainable(tune.Trainable):
-    """Scores one evaluation, a chunk per step. Reports {"outcome": ScoreResult | ChunkFailed}.
+    """Scores one evaluation, a chunk per step, and reports {"outcome": ScoreResult | ChunkFailed}.
 
-    An actor's first step only reports that the actor runs: {"outcome": None}."""
+    The first step of an actor only reports that the actor runs: {"outcome": None}.
+    """
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
@@ -83,7 +85,7 @@ class EvaluationTrainable(tune.Trainable):
         return {"outcome": outcome}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Does nothing: scored samples are in SQL."""
+        """Do nothing: scored samples are in SQL."""
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Does nothing: an evaluation starts from the samples that SQL lacks."""
+        """Do nothing: an evaluation starts from the samples that SQL lacks."""

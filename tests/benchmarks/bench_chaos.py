@@ -1,6 +1,6 @@
-"""Whether studies survive: 100 seeded kill -9s of a driver, a replica, the server or the head of Ray, and SIGSTOP of a
-driver and of a replica for five minutes each.
+"""Survival of studies: 100 kills of drivers, replicas, the server and Ray's head, and two stops of five minutes.
 
+Kills (SIGKILL) are drawn from a seed; a driver and a replica are stopped (SIGSTOP) once each.
 HTTP server, Ray, its jobs, Serve and store are real; the replicas are fakes. Every study must end with the trials of an
 undisturbed run, and an event must tell of the replacement of what was stopped.
 """

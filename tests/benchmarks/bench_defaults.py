@@ -1,7 +1,7 @@
-"""What the defaults of a search rest on: the share of samples that is fitted, and how trials are stopped early.
+"""Search quality by the share of samples that is fitted, and by the scheduler that stops trials early.
 
-Everything is as in `bench_search`: trained families, exact match in one pass, judge items that no search saw, and every
-finished search stored in `.bench/search`.
+Everything is as in `bench_search`: trained families, exact match in one pass, judge items that no search saw, and arms
+that are kept in `tests/benchmarks/results/search`.
 
     make bench ONLY=defaults
     DEFAULTS_PARTS=fit_share,schedulers SEARCH_FAMILIES=shipped SEARCH_SEEDS=0-1 make bench ONLY=defaults
@@ -17,13 +17,26 @@ finished search stored in `.bench/search`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tests.benchmarks.bench_search import EVALUATION, NUM_COMPARED, RIVAL_SPACE, done, judge_all, single_spec, summary
+from tests.benchmarks.arms import compared
+from tests.benchmarks.bench_search import (
+    DEVELOPMENT,
+    EVALUATION,
+    NUM_COMPARED,
+    RIVAL_SPACE,
+    answers_of,
+    named,
+    seeds_of,
+    shown_interval,
+    single_spec,
+    summary,
+)
+from tests.benchmarks.search_arms import Best, best_of
 from tests.benchmarks.search_families import FAMILIES
 from tests.benchmarks.search_intervals import interval
-from tests.benchmarks.search_runs import Bench, Run, SearchSpec
+from tests.benchmarks.search_runs import SearchSpec
 
 BUDGET = 8 * EVALUATION
 LONGEST = 12 * EVALUATION  # of searches whose trials are all scored in full, as long as any other
@@ -68,78 +81,88 @@ def run() -> dict[str, Any]:
 
     torch.set_num_threads(1)
     families = os.environ.get("SEARCH_FAMILIES", ",".join(FAMILIES)).split(",")
-    first, _, last = os.environ.get("SEARCH_SEEDS", "0-4").partition("-")
-    seeds = range(int(first), int(last or first) + 1)
+    seeds = seeds_of("SEARCH_SEEDS")
     parts = {"fit_share": fit_share, "schedulers": schedulers}
     asked = os.environ.get("DEFAULTS_PARTS", ",".join(parts)).split(",")
     return {"seeds": list(seeds), **{part: parts[part](families, seeds) for part in asked}}
 
 
 def fit_share(families: Sequence[str], seeds: range) -> list[dict[str, Any]]:
-    runs = {
-        f"fit_share {share:g}": [[done(Bench.of(f), share_spec(f, s, share)) for s in seeds] for f in families]
-        for share in SHARES
+    found = {
+        share: [[best_of(share_spec(family, seed, share)) for seed in seeds] for family in families] for share in SHARES
     }
-    return _rows(runs, first="fit_share 1")
+    rows = []
+    for share, each in found.items():
+        minus = None if share == 1 else minus_of(f"fit_share-{share:g}-{named(seeds)}", each, found[1.0])
+        rows.append(row_of(f"fit_share {share:g}", each, minus))
+    return rows
 
 
 def schedulers(families: Sequence[str], seeds: range) -> list[dict[str, Any]]:
     rows = []
     for searcher in SEARCHERS:
-        runs = {
-            scheduler: [
-                [done(Bench.of(family), scheduler_spec(family, seed, searcher, scheduler)) for seed in seeds]
-                for family in families
-            ]
-            for scheduler in SCHEDULERS
-        }
-        in_full = runs["none"]
-        runs["none"] = [[run.cut(BUDGET) for run in each] for each in in_full]
-        for scheduler, found in runs.items():
-            equal = [list(map(after_as_much, each, of)) for each, of in zip(in_full, found, strict=True)]
-            *_, row = _rows({"in full": equal, f"{searcher}, {scheduler}": found}, first="in full")
-            rows.append({**row, "minus_first": None} if scheduler == "none" else row)
+
+        def each(measure: Callable[[str, int], Best]) -> list[list[Best]]:
+            return [[measure(family, seed) for seed in seeds] for family in families]
+
+        def in_full(family: str, seed: int, cut: int, searcher: str = searcher) -> Best:
+            return best_of(scheduler_spec(family, seed, searcher, "none"), cut=cut)
+
+        for scheduler in SCHEDULERS:
+            if scheduler == "none":
+                rows.append(row_of(f"{searcher}, none", each(lambda family, seed: in_full(family, seed, BUDGET)), None))
+                continue
+
+            def stopped(family: str, seed: int, searcher: str = searcher, scheduler: str = scheduler) -> Best:
+                return best_of(scheduler_spec(family, seed, searcher, scheduler))
+
+            found = each(stopped)
+            equal = each(lambda family, seed: in_full(family, seed, stopped(family, seed).spent))
+            name = f"{searcher}-{scheduler.replace(', ', '-')}-{named(seeds)}"
+            rows.append(row_of(f"{searcher}, {scheduler}", found, minus_of(name, found, equal)))
     return rows
 
 
-def after_as_much(run: Run, other: Run) -> Run:
-    """`run` after as many samples' worth as all of `other`."""
-    return run.cut(other.spent)
+def minus_of(name: str, ours: Sequence[Sequence[Best]], theirs: Sequence[Sequence[Best]]) -> dict[str, float]:
+    """Paired difference over families and seeds, item by item."""
+    return compared("search", f"defaults-{name}", interval, list(map(answers_of, ours)), list(map(answers_of, theirs)))
 
 
-def _rows(found_by_name: Mapping[str, list[list[Run]]], *, first: str) -> list[dict[str, Any]]:
-    """A row for each name, over families and seeds; differences are from the row named `first`, item by item."""
-    found = {
-        name: (runs, [judge_all(Bench.of(each[0].spec.family), each) for each in runs])
-        for name, runs in found_by_name.items()
+def row_of(name: str, found: Sequence[Sequence[Best]], minus: Mapping[str, float] | None) -> dict[str, Any]:
+    """A row of searches by family and seed."""
+    per_family = [summary(each) for each in found]
+    return {
+        "name": name,
+        "search": [each["search"] for each in per_family],
+        "judge": [each["judge"] for each in per_family],
+        "spread": [each["spread"] for each in per_family],
+        "spent": sum(each.spent for of in found for each in of) / sum(map(len, found)),
+        "full_trials": [each.proposed for of in found for each in of],
+        "minus": minus,
     }
-    rows = []
-    for name, (runs, judged) in found.items():
-        per_family = [summary(values, [r.best().mean for r in each]) for each, values in zip(runs, judged, strict=True)]
-        rows.append({
-            "name": name,
-            "search": [each["search"] for each in per_family],
-            "judge": [each["judge"] for each in per_family],
-            "spread": [each["spread"] for each in per_family],
-            "spent": sum(r.spent for each in runs for r in each) / sum(map(len, runs)),
-            "full_trials": [len(r.proposed().trials) for each in runs for r in each],
-            "minus_first": None if name == first else interval(judged, found[first][1]),
-        })  # fmt: skip
-    return rows
 
 
 def show(result: dict[str, Any]) -> None:
     print(f"seeds {result['seeds']}, a budget of {BUDGET} samples' worth; judge items, ± over seeds, by family")
     for part in ("fit_share", "schedulers"):
-        if part not in result:
-            continue
-        compared = "minus the first" if part == "fit_share" else "minus trials in full for as many samples"
-        print(f"\n| search | samples' worth | search data | judge | trials scored in full | {compared} |")
-        print("|---|---|---|---|---|---|")
-        for row in result[part]:
-            judge = ", ".join(f"{v:.3f} ± {s:.3f}" for v, s in zip(row["judge"], row["spread"], strict=True))
-            search = ", ".join(f"{value:.3f}" for value in row["search"])
-            full = sum(row["full_trials"]) / len(row["full_trials"])
-            minus = row["minus_first"]
-            shown = "" if minus is None else f"{minus['value']:+.3f} [{minus['low']:+.3f}, {minus['high']:+.3f}]"
-            print(f"| {row['name']} | {row['spent']:.0f} | {search} | {judge} | {full:.1f} | {shown} |")
+        if part in result:
+            print(f"\n{table(part, result[part])}")
+
+
+def table(part: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """A row for each search: judge items by family, and the difference of its mean."""
+    compared_with = "minus the first" if part == "fit_share" else "minus trials in full"
+    lines = [f"| search | samples' worth | search data | judge items | trials scored in full | {compared_with} |"]
+    lines.append("|---|---|---|---|---|---|")
+    for row in rows:
+        judge = ", ".join(f"{v:.3f} ± {s:.3f}" for v, s in zip(row["judge"], row["spread"], strict=True))
+        search = ", ".join(f"{value:.3f}" for value in row["search"])
+        full = sum(row["full_trials"]) / len(row["full_trials"])
+        minus = "" if row["minus"] is None else shown_interval(row["minus"])
+        lines.append(f"| {row['name']} | {row['spent']:,.0f} | {search} | {judge} | {full:.1f} | {minus} |")
+    return "\n".join(lines)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "schedulers": lambda: table("schedulers", schedulers(tuple(FAMILIES), DEVELOPMENT)),
+}

@@ -1,4 +1,4 @@
-"""The LFS study of docs/examples with three seeds: how fast it scores, and how good the merges are that it finds.
+"""Speed of scoring and quality of merges in the LFS study of docs/examples, with three seeds.
 
 It is longer than the shipped study and spends its time on scores alone, as the bare loop does.
 
@@ -103,7 +103,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _gain(rival: dict[str, Any]) -> str:
-    """Best minus rival."""
+    """Difference of the best trial from a rival, with its interval."""
     low, high = rival["minus_best"]["ci95"]
     return f"{-rival['minus_best']['value']:+.3f} [{-high:+.3f}, {-low:+.3f}]"
 
@@ -118,15 +118,16 @@ def _output(part: str, directory: Path, *arguments: str) -> str:
 
 
 def run_demo(directory: Path, seed: int) -> dict[str, Any]:
-    """The study with another seed, run as `mergesearch run` runs it."""
+    """Run the study with another seed, as `mergesearch run` runs it."""
     from search_spaces.study.file import load_study
     from service.cli.progress import ProgressStyle, ProgressView
-    from service.studies.local_run import run_study
+    from service.jobs.resources import OWN
+    from service.jobs.search.local_run import run_study
 
     study = load_study(LFS_STUDY)
     study = study.model_copy(update={"search": study.search.model_copy(update={"seed": seed})})
     with ProgressView(ProgressStyle.LINES) as view:
-        run_study(study, directory, view=view)
+        run_study(study, directory, view=view, resources=OWN)
     return {"seed": seed}
 
 
@@ -135,8 +136,8 @@ def _search_evidence(store: Any, study: str) -> list[Any]:
 
 
 def measure_study(directory: Path) -> dict[str, Any]:
-    """What the finished run in `directory` reached."""
-    from service.studies.local_run import read_run
+    """Figures of the finished run in `directory`."""
+    from service.jobs.search.local_run import read_run
 
     with read_run(directory) as (store, study):
         rows = _search_evidence(store, study.id)
@@ -154,10 +155,10 @@ def measure_study(directory: Path) -> dict[str, Any]:
 
 
 def measure_loop(directory: Path) -> dict[str, Any]:
-    """The chunks of the run in `directory`, in their order, given to one engine."""
+    """Time of a bare loop that gives the run's chunks, in their order, to one engine."""
     import os
 
-    from search_spaces.study.sections import EngineOptions
+    from search_spaces.study.engine import EngineOptions
     from workers.engines.vllm.environment import engine_environment
     from workers.types import ScoreRequest, Span
 
@@ -165,24 +166,24 @@ def measure_loop(directory: Path) -> dict[str, Any]:
 
     from search_spaces.recipe import Recipe
     from search_spaces.study.file import Study
-    from service.studies.local_run import read_run
+    from service.jobs.search.local_run import read_run
     from service.studies.preflight.examine import examine
 
     with read_run(directory) as (store, study):
         rows = _search_evidence(store, study.id)
         recipes: dict[str, Recipe] = {trial.recipe.digest: trial.recipe for trial in store.trials(study.id)}
         preflight = examine(Study.model_validate(study.document))
-    from workers.serving.replica import EngineWorker
+    from workers.serving.engine_worker import EngineWorker
 
-    worker = EngineWorker(preflight.family, preflight.engine_options)
-    worker.describe(tuple(preflight.tasks.values()))
+    worker = EngineWorker(preflight.models.family, preflight.engine_options)
+    worker.describe(tuple(preflight.tasks.search.values()))
     requests = []
     for row in rows:
         spans = []
         for key in row.prompts:
             objective, _, positions = key.removeprefix("search ").partition("[")
             start, stop = positions.rstrip("]").split(":")
-            spans.append(Span(objective, preflight.tasks[objective], int(start), int(stop)))
+            spans.append(Span(objective, preflight.tasks.search[objective], int(start), int(stop)))
         requests.append(ScoreRequest(study.id, recipes[row.recipe_digest], tuple(spans)))
     started = time.perf_counter()
     samples = sum(len(worker.score(request).samples) for request in requests)
@@ -191,21 +192,24 @@ def measure_loop(directory: Path) -> dict[str, Any]:
 
 
 def measure_overhead(directory: Path) -> dict[str, Any]:
-    """The study with the fake scorer: what Tune, the searcher and the store take by themselves."""
+    """Time that Tune, the searcher and the store take by themselves: the study with the fake scorer."""
     import contextlib
     from collections.abc import Iterator
+    from dataclasses import replace
 
     from search_spaces.study.file import load_study
     from service.cli.progress import ProgressStyle, ProgressView
-    from service.studies.local_run import read_run, run_study
+    from service.jobs.resources import OWN
+    from service.jobs.search.local_run import read_run, run_study
     from workers.serving.fake import FakeScorer
+    from workers.types import Family, Scorer
 
     @contextlib.contextmanager
-    def open_fake(preflight: Any, _: Any) -> Iterator[FakeScorer]:
-        yield FakeScorer(bank_fingerprint=preflight.family.fingerprint)
+    def fake(family: Family, *_: Any) -> Iterator[Scorer]:
+        yield FakeScorer(bank_fingerprint=family.fingerprint)
 
     study = load_study(LFS_STUDY)
-    run_study(study, directory, view=ProgressView(ProgressStyle.LINES), open_scorer=open_fake)
+    run_study(study, directory, view=ProgressView(ProgressStyle.LINES), resources=replace(OWN, scorer=fake))
     with read_run(directory) as (store, record):
         evaluations = sum(len(trial.rungs) for trial in store.trials(record.id))
     return {**measure_study(directory), "evaluations": evaluations}

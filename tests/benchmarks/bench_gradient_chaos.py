@@ -1,4 +1,4 @@
-"""Whether studies that compute gradients survive kill -9s, in an order drawn from a seed.
+"""Survival of studies that compute gradients: kills in an order drawn from a seed.
 
 HTTP server, Ray, its jobs, Serve, the gradient actor and store are real. Twenty kills of a driver, a replica or a
 gradient actor (of a tiny model) while fakes score, and two while real engines score the shipped family: of a gradient

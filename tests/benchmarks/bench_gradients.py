@@ -1,4 +1,4 @@
-"""A step of coefficient gradients against transformers' own forward and backward pass of the same minibatch.
+"""Time and memory of a step of coefficient gradients against bare passes of transformers over the same minibatch.
 
 A step writes the merge into the model, reads the references, goes back, and reduces each tensor's gradient to one
 number per expert. Both take turns in one process with two threads, on the shipped family and on that of `merge_family`.
@@ -63,7 +63,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def measure_memory(directory: Path) -> dict[str, Any]:
-    """As `measure_memory_here`, in a process of its own."""
+    """Memory of a step, measured by `measure_memory_here` in a process of its own."""
     found: dict[str, Any] = json.loads(process_memory.output(__name__, "memory", str(directory)))
     return found
 
@@ -110,7 +110,7 @@ def measure_time_here(name: str, directory: str) -> dict[str, Any]:
 
 
 def measure_memory_here(directory: str) -> dict[str, Any]:
-    """Of the family that `merge_family.make` left in `directory`."""
+    """Memory of a step, for the family that `merge_family.make` left in `directory`."""
     from workers.training.losses import sample_losses
 
     family = merge_family.open_made(Path(directory))
@@ -134,7 +134,7 @@ def measure_memory_here(directory: str) -> dict[str, Any]:
 
 
 def opened(family: Any, directory: Path) -> Any:
-    from search_spaces.study.sections import EngineOptions
+    from search_spaces.study.engine import EngineOptions
     from workers.training.gradients import CoefficientGradients
     from workers.types import TaskSpec
 

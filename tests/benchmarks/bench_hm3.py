@@ -1,12 +1,14 @@
-"""HM3's policy and other searches on the shipped family: three objectives, 86,400 samples (960 merges of 90 samples
-each), real models.
+"""Fronts that HM3's policy and other searchers find on the shipped family, for equal numbers of samples.
+
+Three objectives, 86,400 samples (960 merges of 90 samples each), real models.
 
     make bench ONLY=hm3
     HM3_PARTS=fronts,growth,ablations,pools,zero_shot,reuse HM3_METHODS=hm3,moead HM3_SEEDS=0-4 make bench ONLY=hm3
 
 The coordinator, the searchers and the learner are the product's; one teacher-forced pass decides exact match in place
-of engines (`one_pass`), and is first compared with a vLLM engine on paths. A search that is finished is not run again
-(`search_runs`). Samples of proposed trials, losses and gradients count, those of sources and published recipes do not.
+of engines (`one_pass`), and is first compared with a vLLM engine on paths. Every search is an arm that is kept in
+`tests/benchmarks/results/hm3`. Samples of proposed trials, losses and gradients count, those of sources and published
+recipes do not.
 
 - `fronts`: hypervolumes of the front that the proposals of a search have on search data, on search data and on judge
   items (1,000 a skill, which no search scored), and paired differences from `hm3`. The policy is `conditioned` on 15
@@ -26,8 +28,9 @@ of engines (`one_pass`), and is first compared with a vLLM engine on paths. A se
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,8 +41,10 @@ from search_spaces.recipe import Recipe
 from search_spaces.searchers import SEARCHERS
 from search_spaces.searchers.base import Feature
 from service.tune.searchers.hm3 import SEARCHER
-from tests.benchmarks.bench_search import done, front_of, judged, volume
+from tests.benchmarks.arms import compared, kept, packed, unpacked
+from tests.benchmarks.bench_search import DEVELOPMENT, named, seeds_of, shown_interval
 from tests.benchmarks.one_pass_check import check_against_engine
+from tests.benchmarks.search_arms import depends_on, done, front_of, judged, slug, volume
 from tests.benchmarks.search_families import FAMILIES, TrainedFamily
 from tests.benchmarks.search_intervals import interval, volume_interval, volume_of
 from tests.benchmarks.search_runs import CACHE, Bench, Run, SearchSpec, Trial
@@ -47,6 +52,7 @@ from workers.export.checkpoint import export
 from workers.merging.bank import Bank as ModelBank
 from workers.types import Placement
 
+BENCHMARK = "hm3"
 FAMILY = "shipped"
 TRIALS, SAMPLES, NUM_SKILLS = 960, 30, 3
 EPISODES = 30
@@ -98,6 +104,15 @@ METHODS: Mapping[str, Method] = {
     "lfs_dis": Method({"algorithm": "smac"}, {"kind": "lfs", "preset": "paper"}),
     "layerwise": Method(GRADIENTS),
 }
+LABELS = {
+    "hm3_merged": "`hm3`, a merged model in the pool",
+    "moead_merged": "`moead`, a merged model in the pool",
+    "de": "`de` (of the mean)",
+    "es": "`es` (of the mean)",
+    "dis": "DIS, `smac`",
+    "lfs_dis": "LFS, then DIS with its best merge, `smac`",
+    "layerwise": "`layerwise`, gradients",
+}
 GROWTH = ("hm3", "es", "random")
 NUM_DIFFERENT = (120, 240, 480, 960, 1440, 1920)
 ABLATIONS: Mapping[str, Method] = {
@@ -113,25 +128,29 @@ OTHER_FAMILY, REUSE_TRIALS = "letters", 120
 # Not in the lattice of fourths.
 UNSEEN = ((0.45, 0.45, 0.1), (0.1, 0.3, 0.6))
 NUM_SCORED = 16
+ZERO_SHOT = ("first", "best of 16", "trained for it")
 
 
 @dataclass(frozen=True)
 class Found:
-    """The front of a search: its hypervolume on search data, and its merges judged [merges, skills, items]; `late` is
-    the mean on search data of the last third of all different proposals, good or bad."""
+    """The front of a search: its hypervolume on search data, and its merges' `answers` [merges, skills, items].
+
+    `late` is the mean on search data of the last third of all different proposals, good or bad; `volumes` are the
+    hypervolumes on search data after NUM_DIFFERENT different proposals, or after all where there are fewer.
+    """
 
     search: float
-    judged: NDArray[np.bool_]
     late: float
+    volumes: list[float]
     paths: int
     spent: int
     seconds: float
+    answers: NDArray[np.bool_]
 
 
 def run() -> dict[str, Any]:
     torch.set_num_threads(1)
-    first, _, last = os.environ.get("HM3_SEEDS", "0-4").partition("-")
-    seeds = range(int(first), int(last or first) + 1)
+    seeds = seeds_of("HM3_SEEDS")
     parts: Mapping[str, Callable[[range], dict[str, Any]]] = {
         "fronts": fronts, "growth": growth, "ablations": ablations, "pools": pools, "zero_shot": zero_shot,
         "reuse": reuse,
@@ -147,110 +166,79 @@ def run() -> dict[str, Any]:
 def fronts(seeds: range) -> dict[str, Any]:
     names = os.environ.get("HM3_METHODS", ",".join(METHODS)).split(",")
     found = {name: [found_by(name, seed) for seed in seeds] for name in names}
-    return {
-        "rows": [row_of(name, each) for name, each in found.items()],
-        "minus": differences(found, [own for own in ("hm3", "hm3_merged") if own in found]),
-    }
+    return part_of("fronts", found, [own for own in ("hm3", "hm3_merged") if own in found], seeds)
 
 
 def growth(seeds: range) -> dict[str, Any]:
-    bench = Bench.of(FAMILY)
-    found: dict[str, list[Found]] = {}
-    volumes: dict[str, list[list[float]]] = {}
-    for name in GROWTH:
-        specs = [METHODS[name].spec(f"{name}-longer", seed, trials=2 * TRIALS) for seed in seeds]
-        runs = [done(bench, spec) for spec in specs]
-        runs = [with_skills(bench, each) if METHODS[name].goal == "mean" else each for each in runs]
-        found[name] = [front_found(bench, each) for each in runs]
-        different = [list({trial.digest: trial for trial in each.proposed().trials}.values()) for each in runs]
-        volumes[name] = [[volume(front_of(each[:number])) for number in NUM_DIFFERENT] for each in different]
-    return {
-        "rows": [row_of(name, each) for name, each in found.items()],
-        "minus": differences(found, ["hm3"]),
-        "numbers": NUM_DIFFERENT,
-        "volumes": volumes,
+    found = {
+        name: [search_of(METHODS[name].spec(f"{name}-longer", seed, trials=2 * TRIALS)) for seed in seeds]
+        for name in GROWTH
     }
+    return part_of("growth", found, ["hm3"], seeds)
 
 
 def ablations(seeds: range) -> dict[str, Any]:
-    bench = Bench.of(FAMILY)
     found = {
-        name: [front_found(bench, done(bench, method.spec(spec_name(name), seed))) for seed in seeds]
-        for name, method in ABLATIONS.items()
+        name: [search_of(method.spec(spec_name(name), seed)) for seed in seeds] for name, method in ABLATIONS.items()
     }
-    found["merged models alone"] = [merged_alone(bench, MERGED, seed) for seed in seeds]
-    return {
-        "rows": [row_of(name, each) for name, each in found.items()],
-        "minus": differences(found, ["paths and merged models"]),
-    }
+    found["merged models alone"] = [merged_alone("task_arithmetic", MERGED, seed) for seed in seeds]
+    return part_of("ablations", found, ["paths and merged models"], seeds)
 
 
 def pools(seeds: range) -> dict[str, Any]:
-    bench = Bench.of(FAMILY)
     found: dict[str, list[Found]] = {}
     minus: dict[str, Any] = {}
     for name, space in POOLS.items():
-        with_it = f"paths, {name} in the pool"
-        specs = [Method(POLICY, space).spec(f"hm3-{space['merged']['method']}", seed) for seed in seeds]
+        method = space["merged"]["method"]
         pair = {
-            with_it: [front_found(bench, done(bench, spec)) for spec in specs],
-            f"{name} alone": [merged_alone(bench, space, seed) for seed in seeds],
+            f"paths, {name} in the pool": [
+                search_of(Method(POLICY, space).spec(f"hm3-{method}", seed)) for seed in seeds
+            ],
+            f"{name} alone": [merged_alone(method, space, seed) for seed in seeds],
         }
         found |= pair
-        minus |= differences(pair, [with_it])
+        minus |= differences("pools", pair, [f"paths, {name} in the pool"], seeds)
     return {"rows": [row_of(name, each) for name, each in found.items()], "minus": minus}
 
 
 def zero_shot(seeds: range) -> dict[str, Any]:
-    """Judge items, weighted by the preference: the first path that the policy proposes, the best of NUM_SCORED on
-    search data, and the best of a search for this vector alone, with as many samples as all 15 vectors had."""
-    bench = Bench.of(FAMILY)
+    """Answers to judge items of paths that the policy proposes without training, weighted by the preference.
+
+    Compared are the first path, the best of NUM_SCORED on search data, and the best of a search for this vector alone,
+    with as many samples as all 15 vectors had.
+    """
     rows = []
     for vector in UNSEEN:
         weights = np.array(vector)[:, None]
-        values: dict[str, list[NDArray[np.float64]]] = {"first": [], "best of 16": [], "trained for it": []}
-        for seed in seeds:
-            spec = METHODS["hm3"].spec("hm3", seed)
-            done(bench, spec)
-            preflight = bench.preflight(spec)
-            configurations = SEARCHER.proposals(
-                preflight.space.parameters,
-                preference=vector,
-                count=NUM_SCORED,
-                seed=seed,
-                setting=preflight.search_setting(num_baselines=len(preflight.baselines())),
-                checkpoints=bench.policy(spec),
-            )
-            recipes = [preflight.space.to_recipe(each) for each in configurations]
-            scores = [searched(bench, recipe, seed) @ vector for recipe in recipes]
-            names = dict(zip(FAMILIES[FAMILY].skills, vector, strict=True))
-            alone = {**METHODS["hm3"].search, "preferences": {"vectors": [names]}}
-            trained = done(bench, Method(alone, PATHS).spec("hm3-for-" + "-".join(map(str, vector)), seed))
-            best = max(trained.proposed().trials, key=lambda trial: np.array(list(trial.values.values())) @ vector)
-            for name, merge in (
-                ("first", bench.judged(recipes[0])),
-                ("best of 16", bench.judged(recipes[int(np.argmax(scores))])),
-                ("trained for it", judged(bench, trained, best)),
-            ):
-                values[name].append(merge * weights * NUM_SKILLS)
-        stacked = {name: np.stack(each) for name, each in values.items()}
+        answers = [proposed_for(vector, seed) for seed in seeds]
+        stacked = {name: np.stack([each[name] * weights * NUM_SKILLS for each in answers]) for name in ZERO_SHOT}
+        trained = stacked["trained for it"]
+        short = "-".join(map(str, vector))
         rows.append({
             "vector": vector,
             **{name: by_seed(each) for name, each in stacked.items()},
-            "minus": {n: interval([stacked[n]], [stacked["trained for it"]]) for n in ("first", "best of 16")},
+            "minus": {
+                name: compared(BENCHMARK, f"zero_shot-{slug_of(name)}-{short}-{named(seeds)}", interval,
+                               [stacked[name]], [trained])
+                for name in ZERO_SHOT if name != "trained for it"
+            },
         })  # fmt: skip
     return {"rows": rows}
 
 
 def reuse(seeds: range) -> dict[str, Any]:
-    bench, other = Bench.of(FAMILY), Bench.of(OTHER_FAMILY)
-    trained = [Method(DESCRIBED, PATHS).spec("hm3-described", seed) for seed in seeds]
-    for spec in trained:
-        done(bench, spec)
+    bench = Bench.of(FAMILY)
 
     def learned(seed: int, **options: Any) -> Method:
-        start = {"dir": str(bench.file(trained[seed - seeds[0]]).with_suffix("").resolve())}
+        trained = Method(DESCRIBED, PATHS).spec("hm3-described", seed)
+        start = {"dir": str(bench.file(trained).with_suffix(""))}
         return Method({**DESCRIBED, "hm3": {**DESCRIBED["hm3"], "start": start, **options}}, PATHS)
+
+    def search(name: str, method: Method, seed: int) -> Found:
+        before = [Method(DESCRIBED, PATHS).spec("hm3-described", seed)] if name.startswith("learned") else []
+        return search_of(
+            method.spec(f"reuse-{slug_of(name)}", seed, family=OTHER_FAMILY, trials=REUSE_TRIALS), before=before
+        )
 
     methods: Mapping[str, Callable[[int], Method]] = {
         "learned on the other, learning": learned,
@@ -258,36 +246,77 @@ def reuse(seeds: range) -> dict[str, Any]:
         "new policy": lambda seed: Method(DESCRIBED, PATHS),
         "random": lambda seed: METHODS["random"],
     }
-    found: dict[str, list[Found]] = {}
-    for name, method in methods.items():
-        short = f"reuse-{name.replace(' ', '-').replace(',', '')}"
-        specs = [method(seed).spec(short, seed, family=OTHER_FAMILY, trials=REUSE_TRIALS) for seed in seeds]
-        found[name] = [front_found(other, done(other, spec)) for spec in specs]
-    return {"rows": [row_of(name, each) for name, each in found.items()], "minus": differences(found, list(found)[:2])}
+    found = {name: [search(name, method(seed), seed) for seed in seeds] for name, method in methods.items()}
+    return part_of("reuse", found, list(found)[:2], seeds)
 
 
 # -- searches and what they found --------------------------------------------------------------------------------------
 
 
 def spec_name(name: str) -> str:
-    """Of a method, whose searches of both parts are the same."""
+    """Name of a method's searches, which are the same in `fronts` and `ablations`."""
     return {"paths alone": "hm3", "paths and merged models": "hm3_merged"}.get(name, name.replace(" ", "-"))
 
 
+def slug_of(name: str) -> str:
+    return re.sub(r"[^\w.]+", "-", name)
+
+
 def found_by(name: str, seed: int) -> Found:
-    if name == "lfs_dis":
-        return chained(seed)
-    bench, method = Bench.of(FAMILY), METHODS[name]
-    found = done(bench, method.spec(name, seed))
-    return front_found(bench, with_skills(bench, found) if method.goal == "mean" else found)
+    return chained(seed) if name == "lfs_dis" else search_of(METHODS[name].spec(name, seed))
+
+
+def search_of(spec: SearchSpec, *, before: Sequence[SearchSpec] = ()) -> Found:
+    """Front of one search; `before` are searches that must be finished, because it begins with their policies."""
+
+    def measure() -> Found:
+        for each in before:
+            done(Bench.of(each.family), each)
+        bench = Bench.of(spec.family)
+        found = done(bench, spec)
+        return front_found(bench, with_skills(bench, found) if spec.goal == "mean" else found)
+
+    return found_in(slug(spec), {"spec": asdict(spec)}, measure, spec, *before)
+
+
+def found_in(name: str, settings: Mapping[str, Any], measure: Callable[[], Found], *specs: SearchSpec) -> Found:
+    """The front that `measure` computes, as an arm."""
+
+    def figures() -> dict[str, Any]:
+        found = measure()
+        return {**vars(found), "seconds": round(found.seconds, 1), "answers": packed(found.answers)}
+
+    settings = {**settings, "samples": SAMPLES, "different": NUM_DIFFERENT}
+    known = kept(BENCHMARK, name, settings, figures, depends=depends_on(*specs))
+    return Found(**{**known, "answers": unpacked(known["answers"])})
 
 
 def front_found(bench: Bench, found: Run) -> Found:
     proposed = found.proposed().trials
     front = front_of(proposed)
-    merges = np.stack([judged(bench, found, trial) for trial in front])
+    return found_of(
+        proposed, front, [judged(bench, found, trial) for trial in front], spent=found.spent, seconds=found.seconds
+    )
+
+
+def found_of(
+    trials: Sequence[Trial],
+    front: Sequence[Trial],
+    answers: Sequence[NDArray[np.bool_]],
+    *,
+    spent: int,
+    seconds: float,
+) -> Found:
+    different = list({trial.digest: trial for trial in trials}.values())
+    late = different[-max(len(different) // 3, 1) :]
     return Found(
-        volume(front), merges, late_of(proposed), len({trial.digest for trial in proposed}), found.spent, found.seconds
+        search=volume(front),
+        late=float(np.mean([trial.mean for trial in late])),
+        volumes=[volume(front_of(different[:number])) for number in NUM_DIFFERENT],
+        paths=len(different),
+        spent=spent,
+        seconds=seconds,
+        answers=np.stack(answers),
     )
 
 
@@ -303,34 +332,34 @@ def with_skills(bench: Bench, found: Run) -> Run:
 
 def chained(seed: int) -> Found:
     """LFS, then DIS with the best merge of LFS as a fourth model; the front of both."""
-    bench, lfs = Bench.of(FAMILY), METHODS["lfs_dis"]
-    first = done(bench, lfs.spec("lfs", seed, trials=TRIALS // 2))
-    best = max(first.proposed().trials, key=lambda trial: trial.mean)
-    directory = CACHE / "chained" / best.digest[:16]
-    if not directory.exists():
-        export(bench.recipe(first.spec, best), ModelBank(bench.judge.family, Placement.MAPPED), directory)
-    longer = Bench(ChainedFamily(f"{FAMILY}-lfs-{seed}", FAMILIES[FAMILY].skills, found=str(directory.resolve())))
+    lfs = METHODS["lfs_dis"].spec("lfs", seed, trials=TRIALS // 2)
     dis = replace(METHODS["dis"], space={"kind": "dis", "depth_granularity": 1})
-    second = done(longer, dis.spec("dis", seed, family=longer.family.name, trials=TRIALS - TRIALS // 2))
-    of_first = {trial.digest for trial in first.proposed().trials}
-    front = front_of([
-        *first.proposed().trials,
-        *(replace(trial, number=trial.number + len(first.trials)) for trial in second.proposed().trials),
-    ])  # fmt: skip
-    merges = []
-    for trial in front:
-        if trial.digest in of_first:
-            merges.append(judged(bench, first, trial))
-        else:
-            merges.append(judged(longer, second, trial))
-    return Found(
-        volume(front),
-        np.stack(merges),
-        late_of([*first.proposed().trials, *second.proposed().trials]),
-        len(of_first | {trial.digest for trial in second.proposed().trials}),
-        first.spent + second.spent,
-        first.seconds + second.seconds,
-    )
+    later = dis.spec("dis", seed, family=f"{FAMILY}-lfs-{seed}", trials=TRIALS - TRIALS // 2)
+
+    def measure() -> Found:
+        bench = Bench.of(FAMILY)
+        first = done(bench, lfs)
+        best = max(first.proposed().trials, key=lambda trial: trial.mean)
+        directory = CACHE / "chained" / best.digest[:16]
+        if not directory.exists():
+            export(bench.recipe(first.spec, best), ModelBank(bench.judge.models.family, Placement.MAPPED), directory)
+        longer = Bench(ChainedFamily(later.family, FAMILIES[FAMILY].skills, found=str(directory.resolve())))
+        second = done(longer, later)
+        of_first = {trial.digest for trial in first.proposed().trials}
+        trials = [
+            *first.proposed().trials,
+            *(replace(trial, number=trial.number + len(first.trials)) for trial in second.proposed().trials),
+        ]
+        front = front_of(trials)
+        return found_of(
+            trials,
+            front,
+            [judged(bench, first, t) if t.digest in of_first else judged(longer, second, t) for t in front],
+            spent=first.spent + second.spent,
+            seconds=first.seconds + second.seconds,
+        )
+
+    return found_in(f"lfs_dis-{seed}", {"specs": [asdict(lfs), asdict(later)]}, measure, lfs)
 
 
 @dataclass(frozen=True)
@@ -346,38 +375,80 @@ class ChainedFamily(TrainedFamily):
         return super().study(goal, models=models, **sections)
 
 
-def differences(found: Mapping[str, Sequence[Found]], of: Sequence[str]) -> dict[str, Any]:
-    """Of hypervolumes on judge items, between each of these and every other."""
+def part_of(part: str, found: Mapping[str, Sequence[Found]], own: Sequence[str], seeds: range) -> dict[str, Any]:
+    """Rows of a part, and differences of `own` from all others."""
+    return {"rows": [row_of(name, each) for name, each in found.items()], "minus": differences(part, found, own, seeds)}
+
+
+def differences(part: str, found: Mapping[str, Sequence[Found]], of: Sequence[str], seeds: range) -> dict[str, Any]:
+    """Differences of hypervolumes on judge items, between each of `of` and every other."""
     return {
-        f"{own} minus {name}": volume_interval([[f.judged for f in found[own]]], [[f.judged for f in each]])
+        f"{own} minus {name}": compared(
+            BENCHMARK,
+            f"{part}-{slug_of(own)}-{slug_of(name)}-{named(seeds)}",
+            volume_interval,
+            [[f.answers for f in found[own]]],
+            [[f.answers for f in each]],
+        )
         for own in of
         for name, each in found.items()
         if name != own
     }
 
 
-def merged_alone(bench: Bench, space: Mapping[str, Any], seed: int) -> Found:
+def merged_alone(method: str, space: Mapping[str, Any], seed: int) -> Found:
     """The merged models of the 15 preference vectors in the pool of this space, without paths."""
-    searched_in: Any = bench.preflight(Method(POLICY, space).spec("pool", seed)).space
-    merged = {name: recipe for name, recipe in searched_in.pool.items() if name not in bench.family.skills}
-    recipes = list({recipe.digest: recipe for recipe in merged.values()}.values())
-    values = [searched(bench, recipe, seed) for recipe in recipes]
-    trials = [
-        Trial(number, "search", "", None, recipe.digest, dict(zip(bench.family.skills, each.tolist(), strict=True)), 0)
-        for number, (recipe, each) in enumerate(zip(recipes, values, strict=True))
-    ]
-    front = front_of(trials)
-    merges = np.stack([bench.judged(recipes[trial.number]) for trial in front])
-    return Found(volume(front), merges, late_of(trials), len(recipes), len(recipes) * SAMPLES * NUM_SKILLS, 0.0)
+    spec = Method(POLICY, space).spec("pool", seed)
+
+    def measure() -> Found:
+        bench = Bench.of(FAMILY)
+        searched_in: Any = bench.preflight(spec).space
+        merged = {name: recipe for name, recipe in searched_in.pool.items() if name not in bench.family.skills}
+        recipes = list({recipe.digest: recipe for recipe in merged.values()}.values())
+        trials = []
+        for number, recipe in enumerate(recipes):
+            values = dict(zip(bench.family.skills, searched(bench, recipe, seed).tolist(), strict=True))
+            trials.append(Trial(number, "search", "", None, recipe.digest, values, 0))
+        front = front_of(trials)
+        answers = [bench.judged(recipes[trial.number]) for trial in front]
+        return found_of(trials, front, answers, spent=len(recipes) * SAMPLES * NUM_SKILLS, seconds=0.0)
+
+    return found_in(f"merged_alone-{method}-{seed}", {"spec": asdict(spec)}, measure, spec)
 
 
-def late_of(trials: Sequence[Trial]) -> float:
-    different = list({trial.digest: trial for trial in trials}.values())
-    return float(np.mean([trial.mean for trial in different[-max(len(different) // 3, 1) :]]))
+def proposed_for(vector: tuple[float, ...], seed: int) -> dict[str, NDArray[np.bool_]]:
+    """Answers [skills, items] of the merges that ZERO_SHOT names, for one preference vector."""
+    spec = METHODS["hm3"].spec("hm3", seed)
+    names = dict(zip(FAMILIES[FAMILY].skills, vector, strict=True))
+    short = "-".join(map(str, vector))
+    alone = Method({**METHODS["hm3"].search, "preferences": {"vectors": [names]}}, PATHS).spec(f"hm3-for-{short}", seed)
+
+    def measure() -> dict[str, Any]:
+        bench = Bench.of(FAMILY)
+        done(bench, spec)
+        preflight = bench.preflight(spec)
+        configurations = SEARCHER.proposals(
+            preflight.space.parameters,
+            preference=vector,
+            count=NUM_SCORED,
+            seed=seed,
+            setting=preflight.search_setting(num_baselines=len(preflight.baselines())),
+            checkpoints=bench.policy(spec),
+        )
+        recipes = [preflight.space.to_recipe(each) for each in configurations]
+        scores = [searched(bench, recipe, seed) @ vector for recipe in recipes]
+        trained = done(bench, alone)
+        best = max(trained.proposed().trials, key=lambda trial: np.array(list(trial.values.values())) @ vector)
+        merges = bench.judged(recipes[0]), bench.judged(recipes[int(np.argmax(scores))]), judged(bench, trained, best)
+        return {name: packed(each) for name, each in zip(ZERO_SHOT, merges, strict=True)}
+
+    settings = {"specs": [asdict(spec), asdict(alone)], "scored": NUM_SCORED}
+    found = kept(BENCHMARK, f"zero_shot-{short}-{seed}", settings, measure, depends=depends_on(spec))
+    return {name: unpacked(found[name]) for name in ZERO_SHOT}
 
 
 def searched(bench: Bench, recipe: Recipe, seed: int) -> NDArray[np.float64]:
-    """Of each skill the share of its first SAMPLES search samples in a search with this seed."""
+    """Share of each skill's first SAMPLES search samples that a merge answers right, in a search with this seed."""
     means: NDArray[np.float64] = bench.searched(recipe, seed, SAMPLES).mean(axis=1)
     return means
 
@@ -390,10 +461,11 @@ def row_of(name: str, found: Sequence[Found]) -> dict[str, Any]:
     return {
         "name": name,
         "search": [each.search for each in found],
-        "judge": [volume_of(each.judged) for each in found],
+        "judge": [volume_of(each.answers) for each in found],
         "late": [each.late for each in found],
-        "best_mean": [float(each.judged.mean(axis=(1, 2)).max()) for each in found],
-        "merges": [len(each.judged) for each in found],
+        "best_mean": [float(each.answers.mean(axis=(1, 2)).max()) for each in found],
+        "volumes": [each.volumes for each in found],
+        "merges": [len(each.answers) for each in found],
         "paths": [each.paths for each in found],
         "spent": [each.spent for each in found],
         "seconds": [each.seconds for each in found],
@@ -409,30 +481,65 @@ def show(result: dict[str, Any]) -> None:
     print(f"seeds {seeds[0]} to {seeds[-1]}; vLLM scores {equal:,} of {check['compared']:,} samples alike")
     for part in ("fronts", "growth", "ablations", "pools", "reuse"):
         if part in result:
-            _show_rows(part, result[part]["rows"])
-            for name, volumes in result[part].get("volumes", {}).items():
-                points = zip(result[part]["numbers"], np.mean(volumes, axis=0), strict=True)
-                print(f"{name}, after different paths: " + ", ".join(f"{num} {mean:.3f}" for num, mean in points))
+            print(f"\n{part}\n{rows_table(result[part]['rows'])}")
             for name, found in result[part]["minus"].items():
-                print(f"{name}: {_interval(found)}")
-    for row in result.get("zero_shot", {}).get("rows", ()):
-        cells = [f"{name} {_spread(row[name])}" for name in ("first", "best of 16", "trained for it")]
-        print(f"zero-shot {row['vector']}: {', '.join(cells)}")
-        print("  minus trained: " + ", ".join(f"{name} {_interval(each)}" for name, each in row["minus"].items()))
+                print(f"{name}: {shown_interval(found)}")
+    if "growth" in result:
+        print(growth_table(result["growth"]))
+    if "zero_shot" in result:
+        print(zero_shot_table(result["zero_shot"]))
 
 
-def _show_rows(part: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    print(
-        f"{part}: hypervolume of fronts; best mean on judge items; mean of the last third of the different "
-        "proposals on search data; merges of the front; different merges; seconds"
-    )
-    print("| search | search data | judge items | best mean | late mean | front | merges | samples' worth | s |")
+def rows_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Hypervolumes of fronts, the best mean on judge items, the last third on search data, and what it took."""
+    lines = ["| search | search data | judge items | best mean | last third | merges of the front | different merges | "
+             "samples' worth | s |", "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for row in rows:
-        print(
-            f"| {row['name']} | {_spread(row['search'])} | {_spread(row['judge'])} | {_spread(row['best_mean'])} | "
-            f"{_spread(row['late'])} | {np.mean(row['merges']):.0f} | {np.mean(row['paths']):.0f} | "
+        cells = [_spread(row[key]) for key in ("search", "judge", "best_mean", "late")]
+        cells += [f"{np.mean(row[key]):.0f}" for key in ("merges", "paths")]
+        lines.append(
+            f"| {label(row['name'])} | {' | '.join(cells)} | "
             f"{np.mean(row['spent']):,.0f} | {np.mean(row['seconds']):.0f} |"
         )
+    return "\n".join(lines)
+
+
+def minus_table(minus: Mapping[str, Mapping[str, float]]) -> str:
+    """Paired differences of hypervolumes on judge items: a column for each search, minus that of each row."""
+    pairs = [tuple(name.split(" minus ")) for name in minus]
+    columns, rows = (list(dict.fromkeys(pair[i] for pair in pairs)) for i in (0, 1))
+    lines = [f"| minus | {' | '.join(map(label, columns))} |", f"|---|{'---|' * len(columns)}"]
+    for row in rows:
+        found = (minus.get(f"{column} minus {row}") for column in columns)
+        cells = ["" if each is None else shown_interval(each) for each in found]
+        lines.append(f"| {label(row)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def label(name: str) -> str:
+    """Name of a search as tables have it."""
+    return LABELS.get(name, f"`{name}`" if name in METHODS else name)
+
+
+def growth_table(part: Mapping[str, Any]) -> str:
+    """Hypervolume on search data after different numbers of paths, and on judge items after all."""
+    heads = " | ".join(f"{number:,}" for number in NUM_DIFFERENT)
+    lines = [f"| different paths | {heads} | judge items, all |", f"|---|{'---|' * len(NUM_DIFFERENT)}---|"]
+    for row in part["rows"]:
+        cells = [f"{mean:.3f}" for mean in np.mean(row["volumes"], axis=0)]
+        lines.append(f"| {label(row['name'])} | {' | '.join(cells)} | {_spread(row['judge'])} |")
+    return "\n".join(lines)
+
+
+def zero_shot_table(part: Mapping[str, Any]) -> str:
+    """Answers weighted by the preference vector, and differences from a search for it alone."""
+    others = [name for name in ZERO_SHOT if name != "trained for it"]
+    heads = " | ".join([*ZERO_SHOT, *(f"{name} minus trained" for name in others)])
+    lines = [f"| vector | {heads} |", f"|---|{'---|' * (len(ZERO_SHOT) + len(others))}"]
+    for row in part["rows"]:
+        cells = [_spread(row[name]) for name in ZERO_SHOT] + [shown_interval(row["minus"][name]) for name in others]
+        lines.append(f"| {', '.join(map(str, row['vector']))} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -440,5 +547,12 @@ def _spread(values: Sequence[float]) -> str:
     return f"{np.mean(values):.3f} ± {spread:.3f}"
 
 
-def _interval(found: Mapping[str, float]) -> str:
-    return f"{found['value']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}]"
+TABLES: Mapping[str, Callable[[], str]] = {
+    "fronts": lambda: rows_table(fronts(DEVELOPMENT)["rows"]),
+    "fronts-differences": lambda: minus_table(fronts(DEVELOPMENT)["minus"]),
+    "growth": lambda: growth_table(growth(range(3))),
+    "ablations": lambda: rows_table(ablations(DEVELOPMENT)["rows"]),
+    "pools": lambda: rows_table(pools(DEVELOPMENT)["rows"]),
+    "zero-shot": lambda: zero_shot_table(zero_shot(DEVELOPMENT)),
+    "reuse": lambda: rows_table(reuse(DEVELOPMENT)["rows"]),
+}

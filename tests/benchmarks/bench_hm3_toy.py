@@ -1,5 +1,6 @@
-"""HM3's policy on a made-up environment: paths of 6 steps of 12 actions each, scored by a table, with a deceptive
-optimum.
+"""Episodes until HM3's policy finds the best path of a made-up environment with deceptive optima.
+
+Paths have 6 steps of 12 actions each, and are scored by a table.
 
 The best path scores 1, and a path that has m of its steps in place m / 6. Beside it there are six lures, for which it
 is 0.8 m / 6; the score is the largest of the seven. A lure is a local optimum that four exchanged steps do not leave,
@@ -8,14 +9,16 @@ path are worth most: what a policy learns from many paths at once, and what a se
 
 Evaluations are counted until the best path is first scored: of different paths (the service scores equal ones once),
 and for the policy of all episodes too. Of random search, which draws without repetition, the median is known: half of
-all paths.
+all paths. Every run of a seed is an arm that is kept.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -23,9 +26,11 @@ import torch
 
 from search_spaces.parameters import Categorical, Parameters
 from search_spaces.spaces.layer_paths import LayerPaths
-from service.tune.searchers import SEARCHERS
-from service.tune.searchers.base import Observation
-from workers.training.hm3.training import Training, TrainingOptions
+from service.tune.searchers.base import Observation, ProposalContext
+from service.tune.searchers.es import SEARCHER as ES
+from tests.benchmarks.arms import kept
+from tests.benchmarks.code_digests import code_digest
+from workers.training.hm3.training import PolicyTraining, PolicyTrainingOptions
 
 NUM_STEPS, NUM_MODELS, NUM_LAYERS = 6, 3, 4
 NUM_ACTIONS = NUM_MODELS * NUM_LAYERS
@@ -36,8 +41,16 @@ RANDOM = NUM_ACTIONS**NUM_STEPS // 2
 
 MAX_EPISODES, MAX_ES = 12_000, 3000
 
+BENCHMARK = "hm3_toy"
+SEEDS = range(10)
+
 # For a search of thousands of episodes: larger iterations, and 2,560 episodes of exploration.
-OPTIONS = TrainingOptions(episodes=64, explored=40, exploration=0.1)
+OPTIONS = PolicyTrainingOptions(episodes=64, explored=40, exploration=0.1)
+POLICIES: Mapping[str, PolicyTrainingOptions] = {
+    "policy": OPTIONS,
+    "policy, `exploration: 0.03`": replace(OPTIONS, exploration=0.03),
+    "policy, 12 neighbours": replace(OPTIONS, k=NUM_ACTIONS),
+}
 
 
 class Toy:
@@ -66,11 +79,13 @@ class Toy:
         return float(self.table[tuple(path)])
 
 
-def episodes(toy: Toy, *, seed: int, num_models: int, options: TrainingOptions = OPTIONS) -> Iterator[tuple[int, ...]]:
+def episodes(
+    toy: Toy, *, seed: int, num_models: int, options: PolicyTrainingOptions = OPTIONS
+) -> Iterator[tuple[int, ...]]:
     """The paths that a policy plays in the environment, while it learns."""
     names = tuple(f"model{number}" for number in range(num_models))
     paths = LayerPaths(names, toy.table.shape[0] // num_models, toy.num_steps, toy.num_steps)
-    training = Training(paths, options, seed=seed, preferences=((1.0,),))
+    training = PolicyTraining(paths, options, seed=seed, preferences=((1.0,),))
     scores: list[float] = []
     num_finished = 0
     for number in itertools.count():
@@ -83,60 +98,95 @@ def episodes(toy: Toy, *, seed: int, num_models: int, options: TrainingOptions =
         yield path
 
 
-def by_policy(seed: int, options: TrainingOptions = OPTIONS) -> tuple[int, int] | None:
-    """Different paths that were scored, and episodes that were played, up to the best path; None: it was not found."""
+def by_policy(seed: int, options: PolicyTrainingOptions = OPTIONS) -> dict[str, int | None]:
+    """Different paths scored and episodes played up to the best path; None if it was not found."""
     toy = Toy(seed)
     seen: set[tuple[int, ...]] = set()
     played = episodes(toy, seed=seed, num_models=NUM_MODELS, options=options)
     for number, path in enumerate(itertools.islice(played, MAX_EPISODES), start=1):
         seen.add(path)
         if path == toy.best:
-            return len(seen), number
-    return None
+            return {"paths": len(seen), "episodes": number}
+    return {"paths": None, "episodes": None}
 
 
-def by_evolution(seed: int, *, max_evaluations: int = MAX_ES) -> int | None:
-    """Evaluations of the searcher `es` up to the best path; None: it was not found."""
+def by_evolution(seed: int) -> dict[str, int | None]:
+    """Evaluations of the searcher `es` up to the best path; None if it was not found."""
     toy = Toy(seed)
     parameters = Parameters(Categorical(f"step{step}", tuple(range(NUM_ACTIONS))) for step in range(NUM_STEPS))
     trials: list[Observation] = []
-    for number in range(max_evaluations):
-        found = SEARCHERS["es"].propose(parameters, number=number, seed=seed, observations=trials)
+    for number in range(MAX_ES):
+        found = ES.advance(ProposalContext(parameters, number=number, seed=seed, observations=trials))
         path = tuple(found.values())
         if path == toy.best:
-            return number + 1
+            return {"evaluations": number + 1}
         trials.append(Observation(found, 1.0, (1.0 - toy.score(path),), number=number, rung=0))
-    return None
+    return {"evaluations": None}
 
 
-def run(num_seeds: int = 10) -> dict[str, Any]:
-    policy = [by_policy(seed) for seed in range(num_seeds)]
-    evolution = [by_evolution(seed) for seed in range(num_seeds)]
-    paths = _median([found and found[0] for found in policy], MAX_EPISODES)
-    episodes = _median([found and found[1] for found in policy], MAX_EPISODES)
-    es = _median(evolution, MAX_ES)
+def run() -> dict[str, Any]:
+    torch.set_num_threads(1)  # a seed's figure depends on rounding
+    toy = {"steps": NUM_STEPS, "models": NUM_MODELS, "layers": NUM_LAYERS, "lures": NUM_LURES, "lure": LURE}
+
+    def arms(
+        name: str, limit: int, measure: Callable[[int], dict[str, int | None]], *modules: str, **settings: Any
+    ) -> list[dict[str, Any]]:
+        file = re.sub(r"[^a-z0-9.]+", "-", name).strip("-")
+        return [
+            kept(
+                BENCHMARK,
+                f"{file}-{seed}",
+                {"seed": seed, "toy": toy, "limit": limit, **settings},
+                lambda seed=seed: measure(seed),  # type: ignore[misc]
+                depends=lambda: {"code": code_digest(*modules)},
+            )
+            for seed in SEEDS
+        ]
+
+    policies = {
+        name: arms(
+            name,
+            MAX_EPISODES,
+            lambda seed, options=options: by_policy(seed, options),  # type: ignore[misc]
+            "workers.training.hm3.training",
+            options=asdict(options),
+        )
+        for name, options in POLICIES.items()
+    }
+    evolution = arms("es", MAX_ES, by_evolution, "service.tune.searchers.es")
+    medians = {
+        "policy": median([each["episodes"] for each in policies["policy"]], MAX_EPISODES),
+        "es": median([each["evaluations"] for each in evolution], MAX_ES),
+        "random": RANDOM,
+    }
     return {
-        "seeds": list(range(num_seeds)),
-        "policy": policy,
+        "policies": policies,
         "es": evolution,
-        "random_median": RANDOM,
-        "policy_median": {"paths": paths, "episodes": episodes},
-        "es_median": es,
-        "met": episodes <= RANDOM / 10 and episodes < es,
+        "medians": medians,
+        "met": medians["policy"] <= RANDOM / 10 and medians["policy"] < medians["es"],
     }
 
 
-def _median(found: Sequence[int | None], limit: int) -> float:
-    """With those that were not found at the limit: a lower bound, if it is that."""
+def median(found: Sequence[int | None], limit: int) -> float:
+    """Median over seeds, in which the limit stands for a path that was not found: then a lower bound."""
     return statistics.median(limit if count is None else count for count in found)
 
 
+def table(result: Mapping[str, Any]) -> str:
+    """Episodes or evaluations until the best path was found, by seed."""
+    rows = {name: ([each["episodes"] for each in arms], MAX_EPISODES) for name, arms in result["policies"].items()}
+    rows["`es`"] = [each["evaluations"] for each in result["es"]], MAX_ES
+    lines = [f"| seed | {' | '.join(map(str, SEEDS))} | median |", f"|---|{'---|' * len(SEEDS)}---|"]
+    for name, (counts, limit) in rows.items():
+        middle = median(counts, limit)
+        cells = [f"> {limit:,}" if count is None else f"{count:,}" for count in counts]
+        lines.append(f"| {name} | {' | '.join(cells)} | {'> ' * (middle >= limit)}{middle:,.0f} |")
+    return "\n".join(lines)
+
+
 def show(result: dict[str, Any]) -> None:
-    print("| seed | policy: different paths | policy: episodes | (1+1)-ES |\n|---|---|---|---|")
-    for seed, policy, es in zip(result["seeds"], result["policy"], result["es"], strict=True):
-        paths, episodes = policy or (f"> {MAX_EPISODES}",) * 2
-        print(f"| {seed} | {paths} | {episodes} | {f'> {MAX_ES}' if es is None else es} |")
-    median = result["policy_median"]
-    es = result["es_median"]
-    print(f"| median | {median['paths']:.0f} | {median['episodes']:.0f} | {'> ' * (es >= MAX_ES)}{es:.0f} |")
-    print(f"random search, median: {result['random_median']}")
+    print(table(result))
+    print(f"random search, median: {result['medians']['random']:,}; the policy must need a tenth, and fewer than es")
+
+
+TABLES = {"found": lambda: table(run())}

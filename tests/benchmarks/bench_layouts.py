@@ -1,4 +1,4 @@
-"""Every layout of `tests.layouts` in a live engine: after a swap, its log-probabilities are those of transformers.
+"""Agreement of swapped engines with transformers, for every layout of `tests.layouts`.
 
 For each layout: a family with random weights, an engine on its base, and candidates written into that engine one after
 another, merged by task arithmetic, SLERP, and task arithmetic again in the last layer alone. Each candidate is exported
@@ -66,7 +66,7 @@ def _in_a_process(name: str, directory: Path) -> dict[str, Any]:
 
 
 def measure(name: str, directory: Path) -> dict[str, Any]:
-    """One layout: its row of the table, and how many tensors each component has."""
+    """Measure one layout: its row of the table, and the number of tensors of each component."""
     from tests.conftest import HIDDEN, OPTIONS
     from workers.engines.vllm.engine import Engine
     from workers.merging.bank import Bank

@@ -1,4 +1,4 @@
-"""How much memory a bank and one candidate take, for every fused method, in a process that may not take more.
+"""Memory of a bank and one candidate, for every fused method, in a process that may not take more.
 
 The models of `merge_family`. Allowed are the sources, one result, and a tenth of both. The limit is RLIMIT_DATA, which
 needs no right to make a control group: it counts all that a process may write to, and files too as they are mapped,
@@ -42,13 +42,16 @@ def show(result: dict[str, Any]) -> None:
 
 
 def measure(directory: Path) -> list[dict[str, Any]]:
-    """As `measure_here`, in a process of its own."""
+    """Memory of a bank and its candidates, measured by `measure_here` in a process of its own."""
     return list(json.loads(output(__name__, str(directory))))
 
 
 def measure_here(directory: Path) -> list[dict[str, Any]]:
-    """For each placement a bank of the family that `merge_family.make` left in `directory`, and under the limit a
-    candidate of each fused method. `opening` and `merging` are the largest shares of sources and result needed."""
+    """Memory of a bank for each placement, and under the limit of a candidate of each fused method.
+
+    The family is the one that `merge_family.make` left in `directory`. `opening` and `merging` are the largest shares
+    of sources and result needed.
+    """
     import torch
 
     from tests.benchmarks import merge_family

@@ -1,4 +1,4 @@
-"""Merging in memory: the bandwidth of each method against copying.
+"""Bandwidth of merging in memory against copying, for each method.
 
 Base and three experts of 110M float32 parameters each, random, in a Llama's shapes, two threads. Every candidate has
 new coefficients (a new k, t, or seed). Its time is from the recipe to the last merged tensor, written to memory that

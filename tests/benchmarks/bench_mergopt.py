@@ -1,4 +1,4 @@
-"""A step of MergOPT and of SAM against a step of bare AdamW, on one Llama of 21M parameters.
+"""Time of a step of MergOPT and of SAM against a step of bare AdamW, on one Llama of 21M parameters.
 
 All take turns in one process with two threads: forward and backward passes of 2,048 tokens, and the update. MergOPT has
 its two modes: parameters from a copy, and noise in the layers. Beside other programs on the same cores the ratio of CPU
@@ -97,7 +97,7 @@ def steps_of(name: str) -> Callable[[], Any]:
 
     trained = model()
     bare = torch.optim.AdamW(trained.parameters(), lr=1e-5)
-    optimizer: Any = {  # type: ignore[no-untyped-call]
+    optimizer: Any = {
         "adamw": lambda: bare,
         "mergopt": lambda: MergOPT(bare),
         "mergopt in layers": lambda: MergOPT(bare, model=trained),
@@ -108,7 +108,7 @@ def steps_of(name: str) -> Callable[[], Any]:
     def closure() -> Any:
         optimizer.zero_grad()
         loss: torch.Tensor = trained(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss
 
     return lambda: optimizer.step(closure)

@@ -1,4 +1,4 @@
-"""Merges of MergOPT experts against merges of experts from AdamW, SGD, SAM and ASAM, on the shipped skills.
+"""Quality of merges of MergOPT's experts against those of AdamW's, SGD's, SAM's and ASAM's, on the shipped skills.
 
 For each optimizer and seed the experts of the tiny family's retraining are trained: same base, data, batches and number
 of steps (SAM and ASAM also with half as many, which take as long as AdamW's). The learning rate of each optimizer is
@@ -10,14 +10,16 @@ at these. All three experts are merged, and each pair of them, which is judged o
 How much b and the learning rate matter (the paper's D.4.3) is seen on the pilot's seed: MergOPT with b halved and
 doubled up to twice, and AdamW and MergOPT with each learning rate of the pilot.
 
-Hours: every expert and every judged merge is kept in `.bench/mergopt_quality`, and not made again. With the environment
-variable MERGOPT_QUALITY_SEEDS=1 the comparison is that of the first seed only, which a later run with more continues.
+Hours: the judged merges of each optimizer and seed are an arm that is kept in `tests/benchmarks/results`; the experts
+stay in `.bench/mergopt_quality`. With the environment variable MERGOPT_QUALITY_SEEDS=1 the comparison is that of the
+first seed only, which a later run with more continues.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,22 +32,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from search_spaces.baselines import everywhere
-from search_spaces.recipe import Merge, Source
-from search_spaces.study.file import ObjectiveSpec
-from search_spaces.study.sections import EngineOptions
+from search_spaces.recipe import Merge, Recipe, Source
+from search_spaces.study.engine import EngineOptions
+from search_spaces.study.objectives import ObjectiveSpec
+from tests.benchmarks.arms import compared, kept, packed, unpacked
+from tests.benchmarks.code_digests import code_digest
 from tests.benchmarks.one_pass import OnePass
+from tests.benchmarks.search_families import FAMILIES
 from tests.benchmarks.search_intervals import interval
 from workers.models.family import open_family
 from workers.tiny_family import RETRAIN_FILE, family_dir
-from workers.training.finetuning.analysis import Candidate, candidates
 from workers.training.finetuning.fleet import load_pipeline
 from workers.training.finetuning.history import EXPERT
+from workers.training.finetuning.merge_losses import Candidate, candidates
 from workers.training.finetuning.spec import FinetuneSpec, task_of
 from workers.training.finetuning.trainer import train
 from workers.training.mergopt.fit import fit, sample_of
 from workers.types import TaskSpec, digest_of
 
+BENCHMARK = "mergopt_quality"
 CACHE = Path(".bench/mergopt_quality")
 NUM_SEEDS = 5
 PILOT_SEED = 100
@@ -85,11 +90,15 @@ VARIANTS = (
 
 def run() -> dict[str, Any]:
     torch.set_num_threads(THREADS)
-    seeds = range(int(os.environ.get("MERGOPT_QUALITY_SEEDS", NUM_SEEDS)))
+    return comparison(int(os.environ.get("MERGOPT_QUALITY_SEEDS", NUM_SEEDS)))
+
+
+def comparison(num_seeds: int) -> dict[str, Any]:
+    seeds = range(num_seeds)
     scale = pilot_scale()
     rates = {kind: best_rate(kind, scale) for kind in dict.fromkeys(variant.kind for variant in VARIANTS)}
 
-    def compared(num_experts: int) -> dict[str, Any]:
+    def of_merges(num_experts: int) -> dict[str, Any]:
         judged = {
             variant.name: [
                 judged_merges(variant, rates[variant.rate_of or variant.kind], scale, seed, num_experts)
@@ -101,24 +110,44 @@ def run() -> dict[str, Any]:
         pairs = [(OURS, name) for name in judged if name not in (OURS, at_equal_rates)] + [(at_equal_rates, BASELINE)]
         return {
             "rows": [row_of(name, runs) for name, runs in judged.items()],
-            "gains": [{"of": of, "against": name, **gains(judged[of], judged[name])} for of, name in pairs],
+            "gains": [
+                {
+                    "of": of,
+                    "against": name,
+                    **gains(f"{num_experts}experts-{len(seeds)}seeds-{of}-{name}", judged[of], judged[name]),
+                }
+                for of, name in pairs
+            ],
         }
 
     return {
         "seeds": len(seeds),
         "b": scale,
         "learning_rates": rates,
-        **compared(ALL),
-        "pairs": compared(PAIR),
+        **of_merges(ALL),
+        "pairs": of_merges(PAIR),
         "sensitivity": sensitivity(scale, rates[OURS]),
     }
 
 
+def table(result: Mapping[str, Any]) -> str:
+    """Held-out accuracy of experts and of their merges by each method; the last column is of merges of two experts."""
+    methods = list(result["rows"][0]["methods"])
+    lines = [
+        f"| optimizer | expert | {' | '.join(methods)} | mean | pairs |",
+        f"|---|---|{'---|' * len(methods)}---|---|",
+    ]
+    for row, pair in zip(result["rows"], result["pairs"]["rows"], strict=True):
+        cells = (row["own"], *row["methods"].values(), row["mean"], pair["mean"])
+        lines.append(f"| {row['optimizer']} | {' | '.join(f'{cell:.3f}' for cell in cells)} |")
+    return "\n".join(lines)
+
+
 def show(result: dict[str, Any]) -> None:
     print(f"{result['seeds']} seeds; b {result['b']:.2e}; learning rates {result['learning_rates']}")
-    for title, compared in (("three experts, held out", result), ("pairs, held out", result["pairs"])):
-        show_rows(title, compared["rows"])
-        for gain in compared["gains"]:
+    for title, part in (("three experts, held out", result), ("pairs, held out", result["pairs"])):
+        show_rows(title, part["rows"])
+        for gain in part["gains"]:
             value, low, high = (gain["mean"][key] for key in ("value", "low", "high"))
             print(f"{gain['of']}, against {gain['against']}: {value:+.3f} [{low:+.3f}, {high:+.3f}]")
     show_rows("sensitivity, held out", result["sensitivity"])
@@ -133,8 +162,10 @@ def show_rows(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def sensitivity(scale: float, rate: float) -> list[dict[str, Any]]:
-    """A row for each b at MergOPT's learning rate, and for each learning rate at the pilot's b: merges of all experts
-    of the pilot's seed."""
+    """Rows by b at MergOPT's learning rate, and by learning rate at the pilot's b.
+
+    Merged are all experts of the pilot's seed.
+    """
     ours, plain = Variant(OURS), Variant(BASELINE)
     tried = [(f"{OURS}, b {b:.2g}", ours, rate, b) for b in (factor * scale for factor in B_FACTORS)]
     for variant in (plain, ours):
@@ -163,7 +194,7 @@ def specs(variant: Variant, rate: float, scale: float, seed: int) -> dict[str, F
 
 
 def trained(spec: FinetuneSpec) -> Path:
-    """The directory of an expert; its training goes on from its last checkpoint if it was interrupted."""
+    """The directory of an expert, trained first if it is not there; training continues from its last checkpoint."""
     place = CACHE / "experts" / digest_of(spec.canonical())[:24]
     if not (place / "seconds.json").exists():
         place.mkdir(parents=True, exist_ok=True)
@@ -176,10 +207,15 @@ def trained(spec: FinetuneSpec) -> Path:
 
 
 def pilot_scale() -> float:
-    """MergOPT's b: fitted to experts that AdamW has trained with the pipeline's own learning rate."""
+    """MergOPT's b, fitted to experts that AdamW has trained with the pipeline's own learning rate."""
     rate = next(iter(load_pipeline(family_dir() / RETRAIN_FILE).experts.values())).training.learning_rate
-    places = [trained(spec) / EXPERT for spec in specs(Variant(BASELINE), rate, 1.0, PILOT_SEED).values()]
-    return float(f"{fit(sample_of(family_dir() / 'base', places)).scale:.2g}")
+    experts = specs(Variant(BASELINE), rate, 1.0, PILOT_SEED)
+
+    def measure() -> dict[str, Any]:
+        places = [trained(spec) / EXPERT for spec in experts.values()]
+        return {"value": float(f"{fit(sample_of(family_dir() / 'base', places)).scale:.2g}")}
+
+    return float(arm("pilot-scale", experts, {}, measure)["value"])
 
 
 def best_rate(kind: str, scale: float) -> float:
@@ -188,46 +224,78 @@ def best_rate(kind: str, scale: float) -> float:
 
 
 def own_skill(variant: Variant, rate: float, scale: float) -> float:
-    key = f"pilot-{variant.kind}-{rate:g}-{scale:g}"
+    experts = specs(variant, rate, scale, PILOT_SEED)
 
     def measure() -> dict[str, Any]:
-        fleet = Fleet(specs(variant, rate, scale, PILOT_SEED))
-        return {
-            "value": float(np.mean([fleet.own(alias, "search", VALIDATION_ITEMS).mean() for alias in fleet.places]))
-        }
+        fleet = Fleet(experts)
+        own = [fleet.own(alias, "search", VALIDATION_ITEMS).mean() for alias in fleet.places]
+        return {"value": float(np.mean(own))}
 
-    return float(kept(key, measure)["value"])
+    settings = {"items": VALIDATION_ITEMS}
+    return float(arm(f"pilot-{variant.kind}-{rate:g}-{scale:g}", experts, settings, measure)["value"])
 
 
 def judged_merges(variant: Variant, rate: float, scale: float, seed: int, num_experts: int = ALL) -> dict[str, Any]:
-    """Of the experts of one seed: which held-out items the best merge of each method answers, as strings of 0 and 1: of
-    every set of `num_experts` experts, for each of its skills."""
+    """Answers to held-out items of the best merge of each method, of the experts of one seed.
+
+    By method [sets * skills, items]: of every set of `num_experts` experts, for each of its skills.
+    """
     prefix = "" if num_experts == ALL else f"{num_experts}experts-"
-    key = f"{prefix}seed{seed}-{variant.kind}-{variant.half}-{rate:g}-{scale:g}"
+    half = "-half" if variant.half else ""
+    experts = specs(variant, rate, scale, seed)
 
     def measure() -> dict[str, Any]:
-        fleet = Fleet(specs(variant, rate, scale, seed))
+        fleet = Fleet(experts)
         together = list(combinations(fleet.places, num_experts))
-        best = [fleet.best(experts, seed=seed) for experts in together]
+        best = [fleet.best(names, seed=seed) for names in together]
         return {
             "own": float(np.mean([fleet.own(alias, "holdout").mean() for alias in fleet.places])),
-            "seconds": fleet.seconds,
+            "seconds": round(fleet.seconds, 1),
             "coefficients": {method: [each[method].coefficient for each in best] for method in best[0]},
             "methods": {
-                method: [
-                    "".join("01"[int(x)] for x in row)
-                    for experts, each in zip(together, best, strict=True)
-                    for row in fleet.answers(each[method].merge, experts, "holdout")
-                ]
+                method: packed(
+                    np.concatenate([
+                        fleet.answers(each[method].merge, names, "holdout")
+                        for names, each in zip(together, best, strict=True)
+                    ])
+                )
                 for method in best[0]
             },
-        }
+        }  # fmt: skip
 
-    return kept(key, measure)
+    name = f"{prefix}seed{seed}-{variant.kind}{half}-{rate:g}-{scale:g}"
+    found = arm(name, experts, {"merged": num_experts, "validation": VALIDATION_ITEMS}, measure)
+    return {**found, "methods": {method: unpacked(each) for method, each in found["methods"].items()}}
+
+
+def arm(
+    name: str, experts: Mapping[str, FinetuneSpec], settings: Mapping[str, Any], measure: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """An arm of experts; their specifications, without the place of their files, are among its settings."""
+    canonical = json.dumps({alias: spec.canonical() for alias, spec in experts.items()})
+    first = next(iter(experts.values()))
+    settings = {
+        "seed": first.seed,
+        "optimizer": first.method.kind,
+        "learning_rate": first.training.learning_rate,
+        "steps": {alias: spec.training.steps for alias, spec in experts.items()},
+        "experts": digest_of(json.loads(canonical.replace(str(family_dir()), "tiny_family")))[:24],
+        **settings,
+    }
+    return kept(
+        BENCHMARK,
+        name,
+        settings,
+        measure,
+        depends=lambda: {
+            "code": code_digest("workers.training.finetuning.trainer", "workers.training.mergopt.fit"),
+            "family": FAMILIES["shipped"].digest,
+        },
+    )
 
 
 class Fleet:
-    """Trained experts, and what their merges answer."""
+    """Trained experts and the answers of their merges."""
 
     def __init__(self, experts: Mapping[str, FinetuneSpec]) -> None:
         self.places = {alias: trained(spec) for alias, spec in experts.items()}
@@ -243,11 +311,11 @@ class Fleet:
     def answers(
         self, merge: Merge, skills: Sequence[str], split: str, num_items: int | None = None
     ) -> NDArray[np.bool_]:
-        """[skills, items]"""
+        """Answers of a merge, [skills, items]."""
         return np.stack([self._answers(merge, self._tasks[split][skill], num_items) for skill in skills])
 
     def best(self, experts: Sequence[str], *, seed: int) -> dict[str, Candidate]:
-        """By method, the candidate that answers the most search items of the experts' skills."""
+        """The candidate of each method that answers the most search items of the experts' skills."""
         found: dict[str, tuple[float, Candidate]] = {}
         for candidate in candidates(experts, seed=seed):
             value = float(self.answers(candidate.merge, experts, "search", VALIDATION_ITEMS).mean())
@@ -256,7 +324,7 @@ class Fleet:
         return {method: candidate for method, (_, candidate) in found.items()}
 
     def _answers(self, merge: Merge, of: TaskSpec, num_items: int | None) -> NDArray[np.bool_]:
-        recipe = everywhere(merge, "base", self._fingerprints, num_layers=8)
+        recipe = Recipe.uniform(merge, models=self._fingerprints, base="base", num_layers=8).canonical()
         return self._scorer.exact_matches(recipe, of, 0, num_items or self._scorer.num_samples(of))
 
 
@@ -266,24 +334,8 @@ def task(skill: str, split: str) -> TaskSpec:
     return task_of(ObjectiveSpec.model_validate_json(json.dumps(document)), seed=0)
 
 
-def kept(key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    file = CACHE / "runs" / f"{key}.json"
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.with_suffix(".part").write_text(json.dumps(measure()))
-        file.with_suffix(".part").rename(file)
-        print(f"{time.strftime('%H:%M:%S')} {key}", flush=True)
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
-
-
-def answered(run: Mapping[str, Any], method: str) -> NDArray[np.float64]:
-    """[skills, items]"""
-    return np.array([[c == "1" for c in row] for row in run["methods"][method]], dtype=np.float64)
-
-
 def row_of(name: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    methods = {m: float(np.mean([answered(each, m).mean() for each in runs])) for m in runs[0]["methods"]}
+    methods = {m: float(np.mean([each["methods"][m].mean() for each in runs])) for m in runs[0]["methods"]}
     return {
         "optimizer": name,
         "own": float(np.mean([each["own"] for each in runs])),
@@ -293,14 +345,18 @@ def row_of(name: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def gains(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def gains(name: str, ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Paired differences by method and in the mean of methods; seeds and items are drawn again for the intervals."""
 
-    def difference(methods: Sequence[str]) -> dict[str, float]:
+    def difference(methods: Sequence[str], of: str) -> dict[str, float]:
         def stacked(runs: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:
-            return np.stack([np.mean([answered(run, method) for method in methods], axis=0) for run in runs])
+            return np.stack([np.mean([run["methods"][method] for method in methods], axis=0) for run in runs])
 
-        return interval([stacked(ours)], [stacked(theirs)])
+        arm_name = re.sub(r"[^\w.]+", "-", f"{name}-{of}")
+        return compared(BENCHMARK, arm_name, interval, [stacked(ours)], [stacked(theirs)])
 
     names = list(ours[0]["methods"])
-    return {"mean": difference(names), "methods": {name: difference([name]) for name in names}}
+    return {"mean": difference(names, "mean"), "methods": {name: difference([name], name) for name in names}}
+
+
+TABLES = {"merges": lambda: table(comparison(NUM_SEEDS))}

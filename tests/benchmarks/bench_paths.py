@@ -1,4 +1,4 @@
-"""Paths in a live engine: the same as transformers, the time of a switch, memory, and trials a minute.
+"""Layer paths in a live engine: agreement with transformers, time of a switch, memory, trials a minute.
 
 Four parts, each engine in a process of its own, on CPU with one thread:
 
@@ -196,8 +196,8 @@ def measure_trials(directory: Path) -> dict[str, Any]:
 
 
 def measure_restart(directory: Path, seed: str) -> dict[str, Any]:
-    """What happens to a candidate without a warm engine: an export, a new process, a new engine."""
-    from search_spaces.study.sections import EngineOptions
+    """Score a candidate without a warm engine: an export, a new process, a new engine."""
+    from search_spaces.study.engine import EngineOptions
     from workers.engines.vllm.environment import engine_environment
     from workers.export.checkpoint import export
     from workers.merging.bank import Bank

@@ -1,6 +1,6 @@
-"""Whole processes in CPU seconds (user and system), which other programs on the machine change little: the start-up of
-commands, and merges against mergekit's command.
+"""CPU seconds of whole commands: their start-up, and merges against mergekit's command.
 
+User and system time are counted, which other programs on the machine change little.
 Start-up: `mergesearch merge` of two of the shipped experts, and `run --check` of the example study, against a process
 that imports torch. Merges: the models of `merge_family` in a RAM disk, one mergekit file for both programs. Files are
 warm: each command ran once before, so fingerprints, compiled kernels and what vLLM can run are known.

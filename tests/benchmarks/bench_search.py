@@ -1,15 +1,15 @@
-"""What searchers find on trained families, for how many samples' worth: `auto` beside black-box searchers.
+"""Quality of what `auto` and black-box searchers find on trained families, by the samples that they cost.
 
 `bench_searchers` compares searchers on families whose accuracies are made up: true values are known, spaces with
 conditions and choices are searched too, and it takes minutes. Here models are trained, so gradients exist and what was
-found can be judged on items that no search saw. That takes hours: every search is stored in `.bench/search`, and a
-bench that was interrupted goes on after the last one.
+found can be judged on items that no search saw. That takes hours: every search is an arm that is kept in
+`tests/benchmarks/results/search`, and a bench that was interrupted continues after the last one.
 
     make bench ONLY=search
     SEARCH_PARTS=demo,single,front SEARCH_FAMILIES=shipped,letters SEARCH_SEEDS=0-4 make bench ONLY=search
 
-Seeds 0 to 4 are for development. The default searcher is named before seeds 100 to 104 are run, on all families, and
-nothing is chosen by those: `SEARCH_SEEDS=100-104`.
+Seeds 0 to 4 are those of development. The default searcher is named before seeds 100 to 104 are run, on all families,
+and nothing is chosen by those: `SEARCH_SEEDS=100-104`.
 
 A sample that is scored for a proposed trial counts 1, a sample of a loss 1, one of a gradient 3; sources and published
 recipes are not counted. The parts:
@@ -23,28 +23,29 @@ recipes are not counted. The parts:
 
 Black-box searchers get what was fixed before any of them was run: one coefficient from 0 to 1 for each expert in each
 of four groups of layers, embedding and head (18 numbers: few, as suits them, and all sensible), full evaluations only,
-and the source and published recipes as known results. The best trial of a search is that with the best mean on its
-search data, one of the known recipes included, as in a study.
+and the baselines as known results. The best trial of a search is that with the best mean on its
+search data, baselines included, as in a study.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.objectives import hypervolume, non_dominated
+from tests.benchmarks.arms import compared, kept, packed, unpacked
 from tests.benchmarks.one_pass_check import check_against_engine
+from tests.benchmarks.search_arms import Best, Front, best_of, depends_on, done, front_in, volume
 from tests.benchmarks.search_families import FAMILIES, FULL
 from tests.benchmarks.search_intervals import interval, volume_interval, volume_of
-from tests.benchmarks.search_runs import CACHE, Bench, Run, SearchSpec, Trial
+from tests.benchmarks.search_runs import Bench, Run, SearchSpec
 
+BENCHMARK = "search"
+DEVELOPMENT, HELD_OUT = range(5), range(100, 105)  # seeds
 NUM_SKILLS = 3
 EVALUATION = NUM_SKILLS * FULL  # samples of a full evaluation
 
@@ -121,8 +122,7 @@ def run() -> dict[str, Any]:
 
     torch.set_num_threads(1)
     families = os.environ.get("SEARCH_FAMILIES", ",".join(FAMILIES)).split(",")
-    first, _, last = os.environ.get("SEARCH_SEEDS", "0-4").partition("-")
-    seeds = range(int(first), int(last or first) + 1)
+    seeds = seeds_of("SEARCH_SEEDS")
     parts: Mapping[str, Callable[[Sequence[str], range], dict[str, Any]]] = {
         "demo": demo, "single": single, "front": front
     }  # fmt: skip
@@ -137,35 +137,43 @@ def run() -> dict[str, Any]:
     }
 
 
+def seeds_of(variable: str) -> range:
+    """Seeds that an environment variable gives as "3" or "0-4"; without it those of development."""
+    first, _, last = os.environ.get(variable, "0-4").partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
 def demo(families: Sequence[str], seeds: range) -> dict[str, Any]:
-    bench = Bench.of("shipped")
-    runs = [done(bench, demo_spec("shipped", seed)) for seed in seeds]
-    winners = np.stack([judged(bench, run, run.best()) for run in runs])
-    scan = scanned(bench)
-    alone = np.broadcast_to(scan["judged"], winners.shape)
+    """The shipped study, of the shipped family whatever `families` are."""
+    auto = [best_of(demo_spec("shipped", seed)) for seed in seeds]
+    winners = answers_of(auto)
+    scan = scanned("shipped")
+    alone = np.broadcast_to(unpacked(scan["answers"]), winners.shape)
+
+    def minus(name: str, ours: NDArray[np.bool_], theirs: NDArray[np.bool_]) -> dict[str, float]:
+        return compared(BENCHMARK, f"demo-{name}", interval, [ours], [theirs])
+
     rows = []
     for searcher in SINGLE_RIVALS:
-        found = [
-            done(bench, rival_spec("shipped", seed, "mean", searcher, DEMO_BUDGET // EVALUATION)) for seed in seeds
-        ]
-        best = [run.best() for run in found]
-        values = np.stack([judged(bench, run, trial) for run, trial in zip(found, best, strict=True)])
+        specs = [rival_spec("shipped", seed, "mean", searcher, DEMO_BUDGET // EVALUATION) for seed in seeds]
+        found = [best_of(spec) for spec in specs]
+        values = answers_of(found)
         rows.append({
             "searcher": searcher,
             "spent": found[0].spent,
-            **summary(values, [trial.mean for trial in best]),
-            "known_recipes": sum(trial.origin != "search" for trial in best),
-            "auto_minus": interval([winners], [values]),
+            **summary(found),
+            "known_recipes": num_known(found),
+            "auto_minus": minus(f"{searcher}-{named(seeds)}", winners, values),
         })  # fmt: skip
-    beside = interval([winners], [alone])
-    is_met = winners.mean() >= DEMO_MUST and max(run.spent for run in runs) <= DEMO_BUDGET and beside["low"] > 0
+    beside = minus(f"scan-{named(seeds)}", winners, alone)
+    is_met = winners.mean() >= DEMO_MUST and max(each.spent for each in auto) <= DEMO_BUDGET and beside["low"] > 0
     return {
         "met": bool(is_met),
-        "auto": {"spent": [run.spent for run in runs], "seconds": [run.seconds for run in runs],
-                 **summary(winners, [run.best().mean for run in runs])},
+        "auto": {"spent": [each.spent for each in auto], "seconds": [each.seconds for each in auto], **summary(auto)},
         "scan": {"lambda": scan["lambda"], "search": scan["search"], "judge": float(alone.mean()),
                  "auto_minus": beside,
-                 "auto_minus_by_seed": [interval([winners[[i]]], [alone[[i]]]) for i in range(len(runs))]},
+                 "auto_minus_by_seed": [minus(f"scan-{seed}", winners[[i]], alone[[i]])
+                                        for i, seed in enumerate(seeds)]},
         "rivals": rows,
     }  # fmt: skip
 
@@ -175,175 +183,166 @@ def single(families: Sequence[str], seeds: range) -> dict[str, Any]:
     theirs: list[NDArray[np.bool_]] = []
     best_rivals: dict[str, str] = {}
     rows: list[dict[str, Any]] = []
-    for name in families:
-        bench = Bench.of(name)
-        table: dict[str, NDArray[np.bool_]] = {}
+    for family in families:
+        rivals: dict[str, NDArray[np.bool_]] = {}
         for budget in SINGLE_BUDGETS:
-            runs = [done(bench, single_spec(name, seed, budget)) for seed in seeds]
-            table[f"auto {budget}"] = judge_all(bench, runs)
-            ours[budget].append(table[f"auto {budget}"])
-            rows.append(row_of(name, "auto", budget, runs, table[f"auto {budget}"]))
+            found = [best_of(single_spec(family, seed, budget)) for seed in seeds]
+            ours[budget].append(answers_of(found))
+            rows.append(row_of(family, "auto", budget, found))
         for searcher in SINGLE_RIVALS:
-            runs = [done(bench, rival_spec(name, seed, "mean", searcher, SINGLE_EVALUATIONS)) for seed in seeds]
-            table[searcher] = judge_all(bench, runs)
-            rows.append(row_of(name, searcher, SINGLE_EVALUATIONS, runs, table[searcher]))
-        best_rivals[name] = max(SINGLE_RIVALS, key=lambda searcher: table[searcher].mean())
-        theirs.append(table[best_rivals[name]])
-    minus = {
+            found = [best_of(rival_spec(family, seed, "mean", searcher, SINGLE_EVALUATIONS)) for seed in seeds]
+            rivals[searcher] = answers_of(found)
+            rows.append(row_of(family, searcher, SINGLE_EVALUATIONS, found))
+        best_rivals[family] = max(SINGLE_RIVALS, key=lambda searcher: rivals[searcher].mean())
+        theirs.append(rivals[best_rivals[family]])
+
+    def minus(budget: int, which: slice, name: str) -> dict[str, float]:
+        arm = f"single-{budget}-{name}-{named(seeds)}"
+        return compared(BENCHMARK, arm, interval, ours[budget][which], theirs[which])
+
+    differences = {
         str(budget): {
-            "all": interval(ours[budget], theirs),
-            **{n: interval([a], [b]) for n, a, b in zip(families, ours[budget], theirs, strict=True)},
+            "all": minus(budget, slice(None), "+".join(families)),
+            **{family: minus(budget, slice(i, i + 1), family) for i, family in enumerate(families)},
         }
         for budget in SINGLE_BUDGETS
     }
-    is_met = minus[str(SINGLE_BUDGETS[0])]["all"]["low"] > SINGLE_MUST
-    return {"met": is_met, "rows": rows, "best_rivals": best_rivals, "auto_minus_best_rival": minus}
+    is_met = differences[str(SINGLE_BUDGETS[0])]["all"]["low"] > SINGLE_MUST
+    return {"met": is_met, "rows": rows, "best_rivals": best_rivals, "auto_minus_best_rival": differences}
 
 
 def front(families: Sequence[str], seeds: range) -> dict[str, Any]:
-    reached, rows = [], []
+    reached = [target_of(family, seed) for family in families for seed in seeds]
+    rows = []
     fronts: dict[tuple[str, int], list[list[NDArray[np.bool_]]]] = {}
-    for name in families:
-        bench = Bench.of(name)
+    for family in families:
         for budget in FRONT_BUDGETS:
-            runs = {"auto": [done(bench, front_spec(name, seed, budget)) for seed in seeds]}
-            for searcher in FRONT_RIVALS:
-                trials = TARGET_EVALUATIONS if searcher == "random" else max(FRONT_BUDGETS)
-                specs = [rival_spec(name, seed, "skills", searcher, trials) for seed in seeds]
-                runs[searcher] = [done(bench, spec) for spec in specs]
-            if budget == FRONT_BUDGETS[0]:
-                reached += [target_of(name, *pair) for pair in zip(runs["auto"], runs["random"], strict=True)]
-            for searcher, found in runs.items():
-                members = [front_of(run.until(budget * EVALUATION)) for run in found]
-                values = [
-                    np.stack([judged(bench, run, trial) for trial in own])
-                    for run, own in zip(found, members, strict=True)
+            for searcher in ("auto", *FRONT_RIVALS):
+                found = [
+                    front_in(front_searches(family, seed, searcher, budget), budget * EVALUATION) for seed in seeds
                 ]
-                fronts.setdefault((searcher, budget), []).append(values)
-                rows.append(
-                    {
-                        "family": name,
-                        "searcher": searcher,
-                        "evaluations": budget,
-                        "search": [volume(own) for own in members],
-                        "judge": [volume_of(each) for each in values],
-                        "merges": [len(own) for own in members],
-                    }
-                )
-    minus = {
+                fronts.setdefault((searcher, budget), []).append([each.answers for each in found])
+                rows.append(front_row(family, searcher, budget, found))
+
+    def minus(searcher: str, budget: int, which: slice, name: str) -> dict[str, float]:
+        arm = f"front-{searcher}-{budget}-{name}-{named(seeds)}"
+        pair = fronts["auto", budget][which], fronts[searcher, budget][which]
+        return compared(BENCHMARK, arm, volume_interval, *pair)
+
+    differences = {
         f"{searcher} at {budget}": {
-            "all": volume_interval(fronts["auto", budget], fronts[searcher, budget]),
-            **{
-                name: volume_interval([a], [b])
-                for name, a, b in zip(families, fronts["auto", budget], fronts[searcher, budget], strict=True)
-            },
+            "all": minus(searcher, budget, slice(None), "+".join(families)),
+            **{family: minus(searcher, budget, slice(i, i + 1), family) for i, family in enumerate(families)},
         }
         for budget in FRONT_BUDGETS
         for searcher in FRONT_RIVALS
     }
     shares = [row["all"]["share"] for row in reached]
     is_met = all(share is not None and share <= FRONT_MUST for share in shares)
-    is_met = is_met and all(found["all"]["low"] > 0 for found in minus.values())
-    return {"met": is_met, "reached": reached, "rows": rows, "auto_minus": minus}
+    is_met = is_met and all(found["all"]["low"] > 0 for found in differences.values())
+    return {"met": is_met, "reached": reached, "rows": rows, "auto_minus": differences}
 
 
-# -- searches and what they found --------------------------------------------------------------------------------------
+def front_searches(family: str, seed: int, searcher: str, budget: int) -> SearchSpec:
+    """Search whose front after `budget` evaluations is compared; rivals' are one search for all budgets."""
+    if searcher == "auto":
+        return front_spec(family, seed, budget)
+    trials = TARGET_EVALUATIONS if searcher == "random" else max(FRONT_BUDGETS)
+    return rival_spec(family, seed, "skills", searcher, trials)
 
 
-def done(bench: Bench, spec: SearchSpec) -> Run:
-    started = time.perf_counter()
-    run = bench.run(spec)
-    if (seconds := time.perf_counter() - started) > 2:
-        best = run.best()
-        print(f"{spec.family} {spec.goal} {spec.name} seed {spec.seed}: {best.mean:.3f} on search data after "
-              f"{run.spent} samples' worth, {seconds:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
-    return run
+# -- what searches found -----------------------------------------------------------------------------------------------
 
 
-def judged(bench: Bench, run: Run, trial: Trial) -> NDArray[np.bool_]:
-    """[skills, items]"""
-    return bench.judged(bench.recipe(run.spec, trial))
+def answers_of(found: Sequence[Best]) -> NDArray[np.bool_]:
+    """Answers of each search's best trial, [searches, skills, items]."""
+    return np.stack([each.answers for each in found])
 
 
-def judge_all(bench: Bench, runs: Sequence[Run]) -> NDArray[np.bool_]:
-    """Of each run's best trial, [runs, skills, items]."""
-    return np.stack([judged(bench, run, run.best()) for run in runs])
+def num_known(found: Sequence[Best]) -> int:
+    """Number of searches whose best trial is a baseline."""
+    return sum(each.origin != "search" for each in found)
 
 
-def scanned(bench: Bench) -> dict[str, Any]:
+def named(seeds: range) -> str:
+    return f"{seeds[0]}-{seeds[-1]}"
+
+
+def scanned(family: str) -> dict[str, Any]:
     """Task arithmetic with one lambda everywhere, the best of a scan on all search items."""
-    file = CACHE / "scan" / f"{bench.fingerprint[:16]}.json"
     from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 
-    family, experts = bench.judge.family, bench.family.skills
+    def measure() -> dict[str, Any]:
+        bench = Bench.of(family)
+        models, experts = bench.judge.models.family, bench.family.skills
 
-    def recipe(lambda_: float) -> Recipe:
-        def merge(layer: int | None) -> Merge:
-            return Merge("task_arithmetic", tuple(Source(e, layer) for e in experts), {"lambda": lambda_})
+        def recipe(lambda_: float) -> Recipe:
+            def merge(layer: int | None) -> Merge:
+                return Merge("task_arithmetic", tuple(Source(e, layer) for e in experts), {"lambda": lambda_})
 
-        layers = tuple(LayerRecipe(merge(i), merge(i), merge(i)) for i in range(bench.judge.num_layers))
-        return Recipe(family.fingerprints, family.base.alias, layers, merge(None), merge(None)).canonical()
+            layers = tuple(LayerRecipe(merge(i), merge(i), merge(i)) for i in range(bench.judge.models.num_layers))
+            return Recipe(models.fingerprints, models.base.alias, layers, merge(None), merge(None)).canonical()
 
-    if not file.exists():
-        values = {lambda_: float(bench.searched(recipe(lambda_), 0).mean()) for lambda_ in LAMBDAS}
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(values))
-    found = {float(lambda_): value for lambda_, value in json.loads(file.read_text()).items()}
-    best = max(found, key=lambda lambda_: found[lambda_])
-    return {"lambda": best, "search": found[best], "judged": bench.judged(recipe(best))}
+        found = {lambda_: float(bench.searched(recipe(lambda_), 0).mean()) for lambda_ in LAMBDAS}
+        best = max(found, key=lambda lambda_: found[lambda_])
+        return {"lambda": best, "search": found[best], "answers": packed(bench.judged(recipe(best)))}
+
+    settings = {"family": family, "lambdas": LAMBDAS}
+    return kept(BENCHMARK, f"scan-{family}", settings, measure, depends=lambda: {"family": FAMILIES[family].digest})
 
 
-def row_of(
-    family: str, searcher: str, evaluations: int, runs: Sequence[Run], values: NDArray[np.bool_]
-) -> dict[str, Any]:
+def row_of(family: str, searcher: str, evaluations: int, found: Sequence[Best]) -> dict[str, Any]:
     return {
         "family": family,
         "searcher": searcher,
         "evaluations": evaluations,
-        "spent": max(run.spent for run in runs),
-        "known_recipes": sum(run.best().origin != "search" for run in runs),
-        **summary(values, [run.best().mean for run in runs]),
+        "spent": max(each.spent for each in found),
+        "known_recipes": num_known(found),
+        **summary(found),
     }
 
 
-def summary(values: NDArray[np.bool_], on_search: Sequence[float]) -> dict[str, Any]:
-    by_seed = values.mean(axis=(1, 2))
-    spread = float(by_seed.std(ddof=1)) if len(by_seed) > 1 else 0.0
+def front_row(family: str, searcher: str, evaluations: int, found: Sequence[Front]) -> dict[str, Any]:
+    return {
+        "family": family,
+        "searcher": searcher,
+        "evaluations": evaluations,
+        "search": [each.search for each in found],
+        "judge": [volume_of(each.answers) for each in found],
+        "merges": [len(each.answers) for each in found],
+    }
+
+
+def summary(found: Sequence[Best]) -> dict[str, Any]:
+    by_seed = answers_of(found).mean(axis=(1, 2))
     return {
         "judge": float(by_seed.mean()),
-        "spread": spread,
+        "spread": _std(by_seed.tolist()),
         "by_seed": by_seed.tolist(),
-        "search": float(np.mean(on_search)),
+        "search": float(np.mean([each.search for each in found])),
     }
 
 
-def front_of(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials that none dominates on search data; of equal recipes the first."""
-    first = {trial.digest: trial for trial in reversed(trials)}
-    unique = sorted(first.values(), key=lambda trial: trial.number)
-    is_best = non_dominated([costs(trial) for trial in unique])
-    return [trial for trial, is_on_front in zip(unique, is_best, strict=True) if is_on_front]
+def target_of(family: str, seed: int) -> dict[str, Any]:
+    """Samples until `auto` has the hypervolume of all of random search's trials.
 
+    Baselines count on both sides, or ("proposed") on none.
+    """
+    specs = [front_searches(family, seed, searcher, FRONT_BUDGETS[0]) for searcher in ("auto", "random")]
 
-def costs(trial: Trial) -> tuple[float, ...]:
-    return tuple(1 - value for value in trial.values.values())
+    def measure() -> dict[str, Any]:
+        auto, random = (done(Bench.of(family), spec) for spec in specs)
+        row: dict[str, Any] = {}
+        for key, ours, theirs in (("all", auto, random), ("proposed", auto.proposed(), random.proposed())):
+            target = volume(theirs.trials)
+            spent = samples_to_reach(ours, target)
+            share = None if spent is None else spent / (TARGET_EVALUATIONS * EVALUATION)
+            row[key] = {"target": target, "auto": volume(ours.trials), "spent": spent, "share": share}
+        return row
 
-
-def volume(trials: Sequence[Trial]) -> float:
-    """On search data."""
-    return hypervolume([costs(trial) for trial in trials])
-
-
-def target_of(family: str, auto: Run, random: Run) -> dict[str, Any]:
-    """Samples until `auto` has the hypervolume of all of random search's trials; source and published recipes count on
-    both sides, or ("proposed") on none."""
-    row: dict[str, Any] = {"family": family, "seed": auto.spec.seed}
-    for key, ours, theirs in (("all", auto, random), ("proposed", auto.proposed(), random.proposed())):
-        target = volume(theirs.trials)
-        spent = samples_to_reach(ours, target)
-        share = None if spent is None else spent / (TARGET_EVALUATIONS * EVALUATION)
-        row[key] = {"target": target, "auto": volume(ours.trials), "spent": spent, "share": share}
-    return row
+    settings = {"specs": [asdict(spec) for spec in specs]}
+    found = kept(BENCHMARK, f"reached/{family}-{seed}", settings, measure, depends=depends_on(*specs))
+    return {"family": family, "seed": seed, **found}
 
 
 def samples_to_reach(run: Run, target: float) -> int | None:
@@ -366,57 +365,97 @@ def show(result: dict[str, Any]) -> None:
 def show_demo(part: dict[str, Any]) -> None:
     auto, scan = part["auto"], part["scan"]
     print(f"\ndemo: must >= {DEMO_MUST} for {DEMO_BUDGET} samples' worth, goal 0.80 for 6,000; met: {part['met']}")
-    print("| searcher | samples' worth | search | held out (± over seeds) | auto minus it |\n|---|---|---|---|---|")
-    print(f"| auto | {max(auto['spent'])} | {auto['search']:.3f} | {_with_spread(auto)} | |")
-    one = f"task arithmetic, lambda {scan['lambda']} by a scan"
-    print(f"| {one} | | {scan['search']:.3f} | {scan['judge']:.3f} | {_interval(scan['auto_minus'])} |")
-    for row in part["rivals"]:
-        print(
-            f"| {row['searcher']} | {row['spent']} | {row['search']:.3f} | {_with_spread(row)} | "
-            f"{_interval(row['auto_minus'])} |"
-        )
+    print(demo_table(part))
     print(f"held out by seed: {_each(auto['by_seed'])}; seconds: {[round(s) for s in auto['seconds']]}")
-    print("auto minus the scan's, by seed: " + ", ".join(map(_interval, scan["auto_minus_by_seed"])))
+    print("auto minus the scan's, by seed: " + ", ".join(map(shown_interval, scan["auto_minus_by_seed"])))
+
+
+def demo_table(part: Mapping[str, Any]) -> str:
+    """Held-out means of `auto`, of the scan, and of black-box searchers, the best first."""
+    auto, scan = part["auto"], part["scan"]
+    one = f"task arithmetic, lambda {scan['lambda']}, the best of {len(LAMBDAS)} on all search items"
+    lines = ["| searcher | samples' worth | search data | held out | `auto` minus it |", "|---|---|---|---|---|"]
+    lines.append(f"| `auto` | {max(auto['spent']):,} | {auto['search']:.3f} | {_with_spread(auto)} | |")
+    lines.append(f"| {one} | | {scan['search']:.3f} | {scan['judge']:.3f} | {shown_interval(scan['auto_minus'])} |")
+    for row in sorted(part["rivals"], key=lambda row: -row["judge"]):
+        lines.append(
+            f"| `{row['searcher']}` | {row['spent']:,} | {row['search']:.3f} | {_with_spread(row)} | "
+            f"{shown_interval(row['auto_minus'])} |"
+        )
+    return "\n".join(lines)
 
 
 def show_single(part: dict[str, Any]) -> None:
     must, goal = SINGLE_BUDGETS
     print(f"\nsingle objective: must lower end above {SINGLE_MUST} with {must} evaluations' worth, goal with {goal}; "
           f"met: {part['met']}")  # fmt: skip
-    print("| family | searcher | evaluations | search | judge (± over seeds) | best is a known recipe |")
-    print("|---|---|---|---|---|---|")
+    print(single_table(part))
     for row in part["rows"]:
-        print(
-            f"| {row['family']} | {row['searcher']} | {row['evaluations']} | {row['search']:.3f} | "
-            f"{_with_spread(row)} | {row['known_recipes']} of {len(row['by_seed'])} |"
-        )
+        if row["known_recipes"]:
+            known = f"{row['known_recipes']} of {len(row['by_seed'])}"
+            print(f"{row['family']}, {row['searcher']} {row['evaluations']}: best is a baseline in {known}")
     print(f"best rivals: {part['best_rivals']}")
     for budget, found in part["auto_minus_best_rival"].items():
         print(f"auto after {budget} minus the best rival after {SINGLE_EVALUATIONS}: "
-              + ", ".join(f"{name} {_interval(each)}" for name, each in found.items()))  # fmt: skip
+              + ", ".join(f"{name} {shown_interval(each)}" for name, each in found.items()))  # fmt: skip
+
+
+def single_table(part: Mapping[str, Any]) -> str:
+    """Means on judge items by family; black-box searchers follow, the best over all families first."""
+    by_searcher = _by_family(part["rows"])
+    lines = _family_head(by_searcher)
+    for (searcher, evaluations), rows in by_searcher.items():
+        cells = (_with_spread(row) for row in rows.values())
+        lines.append(f"| `{searcher}` | {evaluations} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def show_front(part: dict[str, Any]) -> None:
     print(
         f"\nthree objectives: must reach the hypervolume of random search after {TARGET_EVALUATIONS} evaluations with"
     )
-    print(f"{FRONT_MUST:.0%} of its samples, goal 2%, and be above each rival; met: {part['met']}; without source and "
-          "published recipes in brackets")  # fmt: skip
+    print(f"{FRONT_MUST:.0%} of its samples, goal 2%, and be above each rival; met: {part['met']}; without "
+          "baselines in brackets")  # fmt: skip
     print("| family | seed | random search's | auto's | reached with |\n|---|---|---|---|---|")
     for row in part["reached"]:
         one, other = row["all"], row["proposed"]
         cells = (f"{one[key]:.3f} ({other[key]:.3f})" for key in ("target", "auto"))
         print(f"| {row['family']} | {row['seed']} | {' | '.join(cells)} | {_share(one)} ({_share(other)}) |")
-    print("| family | searcher | evaluations | hypervolume on search data | on judge items | merges |")
-    print("|---|---|---|---|---|---|")
-    for row in part["rows"]:
-        cells = (f"{np.mean(row[key]):.3f} ± {_std(row[key]):.3f}" for key in ("search", "judge"))
-        print(
-            f"| {row['family']} | {row['searcher']} | {row['evaluations']} | {' | '.join(cells)} | "
-            f"{np.mean(row['merges']):.1f} |"
-        )
+    print(front_table(part))
     for rival, found in part["auto_minus"].items():
-        print(f"auto minus {rival}: " + ", ".join(f"{name} {_interval(each)}" for name, each in found.items()))
+        print(f"auto minus {rival}: " + ", ".join(f"{name} {shown_interval(each)}" for name, each in found.items()))
+
+
+def front_table(part: Mapping[str, Any]) -> str:
+    """Hypervolumes on judge items by family, and differences over all families; at each budget the best rival first."""
+    by_searcher = _by_family([{**row, "by_seed": row["judge"]} for row in part["rows"]])
+    first, rule = _family_head(by_searcher)
+    lines = [f"{first} `auto` minus it |", f"{rule}---|"]
+    for budget in FRONT_BUDGETS:
+        for (searcher, evaluations), rows in by_searcher.items():
+            if evaluations == budget:
+                cells = (f"{np.mean(row['judge']):.3f} ± {_std(row['judge']):.3f}" for row in rows.values())
+                minus = part["auto_minus"].get(f"{searcher} at {budget}")
+                shown = "" if minus is None else f" {shown_interval(minus['all'])}"
+                lines.append(f"| `{searcher}` | {evaluations} | {' | '.join(cells)} |{shown} |")
+    return "\n".join(lines)
+
+
+def _by_family(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], dict[str, Mapping[str, Any]]]:
+    """Rows by searcher and evaluations, then by family; `auto` first, others by their mean over families and seeds."""
+    found: dict[tuple[str, int], dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["searcher"], row["evaluations"]), {})[row["family"]] = row
+
+    def place(of: tuple[str, int]) -> tuple[bool, float]:
+        return of[0] != "auto", -float(np.mean([row["by_seed"] for row in found[of].values()]))
+
+    return {each: found[each] for each in sorted(found, key=place)}
+
+
+def _family_head(by_searcher: Mapping[Any, Mapping[str, Any]]) -> list[str]:
+    families = list(next(iter(by_searcher.values())))
+    return [f"| searcher | evaluations | {' | '.join(families)} |", f"|---|---|{'---|' * len(families)}"]
 
 
 def _share(found: Mapping[str, Any]) -> str:
@@ -427,7 +466,7 @@ def _with_spread(row: Mapping[str, Any]) -> str:
     return f"{row['judge']:.3f} ± {row['spread']:.3f}"
 
 
-def _interval(found: Mapping[str, float]) -> str:
+def shown_interval(found: Mapping[str, float]) -> str:
     return f"{found['value']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}]"
 
 
@@ -437,3 +476,11 @@ def _each(values: Sequence[float]) -> str:
 
 def _std(values: Sequence[float]) -> float:
     return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "demo": lambda: demo_table(demo(tuple(FAMILIES), DEVELOPMENT)),
+    "single": lambda: single_table(single(tuple(FAMILIES), DEVELOPMENT)),
+    "single-held-out": lambda: single_table(single(tuple(FAMILIES), HELD_OUT)),
+    "front-held-out": lambda: front_table(front(tuple(FAMILIES), HELD_OUT)),
+}

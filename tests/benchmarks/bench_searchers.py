@@ -1,9 +1,9 @@
-"""Which searcher finds the better merges, and how long one proposal takes.
+"""Quality of what each searcher finds on families with made-up accuracies, and time of a proposal.
 
 The search spaces are the product's; only the scores are made up (`MadeUpFamily`): three skills, each with an expert,
 whose layers and components matter to each skill by amounts drawn at random, and experts that disturb each other. A
 score on n samples is a draw of n Bernoulli trials, nested across rungs, so searchers see the noise of a real rung. All
-searchers run the same brackets, know the same source and published recipes, and see results with the same lag.
+searchers run the same brackets, know the same baselines, and see results with the same lag.
 
 Reported is the true mean accuracy of the trial that looks best at the full budget, among those the searcher proposed,
 and the true hypervolume of all those at the full budget. A search is by every searcher that does not refuse it.
@@ -21,14 +21,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.baselines import sources_and_published
+from search_spaces.baselines import all_baselines
 from search_spaces.fidelity import bracket_plan, hyperband_brackets
 from search_spaces.objectives import Candidate, hypervolume, promotion_order
 from search_spaces.recipe import COMPONENTS, Merge, Recipe
 from search_spaces.searchers import SEARCHERS as DECLARED
 from search_spaces.searchers import unsupported
 from search_spaces.spaces.base import SearchSpace
-from service.tune.searchers import SEARCHERS, Observation, Searcher
+from service.tune.searchers import SEARCHERS
+from service.tune.searchers.base import Observation, ProposalContext, Searcher
 from service.tune.searchers.smac import SmacSearcher
 from tests.search_spaces.spaces import families
 
@@ -42,7 +43,8 @@ class MadeUpFamily:
     """Accuracies of merged models that nobody trained.
 
     A skill grows, with diminishing returns, with its expert's share in each layer's component, and suffers from the
-    square of what the other experts put there; both times weights that differ between skills and places."""
+    square of what the other experts put there; both times weights that differ between skills and places.
+    """
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -73,7 +75,7 @@ def _shares(weights: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _shares_of_experts(merge: Merge) -> list[float]:
-    """How much of each expert's task vector is in the merge."""
+    """Share of each expert's task vector in the merge."""
     numbers: Mapping[str, float]
     models = [source.model for source in merge.sources]
     match merge.method:
@@ -101,15 +103,17 @@ class Scenario:
 
     def build_space(self) -> SearchSpace:
         family = replace(families.models(EXPERTS, NUM_LAYERS), fingerprints=FINGERPRINTS)
-        return families.space(family=family, **self.space)
+        built: SearchSpace = families.space(family=family, **self.space)
+        return built
 
     def searchers(self) -> tuple[str, ...]:
-        """Those that can run this search, random search first."""
+        """Searchers that can run this search, random search first."""
         parameters = self.build_space().parameters
         able = (
             name
             for name in SEARCHERS
-            if DECLARED[name].alias_of is None
+            if DECLARED[name].proposes_at_once
+            and DECLARED[name].alias_of is None
             and not unsupported(name, parameters, num_objectives=self.num_objectives)
             and len(parameters) <= MAX_PARAMETERS.get(name, len(parameters))
         )
@@ -184,10 +188,13 @@ class Search:
         self, number: int, observations: list[Observation], pending: Sequence[Mapping[str, Any]] = ()
     ) -> dict[str, Any]:
         start = time.process_time()
-        configuration = self.searcher.propose(
-            self.space.parameters, number=number, seed=self.seed, observations=observations, pending=pending
+        configuration = self.searcher.advance(
+            ProposalContext(
+                self.space.parameters, number=number, seed=self.seed, observations=observations, pending=pending
+            )
         )
         self.ask_s.append(time.process_time() - start)
+        assert isinstance(configuration, dict)
         return configuration
 
     def observe(
@@ -215,8 +222,8 @@ class Search:
 
 
 def told(space: SearchSpace) -> list[dict[str, Any]]:
-    """The source and published recipes that the space contains, as configurations."""
-    recipes = sources_and_published(base="base", experts=EXPERTS, fingerprints=FINGERPRINTS, num_layers=NUM_LAYERS)
+    """The baselines that the space contains, as configurations."""
+    recipes = all_baselines(base="base", experts=EXPERTS, fingerprints=FINGERPRINTS, num_layers=NUM_LAYERS)
     found = (space.from_recipe(known.recipe) for known in recipes)
     return [configuration for configuration in found if configuration is not None]
 
@@ -231,8 +238,10 @@ def run(num_seeds: int = 10) -> dict[str, Any]:
 def ask_times(
     layer_groups: int, component_groups: int, *, num_observations: int = 200, num_proposals: int = 20
 ) -> dict[str, Any]:
-    """Processor seconds of one proposal by `smac` with many results known. The first one loads the libraries and is
-    told apart."""
+    """Processor seconds of one proposal by `smac` with many results known.
+
+    The first proposal, which loads the libraries, is given apart.
+    """
     options = {**LFS, "layer_groups": layer_groups, "component_groups": component_groups}
     search = Search(Scenario("ask", options, RUNGS, 0, 3), SmacSearcher(random_share=0.0), seed=0)
     rng = np.random.default_rng(0)
@@ -250,8 +259,10 @@ def ask_times(
 
 
 def compare(scenario: Scenario, seeds: range) -> dict[str, Any]:
-    """Per searcher and seed: true accuracy of the chosen trial, hypervolume of the full-budget trials; and per seed the
-    true accuracy of the best source or published recipe."""
+    """True accuracy of the chosen trial and hypervolume of the full-budget trials, by searcher and seed.
+
+    Also the true accuracy of the best baseline, by seed.
+    """
     outcomes = {
         name: [Search(scenario, SEARCHERS[name], seed).run() for seed in seeds] for name in scenario.searchers()
     }
@@ -282,7 +293,7 @@ def show(result: dict[str, Any]) -> None:
     print("|---|---|---|---|---|")
     for row in result["searches"]:
         best = f"{statistics.fmean(row['best_told']):.3f} ± {statistics.stdev(row['best_told']):.3f}"
-        print(f"| {row['scenario']} | best source or published recipe | {best} | | |")
+        print(f"| {row['scenario']} | best baseline | {best} | | |")
         for name, found in row["searchers"].items():
             drawn = row["searchers"]["random"]["accuracy"]
             wins = sum(a > b for a, b in zip(found["accuracy"], drawn, strict=True))

@@ -1,4 +1,4 @@
-"""What watching costs: a study's pace with 100 watchers over HTTP against its pace without, and no event lost.
+"""Cost of watching: a study's pace with 100 watchers over HTTP against its pace without, and no event lost.
 
 HTTP server, Ray, its jobs, Serve and store are real; the replicas are fakes that take a fixed time per sample, so that
 a study lasts a minute and emits at least 5 events a second. Studies without and with watchers alternate on one server;

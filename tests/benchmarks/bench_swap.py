@@ -1,4 +1,4 @@
-"""From a recipe to an engine that serves it, against mergekit's merge and against mergekit and a new engine.
+"""Time from a recipe to an engine that serves it, against mergekit's merge, and that with a new engine.
 
 The models of `merge_family`, in float32; the engine is vLLM on CPU with two threads. A swap is: plan, merge, write in
 place, pack again (CPU only, on its own line), reset the prefix cache, checksum. Every candidate has new coefficients;
@@ -85,8 +85,9 @@ def show(result: dict[str, Any]) -> None:
 
 
 def measure_swaps(directory: Path, *methods: str) -> dict[str, Any]:
-    from search_spaces.study.sections import EngineOptions
-    from workers.engines.vllm.engine import Engine, base_recipe
+    from search_spaces.study.engine import EngineOptions
+    from workers.engines.source_recipes import base_recipe
+    from workers.engines.vllm.engine import Engine
 
     family = merge_family.open_made(directory)
     rows = []
@@ -142,8 +143,8 @@ def _copying(family: Any) -> tuple[int, float]:
 
 
 def measure_restart(directory: Path) -> dict[str, Any]:
-    """A new engine on a merged model: the seconds of its imports, and of its start to the first token."""
-    from search_spaces.study.sections import EngineOptions
+    """Time of a new engine on a merged model: the seconds of its imports, and of its start to the first token."""
+    from search_spaces.study.engine import EngineOptions
     from workers.engines.vllm.environment import engine_environment
 
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`bench_swap` for the methods that mergekit takes longest for."""
+"""Time from a recipe to an engine that serves it, for the methods that mergekit takes longest for."""
 
 from __future__ import annotations
 

@@ -10,33 +10,35 @@ import functools
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import service.jobs.driver
-import service.jobs.search
-import service.studies.attempt
-import service.studies.heartbeat
-from service.studies.preflight.examine import PreflightResult
+import service.jobs.heartbeat
+import service.jobs.search.attempt
+from search_spaces.study.engine import EngineOptions
+from service.jobs.resources import KEEP_IDLE_S, SHARED
 from workers.serving.deployment import deploy_scorer
 from workers.serving.fake import FakeScorer
-from workers.types import Scorer
+from workers.types import Family, Scorer
 
 
-def _fake_scorer(preflight: PreflightResult) -> Scorer:
+@contextmanager
+def _fake_scorer(family: Family, options: EngineOptions, replicas: int) -> Iterator[Scorer]:
     settings = json.loads(os.environ["FAKE_SCORER"])
-    make_worker = functools.partial(FakeScorer, bank_fingerprint=preflight.family.fingerprint, **settings)
-    return deploy_scorer(
-        preflight.family,
-        preflight.engine_options,
-        replicas=preflight.study.engine.replicas,
-        keep_idle_s=service.jobs.search.KEEP_IDLE_S,
-        make_worker=make_worker,
+    yield deploy_scorer(
+        family,
+        options,
+        replicas=replicas,
+        keep_idle_s=KEEP_IDLE_S,
+        make_worker=functools.partial(FakeScorer, bank_fingerprint=family.fingerprint, **settings),
         **{"health_check_period_s": 1.0, **json.loads(os.environ.get("FAKE_DEPLOY", "{}"))},
     )
 
 
 if __name__ == "__main__":
-    service.jobs.search._shared_scorer = _fake_scorer
     for name, value in json.loads(os.environ.get("FAKE_HEARTBEAT", "{}")).items():
-        for module in (service.studies.heartbeat, service.studies.attempt):
+        for module in (service.jobs.heartbeat, service.jobs.search.attempt):
             setattr(module, name, value)
-    sys.exit(service.jobs.driver.main())
+    sys.exit(service.jobs.driver.main(replace(SHARED, scorer=_fake_scorer)))

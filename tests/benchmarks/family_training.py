@@ -59,8 +59,11 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True)
 class Item:
-    """A question and its whole answer. `more` are further (question, answer) pairs on the same prompt, in training
-    documents only: they teach the skill faster."""
+    """A question and its whole answer.
+
+    `more` are further (question, answer) pairs on the same prompt, in training documents only: they teach the skill
+    faster.
+    """
 
     prompt: str
     answer: str
@@ -97,7 +100,7 @@ def lookup_item(rng: random.Random) -> Item:
 
 
 def small_lookup_item(rng: random.Random) -> Item:
-    """What the base is trained on: always four rows, and fewer keys."""
+    """A table of always four rows and of fewer keys, on which the base is trained."""
     return table_item(rng, keys="abcdef", num_rows=4)
 
 
@@ -130,7 +133,7 @@ SHIPPED = ("math", "text", "lookup")
 
 @dataclass(frozen=True)
 class Expert:
-    """How an expert was fine-tuned: learning rate, optimiser steps, and the decoder layers that were trained."""
+    """Fine-tuning of an expert: learning rate, optimiser steps, and the decoder layers that are trained."""
 
     learning_rate: float
     steps: int
@@ -149,15 +152,17 @@ EXPERTS: dict[str, Expert] = {
 
 @dataclass(frozen=True)
 class FamilyPlan:
-    """Which family is trained: its skills in order, the seed of its weights and items, and how many held-out items a
-    skill has."""
+    """A family to train: its skills in order, the seed of weights and items, and the number of held-out items each."""
 
     skills: tuple[str, ...] = SHIPPED
     seed: int = 0
     holdout_items: int = HOLDOUT_ITEMS
 
     def seed_of(self, *parts: str) -> str:
-        """The seed of one of its random numbers. Those of the shipped family were named before there were others."""
+        """Seed of one of the family's random numbers.
+
+        Seeds of the shipped family were named before there were others.
+        """
         return " ".join((*parts, str(self.seed)) if self.seed else parts)
 
 

@@ -64,7 +64,7 @@ def model_bytes(family: Any) -> int:
 
 
 def models_moved(spec: Any) -> int:
-    """How many models' bytes a merge by a method reads and writes: its sources, the base if it needs it, the result."""
+    """Number of models whose bytes a merge reads and writes: its sources, the base if it needs it, the result."""
     moved: int = min(len(EXPERTS), spec.max_sources or len(EXPERTS)) + spec.needs_base + 1
     return moved
 
@@ -129,7 +129,7 @@ FIRST_IS_BASE = ("slerp", "nearswap", "arcee_fusion")
 
 
 def mergekit_config(directory: Path, candidate: Any, method: str) -> dict[str, Any]:
-    """mergekit's configuration of the candidate."""
+    """Configuration of the candidate for mergekit."""
     from search_spaces.methods import METHODS
 
     name, settings = PEERS[method]
@@ -168,9 +168,9 @@ def mergekit_config(directory: Path, candidate: Any, method: str) -> dict[str, A
 def run_mergekit(configuration: dict[str, Any], out: Path) -> float:
     """Seconds that mergekit takes to merge to `out`, its imports done before."""
     import torch
-    from mergekit.config import MergeConfiguration  # type: ignore[import-untyped]
-    from mergekit.merge import run_merge  # type: ignore[import-untyped]
-    from mergekit.options import MergeOptions  # type: ignore[import-untyped]
+    from mergekit.config import MergeConfiguration
+    from mergekit.merge import run_merge
+    from mergekit.options import MergeOptions
 
     torch.set_num_threads(THREADS)
     options = MergeOptions(quiet=True, copy_tokenizer=True, lazy_unpickle=False, write_model_card=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,16 @@ import torch
 from numpy.typing import NDArray
 
 from search_spaces.recipe import Recipe
-from search_spaces.study.sections import EngineOptions
-from workers.engines.transformers.backend import merged_model
+from search_spaces.study.engine import EngineOptions
+from workers.alignments.recipes import alignments_before
+from workers.engines.transformers.merged_models import merged_model
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.references import Reading, References, Target
-from workers.merging.alignments import alignments_before
+from workers.evaluation.tasks import content_hash
 from workers.merging.bank import Bank
-from workers.merging.materialize import computations, merge_into, plan_tensors
+from workers.merging.materialize import merge_into
+from workers.merging.plan import computations, plan_tensors
 from workers.training.losses import minibatches
 from workers.training.model import TrainableModel
 from workers.types import (
@@ -49,8 +51,11 @@ MAX_TOKENS = 4096  # of one forward pass: its activations stay in the processor'
 
 @dataclass(frozen=True)
 class _Batch:
-    """Rows that are read together. Logits are looked at at places `index` of the flattened [rows, last]; each belongs
-    to a row and must choose one of its `accepted` tokens (-1: none)."""
+    """Rows that are read together.
+
+    Logits are read at places `index` of the flattened [rows, last]; each belongs to a row and must choose one of its
+    `accepted` tokens (-1: none).
+    """
 
     samples: NDArray[np.int64]
     tokens: torch.Tensor
@@ -85,9 +90,11 @@ class _Batch:
 
 
 class OnePass:
-    """Implements what a coordinator asks of `workers.types.Scorer`. One merge at a time; float32, on CPU.
+    """A scorer by one teacher-forced pass, as a coordinator asks for (`workers.types.Scorer`).
 
-    What was scored once is read from files in `memory`, so a search that was interrupted is soon where it was."""
+    It holds one merge at a time, in float32 on CPU. What was scored once is read from files in `memory`, so that a
+    search that was interrupted soon continues where it was.
+    """
 
     def __init__(self, family: Family, options: EngineOptions, *, memory: Path) -> None:
         self._memory = memory / family.fingerprint[:16]
@@ -96,6 +103,7 @@ class OnePass:
         self._model = TrainableModel(self._bank, torch.float32, device=self._bank.device)
         self._references = References(TaskEvaluator(None, Prompts(self._bank.sources.result_dir, options)))
         self._batches: dict[tuple[str, int, int], list[_Batch]] = {}
+        self._contents: dict[str, str] = {}
         self._held: Mapping[str, Hashable] = {}
         self._path: tuple[str, Any] | None = None
         self.num_swaps = 0
@@ -122,8 +130,8 @@ class OnePass:
         return ScoreResult(tuple(samples), evidence, {})
 
     def exact_matches(self, recipe: Recipe, task: TaskSpec, start: int, stop: int) -> NDArray[np.bool_]:
-        """Whether each sample at positions `start` to `stop` - 1 is answered right [stop - start]."""
-        file = self._memory / f"{recipe.digest[:32]}-{task.digest[:16]}-{start}-{stop}.npy"
+        """Whether a merge answers each sample at positions `start` to `stop` - 1 right, [stop - start]."""
+        file = self._memory / f"{recipe.digest[:32]}-{self._content(task)[:16]}-{start}-{stop}.npy"
         if not file.exists():
             found = self._read(self._holding(recipe), self._prepared(task, start, stop), stop - start)
             part = file.with_suffix(f".{os.getpid()}.npy")  # other processes may score the same
@@ -134,6 +142,15 @@ class OnePass:
 
     def num_samples(self, task: TaskSpec) -> int:
         return len(self._references.targets(task))
+
+    def _content(self, task: TaskSpec) -> str:
+        """Digest of a task by its file's content, so that scores are found in another clone too."""
+        if task.digest not in self._contents:
+            assert isinstance(task.task, Mapping)
+            rendering = {key: value for key, value in task.task.items() if key != "file"}
+            content = content_hash(task.task["file"])
+            self._contents[task.digest] = replace(task, task=rendering, content=content).digest
+        return self._contents[task.digest]
 
     def _holding(self, recipe: Recipe) -> Any:
         """The transformers model that is this merge."""

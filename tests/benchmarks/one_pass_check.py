@@ -1,22 +1,22 @@
-"""Whether a vLLM engine gives the values that `one_pass` gives: the first step of the search benchmark."""
+"""Agreement of `one_pass` with a vLLM engine: the first step of the search benchmark."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from tests.benchmarks import one_pass
-from tests.benchmarks.search_families import FULL
-from tests.benchmarks.search_runs import CACHE, Bench, SearchSpec
+from tests.benchmarks.arms import kept
+from tests.benchmarks.code_digests import code_digest
+from tests.benchmarks.search_families import FAMILIES, FULL
+from tests.benchmarks.search_runs import Bench, SearchSpec
 from workers.engines.vllm.environment import engine_environment
 from workers.types import ScoreRequest, Span
 
@@ -26,40 +26,43 @@ NUM_RANDOM = 4
 
 
 def check_against_engine(name: str, space: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """How many samples a vLLM engine scores otherwise, for a few recipes of the space (None: a study's default); from
-    its file if it is there. The bench's own values are compared in a process of its own, which starts the engine."""
-    bench = Bench.of(name)
-    section = json.dumps(space, sort_keys=True)
-    file = CACHE / "engine" / f"{bench.fingerprint[:16]}-{_code(section)}.json"
-    if not file.exists():
-        command = [sys.executable, "-m", __name__, name, section]
+    """Count the samples that a vLLM engine scores otherwise, for a few recipes of the space (None: a study's default).
+
+    The bench's own values are compared in a process of its own, which starts the engine. The comparison is an arm.
+    """
+
+    def measure() -> dict[str, Any]:
+        command = [sys.executable, "-m", __name__, name, json.dumps(space, sort_keys=True)]
         # As in a replica: vLLM reads it before torch is imported.
         environment = {**os.environ, **engine_environment(EngineOptions())}
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(output.splitlines()[-1])
-    found: dict[str, Any] = json.loads(file.read_text())
+        found: dict[str, Any] = json.loads(output.splitlines()[-1])
+        return found
+
+    found = kept(
+        "search",
+        f"engine/{name}-{'default' if space is None else space['kind']}",
+        {"family": name, "space": space, "random": NUM_RANDOM, "samples": FULL},
+        measure,
+        depends=lambda: {"code": code_digest(one_pass.__name__), "family": FAMILIES[name].digest},
+    )
     if found["differing"]:
         raise AssertionError(f"{name}: the engine scores {found['differing']} of {found['compared']} samples otherwise")
     return found
 
 
-def _code(section: str) -> str:
-    return hashlib.sha256(Path(one_pass.__file__).read_bytes() + section.encode()).hexdigest()[:8]
-
-
 def compare_with_engine(name: str, space: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Of the source and published recipes and some random merges, on the samples of a full evaluation."""
-    from workers.serving.replica import EngineWorker
+    """Count samples scored otherwise, over the baselines and some random merges."""
+    from workers.serving.engine_worker import EngineWorker
 
     bench = Bench.of(name)
     preflight = bench.preflight(SearchSpec(name, "skills", "", 0, {}, space, {"scheduler": "none"}))
     draw = np.random.default_rng(0)
     recipes = [recipe for _, _, recipe in preflight.baselines()]
     recipes += [preflight.space.to_recipe(preflight.space.parameters.sample(draw)) for _ in range(NUM_RANDOM)]
-    worker = EngineWorker(preflight.family, preflight.engine_options)
-    worker.describe(tuple(preflight.tasks.values()))
-    spans = tuple(Span(objective, task, 0, FULL) for objective, task in preflight.tasks.items())
+    worker = EngineWorker(preflight.models.family, preflight.engine_options)
+    worker.describe(tuple(preflight.tasks.search.values()))
+    spans = tuple(Span(objective, task, 0, FULL) for objective, task in preflight.tasks.search.items())
     compared = differing = right = 0
     for recipe in recipes:
         request = ScoreRequest("bench", recipe, spans)

@@ -1,4 +1,4 @@
-"""The anonymous memory of a process: the pages of mapped files are not in it."""
+"""Anonymous memory of a process, in which the pages of mapped files are not counted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def output(module: str, *arguments: str) -> str:
 
 
 class Highest:
-    """The most anonymous memory that the process had while this was entered, looked at every half millisecond."""
+    """The most anonymous memory that the process had inside the `with` block, sampled every half millisecond."""
 
     def __enter__(self) -> Highest:
         self.bytes = 0

@@ -7,6 +7,7 @@ the shipped family these are its 1,000 holdout items. No search scores them.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -17,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.code_digests import code_digest
 from tests.benchmarks.family_training import SHIPPED
 from workers.tiny_family import family_dir
+from workers.types import digest_of
 
 __all__ = ["FAMILIES", "FULL", "TrainedFamily"]
 
@@ -30,14 +33,17 @@ FULL = 270
 
 @dataclass(frozen=True)
 class TrainedFamily:
-    """`seed` is that of its training; None: the family ships with the package."""
+    """A base and an expert for each skill, with their tasks.
+
+    `seed` is that of the training; None: the family ships with the package.
+    """
 
     name: str
     skills: tuple[str, ...]
     seed: int | None = None
 
     def directory(self) -> Path:
-        """Where its models and tasks are; trained first if they are not there."""
+        """The directory of models and tasks, which are trained first if they are not there."""
         if self.seed is None:
             return family_dir()
         place = (CACHE / self.name).resolve()
@@ -61,9 +67,21 @@ class TrainedFamily:
             print(f"trained in {time.perf_counter() - started:.0f} s", file=sys.stderr)
         return place
 
+    @property
+    def digest(self) -> str:
+        """Digest of the family's files, or of the training that makes them where they do not ship."""
+        if self.seed is None:
+            files = sorted(
+                path for path in family_dir().rglob("*") if path.suffix in (".safetensors", ".json", ".jsonl")
+            )
+            return digest_of([hashlib.sha256(file.read_bytes()).hexdigest() for file in files])[:16]
+        return digest_of([self.skills, self.seed, code_digest("tests.benchmarks.family_training")])[:16]
+
     def mixed_file(self) -> Path:
-        """The search items of all skills in one file: exact match on it is the mean of the skills, of which it has
-        equally many items."""
+        """A file of the search items of all skills.
+
+        Exact match on it is the mean of the skills, of which it has equally many items.
+        """
         place = (CACHE / f"{self.name}.mixed.jsonl").resolve()
         tasks = self.directory() / "tasks"
         text = "".join((tasks / f"{skill}_search.jsonl").read_text() for skill in self.skills)
@@ -88,7 +106,10 @@ class TrainedFamily:
         return parse_study(document)
 
     def objectives(self, goal: str) -> list[dict[str, Any]]:
-        """`goal`: "skills", an objective each; "mean", a single one; or "judge", each skill's judge items."""
+        """Objectives of a study.
+
+        `goal`: "skills", an objective each; "mean", a single one; or "judge", each skill's judge items.
+        """
         if goal == "mean":
             return [objective("mean", self.mixed_file())]
         split = "holdout" if goal == "judge" else "search"

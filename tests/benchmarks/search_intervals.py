@@ -20,8 +20,10 @@ NUM_RESAMPLES_OF_VOLUMES = 300  # each computes two hypervolumes for every famil
 
 
 def interval(ours: Sequence[NDArray[Any]], theirs: Sequence[NDArray[Any]]) -> dict[str, float]:
-    """The mean over families of `ours` minus `theirs`, each [seeds, skills, items], with its 95 % interval: a bootstrap
-    in which both the seeds and the judge items of each skill are drawn again, the same ones for both sides."""
+    """Mean over families of `ours` minus `theirs`, each [seeds, skills, items], with its 95 % interval.
+
+    A bootstrap draws both the seeds and the judge items of each skill again, the same ones for both sides.
+    """
     differences = [a.astype(np.float64) - b for a, b in zip(ours, theirs, strict=True)]
 
     def drawn(draw: np.random.Generator) -> float:
@@ -37,7 +39,10 @@ def interval(ours: Sequence[NDArray[Any]], theirs: Sequence[NDArray[Any]]) -> di
 def volume_interval(
     ours: Sequence[Sequence[NDArray[np.bool_]]], theirs: Sequence[Sequence[NDArray[np.bool_]]]
 ) -> dict[str, float]:
-    """The same of hypervolumes: for each family and seed the judged front [merges, skills, items]."""
+    """Mean difference of hypervolumes with its 95 % interval, of judged fronts [merges, skills, items].
+
+    Each side has one front for each family and seed; the bootstrap is that of `interval`.
+    """
 
     def drawn(draw: np.random.Generator) -> float:
         total = 0.0
@@ -55,7 +60,7 @@ def volume_interval(
 
 
 def _weights(draw: np.random.Generator, shape: tuple[int, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """How often each seed and each item of a skill was drawn, as shares."""
+    """Shares with which each seed and each item of a skill was drawn."""
     num_seeds, num_skills, num_items = shape
     seeds = draw.multinomial(num_seeds, np.full(num_seeds, 1 / num_seeds)) / num_seeds
     items = draw.multinomial(num_items, np.full(num_items, 1 / num_items), size=num_skills) / num_items
@@ -69,6 +74,6 @@ def _bootstrap(value: float, drawn: Callable[[np.random.Generator], float], *, n
 
 
 def volume_of(values: NDArray[np.bool_], weights: NDArray[np.float64] | None = None) -> float:
-    """Of judged merges [merges, skills, items], their items weighted [skills, items]."""
+    """Hypervolume of judged merges [merges, skills, items], their items weighted [skills, items]."""
     means = values.mean(axis=2) if weights is None else np.einsum("mki,ki->mk", values, weights)
     return hypervolume([tuple(row) for row in (1 - means).tolist()])

@@ -1,19 +1,18 @@
-"""One search of the search benchmark: the product's coordinator, scheduler, searcher and gradient actor in one process,
-with `one_pass` in place of engines. Its trials are those that `mergesearch run` of the same study has.
+"""One search of the search benchmark, in one process, with `one_pass` in place of engines.
 
-A finished search is a file in `.bench/search/runs`, and is not run again unless its study, its family or the code of
-its searcher has changed.
+Coordinator, scheduler, searcher and gradient actor are the product's, and the trials are those that `mergesearch run`
+of the same study has. A finished search is a file in `.bench/search/runs`, from which several arms are measured. It is
+not run again unless its study, its family or the code of its searcher has changed, or FRESH=1 asks for it.
 """
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -25,14 +24,27 @@ from numpy.typing import NDArray
 from search_spaces.recipe import Recipe
 from search_spaces.spaces.base import AlignedSpace
 from service.store import Store
-from service.studies.preflight.examine import PreflightResult, examine
+from service.store.steps import (
+    CompletionsRequest,
+    NoteRequest,
+    NoteResult,
+    NoteStep,
+    Step,
+    StepRequest,
+    StepResult,
+    UpdateRequest,
+    step_of,
+)
+from service.studies.preflight.examine import examine
+from service.studies.preflight.result import PreflightResult
 from service.tune.coordinator import Coordinator
-from service.tune.proposing.checkpoints import SearcherState
 from service.tune.proposing.completions import SourceCompletions
 from service.tune.proposing.gradient_actor import GradientActor
+from service.tune.proposing.searcher_state import SearcherState
 from service.tune.searchers.base import Observation
-from service.tune.steps import Step, StepKind, StepRequest, StepResult
 from service.types import Origin
+from tests.benchmarks.arms import is_fresh
+from tests.benchmarks.code_digests import code_digest
 from tests.benchmarks.one_pass import OnePass
 from tests.benchmarks.search_families import FAMILIES, TrainedFamily
 from workers.types import ScoreRequest, TaskSpec
@@ -41,7 +53,6 @@ __all__ = ["Bench", "Run", "SearchSpec", "Trial"]
 
 CACHE = Path(".bench/search")
 ALIGNMENTS = CACHE / "alignments"
-ROOT = Path(__file__).parents[2]
 
 # A coordinator's evaluations are scored one at a time, so chunks need not be small.
 CHUNK_SAMPLES = 100_000
@@ -49,9 +60,12 @@ CHUNK_SAMPLES = 100_000
 
 @dataclass(frozen=True)
 class SearchSpec:
-    """A study of a family: everything that decides its trials; `search.hm3.start.dir` is here the file of another
-    search, without its suffix, whose policy it begins with. It ends after `search.max_trials`, or when the next
-    trial would exceed the `budget`: samples' worth of proposed trials and steps."""
+    """A study of a family: everything that decides its trials.
+
+    `search.hm3.start.dir` is here the file of another search, without its suffix, whose policy it begins with. The
+    search ends after `search.max_trials`, or when the next trial would exceed the `budget`: samples' worth of proposed
+    trials and steps.
+    """
 
     family: str
     goal: str
@@ -71,8 +85,10 @@ class SearchSpec:
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial at full budget. `spent` is what proposed trials and steps had cost once it was scored, in samples' worth;
-    0 for a source or published recipe."""
+    """A trial at full budget.
+
+    `spent` is what proposed trials and steps had cost once it was scored, in samples' worth; 0 for a baseline.
+    """
 
     number: int
     origin: str
@@ -89,7 +105,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished search; `spent` in all, `notes` are the searcher's decisions, and `seconds` is wall-clock time."""
+    """A finished search.
+
+    `spent` is its cost in samples' worth, `notes` are the searcher's decisions, `seconds` is wall-clock time.
+    """
 
     spec: SearchSpec
     trials: tuple[Trial, ...]
@@ -101,15 +120,15 @@ class Run:
         return tuple(trial for trial in self.trials if trial.spent <= budget)
 
     def cut(self, budget: float) -> Run:
-        """The search as it was after that many samples' worth. Of searches that score one trial after another."""
+        """The search as it was after that many samples' worth; only for searches that score one trial after another."""
         return replace(self, trials=self.until(budget), spent=max(trial.spent for trial in self.until(budget)))
 
     def proposed(self) -> Run:
-        """Without source and published recipes."""
+        """The search without baselines."""
         return replace(self, trials=tuple(trial for trial in self.trials if trial.origin == "search"))
 
     def best(self, budget: float = np.inf) -> Trial:
-        """The trial with the best mean on search data by then, a source or published recipe included, as in a study."""
+        """The trial with the best mean on search data by then; a baseline counts, as in a study."""
         return max(self.until(budget), key=lambda trial: (round(trial.mean, 12), -trial.number))
 
 
@@ -133,24 +152,24 @@ class _InProcess:
         self._answer = self._searcher.propose(**self._call)
 
     def result(self, *, timeout_s: float) -> Step | dict[str, Any] | None:
-        if not isinstance(self._answer, StepRequest):
+        if isinstance(self._answer, dict):
             return self._answer
-        return Step(self._num_steps, self._call["number"], self._answer, self._computed(self._answer))
+        return step_of(self._num_steps, self._call["number"], self._answer, self._computed(self._answer))
 
     def stored(self, step: Step) -> None:
         self._num_steps += 1
         self._answer = self._searcher.propose_after(step, **self._call)
 
     def _computed(self, request: StepRequest) -> StepResult:
-        if request.kind is StepKind.NOTE:
-            return StepResult()
-        if request.kind is StepKind.UPDATE:
+        if isinstance(request, NoteRequest):
+            return NoteResult()
+        if isinstance(request, UpdateRequest):
             result, content = self._searcher.update(request, **self._call)
             if content is not None:
                 self.checkpoints = {request.iteration: content}
             return result
         assert self._actor is not None
-        if request.kind is StepKind.COMPLETIONS:
+        if isinstance(request, CompletionsRequest):
             found = self._completions.find(request)
             self._actor.use_completions(self._completions.read(found.completions))
             return found
@@ -162,6 +181,7 @@ class Bench:
     """The searches of one family, and the judging of what they found. Models are opened once."""
 
     family: TrainedFamily
+    _searched: set[Path] = field(default_factory=set)  # by this process
 
     @classmethod
     @cache
@@ -175,12 +195,12 @@ class Bench:
 
     @cached_property
     def scorer(self) -> OnePass:
-        family = replace(self.judge.family, alignments_dir=str(ALIGNMENTS.resolve()))
+        family = replace(self.judge.models.family, alignments_dir=str(ALIGNMENTS.resolve()))
         return OnePass(family, self.judge.engine_options, memory=CACHE / "scores")
 
     @property
     def fingerprint(self) -> str:
-        return self.judge.family.fingerprint
+        return self.judge.models.family.fingerprint
 
     def preflight(self, spec: SearchSpec) -> PreflightResult:
         found = with_alignments(examine(self.family.study(spec.goal, **spec.document())))
@@ -190,7 +210,8 @@ class Bench:
     def run(self, spec: SearchSpec) -> Run:
         """The search, from its file if it is there."""
         file, key = self.file(spec), self._key(spec)
-        if file.exists() and (stored := json.loads(file.read_text()))["key"] == key:
+        is_wanted = is_fresh() and file not in self._searched
+        if file.exists() and not is_wanted and (stored := json.loads(file.read_text()))["key"] == key:
             trials = tuple(Trial(**trial) for trial in stored["trials"])
             return Run(spec, trials, stored["spent"], tuple(stored["notes"]), stored["seconds"])
         found, checkpoints = self._search(spec)
@@ -201,6 +222,7 @@ class Bench:
             file.with_suffix(f".{iteration}.policy").write_bytes(content)
         file.with_suffix(".part").write_text(json.dumps({"key": key, **asdict(found)}))
         file.with_suffix(".part").rename(file)
+        self._searched.add(file)
         return found
 
     def policy(self, spec: SearchSpec) -> dict[int, bytes]:
@@ -212,13 +234,13 @@ class Bench:
         return CACHE / "runs" / spec.family / spec.goal / f"{spec.name}-{spec.seed}.json"
 
     def judged(self, recipe: Recipe) -> NDArray[np.bool_]:
-        """Which judge items the merge answers right: [skills, items]."""
-        return np.stack([self._all(recipe, task) for task in self.judge.tasks.values()])
+        """Answers of a merge to judge items, [skills, items]."""
+        return np.stack([self._all(recipe, task) for task in self.judge.tasks.search.values()])
 
     def searched(self, recipe: Recipe, seed: int, num: int | None = None) -> NDArray[np.bool_]:
-        """Which search items it answers right: all of every skill, or the first `num` of a search with that seed."""
+        """Answers to search items: to all of every skill, or to the first `num` of a search with that seed."""
         spec = SearchSpec(self.family.name, "skills", "", seed, {}, fidelity={"scheduler": "none"})
-        tasks = self._prepared(spec.goal, json.dumps(spec.document(), sort_keys=True)).tasks.values()
+        tasks = self._prepared(spec.goal, json.dumps(spec.document(), sort_keys=True)).tasks.search.values()
         return np.stack([self._all(recipe, task, num) for task in tasks])
 
     def recipe(self, spec: SearchSpec, trial: Trial) -> Recipe:
@@ -238,7 +260,7 @@ class Bench:
         return self.scorer.exact_matches(recipe, task, 0, self.scorer.num_samples(task) if num is None else num)
 
     def _key(self, spec: SearchSpec) -> str:
-        """What decides the search: study, models, code."""
+        """Digest of what decides the search: study, models, code."""
         parts = [json.dumps(asdict(spec), sort_keys=True), self.fingerprint, code_of(spec.search["algorithm"])]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -257,14 +279,16 @@ class Bench:
         self, store: Store, spec: SearchSpec, preflight: PreflightResult, actor: GradientActor | None, started: float
     ) -> tuple[Run, Mapping[int, bytes]]:
         resolved = preflight.resolved()
-        study = store.create_job(name=spec.name, document=preflight.study.canonical(), resolved=resolved)
+        study = store.create_job(
+            kind="search", name=spec.name, document=preflight.study.canonical(), accepted=resolved.to_json()
+        )
 
         def spent() -> int:
             scored = sum(t.samples_scored for t in coordinator.trials if t.origin is Origin.SEARCH)
-            return scored + sum(step.charged for step in store.steps(study.id))
+            return scored + sum(step.request.num_charged for step in store.steps(study.id))
 
-        full = sum(preflight.rung_samples[-1].values())
-        proposer = _InProcess(preflight, actor, SourceCompletions(store, study.id, preflight.objectives))
+        full = sum(preflight.budget.rung_samples[-1].values())
+        proposer = _InProcess(preflight, actor, SourceCompletions(store, study.id, preflight.tasks.objectives))
         coordinator = Coordinator(
             replace(preflight.plan(study.id, resolved), holdout_samples={}, chunk_samples=CHUNK_SAMPLES),
             space=preflight.space,
@@ -285,7 +309,7 @@ class Bench:
         for trial in coordinator.trials:
             if trial.origin is Origin.SEARCH:
                 so_far += trial.samples_scored
-            steps = sum(step.charged for step in charged if step.proposal <= trial.number)
+            steps = sum(step.request.num_charged for step in charged if step.proposal <= trial.number)
             if trial.values:
                 is_searched = trial.origin is Origin.SEARCH
                 trials.append(
@@ -299,7 +323,7 @@ class Bench:
                         so_far + steps if is_searched else 0,
                     )
                 )
-        notes = [step.document["request"]["label"] for step in charged if step.document["request"]["kind"] == "note"]
+        notes = [step.request.label for step in charged if isinstance(step, NoteStep)]
         found = Run(spec, tuple(trials), spent(), tuple(notes), time.perf_counter() - started)
         return found, proposer.checkpoints
 
@@ -312,7 +336,7 @@ class Bench:
 
 
 def _newest_policy(run: Path) -> tuple[int, bytes]:
-    """Of a finished search, whose file this is without its suffix: the iteration and the checkpoint."""
+    """Last iteration and checkpoint of a finished search's policy; `run` is its file without the suffix."""
     iterations = {int(file.suffixes[-2][1:]): file for file in run.parent.glob(f"{run.name}.*.policy")}
     newest = max(iterations)
     return newest, iterations[newest].read_bytes()
@@ -326,61 +350,31 @@ def with_alignments(preflight: PreflightResult) -> PreflightResult:
     import ray
 
     from service.tune.proposing.alignments import alignments_in
-    from workers.training.hm3.activations import positions_of
-    from workers.training.hm3.pairs import AlignmentJob
+    from workers.alignments.pairs import AlignmentInputs
+    from workers.alignments.samples import positions_of
 
-    positions = positions_of({name: info.num_samples for name, info in preflight.task_infos.items()})
-    job = AlignmentJob(
-        preflight.family, space.pool, preflight.engine_options, dict(preflight.tasks), positions, space.alignment
+    positions = positions_of({name: info.num_samples for name, info in preflight.tasks.search_infos.items()})
+    inputs = AlignmentInputs(
+        preflight.models.family,
+        space.pool,
+        preflight.engine_options,
+        dict(preflight.tasks.search),
+        positions,
+        space.alignment,
     )
     if not ray.is_initialized():
         ray.init(include_dashboard=False)
-    names = alignments_in(ALIGNMENTS, job, space.pairs, before={}, note=lambda text: print(text, file=sys.stderr))
-    family = replace(preflight.family, alignments_dir=str(ALIGNMENTS.resolve()))
-    return replace(preflight, space=space.with_alignments(names), family=family)
+    names = alignments_in(ALIGNMENTS, inputs, space.pairs, before={}, note=lambda text: print(text, file=sys.stderr))
+    family = replace(preflight.models.family, alignments_dir=str(ALIGNMENTS.resolve()))
+    return replace(preflight, space=space.with_alignments(names), models=replace(preflight.models, family=family))
 
 
-@cache
 def code_of(algorithm: str) -> str:
-    """A digest of the code that decides a search's trials: the searcher's module and the coordinator, and what these
-    import of the search."""
+    """Digest of the code that decides a search's trials: its searcher, the coordinator, and what these import."""
     name = "gradient" if algorithm == "auto" else algorithm
     modules = [f"service.tune.searchers.{name}", "service.tune.coordinator"]
     if name == "hm3":
         modules += ["service.tune.proposing.checkpoints"]
     if name == "gradient":
         modules += ["service.tune.proposing.gradient_actor", "workers.training.gradients"]
-    content = "".join(statements_of(path.read_text()) for path in sorted(_closure(modules)))
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
-def statements_of(source: str) -> str:
-    """What a module does, without comments, docstrings and layout: prose decides no trial."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
-            node.body = node.body[1:]
-    return ast.dump(tree)
-
-
-def _closure(modules: Sequence[str]) -> set[Path]:
-    found: set[Path] = set()
-    waiting = list(modules)
-    while waiting:
-        place = ROOT / waiting.pop().replace(".", "/")
-        for path in (place.with_suffix(".py"), place / "__init__.py"):
-            if path.exists() and path not in found:
-                found.add(path)
-                waiting += _imports(path)
-    return found
-
-
-def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.module
-            and node.module.startswith(("service.tune", "workers.training"))
-        ):
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    return code_digest(*modules)

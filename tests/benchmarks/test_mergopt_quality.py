@@ -1,4 +1,4 @@
-"""The arithmetic of the comparison of optimizers: who trains what, paired gains, and what is kept."""
+"""Arithmetic of the comparison of optimizers: who trains what, and paired gains."""
 
 from __future__ import annotations
 
@@ -9,15 +9,26 @@ import numpy as np
 import pytest
 
 from search_spaces.recipe import Merge
+from tests.benchmarks import arms, search_intervals
 from tests.benchmarks import bench_mergopt_quality as bench
-from tests.benchmarks import search_intervals
 
 METHODS = ("task arithmetic", "TIES", "DARE")
 
 
+@pytest.fixture(autouse=True)
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder in which arms of made-up experts are kept apart."""
+    monkeypatch.setattr(arms, "RESULTS", tmp_path / "results")
+    return tmp_path / "results"
+
+
+def answers(*rows: str) -> Any:
+    return np.array([[digit == "1" for digit in row] for row in rows])
+
+
 def run_of(*rows: str) -> dict[str, Any]:
     """Judged merges of one seed: two methods that answer alike."""
-    return {"own": 1.0, "seconds": 2.0, "methods": {"TIES": list(rows), "DARE": list(rows)}}
+    return {"own": 1.0, "seconds": 2.0, "methods": {"TIES": answers(*rows), "DARE": answers(*rows)}}
 
 
 def test_optimizers_differ_in_nothing_but_method_rate_and_steps() -> None:
@@ -37,11 +48,11 @@ def test_optimizers_differ_in_nothing_but_method_rate_and_steps() -> None:
 def test_gains_are_paired_and_their_intervals_hold_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search_intervals, "NUM_RESAMPLES", 200)
     better, worse = [run_of("1111", "1110")] * 3, [run_of("1110", "1100")] * 3
-    found = bench.gains(better, worse)
+    found = bench.gains("a", better, worse)
     assert found["mean"]["value"] == pytest.approx(0.25)
     assert found["mean"]["low"] <= 0.25 <= found["mean"]["high"]
     assert set(found["methods"]) == {"TIES", "DARE"}
-    assert bench.gains(better, better)["mean"] == {"value": 0.0, "low": 0.0, "high": 0.0}
+    assert bench.gains("b", better, better)["mean"] == {"value": 0.0, "low": 0.0, "high": 0.0}
 
 
 def test_a_row_has_means_over_seeds_and_skills() -> None:
@@ -51,7 +62,7 @@ def test_a_row_has_means_over_seeds_and_skills() -> None:
 
 
 class TinyFleet(bench.Fleet):
-    """Whose merges answer an item more for each expert, and one less unless the coefficient is 0.3."""
+    """A fleet whose merges answer an item more for each expert, and one less unless the coefficient is 0.3."""
 
     seconds = 2.0
 
@@ -66,33 +77,28 @@ class TinyFleet(bench.Fleet):
         return np.array([[item < right for item in range(4)]] * len(skills))
 
 
-def test_pairs_are_judged_on_their_own_skills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "CACHE", tmp_path)
+def test_pairs_are_judged_on_their_own_skills(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "Fleet", TinyFleet)
     every, pairs = (bench.judged_merges(bench.Variant("adamw"), 1e-3, 0.002, 0, n) for n in (bench.ALL, bench.PAIR))
-    assert every["methods"] == {"weight averaging": ["1110"] * 3, **dict.fromkeys(METHODS, ["1111"] * 3)}
-    assert pairs["methods"] == {"weight averaging": ["1100"] * 6, **dict.fromkeys(METHODS, ["1110"] * 6)}
+    for found, num_rows, averaged, best in ((every, 3, "1110", "1111"), (pairs, 6, "1100", "1110")):
+        expected = {"weight averaging": averaged, **dict.fromkeys(METHODS, best)}
+        assert list(found["methods"]) == list(expected)
+        for method, row in expected.items():
+            np.testing.assert_array_equal(found["methods"][method], answers(*[row] * num_rows))
     assert pairs["coefficients"] == {"weight averaging": [None] * 3, **dict.fromkeys(METHODS, [0.3] * 3)}
-    assert bench.gains([every], [every])["mean"]["value"] == 0
+    assert bench.gains("c", [every], [every])["mean"]["value"] == 0
 
 
 def test_sensitivity_is_to_b_and_to_the_learning_rate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "CACHE", tmp_path)
     monkeypatch.setattr(bench, "Fleet", TinyFleet)
     rows = bench.sensitivity(0.002, 5e-4)
     assert [row["optimizer"] for row in rows] == [
         *(f"mergopt, b {b}" for b in ("0.0005", "0.001", "0.002", "0.004", "0.008")),
         *(f"{kind}, learning rate {rate}" for kind in ("adamw", "mergopt") for rate in ("0.00025", "0.0005", "0.001")),
     ]
-    assert len(list((tmp_path / "runs").iterdir())) == len(rows) - 1, "the pilot's b and rate are in both"
+    assert len(list((results / bench.BENCHMARK).iterdir())) == len(rows) - 1, "the pilot's b and rate are in both"
     capsys.readouterr()
     bench.show_rows("sensitivity", rows)
     assert len(capsys.readouterr().out.splitlines()) == len(rows) + 1
-
-
-def test_what_is_kept_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "CACHE", tmp_path)
-    assert bench.kept("a", lambda: {"value": 1}) == {"value": 1}
-    assert bench.kept("a", lambda: {"value": 2}) == {"value": 1}

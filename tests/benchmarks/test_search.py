@@ -1,22 +1,26 @@
-"""The search benchmark's own arithmetic: exact match in one pass, what is charged, fronts, paired intervals."""
+"""Arithmetic of the search benchmark: exact match in one pass, what is charged, fronts, paired intervals."""
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from search_spaces.baselines import sources_and_published
-from search_spaces.study.sections import EngineOptions, Search
+from search_spaces.baselines import all_baselines
+from search_spaces.study.engine import EngineOptions
+from search_spaces.study.search import Search
 from service.tune.searchers.descents import descents_of
-from tests.benchmarks import bench_search, search_intervals, search_runs
+from tests.benchmarks import bench_hm3, bench_search, search_arms, search_intervals
+from tests.benchmarks.code_digests import closure, statements_of
 from tests.benchmarks.family_training import SHIPPED
 from tests.benchmarks.one_pass import OnePass
 from tests.benchmarks.search_families import FAMILIES
 from tests.benchmarks.search_intervals import interval, volume_interval, volume_of
-from tests.benchmarks.search_runs import Run, SearchSpec, Trial, code_of, statements_of
+from tests.benchmarks.search_runs import Run, SearchSpec, Trial, code_of
 from workers.engines.transformers.backend import Reference
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Prompts
@@ -35,9 +39,9 @@ def test_best_and_front_are_those_of_what_was_spent_so_far() -> None:
     trials = (trial(0, 0.5, 0.5, origin="source"), trial(1, 0.9, 0.1, spent=10), trial(2, 0.8, 0.6, spent=20))
     run = Run(SPEC, trials, 20, (), 0.0)
     assert [run.best(budget).number for budget in (0, 10, 20)] == [0, 0, 2]
-    assert [t.number for t in bench_search.front_of(run.until(10))] == [0, 1]
-    assert [t.number for t in bench_search.front_of(run.trials)] == [1, 2]
-    reached = bench_search.volume(run.until(10))
+    assert [t.number for t in search_arms.front_of(run.until(10))] == [0, 1]
+    assert [t.number for t in search_arms.front_of(run.trials)] == [1, 2]
+    reached = search_arms.volume(run.until(10))
     assert bench_search.samples_to_reach(run, reached) == 10
     assert bench_search.samples_to_reach(run, reached + 0.01) == 20
     assert bench_search.samples_to_reach(run, 1.0) is None
@@ -46,7 +50,7 @@ def test_best_and_front_are_those_of_what_was_spent_so_far() -> None:
 
 def test_equal_recipes_are_on_a_front_once() -> None:
     twice = [trial(0, 0.5, 0.5), Trial(1, "search", "1", {}, "0", {"0": 0.5, "1": 0.5}, 1)]
-    assert [t.number for t in bench_search.front_of(twice)] == [0]
+    assert [t.number for t in search_arms.front_of(twice)] == [0]
 
 
 def test_volume_of_judged_merges_is_that_of_their_means() -> None:
@@ -82,7 +86,35 @@ def test_intervals_count_the_spread_between_seeds(monkeypatch: pytest.MonkeyPatc
     assert found["high"] - found["low"] > 0.5
 
 
-def test_autos_single_objective_searches_stay_within_their_budget() -> None:
+def test_tables_have_auto_first_and_then_the_best_rival() -> None:
+    def row(family: str, searcher: str, evaluations: int, judge: float) -> dict[str, Any]:
+        found = {"family": family, "searcher": searcher, "evaluations": evaluations, "spread": 0.01}
+        return {**found, "judge": judge, "by_seed": [judge]}
+
+    arms = (("es", 40, 0.4), ("gp", 40, 0.5), ("auto", 5, 0.6), ("auto", 8, 0.7))
+    rows = [row(family, *arm) for family in ("shipped", "letters") for arm in arms]
+    head, _, *lines = bench_search.single_table({"rows": rows}).splitlines()
+    assert head == "| searcher | evaluations | shipped | letters |"
+    assert [line.split(" | ")[:2] for line in lines] == [
+        ["| `auto`", "8"], ["| `auto`", "5"], ["| `gp`", "40"], ["| `es`", "40"]
+    ]  # fmt: skip
+    assert lines[0] == "| `auto` | 8 | 0.700 ± 0.010 | 0.700 ± 0.010 |"
+
+
+def test_differences_table() -> None:
+    """The table has a column for each search and a row for each other."""
+    half = {"value": 0.5, "low": 0.25, "high": 0.75}
+    minus = {"hm3 minus grid": half, "hm3_merged minus hm3": half, "hm3_merged minus grid": half}
+    assert bench_hm3.minus_table(minus).splitlines() == [
+        "| minus | `hm3` | `hm3`, a merged model in the pool |",
+        "|---|---|---|",
+        "| `grid` | +0.500 [+0.250, +0.750] | +0.500 [+0.250, +0.750] |",
+        "| `hm3` |  | +0.500 [+0.250, +0.750] |",
+    ]
+
+
+def test_auto_keeps_its_budget() -> None:
+    """Single-objective searches that `auto` chooses stay within their budget."""
     for evaluations in bench_search.SINGLE_BUDGETS:
         options = bench_search.single_spec("shipped", 0, evaluations).search["gradient"]
         steps = 3 * options["steps"] * options["batch"]
@@ -95,7 +127,7 @@ def test_autos_searches_of_a_front_use_up_their_budgets() -> None:
         search = Search.model_validate(bench_search.front_spec("shipped", 0, evaluations).search)
         assert search.preferences is not None
         vectors = search.preferences.weights(("math", "text", "lookup"), seed=0)
-        descents = descents_of(search.gradient, num_objectives=3, preferences=vectors)
+        descents = descents_of(search.gradient, vectors)
         assert sum(descent.num_points for descent in descents) == len(descents) < search.max_trials, "then midpoints"
         steps = sum(descent.num_steps for descent in descents)
         spent = 3 * search.gradient.batch * steps + search.max_trials * bench_search.EVALUATION
@@ -104,11 +136,11 @@ def test_autos_searches_of_a_front_use_up_their_budgets() -> None:
 
 
 def test_stored_searches_are_those_of_the_code_that_runs() -> None:
-    paths = {path.stem for path in search_runs._closure(["service.tune.searchers.gradient"])}
-    assert {"gradient", "es", "smac", "random", "steps", "history"} <= paths
+    paths = {path.stem for path in closure(["service.tune.searchers.gradient"])}
+    assert {"gradient", "es", "smac", "history"} <= paths
     assert "coordinator" not in paths
     assert {"successive_halving", "racing", "proposals"} <= {
-        path.stem for path in search_runs._closure(["service.tune.coordinator"])
+        path.stem for path in closure(["service.tune.coordinator"])
     }
     assert code_of("random") != code_of("gradient") == code_of("auto")
 
@@ -132,10 +164,10 @@ def test_judge_items_are_no_search_items() -> None:
 
 @pytest.mark.slow
 def test_one_pass_scores_as_greedy_decoding_does(tmp_path: Path) -> None:
-    """By transformers, of sources as they are; `bench_search` compares merges with vLLM before it searches."""
+    """Sources as they are, decoded by transformers; `bench_search` compares merges with vLLM before it searches."""
     root = family_dir()
     family = open_family(root / "base", {s: root / "experts" / s for s in SHIPPED}, cache=tmp_path)
-    known = sources_and_published(base="base", experts=SHIPPED, fingerprints=family.fingerprints, num_layers=8)
+    known = all_baselines(base="base", experts=SHIPPED, fingerprints=family.fingerprints, num_layers=8)
     options = EngineOptions(max_model_len=64)
     scorer = OnePass(family, options, memory=tmp_path / "scores")
     tasks = {
@@ -155,5 +187,9 @@ def test_one_pass_scores_as_greedy_decoding_does(tmp_path: Path) -> None:
     assert scorer.num_swaps == 2
     assert scorer.score(ScoreRequest("test", recipe, spans)).samples == found.samples  # remembered
     again = OnePass(family, options, memory=tmp_path / "scores")
-    assert again.score(ScoreRequest("test", recipe, spans)).samples == found.samples
+    elsewhere = []  # as in another clone
+    for span in spans:
+        file = Path(shutil.copy(span.task.task["file"], tmp_path))  # type: ignore[index]
+        elsewhere.append(replace(span, task=replace(span.task, task={**span.task.task, "file": str(file)})))  # type: ignore[dict-item]
+    assert again.score(ScoreRequest("test", recipe, tuple(elsewhere))).samples == found.samples
     assert again.num_swaps == 0

@@ -50,6 +50,16 @@ class Page:
         """What stands in backticks in the prose."""
         return re.findall(r"`([^`\n]+)`", self.prose)
 
+    def links(self) -> list[str]:
+        """The targets of its links."""
+        return re.findall(r"\]\(([^)\s]+)\)", self.prose.replace("\n", " "))
+
+    def section(self, heading: str) -> str:
+        """The prose from a heading of the second level to the next one."""
+        text: str
+        (text,) = re.findall(rf"^{re.escape(heading)}$.*?(?=^## |\Z)", self.prose, re.MULTILINE | re.DOTALL)
+        return text
+
     def anchors(self) -> set[str]:
         """Of its headings, as GitHub makes them."""
         headings = re.findall(r"^#+ (.+)$", self.prose, re.MULTILINE)
@@ -58,7 +68,7 @@ class Page:
     def broken_links(self) -> list[str]:
         """Relative links to files that are not there, or to headings that the page does not have."""
         broken = []
-        for target in re.findall(r"\]\(([^)\s]+)\)", self.prose.replace("\n", " ")):
+        for target in self.links():
             if "://" in target:
                 continue
             path, _, anchor = target.partition("#")

@@ -46,9 +46,8 @@ def test_an_example_study_is_accepted(name: str, tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.slow
-def test_the_plan_of_the_quickstart_says_which_searcher_auto_is_and_what_its_gradients_cost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quickstart_plan_names_auto_searcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The quickstart's plan says which searcher `auto` is and what its gradients cost."""
     plan = check(EXAMPLES / "quickstart.yaml", tmp_path / "run", capsys)
     assert "search    gradient: merges in this space have gradients, and all objectives have reference answers" in plan
     assert "samples   12,960 in the search, about 48,000 held out, gradients charged as up to 6,912\n" in plan

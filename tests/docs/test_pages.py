@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from search_spaces.errors import InvalidStudy
+from search_spaces.fidelity import Scheduler
 from search_spaces.spaces import SPACES
 from search_spaces.study.file import load_study, parse_study, study_json_schema
 from search_spaces.study.yaml import parse_document
 from service.api.openapi import install_openapi
-from service.api.routes import events, exports, finetunes, operations, results, studies
+from service.api.routes import exports, finetunes, jobs, operations, results
 from service.cli.main import main
 from tests.docs.pages import PAGES, ROOT, Page
 from tests.test_maps import PACKAGES
@@ -24,6 +26,7 @@ from workers.training.finetuning.fleet import ANALYSIS, Analysis, parse_pipeline
 from workers.training.finetuning.spec import finetune_json_schema
 
 MAX_README_LINES = 200
+MAX_CELL = 120  # characters of a cell in its tables, without the addresses of links
 EXAMPLES = ROOT / "docs" / "examples"
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
@@ -37,10 +40,23 @@ def made_up(text: str) -> Page:
     return Page(ROOT / "README.md", text)
 
 
-def test_the_readme_is_short_and_links_every_page() -> None:
+def test_the_readme_is_short() -> None:
+    """The README is short, and leads to the other pages."""
     readme = page_of("README.md")
     assert len(readme.text.splitlines()) <= MAX_README_LINES
-    assert [page.name for page in PAGES if page is not readme and f"]({page.name})" not in readme.text] == []
+    assert {"docs/index.md", "docs/tutorial.md"} <= set(readme.links())
+
+
+def test_the_index_links_every_page() -> None:
+    index = page_of("docs/index.md")
+    linked = {(index.file.parent / link.partition("#")[0]).resolve() for link in index.links() if "://" not in link}
+    assert [page.name for page in PAGES if page is not index and page.file not in linked] == []
+
+
+def test_cells_of_the_readme_are_short() -> None:
+    cells = [cell for line in page_of("README.md").prose.splitlines() if line[:1] == "|" for cell in line.split("|")]
+    assert len(cells) > 20
+    assert [cell for cell in cells if len(re.sub(r"\]\(\S+\)", "]", cell)) > MAX_CELL] == []
 
 
 # Links and paths.
@@ -57,10 +73,8 @@ def test_paths_exist(page: Page) -> None:
 
 
 def test_a_link_or_a_path_that_leads_nowhere_is_noticed() -> None:
-    page = made_up(
-        "[a](docs/none.md) [b](docs/studies.md#none) [c](#none) [d](docs/studies.md#searchers) `service/none.py`"
-    )
-    assert page.broken_links() == ["docs/none.md", "docs/studies.md#none", "#none"]
+    page = made_up("[a](docs/none.md) [b](docs/hm3.md#none) [c](#none) [d](docs/hm3.md#the-method) `service/none.py`")
+    assert page.broken_links() == ["docs/none.md", "docs/hm3.md#none", "#none"]
     assert page.missing_paths() == ["service/none.py"]
 
 
@@ -131,7 +145,7 @@ def studies_in(page: Page) -> Iterator[dict[str, Any]]:
     for block in page.blocks_in("yaml"):
         document = parse_document(block.encode(), page.name, is_json=False)
         if "merge_method" not in document and "training" not in document:
-            yield document if "models" in document else whole | document
+            yield document if "objectives" in document and "models" in document else whole | document
 
 
 @every_page
@@ -147,15 +161,26 @@ def test_a_study_that_is_not_valid_is_noticed() -> None:
 
 
 def test_pages_show_both_kinds_of_yaml() -> None:
-    assert len(list(studies_in(page_of("docs/studies.md")))) == 3
-    blocks = page_of("docs/merging.md").blocks_in("yaml")
+    shown = {page.name: len(list(studies_in(page))) for page in PAGES}
+    assert {name: number for name, number in shown.items() if number} == {
+        "README.md": 1,
+        "docs/explanation/budgets.md": 1,
+        "docs/how-to/chains.md": 1,
+        "docs/how-to/constraints.md": 1,
+        "docs/how-to/layer-paths.md": 3,
+        "docs/how-to/preferences.md": 1,
+        "docs/reference/study-file.md": 1,
+        "docs/tutorial.md": 1,
+    }
+    blocks = page_of("docs/how-to/merge.md").blocks_in("yaml")
     assert blocks == [(EXAMPLES / "mergekit.yml").read_text()]
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.name)
-def test_every_example_is_a_study_that_a_page_names(file: Path) -> None:
+def test_the_reference_names_every_example(file: Path) -> None:
+    """Every example is a study, and the reference of the study file links it."""
     load_study(file)
-    assert any(f"examples/{file.name})" in page.text for page in PAGES)
+    assert f"../examples/{file.name}" in page_of("docs/reference/study-file.md").links()
 
 
 # Options, routes, folders.
@@ -177,45 +202,100 @@ def options_in(text: str) -> set[str]:
 
 
 def options_of(section: str, value: Mapping[str, Any], definitions: Mapping[str, Any]) -> set[str]:
-    """Options of a section of the study's schema, or the section itself where it is a single value. Of a section of
-    several kinds, the kind: each has a table of its own."""
+    """Options of a section of the study's schema, or the section itself if it is a single value.
+
+    A section of several kinds has the option `kind` alone, as each kind has a table of its own.
+    """
     if "oneOf" in value:
         return {f"{section}.kind"}
     properties = definitions.get(str(value.get("$ref", "")).rpartition("/")[2], {}).get("properties", ())
     return {f"{section}.{option}" for option in properties} or {section}
 
 
-def test_every_option_of_the_study_file_is_in_a_table_and_no_other() -> None:
+def test_study_options_are_in_tables() -> None:
+    """The tables list every option of the study file and no other."""
     schema = study_json_schema()
-    _, text = page_of("docs/studies.md").prose.split("## Sections and options")
-    sections, objectives = text.split("## Search space")[0].split("### Objectives and holdout")
+    _, text = page_of("docs/reference/study-file.md").prose.split("\n## Sections and options\n")
+    sections, objectives = text.split("\n## Tasks\n")[0].split("\n## Objectives and holdout\n")
     expected = [options_of(name, value, schema["$defs"]) for name, value in schema["properties"].items()]
     assert options_in(sections) == set().union(*expected)
     specs = (schema["$defs"][kind]["properties"] for kind in ("ObjectiveSpec", "CostSpec"))
     assert options_in(objectives) == set().union(*specs)
 
 
-def test_every_option_of_a_finetuning_is_in_its_table_and_no_other() -> None:
+@pytest.mark.parametrize("searcher", ["gradient", "hm3"])
+def test_options_of_a_searcher(searcher: str) -> None:
+    """Every option of a searcher is in its table, and no other."""
+    definitions = study_json_schema()["$defs"]
+    options = definitions["Search"]["properties"][searcher]["$ref"].rpartition("/")[2]
+    text = page_of("docs/reference/searchers.md").section(f"## `{searcher}`")
+    assert options_in(text) == set(definitions[options]["properties"])
+
+
+def test_names_of_spaces_and_schedulers() -> None:
+    """Every page that lists the spaces or the schedulers lists all."""
+    page = page_of("docs/reference/study-file.md")
+    (kinds,) = re.findall(r"^\| `search_space.kind` \| `layerwise` \| (.+?);", page.prose, re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", kinds)) == sorted(SPACES)
+    (schedulers,) = re.findall(r"^\| `fidelity.scheduler` \| `racing` \| (.+?);", page.prose, re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", schedulers)) == sorted(get_args(Scheduler))
+    table = page_of("docs/reference/spaces.md").prose.split("\n## ")[0]
+    assert sorted(re.findall(r"^\| \[`(\w+)`\]", table, re.MULTILINE)) == sorted(SPACES)
+    rungs = page_of("docs/explanation/budgets.md").section("## Rungs")
+    assert sorted(re.findall(r"^\| \[?`(\w+)`", rungs, re.MULTILINE)) == sorted(get_args(Scheduler))
+
+
+def test_commands_and_their_options(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command and option is in the table of the command line, and no other."""
+
+    def said(*arguments: str) -> str:
+        with pytest.raises(SystemExit):
+            main([*arguments, "--help"])
+        return capsys.readouterr().out
+
+    page = page_of("docs/reference/cli.md")
+    lines = re.findall(r"^\| `([a-z]+)[^|]*\|([^|]*)\|", page.prose, re.MULTILINE)
+    shown = {name: set(re.findall(r"`(--[a-z-]+)`", options)) for name, options in lines}
+    commands = re.findall(r"^    ([a-z]+)\b", said(), re.MULTILINE)
+    assert len(commands) > 15
+    everywhere = {"--help", "--json"}
+    listed = {name: set(re.findall(r"--[a-z-]+", said(name).split("options:")[1])) for name in commands}
+    assert shown == {name: options - everywhere for name, options in listed.items()}
+
+
+@pytest.mark.parametrize(
+    ("heading", "schema"), [("summary.json", "summary"), ("pareto.json", "pareto"), ("trials.jsonl", "trial")]
+)
+def test_keys_of_result_files(heading: str, schema: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every key of a result file is in its table, and no other."""
+    main(["schema", schema])
+    text = page_of("docs/reference/result-files.md").section(f"## {heading}")
+    shown = [key for cell in rows(text) for key in re.findall(r"`(\w+)`", cell)]
+    assert sorted(shown) == sorted(json.loads(capsys.readouterr().out)["properties"])
+
+
+def test_finetuning_options_are_in_a_table() -> None:
+    """The table lists every option of a fine-tuning and no other."""
     schema = finetune_json_schema()
-    _, text = page_of("docs/finetuning.md").prose.split("## Options")
+    _, text = page_of("docs/reference/finetune-file.md").prose.split("## Options")
     expected = {f"{ANALYSIS}.{name}" for name in Analysis.model_fields}
     for name, value in schema["properties"].items():
         kinds = [*value.get("anyOf", ()), value]  # of an optional section
         expected |= max((options_of(name, kind, schema["$defs"]) for kind in kinds), key=len)
-    assert options_in(text.split("## What holds")[0]) == expected
+    assert options_in(text.split("## Guarantees")[0]) == expected
 
 
 def test_specifications_in_pages_are_valid() -> None:
     one, fleet = (
         parse_pipeline(parse_document(block.encode(), "finetuning", is_json=False))
-        for block in page_of("docs/finetuning.md").blocks_in("yaml")
+        for block in page_of("docs/how-to/finetune.md").blocks_in("yaml")
     )
     assert (one.is_fleet, fleet.is_fleet) == (False, True)
 
 
 @pytest.mark.parametrize("kind", SPACES)
 def test_every_option_of_a_space_is_in_its_table_and_no_other(kind: str) -> None:
-    (text,) = re.findall(rf"^## `{kind}`.*?(?=^## |\Z)", page_of("docs/spaces.md").prose, re.MULTILINE | re.DOTALL)
+    text = page_of("docs/reference/spaces.md").section(f"## `{kind}`")
     assert options_in(text) == set(SPACES[kind].model_fields) - {"kind"}
 
 
@@ -228,18 +308,19 @@ def test_every_route_is_in_the_table_and_no_other() -> None:
     from fastapi import FastAPI
 
     app = FastAPI()
-    for part in (studies, finetunes, results, events, exports):
-        app.include_router(part.router, prefix="/v1")
+    for router in (*jobs.routers(), finetunes.router, results.router, exports.router):
+        app.include_router(router, prefix="/v1")
     app.include_router(operations.router)
     install_openapi(app)
     expected = {f"{verb.upper()} {path}" for path, verbs in app.openapi()["paths"].items() for verb in verbs}
-    table = {row.strip("`") for row in rows(page_of("docs/http.md").prose)}
+    table = {row.strip("`") for row in rows(page_of("docs/reference/http.md").prose)}
     assert table == expected
 
 
 def test_the_tree_of_folders_is_that_of_the_packages() -> None:
     tree = next(block for block in page_of("docs/architecture.md").blocks_in("") if block.startswith("search_spaces/"))
-    found, above = set(), []
+    found: set[str] = set()
+    above: list[str] = []
     for line in tree.splitlines():
         indented, name = re.findall(r"^( *)(\w+)/ ", line)[0]
         above = [*above[: len(indented) // 4], name]

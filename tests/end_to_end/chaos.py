@@ -1,10 +1,9 @@
-"""Kills and stops what works on studies, in an order drawn from a seed, and compares their trials with undisturbed
-ones.
+"""Injects faults into running studies in a seeded order, and compares their trials with those of undisturbed runs.
 
-HTTP server, Ray, its jobs, Serve, the gradient actor and the store are real; fakes score, unless the server is
-`mergesearch serve` itself. A study follows the other
-until all faults were injected; between two of them, the study at work has stored at least one chunk, or one step of its
-searcher.
+A fault kills or stops a process that works on studies. HTTP server, Ray, its jobs, Serve, the gradient actor and the
+store are real; scores are those of fakes, unless the server is `mergesearch serve` itself. Studies run one after
+another until all faults were injected. Between two faults, the running study has stored at least one chunk, or one step
+of its searcher.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,10 @@ import psutil
 import yaml
 
 from search_spaces.study.file import load_study
-from service.jobs.search import DATABASE
+from service.disk import DATABASE
+from service.resolved_study import ResolvedStudy
 from service.store import Store
+from service.store.steps import GradientStep, Step
 from service.types import JobState
 from tests.end_to_end.server import Server, drivers, processes_of_ray, replicas, serving
 from tests.end_to_end.studies import undisturbed, write_small_study
@@ -150,16 +151,16 @@ class _Studies:
 def results_of(store: Store, study: str) -> Results:
     """What a study that was disturbed must share with another one."""
 
-    def step(document: Mapping[str, Any]) -> dict[str, Any]:
-        return {**document, "result": {**document["result"], "seconds": None}}
+    def without_seconds(step: Step) -> Step:
+        return replace(step, result=replace(step.result, seconds=0.0)) if isinstance(step, GradientStep) else step
 
-    steps = [(row.number, row.proposal, row.charged, step(row.document), "a step") for row in store.steps(study)]
+    steps = [(without_seconds(step), "a step") for step in store.steps(study)]
     return [*trial_list(store, study), *steps]
 
 
 def in_this_process(studies: _Studies, number: int) -> Results:
     """The study without a server, Ray or Tune: for searchers that compute no steps."""
-    resolved = studies.store.job(studies.ids[number]).resolved
+    resolved = ResolvedStudy.of(studies.store.job(studies.ids[number]))
     return undisturbed(studies.file_of(number), studies.directory / f"alone-{number}", resolved=resolved)
 
 
@@ -188,16 +189,19 @@ def run_chaos(
     command: Sequence[str] = ("tests.benchmarks.fake_serve",),
     **environment: Any,
 ) -> dict[str, Any]:
-    """In an order drawn from `seed`, kill what `kills` names, and stop what `stops` names, for `stop_s` seconds and
-    until an event has told of its replacement. Before each fault, a chunk or a step is stored, then up to `max_pause_s`
-    seconds pass; what is to be killed and is not there is waited for `patience_s` seconds.
+    """Kill the parts in `kills` and stop those in `stops`, in an order drawn from `seed`, while studies run.
 
-    Each study has `rungs` and `max_trials`, and is written by `write_study`; `undisturbed` is how one is run again.
-    One after another has the next of `spaces`, by default the space that it is written with. `command` is the server's
-    module and arguments, `environment` holds the settings of `tests.benchmarks.fake_serve` and `fake_job`, as JSON.
+    A stop lasts for `stop_s` seconds, and until an event reports that the part was replaced. Before each fault, a chunk
+    or a step is stored, then up to `max_pause_s` seconds pass. A part that is to be killed and does not exist is waited
+    for, for `patience_s` seconds.
+
+    Each study has `rungs` and `max_trials`, and is written by `write_study`; `undisturbed` runs one again. Each study
+    gets the next of `spaces`, by default the space that it is written with. `command` is the server's module and
+    arguments, `environment` holds the settings of `tests.benchmarks.fake_serve` and `fake_job`, as JSON.
 
     Returns the number of kills of each part, the studies, those that differ from an undisturbed run, how many gradients
-    each one computed, and what was seen of each stop."""
+    each one computed, and what was seen of each stop.
+    """
     draw = random.Random(seed)
     faults = [*(f"kill {part}" for part in kills), *(f"stop {part}" for part in stops)]
     draw.shuffle(faults)
@@ -221,9 +225,7 @@ def run_chaos(
         for study in studies.ids:
             server.wait_until_ended(study, timeout_s=RECOVERY_S)
         differing = studies.differing()
-        gradients = [
-            sum(row.document["request"]["kind"] == "gradient" for row in store.steps(study)) for study in studies.ids
-        ]
+        gradients = [sum(isinstance(step, GradientStep) for step in store.steps(study)) for study in studies.ids]
         store.close()
         server.stop()
     return {
@@ -237,8 +239,11 @@ def run_chaos(
 
 
 def _stop(studies: _Studies, part: str, stop_s: float) -> dict[str, Any]:
-    """Stop the part. Returns after how many seconds an event told of its replacement (None: not within RECOVERY_S of
-    `stop_s`), and how many of the stopped processes were still there when they were let go on."""
+    """Stop a part, and return what was seen of its replacement.
+
+    That is the number of seconds until an event reported it (None: not within RECOVERY_S of `stop_s`), and the number
+    of stopped processes that still existed when they were continued.
+    """
     find, kind = STOPS[part]
     study = studies.current
     before = _num_events(studies.store, study, kind)

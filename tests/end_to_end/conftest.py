@@ -18,8 +18,10 @@ START_S = 300.0  # Ray, Serve and an engine, on two busy cores
 
 @pytest.fixture(scope="session")
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a finished `mergesearch run` of `shipped_study` with seed 1, its best merge exported; the study
-    file lies beside it."""
+    """The directory of a finished `mergesearch run` of `shipped_study` with seed 1, its best merge exported.
+
+    The study file is in the parent directory.
+    """
     directory = tmp_path_factory.mktemp("shipped")
     study = directory / "study.json"
     study.write_text(json.dumps(shipped_study(directory, name="shipped", seed=1)))

@@ -13,7 +13,6 @@ n-th tensor is written).
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
@@ -21,18 +20,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import service.studies.local_run
-import service.studies.preflight.examine
-import workers.export.checkpoint
+import pytest
+
 from search_spaces.study.file import load_study
 from service.cli.main import main
-from service.studies.preflight.examine import PreflightResult, examine
-from service.studies.progress import ProgressReporter
+from service.jobs.base import Resources
+from service.jobs.search.local_run import run_study
+from service.results.record import RunRecord
+from service.studies.preflight.examine import examine
+from workers.merging.materialize import merged_tensors
 from workers.serving.fake import FakeScorer
-from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, ScoreRequest, ScoreResult
+from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, Family, ScoreRequest, ScoreResult
 
 
 def fake_main(settings: str, *arguments: str) -> int:
@@ -53,14 +54,14 @@ def fake_main(settings: str, *arguments: str) -> int:
 
 
 def run_once(options: dict[str, Any], *arguments: str) -> int:
-    service.studies.preflight.examine.CHUNKS_IN_FLIGHT_PER_REPLICA = options.pop(
-        "in_flight", CHUNKS_IN_FLIGHT_PER_REPLICA
-    )
+    changes = pytest.MonkeyPatch()  # never undone: the process ends
+    in_flight = options.pop("in_flight", CHUNKS_IN_FLIGHT_PER_REPLICA)
+    changes.setattr("service.studies.preflight.result.CHUNKS_IN_FLIGHT_PER_REPLICA", in_flight)
     step, number = options.pop("dies_at", ("", 0))
 
     @contextmanager
-    def fake_scorer(preflight: PreflightResult, view: ProgressReporter) -> Iterator[FakeScorer]:
-        fingerprint = preflight.family.fingerprint
+    def fake_scorer(family: Family, *_: Any) -> Iterator[FakeScorer]:
+        fingerprint = family.fingerprint
         if step == "scoring":
             yield _KillingScorer(bank_fingerprint=fingerprint, driver=os.getpid(), kills_at_call=number, **options)
         else:
@@ -68,10 +69,12 @@ def run_once(options: dict[str, Any], *arguments: str) -> int:
 
     observer = _killer(step, number)
     if step == "export":
-        workers.export.checkpoint.merged_tensors = _dying(workers.export.checkpoint.merged_tensors, observer)
-    service.studies.local_run.run_study = functools.partial(
-        service.studies.local_run.run_study, open_scorer=fake_scorer, observer=observer
-    )
+        changes.setattr("workers.export.shards.merged_tensors", _dying(merged_tensors, observer))
+
+    def run_with_fake(*given: Any, resources: Resources, **named: Any) -> RunRecord:
+        return run_study(*given, resources=replace(resources, scorer=fake_scorer), observer=observer, **named)
+
+    changes.setattr("service.jobs.search.local_run.run_study", run_with_fake)
     return main(arguments)
 
 

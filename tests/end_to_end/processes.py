@@ -16,9 +16,9 @@ from typing import Any
 
 import psutil
 
-from service.studies.local_run import DATABASE
+from service.jobs.search.local_run import DATABASE
 
-POLL_S = 0.02
+POLL_S = 0.05
 REPLICA = "ray::ServeReplica"
 
 # What must be gone first: it holds an engine's memory, works on the study, or would start such a process again.
@@ -50,7 +50,8 @@ class Process:
 class Run:
     """A command that works in `directory`, leading a session and process group of its own.
 
-    `ray_address` is the Ray that it joins; None: it starts one."""
+    `ray_address` is the Ray that it joins; None: it starts one.
+    """
 
     def __init__(self, command: Sequence[str | Path], *, directory: Path, ray_address: str | None = None) -> None:
         self.directory = directory

@@ -10,11 +10,11 @@ from typing import Any
 import yaml
 
 from search_spaces.study.file import load_study
+from service.jobs.search.local_run import DATABASE
+from service.resolved_study import ResolvedStudy
 from service.store import Store
-from service.studies.local_run import DATABASE
 from service.studies.preflight.examine import examine
 from service.tune.coordinator import Coordinator
-from service.types import ResolvedStudy
 from tests.builders import tiny_family
 from tests.end_to_end.processes import query
 from tests.service.tune.harness import InlineProposer, drive, trial_list
@@ -62,8 +62,11 @@ def write_small_study(
 
 
 def write_gradient_study(directory: Path, *, name: str, rungs: Sequence[int], max_trials: int) -> Path:
-    """The same searched by gradients of its tiny models: as the fake's scores have nothing to do with their losses, the
-    sources' completions are the references of some of the studies, by their seeds."""
+    """Write the small study, searched by gradients of its tiny models.
+
+    The fake's scores have nothing to do with the models' losses; therefore the sources' completions are the references
+    of some of the studies, by their seeds.
+    """
     file = write_small_study(directory, name=name, rungs=rungs, max_trials=max_trials)
     lines = (json.dumps({"prompt": f"{i}+3=", "answer": str(i + 3)}) + "\n" for i in range(rungs[-1]))
     (directory / "search.jsonl").write_text("".join(lines))
@@ -80,8 +83,10 @@ def write_gradient_study(directory: Path, *, name: str, rungs: Sequence[int], ma
 
 
 def shipped_study(directory: Path, *, name: str, seed: int) -> dict[str, Any]:
-    """On the shipped family: three searched trials beside the sources and published ones, each on 270 samples of each
-    of three skills. Twenty held-out samples a skill, in `directory`: what is proven is scoring, not selection."""
+    """Study of the shipped family: three searched trials besides the baselines, on 270 samples of each of three skills.
+
+    `directory` gets twenty held-out samples of each skill: the study tests scoring, not selection.
+    """
     document = load_study(family_dir() / "study.yaml").canonical()
     document["name"] = name
     document["search_space"] = {"kind": "lfs", "layer_groups": 4, "component_groups": 3, "methods": list(METHODS)}
@@ -118,12 +123,13 @@ def undisturbed(
     """The trials, without Tune: what is scored, at most `concurrency` evaluations at a time, is in `directory`.
 
     `scorer` is a fake unless given; `resolved` is what the compared run was created with, by default what is found
-    now."""
+    now.
+    """
     directory.mkdir()
     preflight = examine(load_study(study_file))
     store = Store(f"sqlite:///{directory / DATABASE}")
     resolved = resolved or preflight.resolved()
-    study_id = store.create_job(name="undisturbed", document={}, resolved=resolved).id
+    study_id = store.create_job(kind="search", name="undisturbed", document={}, accepted=resolved.to_json()).id
     coordinator = Coordinator(
         preflight.plan(study_id, resolved),
         space=preflight.space,
@@ -131,7 +137,7 @@ def undisturbed(
         writer=store.open_attempt(study_id),
         proposer=InlineProposer(preflight.space, seed=preflight.study.search.seed),
     )
-    scorer = scorer or FakeScorer(bank_fingerprint=preflight.family.fingerprint)
+    scorer = scorer or FakeScorer(bank_fingerprint=preflight.models.family.fingerprint)
     drive(coordinator, scorer, concurrency=concurrency)
     trials = trial_list(store, study_id)
     store.close()

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from service.jobs.search.local_run import read_run
+from service.resolved_study import ResolvedStudy
 from service.results.selection import best_trial
-from service.studies.local_run import read_run
 from service.types import JobState, TrialRecord
 from tests.end_to_end.processes import started
 from tests.mid_rung import expected_trials, restore
@@ -22,9 +23,8 @@ RUN_S = 300.0
 
 
 @pytest.mark.timeout(600)
-def test_a_study_stopped_by_an_earlier_version_is_resumed_to_the_same_trials_and_exported(
-    tmp_path: Path, ray_address: str
-) -> None:
+def test_earlier_versions_study_resumes(tmp_path: Path, ray_address: str) -> None:
+    """A study that an earlier version stopped resumes to the same trials and is exported."""
     study, run_dir = restore(tmp_path)
     with read_run(run_dir) as (store, record):
         before = store.trials(record.id)
@@ -34,7 +34,7 @@ def test_a_study_stopped_by_an_earlier_version_is_resumed_to_the_same_trials_and
         assert len(trial.rungs) == 1, "the chunk of its second rung is stored, the rung is not"
         attempt = record.attempt
     fake = [sys.executable, "-m", "tests.end_to_end.fake_run", json.dumps({"in_flight": 1})]
-    command = [*fake, "run", study, "--out", run_dir, "--export", "best"]
+    command: list[str | Path] = [*fake, "run", study, "--out", run_dir, "--export", "best"]
     with started(command, directory=run_dir, ray_address=ray_address) as run:
         assert run.wait(timeout_s=RUN_S) == 0, run.log
     with read_run(run_dir) as (store, record):
@@ -43,7 +43,7 @@ def test_a_study_stopped_by_an_earlier_version_is_resumed_to_the_same_trials_and
         assert [as_json(trial) for trial in trials] == expected_trials()
         scored = store.sample_values(record.id, Split.SEARCH)
         chunks = [row for row in store.evidence(record.id) if row.is_of(Split.SEARCH)]
-        winner = best_trial(trials, record.resolved.objectives)
+        winner = best_trial(trials, ResolvedStudy.of(record).objectives)
     assert sum(row.num_samples for row in chunks) == sum(len(values["sums"]) for values in scored.values())
     assert winner is not None
     merged, base = open_checkpoint(run_dir / "export"), open_checkpoint(family_dir() / "base")

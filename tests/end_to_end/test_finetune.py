@@ -1,5 +1,8 @@
-"""`mergesearch finetune` as users start it: two workers on Ray Train, one of them killed, then the driver; it ends as a
-training on one process that nothing happened to, and its experts are merged."""
+"""`mergesearch finetune` as users start it, with two workers on Ray Train.
+
+One worker is killed, then the driver. The fine-tuning ends as an undisturbed one in one process, and its experts are
+merged.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,9 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from service.jobs.finetune import EXPERT_DIR, SUMMARY_FILE, WRITER_LOCK
-from service.studies.local_run import read_run
+from service.jobs.finetune.directory import EXPERT_DIR, SUMMARY_FILE, WRITER_LOCK
+from service.jobs.search.local_run import read_run
+from service.resolved_study import ResolvedStudy
 from service.types import JobState
 from tests.builders import tiny_llama
 from workers.models.family import open_family
@@ -97,7 +101,8 @@ def runs_on_the_dashboard(log: Path) -> list[str]:
 
 
 @pytest.mark.timeout(900)
-def test_a_pipeline_survives_its_worker_and_its_driver_and_ends_with_a_merge(tmp_path: Path) -> None:
+def test_pipeline_survives_worker_and_driver(tmp_path: Path) -> None:
+    """A pipeline survives the death of its worker and of its driver and ends with a merge."""
     pipeline, whole, log = pipeline_file(tmp_path), tmp_path / "out", tmp_path / "log"
     out = whole / EXPERTS / "sums"
     process = started(pipeline, whole)
@@ -153,7 +158,7 @@ def check_lineage(whole: Path, directory: Path) -> None:
     prints = {model.alias: model.fingerprint for model in family.models}
     with read_run(whole / STUDY) as (_, study):
         assert study.state is JobState.COMPLETE
-        assert study.resolved.fingerprints == prints
+        assert ResolvedStudy.of(study).fingerprints == prints
     exported = whole / STUDY / "export"
     assert (exported / "model.safetensors").exists()
     assert json.loads((exported / "recipe.json").read_text())["models"].items() <= prints.items()

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from search_spaces.recipe import Recipe
-from service.studies.local_run import read_run
+from service.jobs.search.local_run import read_run
+from service.resolved_study import ResolvedStudy
 from service.types import JobState
 from tests.end_to_end.processes import started
 from tests.end_to_end.studies import DIS, stored, undisturbed, write_small_study
@@ -35,16 +36,17 @@ KILL_POINTS = (
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Long enough for two chunks of a trial at full budget. Of paths, which have most that a resumed study must give
-    again: draws, repairs, and an export of another depth."""
+    """Study file with layer paths, long enough for two chunks of a trial at full budget.
+
+    Paths have most that a resumed study must repeat: draws, repairs, and an export of another depth.
+    """
     directory = tmp_path_factory.mktemp("kill_points")
     return write_small_study(directory, name="kill-points", rungs=[60, 180, 540], max_trials=12, space=DIS)
 
 
 @pytest.mark.timeout(900)
-def test_killed_at_every_point_the_study_ends_with_the_trials_chunks_and_samples_of_an_undisturbed_one(
-    study: Path, tmp_path: Path, ray_address: str
-) -> None:
+def test_kill_at_every_point_changes_nothing(study: Path, tmp_path: Path, ray_address: str) -> None:
+    """A study killed at every point ends with the trials, chunks and samples of an undisturbed one."""
     out = tmp_path / "run"
     attempts = [{"dies_at": point, "in_flight": 1} for point in KILL_POINTS]
     with started(command(study, out, attempts), directory=out, ray_address=ray_address) as run:
@@ -58,7 +60,7 @@ def test_killed_at_every_point_the_study_ends_with_the_trials_chunks_and_samples
     with read_run(out) as (store, record):
         assert record.state is JobState.COMPLETE
         trials = trial_list(store, record.id)
-        assert trials == undisturbed(study, tmp_path / "undisturbed", resolved=record.resolved, concurrency=1)
+        assert trials == undisturbed(study, tmp_path / "undisturbed", resolved=ResolvedStudy.of(record), concurrency=1)
     assert stored(out) == stored(tmp_path / "undisturbed")
     recipe = Recipe.from_json(json.loads((out / "export" / "recipe.json").read_text()))
     assert open_checkpoint(out / "export").layout.num_layers == len(recipe.layers)

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from search_spaces.study.file import load_study
+from service.jobs.search.local_run import DATABASE, read_run
 from service.studies.export import export_trial
-from service.studies.local_run import DATABASE, read_run
 from service.studies.preflight.examine import examine
 from service.types import JobState, Origin, TrialState
 from tests.end_to_end.processes import num_chunks, started
@@ -22,7 +22,7 @@ from tests.service.tune.harness import trial_list
 from workers.engines.transformers.verification import verify
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
-from workers.types import Span, Split
+from workers.types import SampleDifference, Span, Split
 
 START_S = 300.0
 
@@ -43,9 +43,8 @@ def test_run_leaves_its_files_and_the_best_merge(shipped: Path) -> None:
     assert recipe["digest"] == best.recipe.digest
 
 
-def test_export_gives_the_stored_samples_in_plain_transformers_and_the_merged_tensors_bit_for_bit(
-    shipped: Path, tmp_path: Path
-) -> None:
+def test_export_gives_stored_samples(shipped: Path, tmp_path: Path) -> None:
+    """Transformers gives the stored samples on an export, whose tensors are the merged ones bit for bit."""
     with read_run(shipped) as (store, study):
         preflight = examine(load_study(shipped.parent / "study.json"))
         searched = [trial for trial in store.trials(study.id) if trial.origin is Origin.SEARCH]
@@ -53,9 +52,10 @@ def test_export_gives_the_stored_samples_in_plain_transformers_and_the_merged_te
         exports = {n: export_trial(store, study, str(n), tmp_path / str(n)) for n in stored}
     methods = {merge.method for trial in searched for merge in trial.recipe.merges()}
     assert methods >= {"task_arithmetic", "ties", "slerp", "linear"}
-    bank = Bank(preflight.family)
-    spans = tuple(Span(name, task, 0, SHIPPED_SAMPLES) for name, task in preflight.tasks.items())
-    num_samples, differences = 0, []
+    bank = Bank(preflight.models.family)
+    spans = tuple(Span(name, task, 0, SHIPPED_SAMPLES) for name, task in preflight.tasks.search.items())
+    num_samples = 0
+    differences: list[SampleDifference] = []
     for trial in searched:
         out = exports[trial.number]
         written = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
@@ -105,9 +105,8 @@ def test_ctrl_c_leaves_a_directory_that_the_same_command_resumes(small: Path, tm
         assert trial_list(store, study.id) == undisturbed(small, tmp_path / "undisturbed")
 
 
-def test_study_whose_candidates_all_fail_ends_failed_and_says_why(
-    small: Path, tmp_path: Path, ray_address: str
-) -> None:
+def test_study_of_failing_candidates_fails(small: Path, tmp_path: Path, ray_address: str) -> None:
+    """A study whose candidates all fail ends as failed and says why."""
     out = tmp_path / "run"
     with started(fake(small, out, fails_above=-1.0), directory=out, ray_address=ray_address) as run:
         assert run.wait(timeout_s=START_S) == 1, run.log
@@ -122,9 +121,8 @@ def test_study_whose_candidates_all_fail_ends_failed_and_says_why(
     assert summary["best"] is None
 
 
-def test_study_whose_stored_answers_are_not_those_of_transformers_fails_whenever_it_is_run(
-    small: Path, tmp_path: Path, ray_address: str
-) -> None:
+def test_disagreement_fails_every_run(small: Path, tmp_path: Path, ray_address: str) -> None:
+    """A study whose stored answers differ from those of transformers fails whenever it is run."""
     out = tmp_path / "run"
     for attempt in (1, 2):
         with started(fake(small, out, garbles=attempt == 1), directory=out, ray_address=ray_address) as run:

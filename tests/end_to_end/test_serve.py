@@ -14,9 +14,9 @@ import pytest
 
 from search_spaces.study.file import parse_study
 from service.client import Client
-from service.jobs.search import DATABASE
+from service.disk import DATABASE
+from service.jobs.search.local_run import read_run
 from service.store import Store
-from service.studies.local_run import read_run
 from service.studies.preflight.examine import examine
 from tests.conftest import record_engine_start
 from tests.end_to_end.processes import mergesearch
@@ -30,9 +30,8 @@ START_S = 240.0  # Ray, a job, Serve and an engine, on two busy cores
 
 
 @pytest.mark.timeout(1200)
-def test_two_studies_survive_the_death_of_replica_driver_ray_and_server_and_the_download_scores_as_reported(
-    shipped: Path, tmp_path: Path
-) -> None:
+def test_studies_survive_kills_of_all_parts(shipped: Path, tmp_path: Path) -> None:
+    """Two studies survive kills of replica, driver, Ray and server; the download scores as reported."""
     documents = [shipped_study(tmp_path, name=f"shipped-{seed}", seed=seed) for seed in (1, 2)]
     file = tmp_path / "first.json"
     file.write_text(json.dumps(documents[0]))
@@ -71,12 +70,12 @@ def test_two_studies_survive_the_death_of_replica_driver_ray_and_server_and_the_
         str(out),
         preflight.engine_options,
         samples=store.samples(first, recipe.digest, Split.SEARCH),
-        spans=tuple(Span(name, task, 0, SHIPPED_SAMPLES) for name, task in preflight.tasks.items()),
+        spans=tuple(Span(name, task, 0, SHIPPED_SAMPLES) for name, task in preflight.tasks.search.items()),
         dtype="float32",
         engine_logprobs={},
     )
     store.close()
-    assert report.num_samples == SHIPPED_SAMPLES * len(preflight.tasks)
+    assert report.num_samples == SHIPPED_SAMPLES * len(preflight.tasks.search)
     assert report.num_beyond == 0, report.differences
 
 
@@ -90,8 +89,10 @@ def until_submitted(client: Client, name: str) -> str:
 
 
 def kill_all(server: Server, study: str) -> list[psutil.Process]:
-    """A replica, the study's driver, the head of Ray and the server, each once the study went on after the one before.
-    Returns the processes of the Ray that is there in the end."""
+    """Kill a replica, the study's driver, the head of Ray and the server; return the processes of the last Ray.
+
+    Each is killed after the study has recovered from the kill before.
+    """
     started_at = time.monotonic()
     server.wait_for_events(study, 2, "rung", timeout_s=START_S)
     record_engine_start("shipped family, over HTTP", time.monotonic() - started_at)
@@ -124,12 +125,12 @@ def kill_all(server: Server, study: str) -> list[psutil.Process]:
 def chunks_scored_twice(store: Store, study: str) -> list[Any]:
     """Recipes of which more samples were stored as scored than there are."""
     stored = {split: store.sample_values(study, split) for split in Split}
-    scored: Counter[tuple[str, str]] = Counter()
+    scored: Counter[tuple[str, Split]] = Counter()
     for row in store.evidence(study):
-        split = next(iter(row.prompts)).split()[0]
+        split = Split(next(iter(row.prompts)).split()[0])
         scored[row.recipe_digest, split] += row.num_samples
     return [
         (digest, split)
         for (digest, split), count in scored.items()
-        if count != sum(map(len, stored[split][digest].values()))
+        if count != sum(len(values) for values in stored[split][digest].values())
     ]

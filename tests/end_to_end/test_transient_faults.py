@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from search_spaces.study.file import load_study
-from service.jobs.search import DATABASE
+from service.disk import DATABASE
+from service.resolved_study import ResolvedStudy
 from service.store import Store
 from service.studies.preflight.examine import examine
 from service.types import JobState
@@ -47,16 +48,19 @@ def until(condition: Callable[[], Any], *, timeout_s: float = ATTEMPT_S, story: 
 
 
 @pytest.mark.timeout(900)
-def test_a_driver_that_was_stopped_and_replaced_leaves_when_it_wakes_up_and_writes_nothing(
+def test_replaced_driver_writes_nothing(
     study_file: Path, tmp_path: Path, ray_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A driver that was stopped and replaced ends when it continues, and writes nothing."""
     monkeypatch.setenv("FAKE_SCORER", json.dumps({"sample_delay_s": 0.004}))
     data = tmp_path / "data"
     data.mkdir()
     store = Store(f"sqlite:///{data / DATABASE}")
     study = load_study(study_file)
-    record = store.create_job(name=study.name, document=study.canonical(), resolved=examine(study).resolved())
-    command = [sys.executable, "-m", "tests.benchmarks.fake_job", "--data", data, "--study", record.id]
+    record = store.create_job(
+        kind="search", name=study.name, document=study.canonical(), accepted=examine(study).resolved().to_json()
+    )
+    command: list[str | Path] = [sys.executable, "-m", "tests.benchmarks.fake_job", "--data", data, "--job", record.id]
     command += ["--ray-address", ray_address]
     with started(command, directory=tmp_path / "first", ray_address=ray_address) as first:
         until(lambda: len(store.evidence(record.id)) >= 3, story=lambda: first.log)
@@ -69,12 +73,15 @@ def test_a_driver_that_was_stopped_and_replaced_leaves_when_it_wakes_up_and_writ
         assert first.wait(timeout_s=60.0) == 0, first.log
         assert "attempt 1 may not write, attempt 2 has taken over" in first.log
     assert (store.job(record.id), store.events(record.id), store.evidence(record.id)) == ended
-    assert trial_list(store, record.id) == undisturbed(study_file, tmp_path / "alone", resolved=record.resolved)
+    assert trial_list(store, record.id) == undisturbed(
+        study_file, tmp_path / "alone", resolved=ResolvedStudy.of(record)
+    )
     store.close()
 
 
 @pytest.mark.timeout(900)
-def test_hanging_actors_and_a_model_that_is_away_are_survived_and_told(study_file: Path, tmp_path: Path) -> None:
+def test_hanging_actors_and_absent_model(study_file: Path, tmp_path: Path) -> None:
+    """A study survives hanging actors and an absent model, and its events report both."""
     environment = {
         "FAKE_SCORER": json.dumps({"sample_delay_s": 0.02}),
         "FAKE_HEARTBEAT": json.dumps({"SCORING_PATIENCE_S": 8.0, "PATIENCE_CHUNKS": 2, "ENGINE_CHECK_S": 3.0}),
@@ -102,7 +109,7 @@ def test_hanging_actors_and_a_model_that_is_away_are_survived_and_told(study_fil
     assert "does not exist" in reasons[-1]
     store = Store(f"sqlite:///{tmp_path / 'data' / DATABASE}")
     record = store.job(name)
-    assert trial_list(store, name) == undisturbed(study_file, tmp_path / "alone", resolved=record.resolved)
+    assert trial_list(store, name) == undisturbed(study_file, tmp_path / "alone", resolved=ResolvedStudy.of(record))
     store.close()
 
 

@@ -1,14 +1,20 @@
-from search_spaces.baselines import sources_and_published
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from search_spaces.baselines import all_baselines
+from search_spaces.recipe import Recipe
 from search_spaces.spaces.lfs import LfsSpace
 
 
-def known(experts, num_layers=3):
+def known(experts: Sequence[str], num_layers: int = 3) -> tuple[dict[str, str], Sequence[tuple[Any, str, Recipe]]]:
     fingerprints = {alias: f"print of {alias}" for alias in ("base", *experts)}
-    recipes = sources_and_published(base="base", experts=experts, fingerprints=fingerprints, num_layers=num_layers)
+    recipes = all_baselines(base="base", experts=experts, fingerprints=fingerprints, num_layers=num_layers)
     return fingerprints, recipes
 
 
-def test_sources_come_first_then_published_merges_of_all_experts():
+def test_sources_come_first_then_published_merges_of_all_experts() -> None:
     _, recipes = known(("math", "text", "lookup"))
     assert [(origin, label) for origin, label, _ in recipes] == [
         ("source", "base"),
@@ -27,7 +33,7 @@ def test_sources_come_first_then_published_merges_of_all_experts():
     assert all(len(recipe.layers) == 3 for _, _, recipe in recipes)
 
 
-def test_numbers_are_the_published_ones():
+def test_numbers_are_the_published_ones() -> None:
     _, recipes = known(("math", "text"))
     by_label = {label: recipe for _, label, recipe in recipes}
     assert by_label["uniform average"].head.per_source("weight") == (0.5, 0.5)
@@ -39,13 +45,14 @@ def test_numbers_are_the_published_ones():
     assert by_label["expert:text"].layers[1].norm.method == "passthrough"
 
 
-def test_no_recipe_comes_twice():
+def test_no_recipe_comes_twice() -> None:
     for experts in (("math",), ("a", "b"), tuple("abc")):
         digests = [recipe.digest for _, _, recipe in known(experts)[1]]
         assert len(set(digests)) == len(digests)
 
 
-def test_with_one_expert_its_average_and_its_whole_task_vector_are_the_expert():
+def test_baselines_of_one_expert() -> None:
+    """With one expert, the average and the whole task vector equal the expert."""
     _, recipes = known(("math",))
     assert [label for _, label, _ in recipes] == [
         "base",
@@ -58,7 +65,7 @@ def test_with_one_expert_its_average_and_its_whole_task_vector_are_the_expert():
     ]
 
 
-def test_the_lfs_space_contains_all_of_them():
+def test_the_lfs_space_contains_all_of_them() -> None:
     for experts in (("math",), ("a", "b"), tuple("abcd")):
         fingerprints, recipes = known(experts)
         space = LfsSpace(base="base", experts=experts, fingerprints=fingerprints, num_layers=3, layer_groups=2)

@@ -36,10 +36,11 @@ def test_what_is_written_is_read(text: str, expected: Constraint) -> None:
 def test_what_is_no_constraint_is_quoted_with_how_to_write_one(text: str) -> None:
     with pytest.raises(InvalidStudy) as caught:
         parse_constraint(text)
-    assert str(caught.value).startswith(f"{text!r} is no constraint; write OBJECTIVE >= BOUND or OBJECTIVE <= BOUND")
+    assert str(caught.value).startswith(f"{text!r} is not a constraint; write OBJECTIVE >= BOUND or OBJECTIVE <= BOUND")
 
 
-def test_a_value_on_the_bound_keeps_to_it_and_one_beyond_exceeds_it() -> None:
+def test_value_on_the_bound_keeps_to_it() -> None:
+    """A value on the bound satisfies it, and one beyond exceeds it."""
     at_least, at_most = parse_constraint("math >= base - 0.1"), parse_constraint("math <= 0.3")
     assert at_least.excess(0.2, 0.3) == 0  # 0.3 - 0.1 is not 0.2 in floating point
     assert at_least.excess(0.15, 0.3) == pytest.approx(0.05)
@@ -70,5 +71,5 @@ def test_contradictions_name_both_constraints() -> None:
 def test_unknown_names_are_told_with_the_known_ones() -> None:
     assert problems("code >= 0.5") == [(0, "code is not an objective; give one of math, text")]
     ((_, message),) = problems("math >= expert:m-0.1")
-    assert message.startswith("m-0.1 is not an expert; give one of m, t, and a space around + and -")
+    assert message.startswith("m-0.1 is not an expert; give one of m, t; write spaces around a + or -")
     assert problems("math >= 0.5", "math >=  0.5") == [(1, "math >= 0.5 is also search.constraints.0; give it once")]

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import itertools
 
 import pytest
@@ -17,7 +19,7 @@ from search_spaces.fidelity import Bracket, bracket_cycle, bracket_plan, fidelit
         (10, 1000, 10, (10, 100, 1000)),
     ],
 )
-def test_rungs_of_known_ladders(min_samples, max_samples, eta, expected):
+def test_rungs_of_known_ladders(min_samples: int, max_samples: int, eta: int, expected: tuple[int, ...]) -> None:
     assert rungs(min_samples, max_samples, eta) == expected
 
 
@@ -34,13 +36,13 @@ def test_rungs_of_known_ladders(min_samples, max_samples, eta, expected):
         ((0, 270, 3), "min_samples=0 is below 1"),
     ],
 )
-def test_budgets_that_give_no_ladder_are_refused(arguments, message):
+def test_budgets_that_give_no_ladder_are_refused(arguments: tuple[int, int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rungs(*arguments)
 
 
 @given(st.integers(1, 500), st.integers(1, 5000), st.integers(2, 10))
-def test_rungs_increase_from_min_to_max(low, high, eta):
+def test_rungs_increase_from_min_to_max(low: int, high: int, eta: int) -> None:
     try:
         ladder = rungs(low, high, eta)
     except ValueError:
@@ -49,11 +51,11 @@ def test_rungs_increase_from_min_to_max(low, high, eta):
     assert all(a < b for a, b in itertools.pairwise(ladder))
 
 
-def test_fidelities_are_shares_of_the_full_budget():
+def test_fidelities_are_shares_of_the_full_budget() -> None:
     assert fidelities((30, 90, 270)) == pytest.approx((1 / 9, 1 / 3, 1.0))
 
 
-def test_three_rungs_at_eta_three_are_the_brackets_smac_makes():
+def test_three_rungs_at_eta_three_are_the_brackets_smac_makes() -> None:
     assert [(bracket.first_rung, bracket.sizes) for bracket in hyperband_brackets(3, 3)] == [
         (0, (9, 3, 1)),
         (1, (5, 1)),
@@ -61,36 +63,38 @@ def test_three_rungs_at_eta_three_are_the_brackets_smac_makes():
     ]
 
 
-def test_bracket_sizes_are_exact_where_floating_point_is_not():
+def test_bracket_sizes_are_exact_where_floating_point_is_not() -> None:
     # 3^5 * 6 / 6 and 3^4 * 6 / 5: s_max + 1 = 6
     assert [bracket.num_configurations for bracket in hyperband_brackets(6, 3)] == [243, 98, 41, 18, 9, 6]
 
 
-def test_one_rung_is_one_bracket_of_one_configuration():
+def test_one_rung_is_one_bracket_of_one_configuration() -> None:
     assert hyperband_brackets(1, 3) == (Bracket(1, first_rung=0, num_rungs=1, eta=3),)
 
 
-def test_a_bracket_promotes_at_least_one():
+def test_a_bracket_promotes_at_least_one() -> None:
     bracket = Bracket(2, first_rung=0, num_rungs=3, eta=3)
     assert bracket.sizes == (2, 1, 1)
     assert bracket.num_promoted(7) == 2
 
 
 @pytest.mark.parametrize("arguments", [(0, 3), (3, 1)])
-def test_brackets_need_a_rung_and_an_eta(arguments):
+def test_brackets_need_a_rung_and_an_eta(arguments: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="at least one rung and eta 2"):
         hyperband_brackets(*arguments)
 
 
 @given(st.integers(1, 5), st.integers(2, 4), st.integers(1, 300))
-def test_a_plan_starts_exactly_max_trials_and_cuts_only_the_last_bracket(num_rungs, eta, max_trials):
+def test_plan_starts_max_trials(num_rungs: int, eta: int, max_trials: int) -> None:
+    """A plan starts exactly `max_trials` trials and cuts only the last bracket."""
     cycle = hyperband_brackets(num_rungs, eta)
     plan = bracket_plan(cycle, max_trials)
     assert sum(bracket.num_configurations for bracket in plan) == max_trials
     assert all(a == b for a, b in zip(plan[:-1], itertools.cycle(cycle), strict=False))
 
 
-def test_hyperband_goes_through_its_brackets_and_others_have_one_of_all_configurations():
+def test_bracket_cycles() -> None:
+    """Hyperband cycles through its brackets; other schedulers have one of all configurations."""
     sizes = {"eta": 3, "max_trials": 60}
     assert bracket_cycle("hyperband", num_rungs=3, **sizes) == hyperband_brackets(3, 3)
     assert bracket_cycle("asha", num_rungs=3, **sizes) == (Bracket(60, first_rung=0, num_rungs=3, eta=3),)

@@ -56,18 +56,19 @@ def test_a_lattice_of_some_divisions_has_all_their_multiples(num_objectives: int
     assert lattice_size(num_objectives, divisions=divisions, corners=False) == len(inner)
 
 
-def test_a_large_alpha_draws_near_equal_weights_and_a_small_one_near_single_objectives() -> None:
+def test_alpha_of_drawn_preferences() -> None:
+    """A large alpha draws near equal weights, a small one near single objectives."""
     near, far = (dirichlet(3, num_vectors=200, rng=np.random.default_rng(1), alpha=alpha) for alpha in (100.0, 0.05))
     assert np.abs(near - 1 / 3).max() < 0.2
     assert np.median(far.max(axis=1)) > 0.95
 
 
 def test_draws_are_preference_vectors_and_repeatable() -> None:
-    draws = [dirichlet(3, num_vectors=500, rng=np.random.default_rng(1)) for _ in range(2)]
-    assert np.array_equal(*draws)
-    assert np.allclose(draws[0].sum(axis=1), 1)
-    assert (draws[0] >= 0).all()
-    assert np.allclose(draws[0].mean(axis=0), 1 / 3, atol=0.05)
+    first, again = (dirichlet(3, num_vectors=500, rng=np.random.default_rng(1)) for _ in range(2))
+    assert np.array_equal(first, again)
+    assert np.allclose(first.sum(axis=1), 1)
+    assert (first >= 0).all()
+    assert np.allclose(first.mean(axis=0), 1 / 3, atol=0.05)
 
 
 def test_a_users_weights_are_put_in_the_objectives_order() -> None:
@@ -100,8 +101,11 @@ def test_weights_that_are_no_preference_are_refused(weights: dict[str, float], m
 # What weights pick.
 
 
-def test_every_point_of_a_front_can_be_picked_also_where_it_is_not_convex() -> None:
-    """The middle of this front is above the line between its ends: no weighted sum is smallest there."""
+def test_every_front_point_can_be_picked() -> None:
+    """Some preference vector picks each point of a front, even where it is not convex.
+
+    The middle of this front is above the line between its ends: no weighted sum is smallest there.
+    """
     gaps = np.array([[0.0, 1.0], [0.6, 0.6], [1.0, 0.0]])
     shares = np.linspace(0, 1, 21)
     picked = {int(np.argmin(augmented_chebyshev(gaps, (share, 1 - share)))) for share in shares}
@@ -109,12 +113,14 @@ def test_every_point_of_a_front_can_be_picked_also_where_it_is_not_convex() -> N
     assert (picked, by_sum) == ({0, 1, 2}, {0, 2})
 
 
-def test_the_function_is_the_largest_weighted_gap_and_a_little_of_their_sum() -> None:
+def test_augmented_chebyshev_value() -> None:
+    """The scalarisation is the largest weighted gap plus a small multiple of their sum."""
     found = augmented_chebyshev(np.array([[0.2, 0.5], [0.4, 0.0]]), (0.75, 0.25), rho=0.1)
     assert found == pytest.approx([0.15 + 0.1 * (0.15 + 0.125), 0.3 + 0.1 * 0.3])
 
 
-def test_of_two_with_the_same_largest_gap_the_one_with_the_smaller_sum_is_nearer() -> None:
+def test_smaller_sum_breaks_ties() -> None:
+    """Of two points with the same largest gap, the one with the smaller sum is nearer."""
     near, far = augmented_chebyshev(np.array([[0.5, 0.1], [0.5, 0.4]]), (0.5, 0.5))
     assert near < far
 

@@ -1,5 +1,9 @@
+from __future__ import annotations
+
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -9,15 +13,15 @@ from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 FINGERPRINTS = {"base": "0", "math": "2", "text": "1"}
 
 
-def recipe(merge, *, fingerprints=FINGERPRINTS, base="base", **layer):
+def recipe(merge: Merge, *, fingerprints: Mapping[str, str] = FINGERPRINTS, base: str = "base", **layer: Any) -> Recipe:
     return Recipe(fingerprints, base, (LayerRecipe(merge, merge, merge, **layer),), merge, merge)
 
 
-def merge(method, *models, **coefficients):
+def merge(method: str, *models: str, **coefficients: float | tuple[float, ...]) -> Merge:
     return Merge(method, tuple(map(Source, models)), coefficients)
 
 
-def canonical(merge):
+def canonical(merge: Merge) -> Merge:
     return recipe(merge).canonical().head
 
 
@@ -55,7 +59,7 @@ def canonical(merge):
         (merge("ties_peft", "math", "text", weight=0.0, density=0.5), merge("passthrough", "base")),
     ],
 )
-def test_equal_merges_have_one_canonical_form_and_one_digest(given, equal):
+def test_equal_merges_have_one_canonical_form_and_one_digest(given: Merge, equal: Merge) -> None:
     assert canonical(given) == equal
     assert recipe(given).digest == recipe(equal).digest
 
@@ -79,12 +83,12 @@ def test_equal_merges_have_one_canonical_form_and_one_digest(given, equal):
         (merge("model_stock", "math", "text", "base"), merge("model_stock", "math", "text")),
     ],
 )
-def test_merges_that_differ_keep_their_own_form(one, other):
+def test_merges_that_differ_keep_their_own_form(one: Merge, other: Merge) -> None:
     assert canonical(one) != canonical(other)
     assert recipe(one).digest != recipe(other).digest
 
 
-def test_masks_of_another_seed_are_another_recipe():
+def test_masks_of_another_seed_are_another_recipe() -> None:
     digests = set()
     for seed in (0, 1):
         made = Merge("dare_linear", (Source("math"),), {"lambda": 1.0, "density": 0.5}, seed)
@@ -93,7 +97,7 @@ def test_masks_of_another_seed_are_another_recipe():
     assert len(digests) == 2
 
 
-def test_what_a_method_does_not_take_is_refused_with_its_place():
+def test_what_a_method_does_not_take_is_refused_with_its_place() -> None:
     wrong = Recipe(
         FINGERPRINTS,
         "base",
@@ -105,12 +109,12 @@ def test_what_a_method_does_not_take_is_refused_with_its_place():
         wrong.canonical()
 
 
-def test_numbers_closer_than_a_millionth_are_the_same_merge():
+def test_numbers_closer_than_a_millionth_are_the_same_merge() -> None:
     digests = {recipe(merge("slerp", "math", "text", t=t)).digest for t in (0.3, 0.3 + 4e-7, 0.300001)}
     assert len(digests) == 2
 
 
-def test_digest_depends_on_content_not_on_names():
+def test_digest_depends_on_content_not_on_names() -> None:
     named = recipe(merge("task_arithmetic", "math", "text", **{"lambda": 0.5}))
     renamed = Recipe.from_json(json.loads(json.dumps(named.to_json()).replace("math", "arithmetic")))
     other = recipe(
@@ -120,18 +124,19 @@ def test_digest_depends_on_content_not_on_names():
     assert other.digest != named.digest
 
 
-def test_canonical_recipe_names_only_models_it_uses():
+def test_canonical_recipe_names_only_models_it_uses() -> None:
     assert recipe(merge("passthrough", "math")).canonical().models == {"base": "0", "math": "2"}
 
 
-def test_scale_and_alignment_are_part_of_the_digest_and_of_json():
+def test_scale_and_alignment_are_part_of_the_digest_and_of_json() -> None:
     plain = recipe(merge("passthrough", "math"))
     scaled = recipe(merge("passthrough", "math"), scale=1.5, alignment="rotation")
     assert scaled.digest != plain.digest
     assert Recipe.from_json(json.loads(json.dumps(scaled.to_json()))) == scaled
 
 
-def test_recipes_that_cut_at_a_rank_have_a_format_of_their_own_and_those_of_format_1_stay_what_they_are():
+def test_rank_cuts_have_their_own_format() -> None:
+    """Recipes that cut at a rank have a format of their own; those of format 1 are unchanged."""
     linear = recipe(merge("linear", "math", "text", weight=0.5))
     cut = recipe(merge("ties", "math", "text", k=0.2, **{"lambda": 1.0}))
     assert linear.to_json()["format"] == "mergesearch-recipe/1"
@@ -161,7 +166,7 @@ def test_recipes_that_cut_at_a_rank_have_a_format_of_their_own_and_those_of_form
         (lambda d: [d], "recipe: format is"),
     ],
 )
-def test_json_that_is_no_recipe_is_refused(change, message):
+def test_json_that_is_no_recipe_is_refused(change: Any, message: str) -> None:
     document = recipe(merge("passthrough", "math")).to_json()
     with pytest.raises(InvalidRecipe, match=message):
         Recipe.from_json(change(document))
@@ -177,12 +182,13 @@ def test_json_that_is_no_recipe_is_refused(change, message):
         (lambda: canonical(merge("linear", "math")), "linear needs 'weight', found only"),
     ],
 )
-def test_merges_that_make_no_sense_are_refused(build, message):
+def test_merges_that_make_no_sense_are_refused(build: Callable[[], object], message: str) -> None:
     with pytest.raises(InvalidRecipe, match=message):
         build()
 
 
-def test_single_tensors_are_part_of_json_digest_and_canonical_form():
+def test_single_tensors_are_in_the_digest() -> None:
+    """Single tensors are part of the JSON, the digest and the canonical form."""
     whole = recipe(merge("linear", "math", "text", weight=(0.5, 0.5)))
     own = replace(whole, tensors={"b": merge("slerp", "math", "text", t=0.5), "a": merge("slerp", "math", "text", t=0)})
     assert list(own.tensors) == ["a", "b"]
@@ -199,7 +205,8 @@ def test_single_tensors_are_part_of_json_digest_and_canonical_form():
         replace(whole, tensors={"a": merge("passthrough", "code")})
 
 
-def test_the_tokenizer_is_part_of_the_digest_and_left_out_where_it_is_the_bases():
+def test_tokenizer_is_in_the_digest() -> None:
+    """The digest covers the tokenizer, which is left out where it is the base's."""
     plain = recipe(merge("passthrough", "math"))
     found = {name: replace(plain, tokenizer=name) for name in ("base", "union", "math", "text")}
     assert len({each.digest for each in found.values()}) == 4
@@ -208,9 +215,8 @@ def test_the_tokenizer_is_part_of_the_digest_and_left_out_where_it_is_the_bases(
         assert Recipe.from_json(json.loads(json.dumps(each.to_json()))) == each
         # With another tokenizer than the base's, rows also depend on models that no merge uses.
         assert set(each.canonical().models) == ({"base", "math"} if name == "base" else {"base", "math", "text"})
-    renamed = Recipe(
-        {"b": "0", "m": "2", "t": "1"}, "b", plain.layers[:0], *2 * [merge("passthrough", "m")], tokenizer="m"
-    )
+    whole = merge("passthrough", "m")
+    renamed = Recipe({"b": "0", "m": "2", "t": "1"}, "b", plain.layers[:0], whole, whole, tokenizer="m")
     same = replace(plain, layers=(), tokenizer="math")
     assert renamed.digest == same.digest
     assert replace(renamed, tokenizer="b").tokenizer == "base"
@@ -218,7 +224,7 @@ def test_the_tokenizer_is_part_of_the_digest_and_left_out_where_it_is_the_bases(
         replace(plain, tokenizer="code")
 
 
-def test_a_merge_may_subtract_a_base_of_its_own():
+def test_a_merge_may_subtract_a_base_of_its_own() -> None:
     usual = merge("ties_weighted", "math", "text", weight=1.0, density=0.5)
     plain, other = recipe(usual), recipe(replace(usual, base=Source("text")))
     assert plain.digest == recipe(replace(usual, base=Source("base"))).digest != other.digest

@@ -49,7 +49,8 @@ def test_exactly_what_a_searcher_does_not_handle_is_refused(
         assert able
 
 
-def test_a_refusal_says_everything_that_is_lacking_and_where_to_change_it() -> None:
+def test_refusal_lists_everything_lacking() -> None:
+    """A refusal lists everything that is lacking and where to change it."""
     parameters = Parameters([*CHOICES, Float("k", 0.0, 1.0, conditions=(Condition("method", ("ties",)),))])
     (problem,) = unsupported("cmaes", parameters, num_objectives=3)
     assert problem.field == "search.algorithm"
@@ -63,8 +64,9 @@ def test_an_alias_handles_what_its_searcher_does(name: str) -> None:
     assert declared.handles == SEARCHERS[declared.alias_of or name].handles
 
 
-def test_the_table_of_searchers_in_the_docs_is_that_of_the_declarations() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "studies.md").read_text()
+def test_searcher_table_of_the_docs() -> None:
+    """The docs' table of searchers agrees with the declarations."""
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "searchers.md").read_text()
     table = page.split("| searcher | conditions |")[1].split("\n\n")[0]
     cells = {row[0].strip("` "): row[1:] for line in table.splitlines()[2:] for row in [line.strip("|").split("|")]}
     shown = {name: [cell.strip() for cell in row[:4]] for name, row in cells.items()}

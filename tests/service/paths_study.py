@@ -1,5 +1,7 @@
-"""Finished studies in a store, of layer paths with costs, and of other spaces: two scored objectives, a held-out stage;
-the fake scorer."""
+"""Finished studies in a store, of layer paths with costs and of other spaces, scored by the fake scorer.
+
+They have two scored objectives and a held-out stage.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def add_study(
     resolved = resolved_study(
         objectives=objectives, fingerprints=FINGERPRINTS, num_layers=NUM_LAYERS, rung_samples=sizes
     )
-    study = store.create_job(name="paths", document=parse_study(document).canonical(), resolved=resolved).id
+    study = store.create_job(
+        kind="search", name="paths", document=parse_study(document).canonical(), accepted=resolved.to_json()
+    ).id
     own = space_of(kind)
     given = {"objectives": objectives, "max_trials": 20, **plan}
     drive(coordinator_of(store, study, space=own, proposer=InlineProposer(own, seed=3), **given), FakeScorer())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from search_spaces.objectives import Objective
-from service.types import ResolvedStudy
+from service.resolved_study import ResolvedStudy
 
 __all__ = ["resolved_study"]
 

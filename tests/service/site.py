@@ -12,13 +12,14 @@ from typing import Any
 
 from search_spaces.study.file import Study, parse_study
 from service.api import create_app
-from service.api.preflight_process import PreflightOutcome, examine_here, read_request
+from service.api.preflight_process import accepted
+from service.jobs.base import Accepted, JobKind, RequestContext
 from service.results.load import run_record
 from service.results.selection import held_out
-from service.schemas.api import JobDocument
+from service.schemas.api import RayJobDocument
 from service.store import JobWriter, Store
 from service.studies.preflight.examine import examine
-from service.types import JobKind, JobRecord, JobState, TrialRecord
+from service.types import JobRecord, JobState, TrialRecord
 from tests.builders import tiny_family
 from tests.service.http_server import HttpServer
 from tests.service.sums import score_baselines, sums_study, write_sums
@@ -43,14 +44,14 @@ class FakeCluster:
     def not_ready(self) -> str | None:
         return self.reason
 
-    def waiting_for(self, study: JobRecord) -> str | None:
-        return None if study.state.is_finished else self.reason
+    def waiting_for(self, job: JobRecord) -> str | None:
+        return None if job.state.is_finished else self.reason
 
-    def job(self, study: JobRecord) -> JobDocument | None:
-        name = f"{study.name}-1"
-        return {"submission_id": name, "dashboard_url": f"http://dashboard/#/jobs/{name}"} if study.attempt else None
+    def ray_job(self, job: JobRecord) -> RayJobDocument | None:
+        name = f"{job.name}-1"
+        return {"submission_id": name, "dashboard_url": f"http://dashboard/#/jobs/{name}"} if job.attempt else None
 
-    def log(self, study: JobRecord) -> str:
+    def log(self, job: JobRecord) -> str:
         if self.reason is not None:
             raise ConnectionError(self.reason)
         return self.log_text
@@ -68,13 +69,8 @@ class Preflight:
     def stop(self) -> None:
         pass
 
-    async def examine(
-        self, content: bytes, *, is_json: bool, kind: JobKind = JobKind.SEARCH, client: str = ""
-    ) -> PreflightOutcome:
-        if kind is JobKind.FINETUNE:
-            return examine_here(content, is_json=is_json, kind=kind)
-        study = read_request(content, is_json=is_json)
-        return PreflightOutcome(study.name, study.canonical(), examine(study).resolved())
+    async def accept(self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "") -> Accepted:
+        return accepted(content, kind, is_json=is_json, context=RequestContext())
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
         return "float32"
@@ -116,7 +112,9 @@ class Site:
     def create(self, name: str) -> str:
         """The id of a new study that nobody works on."""
         study = Study.model_validate({**self.document, "name": name})
-        return self.store.create_job(name=name, document=study.canonical(), resolved=self.preflight.resolved()).id
+        return self.store.create_job(
+            kind="search", name=name, document=study.canonical(), accepted=self.preflight.resolved().to_json()
+        ).id
 
     def begin(self, name: str) -> JobWriter:
         """A new study's first driver."""
@@ -125,7 +123,7 @@ class Site:
         return writer
 
     def finish(self, writer: JobWriter) -> None:
-        """The sources and published recipes at full budget, one trial that failed, and the held-out stage."""
+        """Store baselines at full budget, one trial that failed, and the held-out stage."""
         score_baselines(writer, self.preflight.baselines())
         record = run_record(self.store, writer.job_id)
         for trial in held_out(record.trials, record.objectives):

@@ -42,8 +42,7 @@ def sums_study(models: Path, *, data_dir: Path = Path()) -> dict[str, Any]:
 
 
 def score_baselines(writer: JobWriter, baselines: Iterable[tuple[Origin, str, Recipe]]) -> None:
-    """The first eight sources and published recipes at full budget, each better than the one before, and one searched
-    trial that failed."""
+    """Store the first eight baselines at full budget, each better than the last one, and one failed searched trial."""
     for number, (origin, label, recipe) in enumerate(islice(baselines, 8)):
         writer.add_trial(TrialRecord(number, origin, label, TrialState.RUNNING, recipe))
         rung = RungRecord(2, {"sums": 36}, {"sums": number / 10}, {"sums": 0.01})

@@ -1,18 +1,24 @@
-"""A made-up study as the store would hold it: 9 sources and published recipes, 60 proposed trials, 3 rungs, failures, a
-held-out stage. Values are drawn per sample from skills that follow the recipe, so figures hang together."""
+"""A made-up study as the store would have it: 9 baselines, 60 proposed trials, 3 rungs, failures, a held-out stage.
+
+Values are drawn per sample from skills that follow from the recipe, so that figures are consistent.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from search_spaces.objectives import Objective
 from search_spaces.recipe import COMPONENTS, LayerRecipe, Merge, Recipe, Source
 from service.results.holdout import Scored, held_out_results
-from service.results.record import EngineFigures, GradientRecord, RunRecord
-from service.results.selection import finalists, held_out
+from service.results.record import EngineFigures, RunRecord
+from service.results.selection import best_trial, finalists, held_out
+from service.store.steps import GradientRequest, GradientResult, GradientStep
 from service.types import JobRecord, JobState, Origin, RungRecord, TrialRecord, TrialState
 from tests.service.resolved import resolved_study
 from workers.types import SampleDifference, VerificationReport
@@ -85,7 +91,8 @@ def run_record(
                 "search": {"algorithm": "smac", "max_trials": num_trials, "seed": seed},
                 "fidelity": {"scheduler": "hyperband", "min_samples": 30, "max_samples": 270, "eta": 3},
             },
-            resolved=resolved_study(num_layers=num_layers),
+            accepted=resolved_study(num_layers=num_layers).to_json(),
+            kind="search",
             created_at=1_760_000_000.0,
         ),
         objectives=objectives,
@@ -114,12 +121,16 @@ def run_record(
     )
 
 
-def gradients(*, num_descents: int = 1, first_trial: int = 9, seed: int = 0) -> tuple[GradientRecord, ...]:
-    """Losses that fall, with the noise of batches: 48 gradients and 4 trials; later descents have 12 and 1, and the
-    last of them is for the first expert alone."""
+def gradients(*, num_descents: int = 1, first_trial: int = 9, seed: int = 0) -> tuple[GradientStep, ...]:
+    """Gradient steps whose losses fall, with the noise of batches.
+
+    The first descent has 48 gradients and 4 trials, later ones 12 and 1; the last of them is for the first expert
+    alone.
+    """
     rng = np.random.default_rng(seed)
     level, scales = dict.fromkeys(EXPERTS, 1.3), dict(zip(EXPERTS, (1.4, 0.6, 2.1), strict=True))
-    found, trial = [], first_trial
+    found: list[GradientStep] = []
+    trial = first_trial
     for number in range(num_descents):
         shares = (1.0, 0.0, 0.0) if 0 < number == num_descents - 1 else rng.dirichlet((3.0, 3.0, 3.0))
         preference = dict(zip(EXPERTS, shares if num_descents > 1 else (1 / 3,) * 3, strict=True))
@@ -128,26 +139,32 @@ def gradients(*, num_descents: int = 1, first_trial: int = 9, seed: int = 0) -> 
                 name: of - 0.12 * preference[name] * (of - 0.2) + 0.01 * (number > 0) for name, of in level.items()
             }
             used = [name for name in EXPERTS if preference[name] > 0]
-            found.append(
-                GradientRecord(
-                    descent=f"descent {number}",
-                    proposal=trial,
-                    losses={name: scales[name] * level[name] * rng.lognormal(0, 0.15) for name in used},
-                    weights={name: preference[name] / scales[name] for name in used},
-                    preference=preference if num_descents > 1 else {},
-                )
+            request = GradientRequest(
+                label=f"descent {number}",
+                descent=number,
+                point=(),
+                positions={},
+                weights={name: preference[name] / scales[name] for name in used},
+                preference=preference if num_descents > 1 else {},
             )
+            losses = {name: scales[name] * level[name] * rng.lognormal(0, 0.15) for name in used}
+            found.append(GradientStep(len(found), trial, request, GradientResult(losses=losses)))
             trial += step % 12 == 11
     return tuple(found)
 
 
-def holdout(run: RunRecord, skills, searched, rng):
-    """Finalists and every source and published recipe; the same samples for all, so neighbours are correlated."""
+def holdout(
+    run: RunRecord,
+    skills: Mapping[int, Mapping[str, float]],
+    searched: Mapping[int, Mapping[str, NDArray[np.float64]]],
+    rng: np.random.Generator,
+) -> Any:
+    """Comparisons of finalists and all baselines, on the same samples, so that neighbours are correlated."""
     names = [objective.name for objective in run.objectives]
     luck = {name: rng.random(HOLDOUT_SAMPLES) for name in names}
     rows = held_out(run.trials, run.objectives)
 
-    def samples(trial):
+    def samples(trial: TrialRecord) -> dict[str, NDArray[np.float64]]:
         noise = np.random.default_rng(trial.number)
         return {
             name: ((0.8 * luck[name] + 0.2 * noise.random(HOLDOUT_SAMPLES)) < skills[trial.number][name]).astype(float)
@@ -162,7 +179,7 @@ def holdout(run: RunRecord, skills, searched, rng):
     )
 
 
-def verifications(run: RunRecord):
+def verifications(run: RunRecord) -> tuple[VerificationReport, ...]:
     return tuple(
         VerificationReport(
             recipe_digest=trial.recipe.digest,
@@ -184,7 +201,15 @@ def verifications(run: RunRecord):
     )
 
 
-def scored_trial(number, origin, label, recipe, samples, reached, bracket) -> TrialRecord:
+def scored_trial(
+    number: int,
+    origin: Origin,
+    label: str,
+    recipe: Recipe,
+    samples: Mapping[str, NDArray[np.float64]],
+    reached: int,
+    bracket: int | None,
+) -> TrialRecord:
     rungs = tuple(
         RungRecord(
             rung=rung,
@@ -213,13 +238,18 @@ def scored_trial(number, origin, label, recipe, samples, reached, bracket) -> Tr
     )
 
 
-def draw(skills, names, count, rng):
+def draw(
+    skills: Mapping[str, float], names: Sequence[str], count: int, rng: np.random.Generator
+) -> dict[str, NDArray[np.float64]]:
     return {name: (rng.random(count) < skills[name]).astype(float) for name in names}
 
 
 def skill(recipe: Recipe) -> dict[str, float]:
-    """A made-up truth: a skill grows with its expert's share, most where that expert learned it (math in attention,
-    text in the mlp, lookup in norms), saturates, and suffers from the others' steps."""
+    """Made-up true skills of a recipe.
+
+    A skill grows with its expert's share, most where that expert learned it (math in attention, text in the mlp, lookup
+    in norms), saturates, and suffers from the other experts' steps.
+    """
     shares = dict.fromkeys(EXPERTS, 0.0)
     layers = len(recipe.layers)
     for layer in recipe.layers:
@@ -234,6 +264,13 @@ def skill(recipe: Recipe) -> dict[str, float]:
     }
 
 
+def best_of(run: RunRecord) -> TrialRecord:
+    """The best trial of a run that has one."""
+    best = best_trial(run.trials, run.objectives)
+    assert best is not None
+    return best
+
+
 def influence(merge: Merge) -> dict[str, float]:
     names = [source.model for source in merge.sources]
     if merge.method == "passthrough":
@@ -244,44 +281,56 @@ def influence(merge: Merge) -> dict[str, float]:
     return dict(zip(names, weights, strict=True))
 
 
-def fixed_recipes(num_layers):
-    def whole(make):
+# What makes the merge of a layer; None: of the embedding and the head.
+Maker = Callable[[int | None], Merge]
+
+
+def fixed_recipes(num_layers: int) -> Iterator[tuple[str, Origin, Recipe]]:
+    def whole(make: Maker) -> Recipe:
         return Recipe(FINGERPRINTS, "base", tuple(layer_of(make, i) for i in range(num_layers)), make(None), make(None))
 
-    def sources(layer):
+    def sources(layer: int | None) -> tuple[Source, ...]:
         return tuple(Source(name, layer) for name in EXPERTS)
 
     yield "base", Origin.SOURCE, whole(lambda i: Merge("passthrough", (Source("base", i),)))
+
+    def passing(name: str) -> Maker:
+        return lambda layer: Merge("passthrough", (Source(name, layer),))
+
+    def adding(value: float) -> Maker:
+        return lambda layer: Merge("task_arithmetic", sources(layer), {"lambda": value})
+
     for name in EXPERTS:
-        yield f"expert:{name}", Origin.SOURCE, whole(lambda i, name=name: Merge("passthrough", (Source(name, i),)))
+        yield f"expert:{name}", Origin.SOURCE, whole(passing(name))
     yield "average", Origin.PUBLISHED, whole(lambda i: Merge("linear", sources(i), {"weight": 1 / 3}))
     for value in (1 / 3, 0.3, 0.4):
         label = "1/n" if value == 1 / 3 else f"{value}"
         yield (
             f"task_arithmetic:{label}",
             Origin.PUBLISHED,
-            whole(lambda i, v=value: Merge("task_arithmetic", sources(i), {"lambda": v})),
+            whole(adding(value)),
         )
     yield "ties:1.0:0.2", Origin.PUBLISHED, whole(lambda i: Merge("ties", sources(i), {"lambda": 0.45, "k": 0.2}))
 
 
-def layer_of(make, layer) -> LayerRecipe:
+def layer_of(make: Maker, layer: int) -> LayerRecipe:
     return LayerRecipe(attention=make(layer), mlp=make(layer), norm=make(layer))
 
 
-def random_recipe(rng, num_layers, *, progress) -> Recipe:
+def random_recipe(rng: np.random.Generator, num_layers: int, *, progress: float) -> Recipe:
     """A layer-wise recipe; later ones lean towards balanced coefficients, as a search that learns would."""
     layers = []
     spread = 1.2 - progress
     for start in range(0, num_layers, max(1, num_layers // NUM_GROUPS)):
         makers = [random_maker(rng, spread, favourite) for favourite in range(3)]
         for layer in range(start, min(start + max(1, num_layers // NUM_GROUPS), num_layers)):
-            layers.append(LayerRecipe(*(make(layer) for make in makers)))
+            attention, mlp, norm = (make(layer) for make in makers)
+            layers.append(LayerRecipe(attention, mlp, norm))
     ends = random_maker(rng, spread, 0), random_maker(rng, spread, 2)
     return Recipe(FINGERPRINTS, "base", tuple(layers), ends[0](None), ends[1](None))
 
 
-def random_maker(rng, spread, favourite):
+def random_maker(rng: np.random.Generator, spread: float, favourite: int) -> Maker:
     lean = np.where(np.arange(3) == favourite, 0.5 * (1.2 - spread), 0.0)
     method = rng.choice(["task_arithmetic", "ties", "slerp", "linear", "passthrough"], p=[0.42, 0.2, 0.14, 0.2, 0.04])
     if method == "task_arithmetic":

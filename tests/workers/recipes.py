@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from search_spaces.baselines import everywhere
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
-from workers.merging.alignments import Alignment
+from workers.alignments.alignment import Alignment
 from workers.models.config import read_config
 from workers.types import Family
 
@@ -87,5 +86,6 @@ def aligned(recipe: Recipe, *digests: str | None) -> Recipe:
 
 def whole_model(family: Family, alias: str) -> Recipe:
     """A source as it is."""
-    merge = Merge("passthrough", (Source(alias),))
-    return everywhere(merge, family.base.alias, family.fingerprints, num_layers(family))
+    return Recipe.of_model(
+        alias, models=family.fingerprints, base=family.base.alias, num_layers=num_layers(family)
+    ).canonical()

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from search_spaces.study.file import load_study
-from service.studies.preflight.finetune import examine_finetune
+from service.jobs.finetune.request import examine_finetune
 from tests.benchmarks.family_training import (
     HOLDOUT_ITEMS,
     SEARCH_ITEMS,
@@ -114,7 +114,8 @@ def test_tokenizers_agree_and_keep_space_and_newline(model: str) -> None:
 
 
 @pytest.mark.slow
-def test_base_is_half_skilled_and_every_expert_is_25_points_better_at_its_skill() -> None:
+def test_experts_are_better_than_the_base() -> None:
+    """The base is half skilled, and every expert is 25 points better at its skill."""
     items = {skill: _items(skill, "holdout")[:200] for skill in SHIPPED}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -149,7 +150,8 @@ def _load(model: str) -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize("skill", SHIPPED)
-def test_training_items_are_those_of_the_script_and_none_is_held_out(skill: str) -> None:
+def test_training_items_are_not_held_out(skill: str) -> None:
+    """Training items are those of the script, and none is held out."""
     training = _items(skill, "train")
     assert training == training_items(skill)
     held_out = {item.prompt for items in make_items(skill).values() for item in items}
@@ -159,7 +161,7 @@ def test_training_items_are_those_of_the_script_and_none_is_held_out(skill: str)
 def test_the_family_is_retrained_as_the_demo_merges_it() -> None:
     pipeline = load_pipeline(family_dir() / RETRAIN_FILE)
     shipped = load_study(family_dir() / STUDY_FILE)
-    retrained = pipeline.study_of({skill: Path(expert) for skill, expert in shipped.models.experts.items()})
+    retrained = pipeline.study_of({skill: Path(expert) for skill, expert in shipped.models.named.items()})
     assert retrained == shipped
     for skill, spec in pipeline.experts.items():
         assert (spec.base, spec.method.kind) == (shipped.models.base, "mergopt")

@@ -1,7 +1,8 @@
-"""Engines, which compute with merged weights.
+"""Backends that compute with merged weights.
 
-- `vllm`: scores merges, one after another, in an engine that never restarts
+- `vllm`: scores one merge after another in an engine that does not restart
 - `transformers`: checks what vLLM scored
-- `host_memory`: host memory that is free now
-- `logits`: logits that no score can come from
+- `source_recipes`: recipes whose merge is a source model itself
+- `host_memory`: free host memory
+- `logits`: logits that are NaN or infinite
 """

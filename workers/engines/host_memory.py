@@ -1,4 +1,4 @@
-"""Host memory that is free now, for all engines."""
+"""Free host memory, for all engines."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_host_bytes(cgroup: Path = CGROUP) -> int:
-    """Host memory that is free now, within the limit of this process's container (cgroup v2)."""
+    """Bytes of host memory that are free now, within the limit of this process's container (cgroup v2)."""
     return min([int(psutil.virtual_memory().available), *_left_by_limit(cgroup)])
 
 
 def _left_by_limit(cgroup: Path) -> Iterator[int]:
-    """What the cgroup may still allocate; cached file pages, which can be reclaimed, count as free. Empty: no limit."""
+    """Bytes that the cgroup may still allocate; nothing without a limit.
+
+    Cached file pages count as free, because the kernel can reclaim them.
+    """
     try:
         limit = (cgroup / "memory.max").read_text().strip()
         used = int((cgroup / "memory.current").read_text())

@@ -1,4 +1,4 @@
-"""Logits that no score can come from."""
+"""Detection of logits that are NaN or infinite."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ KINDS = ("NaN", "infinite")
 
 
 def bad_rows(logits: torch.Tensor) -> torch.Tensor:
-    """How many rows of `logits` [..., vocabulary] hold NaN, and how many are infinite: int64 [2] on the same device.
+    """Count the rows of `logits` [..., vocabulary] with NaN, and those that are infinite: int64 [2] on the same device.
 
-    A row is infinite if it holds +inf or nothing but -inf: its probabilities would be NaN. Other -inf are masks."""
+    A row is infinite if it contains +inf or nothing but -inf: its probabilities would be NaN. Other -inf are masks.
+    """
     import torch
 
     largest = logits.amax(dim=-1)  # NaN if any value of the row is
@@ -24,6 +25,6 @@ def bad_rows(logits: torch.Tensor) -> torch.Tensor:
 
 
 def in_words(counts: Sequence[int], *, num_prompts: int) -> str:
-    """The counts of `bad_rows` that are not 0."""
+    """The counts of `bad_rows` that are not 0, as text."""
     found = [(count, kind) for count, kind in zip(counts, KINDS, strict=True) if count]
     return " and ".join(f"{kind} ({count} rows in {num_prompts} prompts)" for count, kind in found)

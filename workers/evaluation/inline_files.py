@@ -52,9 +52,11 @@ def read_inline(task: Mapping[str, Any]) -> list[InlineRow]:
 
 
 class RowTemplates:
-    """Jinja templates for `prompt` and `answer` over a row's fields; messages call the answer `answer_name`. A null is
-    written as None, or refused if `refuse_null`. Raises InvalidTask for a template that is not valid; messages begin
-    with `where`."""
+    """Jinja templates for `prompt` and `answer` over a row's fields.
+
+    Messages call the answer `answer_name`, and begin with `where`. A null is written as None, or refused if
+    `refuse_null`. Raises InvalidTask for an invalid template.
+    """
 
     def __init__(
         self, templates: Mapping[str, str], *, where: str, answer_name: str = "answer", refuse_null: bool = False
@@ -72,7 +74,10 @@ class RowTemplates:
                 raise InvalidTask(f"{where}: {self._of(key)} is not valid: {error.message}") from error
 
     def row(self, fields: Mapping[str, Any], *, where: str) -> InlineRow:
-        """The row that `fields` give. Raises InvalidTask, beginning with `where`."""
+        """The prompt and answer that the templates give for `fields`.
+
+        Raises InvalidTask, with a message that begins with `where`.
+        """
         rendered = {}
         for key, template in self._compiled.items():
             try:
@@ -115,14 +120,17 @@ def _environment() -> SandboxedEnvironment:
 
 
 def _undefined(template: str, fields: Mapping[str, Any]) -> str:
-    """What a template uses that a line does not have. Values of the line are not quoted: a template could show any."""
+    """The names in a template that a line does not define.
+
+    Values of the line are not quoted, because a template could show any value.
+    """
     environment = _environment()
     names = meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys() - fields.keys()
     return f"{min(names)!r} is undefined" if names else "it uses an attribute or item that a value does not have"
 
 
 def parse_line(line: bytes, *, where: str) -> dict[str, Any]:
-    """The JSON object in a line. Raises InvalidTask, beginning with `where`."""
+    """The JSON object in a line. Raises InvalidTask; the message begins with `where`."""
     try:
         fields = json.loads(line.decode())
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""How many tokens a task's samples have, before an engine starts."""
+"""Mean numbers of tokens of a task's samples, computed without an engine."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from workers.types import TaskSpec, digest_of
 
 __all__ = ["Lengths", "lengths_of"]
 
-LOOKED_AT = 50  # documents of each subtask, its first ones
+LOOKED_AT = 50  # the first documents of each subtask
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Mean tokens of a sample: `read` in its prompts, or in all its options with theirs; `answered` if completions are
-    as long as the reference answers, `limit` if they only end at the task's limit. Where there are no references,
-    `answered` is `limit`."""
+    """Mean numbers of tokens of a sample.
+
+    `read` counts its prompts, or all its options with their prompts. `answered` counts completions that are as long as
+    the reference answers, and `limit` completions that only end at the task's limit. Without references, `answered`
+    equals `limit`.
+    """
 
     read: float
     answered: float
@@ -31,10 +34,11 @@ class Lengths:
 
 
 def lengths_of(spec: TaskSpec, prompts: Prompts, *, cache: str | Path | None = None) -> Lengths:
-    """Of the first documents of each subtask. Raises InvalidTask as `TaskEvaluator.describe`, as far as these tell.
+    """The lengths of the first documents of each subtask. Raises InvalidTask as `TaskEvaluator.describe` for these.
 
-    Importing what tokenizes takes seconds, so those of an inline task, whose content is known, are kept between runs;
-    `cache` as in `workers.cache.cache_dir`."""
+    Importing the tokenizer takes seconds. Therefore the lengths of an inline task, whose content is known, are cached;
+    `cache` as in `workers.cache.cache_dir`.
+    """
     if spec.content is None or not isinstance(spec.task, Mapping):
         return _counted(spec, prompts)
     options = digest_of(prompts.options.document())
@@ -58,7 +62,7 @@ def _counted(spec: TaskSpec, prompts: Prompts) -> Lengths:
         share = subtask.num_samples / len(built.order) / len(documents)
         for request in (request for requests in documents for request in requests):
             tokenized = request.tokenized
-            most = tokenized.max_tokens if isinstance(tokenized, Generation) else 1  # an engine generates one at least
+            most = tokenized.max_tokens if isinstance(tokenized, Generation) else 1  # an engine generates at least one
             read += share * len(tokenized.tokens)
             answered += share * min(most, _reference_tokens(subtask.task, request.instance.doc, prompts) or most)
             limit += share * most
@@ -66,7 +70,7 @@ def _counted(spec: TaskSpec, prompts: Prompts) -> Lengths:
 
 
 def _reference_tokens(task: Any, document: Any, prompts: Prompts) -> int:
-    """Of the longest right answer, with the token that ends it; 0 without a reference."""
+    """Tokens of the longest right answer, with the token that ends it; 0 without a reference."""
     from workers.evaluation.references import reference_texts
 
     if task.OUTPUT_TYPE != "generate_until":

@@ -1,7 +1,7 @@
 """Scoring: a backend answers a task's samples, and lm-eval's filters and metrics turn the answers into values.
 
-Requests are built and tokenized once per task; after that, scoring is one batch for the backend and the metric of each
-sample (`metrics`). The backend is the warm engine or plain transformers (workers.evaluation.prompts.Backend).
+Requests are built and tokenized once per task. After that, scoring is one batch for the backend and the metric of each
+sample (`metrics`). The backend is the warm engine or plain transformers (`workers.evaluation.prompts.Backend`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from lm_eval.api.model import TemplateLM  # noqa: TID253  (a base class; this module loads where models are)
 
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.errors import InvalidTask
 from workers.evaluation.metrics import Answers, Documents, LocalMetrics, Metrics
 from workers.evaluation.prompts import Backend, Completion, Continuation, Generation, Prompts
@@ -34,7 +34,7 @@ KNOWN_ARGUMENTS = frozenset(
 
 @dataclass(frozen=True)
 class Scored:
-    """Samples in the order of the spans, and the hash of the prompts of each objective."""
+    """Scored samples in the order of the spans, and the hash of the prompts of each objective."""
 
     samples: tuple[SampleResult, ...]
     prompts: Mapping[str, str]
@@ -42,7 +42,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class _Request:
-    """One lm-eval request, tokenized. `instance` is lm-eval's and is never modified."""
+    """One tokenized request. `instance` is lm-eval's request and is never modified."""
 
     instance: Any
     tokenized: Generation | Continuation
@@ -77,7 +77,7 @@ class _Prepared:
 
 
 class BackendLM(TemplateLM):  # type: ignore[misc]
-    """A backend as a model of lm-eval; it also works with lm-eval's own evaluator."""
+    """A backend as a model of lm-eval, which lm-eval's own evaluator can use too."""
 
     def __init__(self, backend: Backend | None, prompts: Prompts) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before an option without a context: BOS, else end of text."""
+        """The token before an option without a context: BOS, or else end of text."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
 
@@ -113,7 +113,10 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
         return self.prompts.encode(string, special_tokens=add_special_tokens)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Raises InvalidTask if the template refuses the messages, for example a system prompt."""
+        """The messages as text.
+
+        Raises InvalidTask if the template refuses the messages, for example a system prompt.
+        """
         import jinja2
 
         try:
@@ -131,7 +134,7 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
         return str(text)
 
     def tokenize(self, instance: Any) -> tuple[Generation | Continuation, bool]:
-        """The request as tokens, and whether its prompt was cut at its beginning to fit. Raises InvalidTask."""
+        """The request as tokens, and whether the beginning of its prompt was cut to fit. Raises InvalidTask."""
         if instance.request_type == "generate_until":
             context, arguments = instance.args
             return self._generation(context, arguments, seed=int(instance.doc_id or 0))
@@ -212,16 +215,16 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
 class TaskEvaluator:
     """Scores spans of tasks with one backend. `backend` may be None if nothing is scored.
 
-    `metrics` computes the values, by default in this process, whose main thread must call `score` then. Tasks stay
-    prepared, those used last first, as long as their prompts have at most MAX_KEPT_TOKENS tokens together; the tasks
-    of one call of `score` always do.
+    `metrics` computes the values. By default it runs in this process, whose main thread must then call `score`. Tasks
+    stay prepared, the most recently used first, up to MAX_KEPT_TOKENS prompt tokens together; the tasks of one call of
+    `score` always stay.
     """
 
     def __init__(self, backend: Backend | None, prompts: Prompts, *, metrics: Metrics | None = None) -> None:
         self.backend = backend
         self.lm = BackendLM(backend, prompts)
         self._metrics = metrics or LocalMetrics()
-        self._prepared: dict[str, _Prepared] = {}  # by the task's digest; the one used last is last
+        self._prepared: dict[str, _Prepared] = {}  # by the task's digest, least recently used first
 
     def with_backend(self, backend: Backend) -> TaskEvaluator:
         """An evaluator with the same tasks and tokenized requests, and another backend."""
@@ -244,7 +247,7 @@ class TaskEvaluator:
         return tuple(request.tokenized for request in self._prepare(spec).at(position))
 
     def task(self, spec: TaskSpec) -> BuiltTask:
-        """The task, built. Raises InvalidTask."""
+        """The built task. Raises InvalidTask."""
         return self._prepare(spec).task
 
     def instances(self, spec: TaskSpec, position: int) -> tuple[Any, ...]:
@@ -254,7 +257,7 @@ class TaskEvaluator:
     def score(self, spans: Sequence[Span]) -> Scored:
         """Score every sample of `spans`, in one batch of completions and one of options for all spans.
 
-        Raises InvalidTask if a span goes beyond its task's data, MetricFailed, and the errors of the backend.
+        Raises InvalidTask if a span exceeds its task's data, MetricFailed, and the errors of the backend.
         """
         prepared = [self._requests_of(span) for span in spans]
         self._forget_all_but({span.task.digest for span in spans})
@@ -323,7 +326,7 @@ class TaskEvaluator:
         return prepared
 
     def _forget_all_but(self, in_use: Collection[str]) -> None:
-        """Forget other tasks, those not used for longest first, while there are more than MAX_KEPT_TOKENS."""
+        """Forget other tasks, least recently used first, while there are more than MAX_KEPT_TOKENS tokens."""
         kept = sum(prepared.num_tokens for prepared in self._prepared.values())
         for digest in [digest for digest in self._prepared if digest not in in_use]:
             if kept <= MAX_KEPT_TOKENS:
@@ -359,13 +362,16 @@ def tokenized_requests(lm: BackendLM, task: Any, *, limit: int | None = None) ->
 
 
 def describe(specs: Sequence[TaskSpec], *, directory: str, options: EngineOptions) -> tuple[TaskInfo, ...]:
-    """`TaskEvaluator.describe` of each task for the model in `directory`. Needs its tokenizer, no engine."""
+    """Describe each task for the model in `directory`, as `TaskEvaluator.describe`.
+
+    Needs its tokenizer, but no engine.
+    """
     evaluator = TaskEvaluator(None, Prompts(directory, options))
     return tuple(map(evaluator.describe, specs))
 
 
 def _temperature(arguments: Mapping[str, Any]) -> float:
-    """0 (greedy) unless the task samples: a temperature above 0, or do_sample without one."""
+    """The task's sampling temperature: 0 (greedy) without a temperature and without do_sample."""
     if arguments.get("do_sample") is False:
         return 0.0
     given = arguments.get("temperature")

@@ -1,7 +1,7 @@
-"""Metrics in a process of their own, where they have the main thread: timers work, and none can harm the engine.
+"""Metrics in a separate process, where they have the main thread: timers work, and no metric can harm the engine.
 
-The process builds each task itself from its TaskSpec. The documents are sent once per task, as lm-eval left them when
-it built the requests; after that only answers and values pass between the processes.
+The process builds each task from its TaskSpec. The documents are sent once per task, as lm-eval left them when it built
+the requests. After that only answers and values pass between the processes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 
 # lm-eval's MATH tasks have limits of their own: 5 s, up to four times a sample.
 SAMPLE_LIMIT_S = 60.0
-# To start the process and to build a task, which may index lm-eval's tasks and read a large dataset.
+# Seconds to start the process and to build a task, which may index lm-eval's tasks and read a large dataset.
 TASK_LIMIT_S = 600.0
-# Values are sent together: to wake the other process for each takes longer than most metrics.
+# Values that are sent together: waking the other process for each takes longer than most metrics.
 SEND_EVERY_S = 0.1
 
 PROGRAM = f"from {__name__} import serve; serve()"
@@ -42,10 +42,10 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class MetricProcess:
-    """`metrics.Metrics` in another process, which is started at once, and again after it has ended.
+    """Computes `metrics.Metrics` in another process, which is started at once, and again after it has ended.
 
-    A sample whose metric twice takes longer than `sample_limit_s`, or ends the process, raises MetricFailed. Used by
-    one thread at a time; Linux kills the process when the thread that started it ends.
+    A sample whose metric twice takes longer than `sample_limit_s`, or ends the process, raises MetricFailed. Only one
+    thread may use it at a time. Linux kills the process when the thread that started it ends.
     """
 
     def __init__(self, *, sample_limit_s: float = SAMPLE_LIMIT_S, task_limit_s: float = TASK_LIMIT_S) -> None:
@@ -59,7 +59,10 @@ class MetricProcess:
         return self._process.pid
 
     def open(self, task: BuiltTask, documents: Documents) -> None:
-        """Returns before the process has built the task. Raises InvalidTask if the documents cannot be sent."""
+        """Send the task and its documents; returns before the process has built the task.
+
+        Raises InvalidTask if the documents cannot be sent.
+        """
         self._tasks[task.spec.digest] = task, documents
         self._send_task(task, documents)
 
@@ -68,8 +71,11 @@ class MetricProcess:
             self._send(pickle.dumps(("close", digest)))
 
     def values(self, digest: str, answers: Sequence[Answers]) -> list[float]:
-        """Raises MetricFailed; InvalidTask if the process cannot build the task, and EngineUnavailable if it ends or
-        hangs twice while building."""
+        """The metric of each sample, all of them finite. Raises MetricFailed.
+
+        Raises InvalidTask if the process cannot build the task, and EngineUnavailable if it ends or hangs twice while
+        building.
+        """
         task = self._tasks[digest][0]
         values: list[float] = []
         is_retry = False
@@ -93,7 +99,7 @@ class MetricProcess:
             is_retry = True
 
     def stop(self) -> str:
-        """Kill the process, and say how it ended. May be called twice."""
+        """Kill the process, and return how it ended. May be called twice."""
         self._connection.close()
         self._process.kill()
         code = self._process.wait()
@@ -111,7 +117,7 @@ class MetricProcess:
 
     def _restart(self) -> str:
         """Replace the process, which has ended or hangs. Returns how it ended."""
-        with contextlib.suppress(subprocess.TimeoutExpired):  # its end of the pipe closes just before it ends
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the pipe closes just before the process ends
             self._process.wait(timeout=0.5)
         how = self.stop()
         log.warning("the process that computes metrics (%d) is replaced: %s", self.pid, how)
@@ -130,7 +136,7 @@ class MetricProcess:
         self._send(message)
 
     def _send(self, message: bytes) -> None:
-        with contextlib.suppress(ConnectionError):  # it has ended: reading its reply says so
+        with contextlib.suppress(ConnectionError):  # the process has ended, which reading its reply shows
             self._connection.send_bytes(message)
 
     def _receive(self, limit_s: float) -> Any:
@@ -143,9 +149,11 @@ class MetricProcess:
 
 
 def serve() -> None:
-    """What the process runs. The command's argument is the descriptor of its end of the pipe; it ends with the other.
+    """Run the metric process until the other end of its pipe closes.
 
-    The reply to "values" is None once the task is built, then lists of values. An error ends it."""
+    The command's argument is the descriptor of its end of the pipe. The reply to "values" is None once the task is
+    built, then lists of values. An error ends the process.
+    """
     _prepare_signals()
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     importlib.import_module("lm_eval.tasks")  # takes seconds, while the engine starts
@@ -167,7 +175,7 @@ def serve() -> None:
 def _prepare_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when this process ends
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent's thread may block signals that metrics wait for
-    if sys.platform == "linux":  # also when the parent is killed while a metric hangs
+    if sys.platform == "linux":  # so that the process also ends when the parent is killed while a metric hangs
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -201,7 +209,7 @@ def _answer(
             connection.send(error)
             return
         finally:
-            signal.alarm(0)  # one that a metric has left behind
+            signal.alarm(0)  # a timer that a metric has left behind
         if one_by_one or time.monotonic() - sent_at > SEND_EVERY_S:
             connection.send(values)
             values, sent_at = [], time.monotonic()

@@ -1,7 +1,7 @@
-"""From answers to values: lm-eval's filters and metrics, applied to the answers to one sample.
+"""lm-eval's filters and metrics, applied to the answers to one sample.
 
-Metrics may set timers (SIGALRM), which Python allows in the main thread of a process only; elsewhere they raise, or
-score 0 without saying so. A replica, whose engine has a thread of its own, asks a `metric_process.MetricProcess`.
+Metrics may set timers (SIGALRM), which Python allows only in the main thread of a process. In other threads they raise,
+or score 0 without a message. A replica, whose engine needs a thread, asks a `metric_process.MetricProcess`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from workers.evaluation.tasks import BuiltTask, Subtask
 
 __all__ = ["Answers", "Documents", "LocalMetrics", "Metrics", "failure"]
 
-# Of each subtask the documents by lm-eval's `doc_id`.
+# The documents of each subtask, by lm-eval's `doc_id`.
 Documents = tuple[Mapping[int, Any], ...]
 
 
 @dataclass(frozen=True)
 class Answers:
-    """A backend's answers to one sample: `responses[i]` has those to its i-th request, as many as lm-eval repeats it.
+    """A backend's answers to one sample.
 
-    `subtask` is an index in BuiltTask.subtasks, `document` lm-eval's `doc_id` in that subtask."""
+    `responses[i]` has the answers to its i-th request, as many as lm-eval repeats it. `subtask` is an index in
+    BuiltTask.subtasks, `document` lm-eval's `doc_id` in that subtask.
+    """
 
     subtask: int
     document: int
@@ -46,7 +48,7 @@ class Metrics(Protocol):
 
 
 class LocalMetrics:
-    """Computes values in this process, whose main thread must ask for them."""
+    """Computes values in this process, whose main thread must call it."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, tuple[BuiltTask, Documents]] = {}
@@ -61,8 +63,10 @@ class LocalMetrics:
         return [self.value(digest, each) for each in answers]
 
     def value(self, digest: str, answers: Answers) -> float:
-        """The metric of one sample. Raises MetricFailed if there is none: an error of the metric or of a filter, or a
-        result that is not a finite number."""
+        """The metric of one sample.
+
+        Raises MetricFailed for an error of the metric or of a filter, and for a result that is not a finite number.
+        """
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("metrics may set timers, which only a main thread can: use MetricProcess")
         task, documents = self._tasks[digest]
@@ -87,7 +91,7 @@ def failure(task: BuiltTask, answers: Answers, what: str) -> MetricFailed:
 
 
 def _results(subtask: Subtask, document: Any, answers: Answers) -> Mapping[str, Any]:
-    """What lm-eval computes from the answers to one document, by metric."""
+    """lm-eval's results for the answers to one document, by metric."""
     from lm_eval.api.instance import Instance
 
     instances = [

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.models.config import read_config
 from workers.models.tokenizers import load_tokenizer
 
@@ -25,7 +25,7 @@ LOGPROB_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
 
 @dataclass(frozen=True)
 class Generation:
-    """Tokens to continue, up to `max_tokens` new ones, end of text or one of the strings `stop`.
+    """Tokens to continue until `max_tokens` new ones, end of text or one of the strings `stop`.
 
     `temperature` 0 is greedy; above it, `seed` fixes the draw.
     """
@@ -49,7 +49,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Completion:
-    """What a backend generated: `text` without the stop string or end-of-text token that ended it, `tokens` with it."""
+    """A backend's completion: `text` without the stop string or end-of-text token that ended it, `tokens` with it."""
 
     text: str
     tokens: tuple[int, ...]
@@ -61,8 +61,10 @@ class Backend(Protocol):
     def generate(self, requests: Sequence[Generation]) -> list[Completion]: ...
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
-        """Per request the sum of the log-probabilities (natural log) of the scored tokens, and whether each of them was
-        the most likely one."""
+        """For each request, the log-likelihood of the scored tokens, and whether all are the likeliest.
+
+        The logarithm is natural.
+        """
         ...
 
 
@@ -79,12 +81,15 @@ class Prompts:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The model's configuration, its keys renamed to the common ones, with defaults filled in."""
+        """The model's configuration with common key names, with defaults filled in."""
         return read_config(self.directory)
 
     @property
     def max_length(self) -> int:
-        """Tokens in prompt and completion together: the option, or the model's own maximum if that is less."""
+        """The largest number of tokens in prompt and completion together.
+
+        It is the option `max_model_len`, or the model's own maximum if that is less.
+        """
         return min(self.options.max_model_len, int(self.config.get("max_position_embeddings", 1 << 30)))
 
     @cached_property
@@ -104,8 +109,8 @@ class Prompts:
     def encode(self, text: str, *, special_tokens: bool | None = None) -> list[int]:
         """Token ids from the model's tokenizer, with at most one BOS in front.
 
-        `special_tokens` False adds none (continuations); None follows `options.add_bos_token`, by default what the
-        tokenizer does. A text that already begins with BOS (chat templates write it) does not get a second one.
+        `special_tokens` False adds none (continuations); None follows `options.add_bos_token`, whose default is what
+        the tokenizer does. A text that already begins with BOS (chat templates write it) does not get a second one.
         """
         bos = self.tokenizer.bos_token_id
         add = self.options.add_bos_token if special_tokens is None else special_tokens

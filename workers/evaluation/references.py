@@ -1,7 +1,7 @@
 """References: the right answers of a task's samples, as tokens that a model reads instead of generating them.
 
-A completion's reference is the task's own target after the task's own prompt. Of a multiple choice all options are
-read, as for scoring. Which tasks have no references is found without a tokenizer.
+A completion's reference is the task's own target after the task's own prompt. For a multiple choice all options are
+read, as for scoring. Tasks without references are found without a tokenizer.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from workers.types import TaskSpec
 
 __all__ = ["Reading", "References", "Target", "lack_of_references", "reference_texts"]
 
-CHECKED = 100  # documents of each subtask whose targets are looked at
+CHECKED = 100  # documents of each subtask whose targets are checked
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Tokens to read, of which those after the first `num_context` are scored, and after them that one of `ends`
-    follows, if there are any."""
+    """Tokens to read; those after the first `num_context` are scored.
+
+    If `ends` is not empty, one of its tokens must follow, and is scored too.
+    """
 
     tokens: tuple[int, ...]
     num_context: int
@@ -38,11 +40,12 @@ class Reading:
 
 @dataclass(frozen=True)
 class Target:
-    """What the loss of one sample is computed from.
+    """The data for the loss of one sample.
 
     Without `scales`, `readings` are right completions; the loss is the negative log-likelihood (natural log) of the
-    likeliest. With `scales`, they are the options of a multiple choice; the loss is the cross-entropy, over all
-    options, of the likeliest of those in `right`, an option's log-likelihood being multiplied by its scale."""
+    likeliest. With `scales`, `readings` are the options of a multiple choice; the loss is the cross-entropy, over all
+    options, of the likeliest of those in `right`. An option's log-likelihood is multiplied by its scale.
+    """
 
     readings: tuple[Reading, ...]
     right: tuple[int, ...]
@@ -50,7 +53,10 @@ class Target:
 
     @property
     def size(self) -> float:
-        """Of a completion the number of scored tokens, the mean over the alternatives; of a choice ln(options)."""
+        """The unit of the loss: for a completion its mean number of scored tokens, for a multiple choice ln(options).
+
+        The mean is over the alternative right completions.
+        """
         if self.scales is not None:
             return math.log(len(self.readings))
         return sum(reading.num_scored for reading in self.readings) / len(self.readings)
@@ -65,7 +71,7 @@ class References:
         self._units: dict[str, float] = {}
 
     def targets(self, spec: TaskSpec) -> tuple[Target, ...]:
-        """By position. Raises InvalidTask if a sample has no reference."""
+        """The targets by position. Raises InvalidTask if a sample has no reference."""
         known = self._targets.get(spec.digest)
         if known is None:
             positions = range(len(self._evaluator.task(spec).order))
@@ -73,8 +79,11 @@ class References:
         return known
 
     def unit(self, spec: TaskSpec) -> float:
-        """The mean `Target.size` of the task's samples. Losses divided by it are comparable between tasks: nats per
-        token of an answer, or for a multiple choice 1 at chance level."""
+        """The mean `Target.size` of the task's samples.
+
+        Losses divided by it are comparable between tasks: nats per token of an answer, or for a multiple choice 1 at
+        chance level.
+        """
         known = self._units.get(spec.digest)
         if known is None:
             targets = self.targets(spec)
@@ -82,14 +91,15 @@ class References:
         return known
 
     def of_completion(self, spec: TaskSpec, position: int, tokens: Sequence[int]) -> Target:
-        """The target that a model's own completion of a sample is, `tokens` with the one that ended it.
+        """The target for a model's own completion of a sample, whose `tokens` include the one that ended it.
 
-        Raises InvalidTask if the sample is not completed but chooses an option."""
+        Raises InvalidTask if the sample is a multiple choice.
+        """
         (request, *_) = self._evaluator.requests(spec, position)
         if not isinstance(request, Generation):
             raise InvalidTask(f"task {spec.task}, sample {position}: its answer is an option, not a completion")
         ends = self._ends(request.stop)
-        is_ended = tokens[-1] in ends  # any other end is as good
+        is_ended = tokens[-1] in ends  # any other end is equivalent
         scored = tokens[:-1] if is_ended else tokens
         return _alternatives([Reading((*request.tokens, *scored), len(request.tokens), ends if is_ended else ())])
 
@@ -135,8 +145,11 @@ class References:
 
 
 def lack_of_references(spec: TaskSpec) -> str | None:
-    """Why the task's samples have no references for teacher forcing; None if they have. Looks at some of them, without
-    a tokenizer. Raises InvalidTask as `tasks.check_task`, which also refuses tasks that execute code."""
+    """Why the task's samples have no references for teacher forcing; None if they have.
+
+    Looks at some samples, without a tokenizer. Raises InvalidTask as `tasks.check_task`, which also refuses tasks that
+    execute code.
+    """
     for subtask in build_task(spec).subtasks:
         if reason := _lack_of_some(subtask):
             return f"task {subtask.name}: {reason}"
@@ -154,7 +167,7 @@ def _lack_of_some(subtask: Subtask) -> str | None:
 
 
 def _lack(task: Any, document: Any) -> str | None:
-    """Why a document has no reference."""
+    """Why a document has no reference; None if it has one."""
     try:
         if task.OUTPUT_TYPE == "multiple_choice":
             if not _right_options(task, document):
@@ -193,8 +206,10 @@ def _right_options(task: Any, document: Any) -> tuple[int, ...]:
 
 
 def _scales(options: Sequence[str], metric: str) -> tuple[float, ...]:
-    """What options' log-likelihoods are multiplied by: metrics that divide them by lengths are followed, at the mean
-    length."""
+    """The factors of the options' log-likelihoods.
+
+    A metric that divides by lengths has the mean length over each length, any other metric 1.
+    """
     if metric == "acc_norm":
         lengths = [max(1, len(option)) for option in options]
     elif metric == "acc_bytes":
@@ -210,7 +225,7 @@ def _alternatives(readings: Sequence[Reading]) -> Target:
 
 
 def _delimiter(task: Any, *, has_template: bool) -> str:
-    """What lm-eval puts between a prompt and its answer; after a chat template nothing."""
+    """The text that lm-eval puts between a prompt and its answer; empty after a chat template."""
     prefix = task.config.gen_prefix
     if has_template and not (prefix and not str(prefix)[-1:].isspace()):
         return ""

@@ -1,7 +1,7 @@
 """What lm-eval may read while it builds a task: its YAML files, their Python functions, and data files.
 
-lm-eval resolves includes, groups and overrides itself, so its own loading functions are wrapped for as long as it
-builds a task, rather than its files being interpreted a second time.
+lm-eval resolves includes, groups and overrides itself. Therefore its own loading functions are wrapped while it builds
+a task, rather than its files being interpreted a second time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from workers.models.hub import without_waiting
 
 __all__ = ["guarded_loading"]
 
-# One task is built at a time: the wrappers, and the working directory, are the process's.
+# One task is built at a time, because the wrappers and the working directory apply to the whole process.
 _TURN = threading.Lock()
 
 REMOTE = ("https://", "http://", "hf://")
@@ -34,10 +34,12 @@ DIRECTORIES = ("data_dir", "cache_dir")
 
 @contextlib.contextmanager
 def guarded_loading(directory: Path | None, access: FileAccess | None) -> Iterator[None]:
-    """While lm-eval builds a task: data files are relative to `directory` (None: the process's), files outside `access`
-    (None: no limit) are refused, and so are data sets without files, which `datasets` would search the disk for.
+    """Limit what lm-eval reads, in a context in which it builds a task.
 
-    An unreachable hub is not waited for. Raises InvalidTask inside."""
+    Data files are relative to `directory` (None: the process's). Files outside `access` (None: no limit) are refused,
+    and so are data sets without files, for which `datasets` would search the disk. An unreachable hub is not waited
+    for. Raises InvalidTask inside.
+    """
     import datasets
     from lm_eval.tasks import _yaml_loader
 
@@ -80,7 +82,7 @@ def _wrapped(module: Any, name: str, wrapper: Wrapper) -> Iterator[None]:
 
 
 def _yaml_guard(access: FileAccess) -> Wrapper:
-    """Of `_make_loader(directory)`, which lm-eval calls for every YAML file, with the file's real directory."""
+    """A guard of `_make_loader(directory)`, which lm-eval calls for every YAML file with the file's real directory."""
 
     def wrapper(make_loader: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(directory: Path, **options: Any) -> Any:
@@ -94,7 +96,7 @@ def _yaml_guard(access: FileAccess) -> Wrapper:
 
 
 def _function_guard(access: FileAccess) -> Wrapper:
-    """Of `_import_func_in_yml(name, directory)`, called for every `!function name` in a file of that directory."""
+    """A guard of `_import_func_in_yml(name, directory)`, called for each `!function` in the directory's files."""
 
     def wrapper(import_function: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(name: str, directory: Path) -> Any:
@@ -108,7 +110,7 @@ def _function_guard(access: FileAccess) -> Wrapper:
 
 
 def _data_guard(access: FileAccess | None) -> Wrapper:
-    """Of `datasets.load_dataset`."""
+    """A guard of `datasets.load_dataset`."""
 
     def wrapper(load_dataset: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(path: str, name: str | None = None, **options: Any) -> Any:
@@ -137,7 +139,8 @@ def _data_guard(access: FileAccess | None) -> Wrapper:
 def _local_files(path: str, options: Mapping[str, Any], *, is_format: bool) -> Iterator[Path]:
     """The files and directories on this machine that `load_dataset` would read or write.
 
-    Raises InvalidTask for addresses of other kinds than those of the web and the hub."""
+    Raises InvalidTask for addresses of other kinds than those of the web and the hub.
+    """
     for key in DIRECTORIES:
         if directory := options.get(key):
             yield _place(str(directory))
@@ -154,7 +157,7 @@ def _local_files(path: str, options: Mapping[str, Any], *, is_format: bool) -> I
 
 
 def _matches(pattern: Path) -> Iterator[Path]:
-    """What a path with wild cards may stand for: the directory that they begin in, and every file that matches."""
+    """The directory in which a path with wild cards begins, and every file that matches it."""
     text = str(_place(str(pattern)))
     if not glob.has_magic(text):
         yield Path(text)
@@ -179,7 +182,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _is_shipped(directory: Path) -> bool:
-    """Whether it belongs to lm-eval's own tasks."""
+    """Whether the directory belongs to lm-eval's own tasks."""
     return Path(directory).is_relative_to(_shipped_dir())
 
 

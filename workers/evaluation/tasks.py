@@ -1,8 +1,8 @@
-"""Tasks: building and checking what a TaskSpec names, and the order of its samples.
+"""Building and checking the task of a TaskSpec, and the order of its samples.
 
 A task is a name registered with lm-eval, an lm-eval YAML file, or an inline JSONL file. Metrics, filters and prompts
-are lm-eval's. Models and tokenizers are not needed: `check_task` runs without an engine, for inline tasks even without
-lm-eval.
+are lm-eval's. Models and tokenizers are not needed: `check_task` runs without an engine, and for inline tasks even
+without lm-eval.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class BuiltTask:
 
 
 def check_task(spec: TaskSpec) -> TaskInfo:
-    """The size and kind of the task, without an engine. Cut prompts are not counted: that needs a tokenizer.
+    """The size and kind of the task, without an engine. Cut prompts are not counted, because that needs a tokenizer.
 
     Raises InvalidTask: unknown task, metric, filter or split, malformed or missing data, a metric that is not a mean
     over samples, a task that executes generated code, a file outside the task's `access`.
@@ -178,7 +178,7 @@ def _check_content(spec: TaskSpec, file: str | Path) -> None:
 
 
 def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], *, num_fewshot: int) -> Any:
-    """Rows as an lm-eval task: greedy completions, which must equal the answer as a whole."""
+    """Rows as an lm-eval task: greedy completions, which must equal the whole answer."""
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
 

@@ -1,75 +1,44 @@
-"""Writing a recipe as an ordinary Hugging Face checkpoint with exactly the tensors that the engine scored.
+"""Export of a recipe as a Hugging Face checkpoint with exactly the tensors that the engine scored.
 
-Tensors are streamed into the files one by one. The directory appears under its name only once it is complete: files
-are first written to a hidden directory next to it, together with the checksums of the finished ones, so that an export
-that was killed continues from them.
+The directory has its name only once it is complete. Until then the files are in a hidden directory next to it, together
+with the checksums of the finished ones, so that an export that was killed continues from them.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
-import itertools
 import json
-import math
 import os
 import shutil
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 import yaml
 
 from search_spaces.recipe import Recipe
-from workers.directories import appearing, partial_directories, sync
-from workers.export.aligned import MODELING_FILE, aligned_parts
+from workers.alignments.export import MODELING_FILE, aligned_parts
+from workers.alignments.recipes import unaligned
+from workers.directories import appearing, partial_directories
 from workers.export.model_card import Score, lineage, model_card, source_name
+from workers.export.shards import DTYPES, Progress, plan_shards, write_shards
 from workers.mergekit.exporter import Inexpressible, mergekit_config
-from workers.merging.alignments import unaligned
 from workers.merging.bank import Bank
-from workers.merging.materialize import Scratch, is_small, merged_names, merged_tensors
+from workers.merging.plan import merged_names
 from workers.models.chat_templates import write_template
 from workers.models.checkpoints import open_checkpoint
 from workers.models.merged_files import merged_config
 from workers.models.tokenizers import TOKENIZER_FILES
 from workers.types import digest_of
 
-__all__ = [
-    "MAX_SHARD_BYTES",
-    "Progress",
-    "check_place",
-    "export",
-    "is_written",
-    "left_behind_bytes",
-]
+__all__ = ["MAX_SHARD_BYTES", "check_place", "export", "is_written", "left_behind_bytes"]
 
 MAX_SHARD_BYTES = 5 * 10**9
 
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-
-# Methods that look at no more than one element of each source, so that experts may be stacked or not.
+# Methods that compute each element from one element of each source, so that experts may be stacked or not.
 ELEMENT_BY_ELEMENT = {"passthrough", "linear", "weighted_sum", "task_arithmetic", "nearswap"}
-
-# Beside the files of a directory that is not complete: the checksums of those that are.
-STATE = "state.json"
-
-# Against damage by a crash alone: sha256 of a file takes as long as the merge that is written to it.
-CHECKSUM = xxhash.xxh3_128
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Bytes of tensors: `written` of `total`, of which `kept` were written by an earlier export that was killed."""
-
-    written: int
-    kept: int
-    total: int
 
 
 def export(
@@ -84,10 +53,11 @@ def export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Path:
-    """Write the merged model to `out_dir`: tensors, config.json, tokenizer, README.md, recipe.json and, where mergekit
-    can express the recipe, mergekit_config.yml. Returns the directory. With alignments it is no ordinary checkpoint: it
-    has their tensors and the file of the model class that computes them, which transformers loads with
-    trust_remote_code.
+    """Write the merged model to the directory `out_dir`, and return it.
+
+    The files are tensors, config.json, tokenizer, README.md, recipe.json and, where mergekit can express the recipe,
+    mergekit_config.yml. A merge with alignments also has their tensors and the file of the model class that computes
+    them, which transformers loads with trust_remote_code.
 
     The tensors are bit for bit those of `merged_tensors` for `dtype`; the tokenizer is that of the bank's family.
     `scores` maps an objective to its held-out value, `study` names the study in the model card; `chat_template`
@@ -103,12 +73,12 @@ def export(
     added = {} if aligned is None else aligned.tensors()
     plain = unaligned(recipe)
     shapes = merged_names(plain, bank) | {name: tuple(tensor.shape) for name, tensor in added.items()}
-    shards = _shards(shapes, dtype.itemsize, max_shard_bytes)
+    shards = plan_shards(shapes, dtype.itemsize, max_shard_bytes)
     config = merged_config(plain, bank.base, bank.views(recipe.models), dtype=_name(dtype))
     if is_written(recipe, out, dtype, chat_template=chat_template):
         return out
     with appearing(out, _job(recipe, bank, dtype, max_shard_bytes)) as directory:
-        _write_shards(shards, plain, bank, dtype, directory, progress, added=added)
+        write_shards(shards, plain, bank, dtype, directory, progress, added=added)
         bank.sources.check_unchanged()  # a file may have changed while it was read
         _write_json(directory / "config.json", config if aligned is None else aligned.config(config))
         if aligned is not None:
@@ -144,10 +114,10 @@ def export(
 
 
 def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_template: str | None = None) -> bool:
-    """Whether `out_dir` is a complete export of this recipe in this dtype, with this chat template; False if it is
-    missing or empty.
+    """Whether `out_dir` is a complete export of this recipe, dtype and chat template; False if it is missing or empty.
 
-    Raises FileExistsError if it holds anything else, PermissionError if it cannot be created."""
+    Raises FileExistsError if it contains anything else, PermissionError if it cannot be created.
+    """
     out = Path(out_dir).resolve()
     wanted_export = f"an export of recipe {recipe.digest[:12]} in {_name(dtype)}"
     if not check_place(out, expected=wanted_export):
@@ -164,7 +134,7 @@ def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_
 
 
 def _check_weights(out: Path, recipe: Recipe) -> None:
-    """Raises OSError or ValueError where files of the weights are missing or damaged."""
+    """Check that the files of the weights are present and whole. Raises OSError or ValueError if not."""
     if all(layer.alignment is None for layer in recipe.layers):
         open_checkpoint(out)
         return
@@ -184,9 +154,10 @@ def _check_weights(out: Path, recipe: Recipe) -> None:
 
 
 def check_place(out_dir: str | Path, *, expected: str = "an export") -> bool:
-    """Whether there may be an export at `out_dir`, False if it is missing or empty; `expected` is for the message.
+    """Whether there may be an export at `out_dir`; False if it is missing or empty. `expected` is for the message.
 
-    Raises FileExistsError if something else is there, PermissionError if it cannot be created."""
+    Raises FileExistsError if something else is there, PermissionError if it cannot be created.
+    """
     out = Path(out_dir).resolve()
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         above = next(parent for parent in out.parents if parent.exists())
@@ -206,121 +177,6 @@ def left_behind_bytes(out_dir: str | Path) -> int:
     return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
 
 
-@dataclass(frozen=True)
-class _Shard:
-    file: str
-    shapes: Mapping[str, tuple[int, ...]]
-    num_bytes: int
-
-
-def _shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int) -> list[_Shard]:
-    """The tensors in order, as many per file as fit; a tensor larger than `max_bytes` has its own file."""
-    parts: list[dict[str, tuple[int, ...]]] = [{}]
-    sizes = [0]
-    for name, shape in shapes.items():
-        num_bytes = math.prod(shape) * itemsize
-        if parts[-1] and sizes[-1] + num_bytes > max_bytes:
-            parts.append({})
-            sizes.append(0)
-        parts[-1][name] = shape
-        sizes[-1] += num_bytes
-    if len(parts) == 1:
-        return [_Shard("model.safetensors", parts[0], sizes[0])]
-    return [
-        _Shard(f"model-{number:05}-of-{len(parts):05}.safetensors", part, size)
-        for number, (part, size) in enumerate(zip(parts, sizes, strict=True), start=1)
-    ]
-
-
-def _write_shards(
-    shards: Sequence[_Shard],
-    recipe: Recipe,
-    bank: Bank,
-    dtype: torch.dtype,
-    directory: Path,
-    progress: Callable[[Progress], None],
-    *,
-    added: Mapping[str, torch.Tensor],
-) -> None:
-    """Write the shards that do not exist yet, and the index; tensors that are `added` to the merge's come last. A shard
-    is complete once it is on disk and its checksum is in the state file, as long as the file has that checksum."""
-    state = directory.parent / STATE
-    checksums = _complete_shards(shards, directory, state)
-    kept = sum(shard.num_bytes for shard in shards if shard.file in checksums)
-    current = Progress(kept, kept, sum(shard.num_bytes for shard in shards))
-    progress(current)
-    missing = [shard for shard in shards if shard.file not in checksums]
-    wanted = {name for shard in missing for name in shard.shapes}
-    memory, compiles = Scratch(bank, dtype), not is_small(recipe, bank)
-    stream = merged_tensors(recipe, bank, dtype, names=wanted - {*added}, into=memory.tensor, compiles=compiles)
-
-    rest = ((name, tensor) for name, tensor in added.items() if name in wanted)
-
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal current
-        for name, tensor in itertools.chain(stream, rest):
-            current = replace(current, written=current.written + tensor.nbytes)
-            progress(current)
-            yield name, tensor
-
-    counted = tensors()
-    for shard in missing:
-        checksums[shard.file] = _write_shard(directory / shard.file, shard.shapes, dtype, counted)
-        sync(directory / shard.file)
-        new_state = state.with_suffix(".new")
-        _write_json(new_state, checksums)
-        sync(new_state)
-        new_state.replace(state)
-    if len(shards) > 1:
-        weight_map = {name: shard.file for shard in shards for name in shard.shapes}
-        _write_json(
-            directory / "model.safetensors.index.json",
-            {"metadata": {"total_size": current.total}, "weight_map": weight_map},
-        )
-
-
-def _complete_shards(shards: Sequence[_Shard], directory: Path, state: Path) -> dict[str, str]:
-    """The checksums of the files that an earlier export finished and that are unchanged."""
-    try:
-        checksums = dict(json.loads(state.read_text()))
-    except (OSError, ValueError, TypeError):
-        return {}
-    complete = {}
-    for name in [shard.file for shard in shards if shard.file in checksums]:
-        with suppress(OSError), (directory / name).open("rb") as file:
-            checksum = hashlib.file_digest(file, CHECKSUM).hexdigest()
-            if checksum == checksums[name]:
-                complete[name] = checksum
-    return complete
-
-
-def _write_shard(
-    file: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
-    stream: Iterator[tuple[str, torch.Tensor]],
-) -> str:
-    """Write the next `len(shapes)` tensors of `stream` as one safetensors file, with one of them in memory at a time.
-    Returns the file's checksum (hex)."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors must start at a multiple of eight bytes
-    beginning = struct.pack("<Q", len(text)) + text
-    checksum = CHECKSUM(beginning)
-    with file.open("wb") as output:
-        output.write(beginning)
-        for expected, (name, tensor) in zip(shapes, stream, strict=False):
-            assert (name, tuple(tensor.shape)) == (expected, shapes[expected]), f"got {name}, expected {expected}"
-            content = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data
-            output.write(content)
-            checksum.update(content)
-    return checksum.hexdigest()
-
-
 def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] | str:
     """The mergekit configuration, or the reason why there is none."""
     held = {}
@@ -328,7 +184,7 @@ def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] 
         parts = (checkpoint,) if checkpoint.base is None else (checkpoint.base, checkpoint)
         held[alias] = "+".join(source_name(part.directory.resolve()) for part in parts)
     directories = {alias: held[bank.alias(content) or alias] for alias, content in recipe.models.items()}
-    alignment, tokenizer = bank.alignment, bank.family.tokenizer
+    alignment, tokenizer = bank.token_alignment, bank.family.tokenizer
     if alignment.tensors and alignment.num_unnamed:
         return f"{alignment.num_unnamed} rows of the embedding stand for no token, which mergekit drops"
     if bank.family.vocabulary.keys() - {"by_id"}:
@@ -342,7 +198,7 @@ def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] 
         layout = bank.layout.stacked if recipe.stacks_experts else bank.layout
         document = mergekit_config(recipe, layout, directories, dtype=_name(dtype))
         if recipe.stacks_experts:
-            document["experts"] = "stacked"  # mergekit passes over it
+            document["experts"] = "stacked"  # mergekit ignores it
         if alignment.tensors or tokenizer != "base":
             document["tokenizer_source"] = held.get(tokenizer, tokenizer)
         return document
@@ -351,7 +207,7 @@ def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] 
 
 
 def _job(recipe: Recipe, bank: Bank, dtype: torch.dtype, max_shard_bytes: int) -> str:
-    """A digest of what two exports must share for one to continue from the files of the other."""
+    """A digest of what two exports must have in common so that one can continue from the files of the other."""
     return digest_of([recipe.digest, bank.fingerprint, _name(dtype), max_shard_bytes, version("mergesearch")])[:16]
 
 
@@ -360,5 +216,5 @@ def _write_json(file: Path, document: Any) -> None:
 
 
 def _name(dtype: torch.dtype) -> str:
-    """ "float32" and the like, as configurations spell it."""
+    """The name of a dtype in configurations, such as "float32"."""
     return str(dtype).removeprefix("torch.")

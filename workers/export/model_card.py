@@ -45,8 +45,11 @@ def model_card(
     study: str | None,
     mergekit: Mapping[str, Any] | str,
 ) -> str:
-    """The text of README.md. `dtype` is that of the tensors, `scores` maps an objective to its held-out value, and
-    `mergekit` is the mergekit configuration, or the reason why there is none."""
+    """The text of README.md.
+
+    `dtype` is that of the tensors, `scores` maps an objective to its held-out value, and `mergekit` is the mergekit
+    configuration, or the reason why there is none.
+    """
     held = {model.fingerprint: model for model in family.models}
     sources = [(alias, Path(held[content].directory), content) for alias, content in recipe.models.items()]
     licences = {alias: licence(directory) for alias, directory, _ in sources}
@@ -99,8 +102,10 @@ def model_card(
 
 
 def recipe_rows(recipe: Recipe) -> list[tuple[str, ...]]:
-    """The recipe as rows of (layers, component, method, sources, coefficients). Adjacent layers with equal merges form
-    one group with a row per component; single tensors come last."""
+    """The recipe as rows of (layers, component, method, sources, coefficients).
+
+    Adjacent layers with equal merges form one group with a row per component; single tensors come last.
+    """
     recipe = recipe.canonical()
     rows = [("embedding", "embedding", *_described(recipe.embedding))]
     groups: list[tuple[object, list[int]]] = []
@@ -132,7 +137,7 @@ def licence(directory: Path) -> str | None:
 
 
 def source_name(directory: Path) -> str:
-    """A hub model by its id and commit, which are valid on any machine; any other model by its directory."""
+    """The name of a source: a hub model's id and commit, which are valid on any machine, else its directory."""
     name = id_of(directory)
     return f"{name}@{commit_of(directory)}" if name else str(directory)
 
@@ -156,7 +161,7 @@ def _recipe_document(directory: Path) -> dict[str, Any] | None:
 
 
 def _merge_name(directory: Path) -> str | None:
-    """What a source is that is itself an export: the merge, its study and its models; None if it is none."""
+    """The name of a source that is an export: the merge, its study and its models; None if it is no export."""
     document = _recipe_document(directory)
     if document is None:
         return None
@@ -173,7 +178,7 @@ def _relative(merge: Merge, index: int) -> object:
 
 
 def _described(merge: Merge, index: int | None = None, length: int = 1) -> tuple[str, str, str]:
-    """Method, sources and coefficients; of `length` adjacent layers, the first of which is merged layer `index`."""
+    """Method, sources and coefficients of a merge of `length` adjacent layers, the first of number `index`."""
 
     def described(source: Source) -> str:
         if source.layer is None or source.layer == index:

@@ -1,4 +1,7 @@
-"""mergekit's configurations as validated documents. Models are neither located nor opened here."""
+"""mergekit's configurations as validated documents.
+
+Models are neither located nor opened here.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Condition:
-    """Values, more than one as a gradient over layers, for the tensors whose names contain `filter`; `text` is the
-    values as the file has them."""
+    """Values of a parameter for the tensors whose names contain `filter`.
+
+    Several values are a gradient over layers. `text` is the values as the file has them.
+    """
 
     filter: str
     values: tuple[Scalar, ...]
@@ -32,7 +37,7 @@ class Condition:
     text: str
 
     def at(self, t: float) -> Scalar | None:
-        """The value at t in [0, 1] of the way through the layers."""
+        """The value at a fraction t, in [0, 1], of the way through the layers."""
         if not self.values:
             return None
         position = t * (len(self.values) - 1)
@@ -49,7 +54,7 @@ Settings = Mapping[str, tuple[Condition, ...]]
 
 @dataclass(frozen=True)
 class ModelInput:
-    """A model in a slice; `layers` None: all of them."""
+    """A model in a slice; `layers` is None for all of its layers."""
 
     model: str
     layers: tuple[int, int] | None
@@ -67,8 +72,10 @@ class Slice:
 
 @dataclass(frozen=True)
 class TokenSource:
-    """Where a token's row comes from: a model's row of the token, of another `token`, or with an `id`; without a model
-    it is zero. `force`: for models that have the token, too."""
+    """The source of a token's row: a model's row for the token, for another `token`, or with an `id`.
+
+    Without a model the row is zero. With `force` it also replaces the rows of models that have the token.
+    """
 
     model: str | None
     token: str | None = None
@@ -78,12 +85,12 @@ class TokenSource:
 
 @dataclass(frozen=True)
 class MergekitConfig:
-    """A validated configuration. Models are named as it names them: directories or hub ids, MODEL+LORA for
-    an adapter to a model.
+    """A validated mergekit configuration.
 
-    `module_settings` come before `settings`. `tokenizer_source` is "base", "union", a model, or None, which is the
-    base; `tokenizer_place` is its key. `own_tokens` are named without a source: every model has a row of its own.
-    `stacks_experts`: all experts of a layer are one tensor.
+    Models are named as in the file: directories or hub ids, MODEL+LORA for an adapter to a model. `module_settings`
+    have precedence over `settings`. `tokenizer_source` is "base", "union", a model, or None for the base;
+    `tokenizer_place` is the key that names it. `own_tokens` are named without a source: every model has a row of its
+    own. With `stacks_experts`, all experts of a layer are one tensor.
     """
 
     method: str
@@ -102,15 +109,17 @@ class MergekitConfig:
 
     @property
     def base(self) -> str:
-        """The model whose configuration and tokenizer the merge has, and from which task vectors are computed. Without
-        a base_model it is the first model. "" where none could be read."""
+        """The model that gives the merge its configuration and tokenizer, and the base of task vectors.
+
+        Without a base_model it is the first model; "" if none could be read.
+        """
         bases = (slice_.base for slice_ in self.slices[:1])
         inputs = (source.model for slice_ in self.slices[:1] for source in slice_.inputs)
         return next((model for model in (self.base_model, *bases, *inputs) if model), "")
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Every model, the base first."""
+        """Every model that the configuration names, the base first."""
         return tuple(dict.fromkeys((*self._merged, *self.unmerged)))
 
     @property
@@ -121,7 +130,7 @@ class MergekitConfig:
 
     @property
     def unmerged(self) -> Mapping[str, str]:
-        """The models that only the vocabulary needs, with the places that name them."""
+        """The models from which only the vocabulary takes rows, with the keys that name them."""
         places = {token.model: f"tokenizer.tokens.{name}.source" for name, token in self.tokens.items()}
         places |= {self.tokenizer_source: self.tokenizer_place}
         others = (None, "", "base", "union", *self._merged)
@@ -137,6 +146,6 @@ class MergekitConfig:
 
 
 def split_adapter(model: str) -> tuple[str, str | None]:
-    """A model and the LoRA adapter to it that MODEL+LORA names; None without one."""
+    """The model and the LoRA adapter that MODEL+LORA names; None for a model without an adapter."""
     name, plus, adapter = model.partition("+")
     return name, adapter if plus else None

@@ -20,21 +20,25 @@ from workers.models.components import Layout
 
 __all__ = ["Inexpressible", "mergekit_config"]
 
-# A filter applies to the tensors whose names contain it, the first that fits wins: norms inside attention come first.
+# A filter applies to the tensors whose names contain it. The first that fits is used, so norms inside attention are
+# first.
 COMPONENT_FILTERS = (("norm", "norm"), ("attention", "attn"), ("attention", "attention"), ("mlp", "mlp"))
 
 SUMS = ("passthrough", "linear", "task_arithmetic")
 
 
 class Inexpressible(ValueError):
-    """mergekit would not compute the same tensors; the message says why."""
+    """A recipe of which mergekit would not compute the same tensors; the message says why."""
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """Adjacent merged layers of equal settings. `layers` maps a model to its first layer; `settings` maps a parameter,
-    by its owner (a model, or "" for all) and name, to its value for each piece: a component, or a tensor by its name
-    within the layer. `base` is named with the slice."""
+    """Adjacent merged layers with equal settings, as one slice of a mergekit file.
+
+    `layers` maps a model to its first layer. `settings` maps a parameter, by its owner (a model, or "" for all) and
+    name, to its value for each piece: a component, or a tensor by its name within the layer. `base` is named with the
+    slice.
+    """
 
     models: tuple[str, ...]
     layers: Mapping[str, int]
@@ -46,8 +50,10 @@ class _Slice:
 def mergekit_config(
     recipe: Recipe, layout: Layout, directories: Mapping[str, str], *, dtype: str = "float32"
 ) -> dict[str, Any]:
-    """The mergekit configuration, ready for YAML, that merges `directories` (by the recipe's aliases) in float32 and
-    stores `dtype`. Raises Inexpressible."""
+    """The mergekit configuration that computes a recipe, ready for YAML.
+
+    It merges `directories` (by the recipe's aliases) in float32 and stores `dtype`. Raises Inexpressible.
+    """
     recipe = recipe.canonical()
     merges = recipe.merges()
     if any(layer.scale != 1 or layer.alignment is not None for layer in recipe.layers):
@@ -100,7 +106,7 @@ def _always_differs(method: MergeMethod) -> bool:
 def _counterpart_config(
     recipe: Recipe, method: str, layout: Layout, directories: Mapping[str, str], *, dtype: str
 ) -> dict[str, Any]:
-    """The configuration of a recipe whose merges are all by one method with a counterpart."""
+    """The mergekit configuration of a recipe with a single merge method, which mergekit has under a name of its own."""
     counterpart = METHODS[method].mergekit
     assert counterpart is not None
     slices = [_counterpart_slice(recipe, index, METHODS[method], layout) for index in range(len(recipe.layers))]
@@ -147,8 +153,11 @@ def _counterpart_slice(recipe: Recipe, index: int, method: MergeMethod, layout: 
 
 
 def _pieces(recipe: Recipe, index: int, layout: Layout) -> dict[str, Merge]:
-    """The merges that the slice of merged layer `index` decides, by component, or by tensor where single tensors have
-    merges of their own. mergekit takes the embedding's parameters from the first slice and the head's from the last."""
+    """The merges that the slice of merged layer `index` determines, by component.
+
+    They are by tensor if single tensors have merges of their own. mergekit takes the embedding's parameters from the
+    first slice and the head's from the last.
+    """
     parts: dict[str, tuple[Merge, int | None]] = {
         name: (recipe.layers[index].component(name), index) for name in COMPONENTS
     }
@@ -166,7 +175,10 @@ def _pieces(recipe: Recipe, index: int, layout: Layout) -> dict[str, Merge]:
 
 
 def _models(recipe: Recipe) -> tuple[str, ...]:
-    """Every model in use, the base first where it is one of them: all slices must list the same number of models."""
+    """All models in use, the base first if it is one of them.
+
+    Every slice must list the same number of models.
+    """
     used = {source.model for merge in recipe.merges() for source in merge.sources}
     if any(merge.method == "task_arithmetic" for merge in recipe.merges()):
         used.add(recipe.base)
@@ -174,7 +186,7 @@ def _models(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _layers(merges: Mapping[str, Merge], index: int, models: tuple[str, ...]) -> dict[str, int]:
-    """The layer of each model that merged layer `index` uses; of a model without influence, any layer."""
+    """The layer of each model that merged layer `index` uses; for a model without influence, any layer."""
     used: dict[str, int] = {}
     for merge in merges.values():
         for source in merge.sources:
@@ -219,7 +231,8 @@ def _weights(merge: Merge, base: str) -> dict[str, float]:
 def _path_slices(recipe: Recipe) -> list[_Slice] | None:
     """The slices of a recipe that copies whole layers, some of them moved or repeated; None for any other.
 
-    mergekit takes the embedding from the first slice's model, and the head from the last one's."""
+    mergekit takes the embedding from the first slice's model, and the head from the last one's.
+    """
     merges = [layer.component(name) for layer in recipe.layers for name in COMPONENTS]
     is_copy = all(each.method == "passthrough" and each.number("scale") == 1 for each in recipe.merges())
     taken = [layer.attention.sources[0] for layer in recipe.layers]
@@ -256,7 +269,7 @@ def _slerp_slice(recipe: Recipe, index: int, layout: Layout) -> _Slice:
 
 
 def _joined(slices: list[_Slice]) -> list[_Slice]:
-    """Adjacent slices with equal settings and consecutive layers, joined."""
+    """The slices, with adjacent ones joined if their settings are equal and their layers consecutive."""
     joined = slices[:1]
     for slice_ in slices[1:]:
         last = joined[-1]
@@ -272,7 +285,7 @@ def _joined(slices: list[_Slice]) -> list[_Slice]:
 def _compatible(
     first: Mapping[tuple[str, str], Mapping[str, float]], second: Mapping[tuple[str, str], Mapping[str, float]]
 ) -> dict[tuple[str, str], dict[str, float]] | None:
-    """Both settings combined; None if they differ in a component that both have."""
+    """The settings of two slices combined; None if they differ in a component that both have."""
     if first.keys() != second.keys():
         return None
     for owner in first:
@@ -283,7 +296,10 @@ def _compatible(
 
 
 def _filters(recipe: Recipe, layout: Layout) -> tuple[tuple[str, str], ...]:
-    """(piece, filter) in order of precedence, checked against the model's tensor names. Raises Inexpressible."""
+    """The (piece, filter) pairs in order of precedence, checked against the model's tensor names.
+
+    Raises Inexpressible.
+    """
     by_tensor = bool(recipe.tensors)
     pieces = {name: place.suffix if by_tensor else place.component for name, place in layout.places.items()}
     outside = [(pieces[name], name) for name, place in layout.places.items() if place.layer is None]

@@ -2,7 +2,7 @@
 
 Slices of layers, gradients over them and filters on tensor names have mergekit's meaning. Differences: arithmetic is in
 float32 whatever `dtype` says, and rounded once, to `out_dtype` or `dtype`; random masks are drawn by tensor name from
-one seed; embeddings are aligned by token even without `tokenizer_source`, and rows that stand for no token are kept.
+one seed; embeddings are aligned by token even without `tokenizer_source`, and rows that represent no token are kept.
 Models are not located here.
 """
 
@@ -37,12 +37,13 @@ def to_recipe(
     seed: int = 0,
     warn: Callable[[str], None] = log.warning,
 ) -> Recipe:
-    """The recipe that `configuration` describes, of models with the base's `layout`, except that `layouts`, by alias,
-    may have other numbers of layers.
+    """The recipe that a mergekit configuration describes.
 
-    `aliases` maps the configuration's names of models to the recipe's, `fingerprints` the recipe's to the contents;
-    `seed` is for methods with random masks. `warn` is called with a line, with its place, for what mergekit passes
-    over: filters that fit no tensor, parameters of the base. Raises InvalidRecipe, a line for everything that is wrong.
+    `layout` is that of the base. The other models have it too, except that `layouts`, by alias, may have other numbers
+    of layers. `aliases` maps the configuration's names of models to the recipe's, `fingerprints` the recipe's to the
+    contents; `seed` is for methods with random masks. `warn` is called with one line for each thing that mergekit
+    ignores, with its place: filters that fit no tensor, parameters of the base. Raises InvalidRecipe, a line for
+    everything that is wrong.
     """
     layouts = layouts or {}
     stacks = configuration.stacks_experts and bool(layout.stacks)
@@ -65,7 +66,8 @@ Parts = tuple[tuple[LayerRecipe, ...], Merge, Merge, Mapping[str, Merge]]
 class _Builder:
     """Computes the merge of every tensor, then what the tensors of a component have in common.
 
-    `problems` has one entry per cause: what is wrong in every layer is reported once."""
+    `problems` has one entry per cause: what is wrong in every layer is reported once.
+    """
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class _Builder:
         self._names = {"lm_head.weight"} if layout.is_tied else set[str]()
 
     def parts(self) -> Parts:
-        """Layers, embedding, head, and single tensors that differ from their component."""
+        """The layers, embedding and head of the recipe, and the single tensors that differ from their component."""
         slices = [self._with_all_inputs(slice_) for slice_ in self._configuration.slices]
         if self.problems:
             return (), _placeholder(), _placeholder(), {}
@@ -107,7 +109,7 @@ class _Builder:
         return tuple(layers), embedding, head, self._tensors
 
     def _with_all_inputs(self, slice_: Slice) -> Slice:
-        """The slice with its base determined and among its inputs."""
+        """The slice with its base determined, and with the base among its inputs."""
         where = f"{slice_.place}.base_model" if slice_.base else "base_model"
         base = slice_.base or self._configuration.base_model
         inputs = slice_.inputs
@@ -136,7 +138,7 @@ class _Builder:
         return Slice(inputs, base, slice_.settings, slice_.place)
 
     def _warn_of_parameters(self, base: str | None, inputs: Iterable[ModelInput]) -> None:
-        """Warn of parameters that are read of experts alone and given for the base."""
+        """Warn of parameters that are given for the base, but read only for experts."""
         if self._method.base == "unused":
             return
         of_experts = {parameter.name for parameter in self._method.parameters if parameter.scope == "expert"}
@@ -240,7 +242,7 @@ class _Builder:
 
 
 def _placeholder() -> Merge:
-    """The result where a problem was found."""
+    """The merge that is returned where a problem was found."""
     return Merge("passthrough", (Source(""),))
 
 

@@ -1,6 +1,6 @@
-"""mergekit's merge methods as the declared methods that are their counterparts, and the merges that they become.
+"""mergekit's merge methods with the declared methods that are their counterparts, and the merges that they become.
 
-Several declared methods can share one counterpart: its flags and whether there is a base model decide between them.
+Several declared methods can share one counterpart: its flags, and whether there is a base model, decide between them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ __all__ = ["MERGEKIT_METHODS", "WITHOUT_EFFECT", "Inputs", "MergekitMethod"]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What one tensor is merged from: every source except the base (all, for methods that ignore a base),
-    and the values of the parameters, those that are per source in the order of `sources`."""
+    """The inputs of one tensor's merge: sources, base, and the values of the parameters.
+
+    `sources` excludes the base (except for methods that ignore a base). Values per source are in the order of
+    `sources`.
+    """
 
     sources: tuple[Source, ...]
     base: Source | None
@@ -31,8 +34,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class MergekitMethod:
-    """One of mergekit's methods: its parameters, its use of a base model, and the declared methods that compute
-    the same."""
+    """One of mergekit's methods: its parameters, its use of a base model, and its declared counterparts."""
 
     variants: tuple[tuple[MergeMethod, Counterpart], ...]
 
@@ -48,8 +50,11 @@ class MergekitMethod:
         return "unused" if bases == {"none"} else "optional"
 
     def to_merge(self, inputs: Inputs) -> Merge:
-        """The merge of `inputs`; without sources it is the base, for methods that add task vectors to it. Raises
-        InvalidRecipe where no declared method computes the same."""
+        """The merge of one tensor, by the declared method that computes the same as mergekit's method.
+
+        Without sources it is the base, for methods that add task vectors to it. Raises InvalidRecipe if no declared
+        method computes the same.
+        """
         method, counterpart = self._variant(inputs)
         sources = inputs.sources
         if counterpart.base == "first":
@@ -106,5 +111,5 @@ def _methods() -> dict[str, MergekitMethod]:
 
 MERGEKIT_METHODS: Mapping[str, MergekitMethod] = _methods()
 
-# Accepted by some methods, without effect on any result.
+# Parameters that some methods accept, without effect on any result.
 WITHOUT_EFFECT = ("int8_mask",)

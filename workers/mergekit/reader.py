@@ -1,6 +1,7 @@
-"""Reading mergekit's configurations: what it reads is checked, what it passes over is warned of, each with its place.
+"""Reading of mergekit's configurations: reports what is wrong, and warns of what mergekit would ignore.
 
-The exception is `int8_mask`, which has long had no effect and is in many files.
+Each message has its place in the file. Nothing is said of `int8_mask`, which has long had no effect and is in many
+files.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ TOP = (
 # The only module of a language model, as mergekit calls it.
 MODULE = "default"
 
-# Keys that mean something to another program or in another place.
+# Why a key has no effect, for keys that mean something to another program or in another place.
 EXPLAINED = {
     "residual_weight": "mergekit accepts it and never reads it",
     "override_architecture": "the architecture is what the model's config.json says",
@@ -55,7 +56,7 @@ EXPLAINED = {
     "revision": "write the revision with the model's name, as NAME@REVISION",
 }
 
-# As YAML 1.1 and pydantic write them.
+# The texts that YAML 1.1 and pydantic accept for true and false.
 FLAGS = {
     **dict.fromkeys(("true", "yes", "on", "y", "t", "1"), True),
     **dict.fromkeys(("false", "no", "off", "n", "f", "0"), False),
@@ -67,9 +68,12 @@ PARAMETER_NAMES = {parameter.name for method in MERGEKIT_METHODS.values() for pa
 def read_configuration(
     document: Any, *, warn: Callable[[str], None] = log.warning, problems: list[str] | None = None
 ) -> MergekitConfig:
-    """Read the document in a mergekit file. `warn` is called with a line, with its place, for everything that mergekit
-    would pass over in silence. Raises InvalidRecipe with a line for everything that is wrong or not supported; if
-    `problems` is given these lines are added to it instead, and the configuration has what could be read."""
+    """Read the document in a mergekit file.
+
+    `warn` is called with a line, with its place, for everything that mergekit would ignore in silence. Raises
+    InvalidRecipe with a line for everything that is wrong or not supported. If `problems` is given, these lines are
+    added to it instead, and the configuration has what could be read.
+    """
     reader = _Reader()
     configuration = reader.configuration(document)
     for warning in dict.fromkeys(reader.warnings):
@@ -83,7 +87,7 @@ def read_configuration(
 
 
 class _AsInYaml(reprlib.Repr):
-    """Values as a YAML file has them, cut where they are long."""
+    """Text of values as in a YAML file, shortened if they are long."""
 
     def repr_bool(self, value: bool, level: int) -> str:
         return str(value).lower()
@@ -104,12 +108,12 @@ class _AsInYaml(reprlib.Repr):
 
 
 def shown(value: Any) -> str:
-    """A value in a message, as it stands in the file."""
+    """A value in a message, written as in the file."""
     return "nothing" if value is None else _AsInYaml().repr(value)
 
 
 class _Reader:
-    """Reads a document; collects what is wrong with it, and what mergekit would pass over."""
+    """Reads a document, and collects what is wrong with it and what mergekit would ignore."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -133,7 +137,7 @@ class _Reader:
             if source is not None:
                 self._problem("tokenizer", "tokenizer_source is given too; give one of them")
             tokenizer = self._mapping(top["tokenizer"], "tokenizer", ("source", "tokens", "pad_to_multiple_of"))
-            # What mergekit's tokenizer is where it says no more.
+            # mergekit's default for a tokenizer without a source.
             source, source_place = tokenizer.get("source", "union"), "tokenizer.source"
         tokens = self._tokens(tokenizer.get("tokens"))
         dtypes = [self._dtype(top.get(name), name) for name in ("out_dtype", "dtype")]
@@ -154,7 +158,7 @@ class _Reader:
         )
 
     def _module(self, node: Any) -> tuple[tuple[Slice, ...], Settings]:
-        """The slices and settings of a language model's one module: another way to write `models` or `slices`."""
+        """The slices and settings of a language model's one module, another way to write `models` or `slices`."""
         if not isinstance(node, Mapping) or set(node) != {MODULE}:
             names = ", ".join(map(str, node)) if isinstance(node, Mapping) else shown(node)
             self._problem(
@@ -168,7 +172,7 @@ class _Reader:
         return self._slices(found, place), self._settings(found.get("parameters"), f"{place}.parameters")
 
     def _slices(self, node: Mapping[str, Any], place: str) -> tuple[Slice, ...]:
-        """The slices of a node that has `models` or `slices`."""
+        """The slices of a part of the document that has `models` or `slices`."""
         given = [name for name in ("models", "slices") if name in node]
         if len(given) > 1:
             given = [name for name in given if node[name]]
@@ -184,7 +188,10 @@ class _Reader:
         return slices
 
     def _check_depth(self, slices: Sequence[Slice], place: str) -> None:
-        """A slice without layers says where the embedding or the head comes from, if it is the first or the last."""
+        """Report slices that have no layer: warn of them in the middle, refuse them if there is no other.
+
+        A slice without layers says where the embedding or the head comes from, if it is the first or the last.
+        """
         ranges = [source.layers for slice_ in slices for source in slice_.inputs if source.layers]
         if ranges and all(start == stop for start, stop in ranges):
             self._problem(place, "there is no layer in any layer_range; END is not included")
@@ -340,7 +347,7 @@ class _Reader:
         return {str(token): self._token(entry, f"{place}.{token}") for token, entry in node.items()}
 
     def _token(self, node: Any, place: str) -> TokenSource | None:
-        """None without a source."""
+        """The source of a token's row; None without one."""
         found = self._mapping(node, place, ("source", "force"))
         source, force = found.get("source"), _flag(found.get("force", False))
         if force is None:
@@ -375,7 +382,10 @@ class _Reader:
         return int(number) if number else None
 
     def _stacks_experts(self, node: Any) -> bool:
-        """Our own key, unless it holds what mergekit-moe reads."""
+        """Whether the key `experts`, which is not mergekit's, asks for stacked experts.
+
+        Warns if it holds what mergekit-moe reads.
+        """
         if isinstance(node, list | Mapping):
             self._warn("experts", node, EXPLAINED["experts"])
         elif node not in (None, "each", "stacked"):
@@ -415,7 +425,7 @@ class _Reader:
 
 
 def _number(node: Any) -> float | None:
-    """A number as pydantic reads it: YAML takes 1e-5 as text, and true is 1."""
+    """A number as pydantic reads it: YAML reads 1e-5 as text, and true is 1."""
     if not isinstance(node, int | float | str):
         return None
     try:

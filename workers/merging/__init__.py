@@ -1,17 +1,17 @@
 """Merging: from a recipe and the source models to the merged model's tensors.
 
-From the top; each module imports only modules below it:
+Each module imports only modules below it:
 
 - `materialize`: the merged model of a recipe, as one stream of tensors.
+- `plan`: the merged model's tensors with their merges, from a recipe that is checked against a bank.
 - `bank`: the source weights of a family, held once, with the statistics computed from them.
-- `precompile`: compiles the kernels that merges usually need, at install.
-- `statistics`: what depends on the sources alone, computed by the kernels.
+- `precompile`: compilation, at install, of the kernels that most merges need.
+- `statistics`: statistics that depend on the sources alone, computed by the kernels.
 - `kernels`: fused kernels for CPU (Numba) and CUDA (Triton), bit for bit the plain methods.
 - `methods`: the merge methods in plain torch, the reference for the kernels.
 - `merged_tensor`: one tensor to merge, and the stacks of experts.
-- `alignments`: modules between layers of a path, as files.
 - `residual_scales`: scales of layers, folded into weights.
-- `recent`: how much of the statistics of several sources is kept.
-- `order_statistics`: the order of a tensor's elements by magnitude, and tables that narrow any rank to a few elements.
+- `recent`: a cache for statistics of several sources.
+- `order_statistics`: the order of elements by magnitude, and tables that narrow any rank to a few elements.
 - `masks`: counter-based random masks.
 """

@@ -1,6 +1,6 @@
 """The bank: the source weights of one family, held once per engine in their stored dtype.
 
-It knows where the tensors are, and keeps what depends on the sources alone (`statistics`). It does not merge.
+It maps names to tensors, and caches statistics that depend on the sources alone (`statistics`). It does not merge.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from workers.errors import InvalidModel
 from workers.merging.masks import mask_key
 from workers.merging.methods.arithmetic import Products, cosine_of
-from workers.merging.methods.averages import Importance
+from workers.merging.methods.fusions import Importance
 from workers.merging.order_statistics import MagnitudeTable, Ranked, TieOrder
 from workers.merging.recent import Recent, recent_bytes
 from workers.merging.statistics import (
@@ -35,7 +35,7 @@ from workers.models.computed_tensors import SourceTensor
 from workers.models.family import ResolvedFamily, open_sources
 from workers.models.headers import TensorInfo
 from workers.models.hub import is_metadata_only
-from workers.models.vocabulary import Alignment
+from workers.models.vocabulary import TokenAlignment
 from workers.types import Family, Placement
 
 __all__ = ["Bank", "Key"]
@@ -45,21 +45,24 @@ Key = tuple[str, str]  # alias and tensor name
 # Host memory is allocated in pieces of this size, because torch rounds pinned allocations up to a power of two.
 CHUNK_BYTES = 1 << 30
 ALIGNMENT = 64  # bytes
-# Of the keys that order equal elements; no seed of a recipe's masks is negative.
+# The seed of the keys that order equal elements; seeds of a recipe's masks are never negative.
 ORDER_SEED = -1
 
 
 class Bank:
-    """The tensors of a family by alias and name, read-only, in their stored dtype; safe to read from several threads.
-    Of an adapter the bank holds its matrices; the tensors computed from them and the base are float32.
+    """The tensors of a family by alias and name: read-only, in their stored dtype, safe to read from several threads.
 
-    `placement` is "mapped" (the files, whose pages all processes on the machine share), "host" (a copy in this
-    process's memory, pinned for a GPU) or "gpu" (the memory of `device`). Merges are computed on `device`: the engine's
-    for an engine's bank, else the CPU, because an engine leaves no GPU memory to other processes. Statistics are kept
-    once computed, those of several sources within a share of memory (`recent`); without `keeps_statistics` none are,
-    for a single merge, which needs each of them once.
+    Of an adapter, the bank holds the low-rank matrices; the tensors computed from them and the base are float32.
 
-    `sources` are resolved models, or their description: then they are opened here (`cache` as in
+    `placement` is "mapped" (memory-mapped files, whose pages all processes on the machine share), "host" (a copy in
+    this process's memory, pinned for a GPU) or "gpu" (a copy in the memory of `device`). Merges are computed on
+    `device`: for an engine's bank the engine's device, otherwise the CPU, because an engine leaves no GPU memory to
+    other processes.
+
+    Statistics are cached once computed; those of several sources only within a share of memory (`recent`). With
+    `keeps_statistics=False` none are cached: for a single merge, which needs each of them once.
+
+    `sources` are resolved models or their description. The models of a description are opened here (`cache` as in
     `workers.cache.cache_dir`) and must have the fingerprints that it states. Weights are searched for NaN and infinity
     once per content. Raises InvalidModel.
     """
@@ -90,7 +93,7 @@ class Bank:
         self._products: dict[tuple[frozenset[Key], Key | None], float] = {}  # of one or two sources
         self._norms: dict[tuple[Key, Key], float] = {}
         self._ranks: dict[tuple[Key, Key], torch.Tensor] = {}
-        self._at_hand: dict[Key, torch.Tensor] = {}  # stored ones on `device`, which need no copy
+        self._at_hand: dict[Key, torch.Tensor] = {}  # stored tensors that are on `device`
         self._orders: dict[Key, TieOrder] = {}
         self._recent = Recent(recent_bytes(self.sources) if keeps_statistics else 0)
         self.num_bytes = self.sources.stored_bytes
@@ -106,12 +109,12 @@ class Bank:
 
     @property
     def family(self) -> Family:
-        """The description of the models whose tensors these are."""
+        """The description of the models that the bank holds."""
         return self.sources.family
 
     @property
-    def alignment(self) -> Alignment:
-        return self.sources.alignment
+    def token_alignment(self) -> TokenAlignment:
+        return self.sources.token_alignment
 
     @property
     def fingerprint(self) -> str:
@@ -119,15 +122,18 @@ class Bank:
 
     @cached_property
     def base(self) -> Checkpoint:
-        """The base model, in the family's vocabulary: every merge has its configuration, tensor headers and layout."""
+        """The base model in the family's vocabulary.
+
+        Every merge has its configuration, tensor headers and layout.
+        """
         return self.sources.base
 
     def view(self, alias: str) -> Checkpoint:
-        """The model `alias` in the family's vocabulary."""
+        """The model `alias`, with its embedding and output head in the family's vocabulary."""
         return self._checkpoints[alias]
 
     def views(self, models: Mapping[str, str]) -> dict[str, Checkpoint]:
-        """The views of those of `models`, fingerprints by a recipe's aliases, that the bank holds."""
+        """Views of those of `models` (a recipe's aliases and fingerprints) that the bank holds, by alias."""
         return {name: self._checkpoints[held] for name, print_ in models.items() if (held := self.alias(print_))}
 
     @cached_property
@@ -135,13 +141,14 @@ class Bank:
         return self.base.layout
 
     def alias(self, fingerprint: str) -> str | None:
-        """The bank's alias for the model with this fingerprint; None if it does not hold the model."""
+        """The bank's alias for the model with this fingerprint; None if the bank does not hold the model."""
         return self._aliases.get(fingerprint)
 
     def get(self, alias: str, name: str) -> torch.Tensor:
-        """Tensor `name` of model `alias`, on `device`. It may share memory with the bank: never write to it.
+        """Tensor `name` of model `alias`, on `device`.
 
-        A tensor of an adapter is computed at every call. Raises InvalidModel.
+        It may share memory with the bank: never write to it. A tensor of an adapter is computed at every call. Raises
+        InvalidModel.
         """
         found = self._at_hand.get((alias, name))
         if found is None:
@@ -152,12 +159,14 @@ class Bank:
         return found
 
     def cosine(self, first: Key, second: Key) -> float:
-        """The cosine between two tensors, each (alias, name), for SLERP; computed once."""
+        """The cosine between two tensors, each given as (alias, name), for SLERP; computed once."""
         return cosine_of(self.products((first, second), None), 0, 1)
 
     def products(self, sources: Sequence[Key], base: Key | None) -> Products:
-        """The inner products of all pairs of tensors, or with `base` of their differences from it; each computed
-        once."""
+        """The inner products of all pairs of tensors; with `base`, of their differences from it.
+
+        Each product is computed once.
+        """
         keys = [[(frozenset((first, second)), base) for second in sources] for first in sources]
         known = [[self._products.get(key) for key in row] for row in keys]
         found = [[product for product in row if product is not None] for row in known]
@@ -171,8 +180,10 @@ class Bank:
         return products
 
     def importance(self, first: Key, second: Key) -> Importance | None:
-        """The importance that Arcee Fusion needs of two tensors, kept while recent; None for tensors without
-        elements."""
+        """The importance of the changes between two tensors, for Arcee Fusion; None for tensors without elements.
+
+        It is cached while recently used.
+        """
 
         def made() -> Importance:
             found = importance_of(self._on_cpu(first), self._on_cpu(second))
@@ -183,8 +194,11 @@ class Bank:
         return self._recent.value(("importance", first, second), made, lambda known: known.rows.nbytes)
 
     def variances(self, sources: Sequence[Key], base: Key) -> Ranked | None:
-        """The variances between task vectors by rank: a table kept while recent, or without `keeps_statistics` selected
-        when a rank is asked for; None for tensors without elements."""
+        """The variances between task vectors by rank; None for tensors without elements.
+
+        They are a table, which is cached while recently used. With `keeps_statistics=False` there is no table: a rank
+        is selected when it is asked for.
+        """
 
         def made() -> MagnitudeTable:
             return variance_table([self._on_cpu(source) for source in sources], self._on_cpu(base), self.order(base))
@@ -198,8 +212,11 @@ class Bank:
         return self._recent.value(("variances", *sources, base), made, lambda table: table.num_bytes)
 
     def magnitudes(self, sources: Sequence[Key], base: Key) -> tuple[Ranked | None, ...]:
-        """For each source |source - base| by rank: a table computed once, or without `keeps_statistics` selected when a
-        rank is asked for; None for tensors without elements."""
+        """The magnitudes |source - base| of each source by rank; None for tensors without elements.
+
+        They are tables, each computed once. With `keeps_statistics=False` there are no tables: a rank is selected when
+        it is asked for.
+        """
         if 0 in self._source(*base).shape:
             return (None,) * len(sources)
         if not self._keeps_statistics:
@@ -218,7 +235,7 @@ class Bank:
         return tuple(tables[source] for source in sources)
 
     def norms(self, sources: Sequence[Key], base: Key) -> tuple[float, ...]:
-        """For each source the sum of the magnitudes of source - base, computed once."""
+        """The sum of the magnitudes of source - base for each source, computed once."""
         norms = {source: self._norms[source, base] for source in sources if (source, base) in self._norms}
         for source in sources:
             if source not in norms:
@@ -228,8 +245,10 @@ class Bank:
         return tuple(norms[source] for source in sources)
 
     def order(self, key: Key) -> TieOrder:
-        """The order of elements of equal magnitude in a source's task vector, or of equal variance from this base. It
-        depends on the model's content and the tensor's name."""
+        """The order of elements of equal magnitude in a source's task vector, or of equal variance from a base.
+
+        It depends on the model's content and the tensor's name.
+        """
         order = self._orders.get(key)
         if order is None:
             alias, name = key
@@ -237,15 +256,17 @@ class Bank:
         return order
 
     def merge_on(self, device: torch.device | str) -> None:
-        """Compute on this device from now on, wherever the sources are. Statistics whose bits depend on the
-        device, or that are stored on one, are dropped."""
+        """Compute on another device from now on, wherever the sources are.
+
+        Statistics that are stored on a device, or whose bits depend on it, are dropped.
+        """
         if self.device != torch.device(device):
             self.device = torch.device(device)
             for known in (self._magnitudes, self._norms, self._recent, self._ranks, self._at_hand):
                 known.clear()
 
     def summary(self) -> dict[str, Any]:
-        """Where the sources are and their size: {placement, bytes, statistics_bytes, models, fingerprint}."""
+        """The placement and size of the sources: {placement, bytes, statistics_bytes, models, fingerprint}."""
         return {
             "placement": self.placement.value,
             "bytes": self.num_bytes,
@@ -255,8 +276,10 @@ class Bank:
         }
 
     def ranks(self, sources: Sequence[Key], base: Key) -> tuple[torch.Tensor, ...]:
-        """For each source the ranks of the magnitudes of source - base in their rows; computed at every call unless
-        `keep_ranks` was called."""
+        """The ranks of the magnitudes of source - base within their rows, for each source.
+
+        They are computed at every call unless `keep_ranks` was called.
+        """
         known = []
         for source in sources:
             ranks = self._ranks.get((source, base))
@@ -269,8 +292,10 @@ class Bank:
         return tuple(known)
 
     def keep_ranks(self) -> None:
-        """Keep the ranks once computed, in host memory: for each source two bytes per element, four in rows longer
-        than 65536."""
+        """Cache the ranks of magnitudes from now on, in host memory.
+
+        They take two bytes per element of each source; four in rows longer than 65536.
+        """
         self._keeps_ranks = True
 
     def _statistics_bytes(self) -> int:
@@ -291,15 +316,17 @@ class Bank:
         return stored if stored.device == self.device else stored.to(self.device, non_blocking=True)
 
     def _on_cpu(self, key: Key) -> torch.Tensor:
-        """The tensor on CPU, for sorting: on a GPU that takes many times the tensor's memory, which an engine does not
-        leave free."""
+        """A source's tensor on CPU, where it is sorted for statistics.
+
+        Sorting on a GPU takes many times the tensor's memory, which an engine does not leave free.
+        """
         source = self._source(*key)
         # An adapter's tensor is computed on `device`, as for merging: a product of matrices has other bits on CPU.
         return (self._stored[source] if isinstance(source, TensorInfo) else self.get(*key)).cpu()
 
 
 def _content_problems(sources: ResolvedFamily, stated: Family) -> tuple[str, ...]:
-    """For each model, that its content is not the stated one, or else what is wrong with it."""
+    """The problems of each model: that its content is not the stated one, or else what is wrong with its content."""
     changed = {
         model.alias: (
             f"{model.directory} has changed: its fingerprint is {sources.fingerprints[model.alias][:12]}, "
@@ -313,7 +340,10 @@ def _content_problems(sources: ResolvedFamily, stated: Family) -> tuple[str, ...
 
 
 def _placing(placement: Placement, device: torch.device, num_bytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function that moves a stored tensor to its place; all tensors together have `num_bytes`."""
+    """The function that copies a stored tensor to its placement.
+
+    `num_bytes` is the size of all tensors together.
+    """
     if placement is Placement.MAPPED:
         return lambda tensor: tensor
     if placement is Placement.GPU:
@@ -322,7 +352,7 @@ def _placing(placement: Placement, device: torch.device, num_bytes: int) -> Call
 
 
 class _HostMemory:
-    """Copies of tensors, of `num_bytes` in total, one after another."""
+    """Host memory for copies of tensors, one after another; `num_bytes` in total."""
 
     def __init__(self, num_bytes: int, *, is_pinned: bool) -> None:
         self._missing = num_bytes

@@ -41,24 +41,27 @@ CHUNK = 1 << 16
 
 
 def mask_key(seed: int, model: str, name: str) -> int:
-    """The 64-bit key of a mask. `model` is a content fingerprint, so masks do not depend on aliases."""
+    """The 64-bit key of a mask.
+
+    `model` is a content fingerprint, so masks do not depend on aliases.
+    """
     text = f"{seed}\x1f{model}\x1f{name}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def key_words(key: int) -> tuple[int, int]:
-    """(k0, k1), the key's low and high 32 bits."""
+    """The low and high 32 bits of a key, (k0, k1)."""
     return key & MASK_32, key >> 32
 
 
 def threshold(probability: float) -> int:
-    """floor(probability * 2^32) in exact arithmetic on six decimals; an element whose hash is below it is kept."""
+    """The bound below which hashes are kept: floor(probability * 2^32), in exact arithmetic on six decimals."""
     scale: int = 10**COEFFICIENT_DECIMALS
     return min(scale, max(0, round(probability * scale))) * 2**32 // scale
 
 
 def hashes(key: int, index: torch.Tensor) -> torch.Tensor:
-    """The hashes, in [0, 2^32), of the elements with these indices (int64): int64. Below 2^32 no two are equal."""
+    """The hashes, in [0, 2^32), of elements by their indices, both int64; below index 2^32 no two are equal."""
     k0, k1 = key_words(key)
     first, second = MULTIPLIERS
     x = (index & MASK_32).mul_(STEP - 2**32).add_(k0).bitwise_and_(MASK_32)
@@ -85,7 +88,8 @@ def keep(
 def keep_each(key: int, probabilities: torch.Tensor) -> torch.Tensor:
     """The mask in which each element has its own probability: kept if its hash < floor(probability * 2^32).
 
-    `probabilities` is float64, so that the product is exact."""
+    `probabilities` is float64, so that the product is exact.
+    """
     kept = torch.empty(probabilities.shape, dtype=torch.bool, device=probabilities.device)
     flat, chances = kept.view(-1), probabilities.reshape(-1)
     for start, stop in _chunks(flat.numel()):

@@ -1,4 +1,4 @@
-"""From a recipe to the merged model's tensors, as one stream for the live engine and for exports.
+"""The merged tensors of a recipe, as one stream for the live engine and for exports.
 
 Names are those of the merged model in Hugging Face form.
 """
@@ -6,72 +6,45 @@ Names are those of the merged model in Hugging Face form.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 
-from search_spaces.errors import InvalidRecipe
 from search_spaces.methods import METHODS
-from search_spaces.recipe import COMPONENTS, Merge, Recipe, Source
-from workers.errors import InvalidModel
+from search_spaces.recipe import Recipe, Source
 from workers.merging.bank import Bank, Key
 from workers.merging.kernels import FUSED, for_each, is_fused, merge_stored
 from workers.merging.masks import mask_key
-from workers.merging.merged_tensor import MergedTensor, pieces_of
+from workers.merging.merged_tensor import MergedTensor
 from workers.merging.methods.arithmetic import Products
-from workers.merging.methods.averages import Importance
+from workers.merging.methods.fusions import Importance
 from workers.merging.methods.plain import PLAIN, Operands
 from workers.merging.order_statistics import Ranked, TieOrder
-from workers.merging.residual_scales import branch_factors, ends_a_branch
-from workers.models.components import some_of
-from workers.models.vocabulary import BASE, UNION
+from workers.merging.plan import TensorPlan, named_sources, plan_tensors
 
-__all__ = [
-    "Scratch",
-    "TensorPlan",
-    "check_recipe",
-    "computations",
-    "is_small",
-    "merge_into",
-    "merged_names",
-    "merged_tensors",
-    "operands_of",
-    "plan_as_stated",
-    "plan_tensors",
-    "sources_of",
-]
+__all__ = ["Scratch", "is_small", "merge_into", "merged_tensors", "operands_of", "sources_of"]
 
 
-# Elements of all operands of a merge that is small. Importing Numba and loading its kernels takes longer. Weighted sums
-# are one pass for each operand in torch, too, so that the kernels gain little.
+# A merge with at most this many elements in all operands is small: importing Numba and loading its kernels takes longer
+# than the merge. Weighted sums may be larger: in torch, too, they are one pass over each operand, so kernels gain
+# little.
 SMALL = 1 << 23
 SUMS, SMALL_SUM = frozenset({"linear", "weighted_sum"}), 1 << 29
 
 
-@dataclass(frozen=True)
-class TensorPlan:
-    """A recipe that was checked against a bank: every tensor to compute, in order. Functions that take a recipe
-    also take its plan for the same bank, so that a swap of several steps plans once.
-
-    `aliases` are the bank's, by the recipe's.
-    """
-
-    recipe: Recipe
-    tensors: tuple[MergedTensor, ...]
-    aliases: Mapping[str, str]
-
-
 class Scratch:
-    """Memory for one merged tensor at a time: `tensor` is an `into` of `merged_tensors`, for callers that copy each
-    tensor before the next."""
+    """Reused memory for one merged tensor at a time.
+
+    Callers that copy each tensor before they take the next pass `tensor` as `into` to `merged_tensors`.
+    """
 
     def __init__(self, bank: Bank, dtype: torch.dtype) -> None:
         self._memory = torch.empty(0, dtype=dtype, device=bank.device)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Memory for a tensor of this shape; the next call reuses it."""
+        """Memory for a tensor of a shape, valid until the next call."""
         size = math.prod(shape)
         if size > self._memory.numel():
             self._memory = self._memory.new_empty(size)
@@ -87,15 +60,17 @@ def merged_tensors(
     into: Callable[[str, tuple[int, ...]], torch.Tensor] | None = None,
     compiles: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The merged model, tensor by tensor: embedding, layers in order, head; a tied output head is not emitted. With
-    `names` only these tensors.
+    """Compute the merged model tensor by tensor: embedding, layers in order, head.
 
-    Each is computed in float32 and rounded once, to `dtype`. Equal digests give equal bits. A tensor may share memory
-    with the bank: never write to it. `into` may give memory for a tensor of a name and shape, contiguous, of `dtype`,
-    on the bank's device: allocating memory takes longer than filling it. Where the destinations exist already,
-    `merge_into` is faster. Without `compiles` all methods are the plain ones, which give the same bits, slower but
-    without Numba: for a process that merges no more than `is_small` says. Raises as `plan_tensors` does, before the
-    first tensor.
+    A tied output head is not emitted. With `names`, only these tensors are computed.
+
+    Each tensor is computed in float32 and rounded once, to `dtype`. Equal digests give equal bits. A tensor may share
+    memory with the bank: never write to it. `into` may provide the memory for a tensor of a name and shape: contiguous,
+    of `dtype`, on the bank's device; allocating memory takes longer than filling it. Where the destinations exist
+    already, `merge_into` is faster.
+
+    With `compiles=False` all methods are the plain ones. They give the same bits and are slower, but do not load Numba,
+    which is right for small merges (`is_small`). Raises as `plan_tensors` does, before the first tensor.
     """
     plan = plan_tensors(recipe, bank)
 
@@ -110,18 +85,23 @@ def merged_tensors(
 
 
 def is_small(recipe: Recipe | TensorPlan, bank: Bank) -> bool:
-    """Whether a process that does only this merge computes it sooner without compiled code. Raises as
-    `plan_tensors` does."""
+    """Whether a process that computes only this merge is faster without compiled code.
+
+    Raises as `plan_tensors` does.
+    """
     share = 0.0
     for tensor in plan_tensors(recipe, bank).tensors:
-        num_elements = math.prod(tensor.shape) * (len(_operands(tensor.merge)) + 1)
+        num_elements = math.prod(tensor.shape) * (len(named_sources(tensor.merge)) + 1)
         share += num_elements / (SMALL_SUM if tensor.merge.method in SUMS else SMALL)
     return bank.device.type == "cpu" and share <= 1
 
 
 def merge_into(recipe: Recipe | TensorPlan, bank: Bank, destinations: Mapping[str, torch.Tensor]) -> None:
-    """Write the merged tensors named in `destinations`, as `merged_tensors` gives them, into this memory: contiguous,
-    of one dtype, on the bank's device. The fastest way: tensors are merged in parallel. Raises the same errors."""
+    """Write the merged tensors named in `destinations` to the memory given there, several at a time.
+
+    The tensors are those of `merged_tensors`. The memory is contiguous, of one dtype, on the bank's device. This is the
+    fastest way to merge. Raises as `plan_tensors` does.
+    """
     plan = plan_tensors(recipe, bank)
     together = []
 
@@ -147,42 +127,13 @@ def merge_into(recipe: Recipe | TensorPlan, bank: Bank, destinations: Mapping[st
     for_each(write, together, bank.device)
 
 
-def merged_names(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that `merged_tensors` gives, in its order. Raises as it does."""
-    return {name: shape for tensor in plan_tensors(recipe, bank).tensors for name, shape in tensor.shapes().items()}
-
-
-def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]:
-    """For every tensor that `merged_tensors` gives, what it is computed from and how: equal values, equal bits."""
-    plan = plan_tensors(recipe, bank)
-    return {
-        name: (_computation(tensor, plan), part) for tensor in plan.tensors for part, name in enumerate(tensor.shapes())
-    }
-
-
-def check_recipe(recipe: Recipe, bank: Bank) -> None:
-    """Raise InvalidRecipe, InvalidModel or EvidenceMismatch unless the bank can materialise the recipe."""
-    plan_tensors(recipe, bank)
-
-
-def plan_tensors(recipe: Recipe | TensorPlan, bank: Bank) -> TensorPlan:
-    """Check the recipe and plan its tensors; a plan is returned as it is. Raises InvalidRecipe, InvalidModel, and
-    EvidenceMismatch if files of the sources have changed since they were opened."""
-    return recipe if isinstance(recipe, TensorPlan) else _plan(recipe, recipe.canonical(), bank)
-
-
-def plan_as_stated(recipe: Recipe, bank: Bank) -> TensorPlan:
-    """The plan of every merge as the recipe states it, with the sources that have no influence, whose coefficients have
-    gradients too. Merged models are those of `plan_tensors`, whose sums may have another order. Raises as it does."""
-    recipe.check()
-    return _plan(recipe, recipe, bank)
-
-
 def sources_of(
     tensor: MergedTensor, plan: TensorPlan, bank: Bank
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """The same tensor of each source of a tensor of the plan, and of the base if the method needs it, in their stored
-    dtypes: the operands of a method that uses no statistics."""
+    """The tensor of each source of a planned tensor, and that of the base if the method needs it.
+
+    They have their stored dtypes. They are the operands of methods that use no statistics.
+    """
 
     def get(source: Source) -> torch.Tensor:
         return bank.get(plan.aliases[source.model], bank.layout.name(tensor.suffix, source.layer))
@@ -193,134 +144,13 @@ def sources_of(
 
 
 def operands_of(tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> Operands:
-    """The operands of a tensor of the plan, in their stored dtypes, with the statistics that its method uses."""
+    """The operands of a planned tensor in their stored dtypes, with the statistics that its method uses."""
     return _Computation.of(tensor, plan, bank).operands(bank)
-
-
-def _plan(given: Recipe, recipe: Recipe, bank: Bank) -> TensorPlan:
-    bank.sources.check_unchanged()
-    aliases = _bank_aliases(recipe, bank)
-    plan = _part(recipe, recipe.embedding, "embedding", None, bank, aliases)
-    factors = branch_factors(recipe.layers, model_type=str(bank.base.config.get("model_type")))
-    for index, (layer, factor) in enumerate(zip(recipe.layers, factors, strict=True)):
-        of_layer = [
-            tensor
-            for component in COMPONENTS
-            for tensor in _part(recipe, layer.component(component), component, index, bank, aliases)
-        ]
-        if factor != 1:
-            of_layer = [replace(each, factor=factor) if ends_a_branch(each.suffix) else each for each in of_layer]
-        plan += of_layer
-    plan += _part(recipe, recipe.head, "head", None, bank, aliases)
-    if unknown := recipe.tensors.keys() - {tensor.name for tensor in plan}:
-        raise InvalidRecipe(f"tensors: the merged model has no {some_of(unknown)}")
-    return TensorPlan(given, tuple(plan), aliases)
-
-
-def _part(
-    recipe: Recipe, merge: Merge, component: str, index: int | None, bank: Bank, aliases: Mapping[str, str]
-) -> list[MergedTensor]:
-    """The tensors of one component of merged layer `index` (None: outside layers)."""
-    where = component if index is None else f"layer {index}, {component}"
-    _check_merge(merge, where, index, bank, aliases)
-    layout = bank.layout
-    layouts = {
-        source.model: of.stacked if recipe.stacks_experts else of
-        for source in _operands(merge)
-        for of in (bank.view(aliases[source.model]).layout,)
-    }
-    first, *others = _operands(merge)
-    layer, suffixes = first.layer, layouts[first.model].suffixes(component, first.layer)
-    for source in others:
-        if layouts[source.model].suffixes(component, source.layer) != suffixes:
-            raise InvalidRecipe(f"{where}: layers {layer} and {source.layer} do not hold the same tensors")
-    planned = []
-    for suffix in suffixes:
-        name = layout.name(suffix, index)
-        own = recipe.tensors.get(name, merge)
-        if own is not merge:
-            _check_merge(own, name, index, bank, aliases)
-        keys = [(aliases[source.model], layout.name(suffix, source.layer)) for source in _operands(own)]
-        found = [bank.view(alias).tensor(key) for alias, key in keys]
-        if missing := sorted({key for (_, key), tensor in zip(keys, found, strict=True) if tensor is None}):
-            raise InvalidRecipe(f"{where}: {name}: the models have no {some_of(missing)}")
-        shapes = {tensor.shape for tensor in found if tensor is not None}
-        if len(shapes) > 1:
-            raise InvalidRecipe(f"{where}: {suffix} has different shapes in its source layers: {sorted(shapes)}")
-        pieces = pieces_of(bank.view(keys[0][0]), keys[0][1], layout, index)
-        planned.append(MergedTensor(name, own, suffix, shapes.pop(), index, pieces=pieces))
-    return planned
-
-
-def _operands(merge: Merge) -> tuple[Source, ...]:
-    """The sources, and the base where the merge names its own."""
-    return merge.sources if merge.base is None else (*merge.sources, merge.base)
-
-
-def _check_merge(merge: Merge, where: str, index: int | None, bank: Bank, aliases: Mapping[str, str]) -> None:
-    method = METHODS[merge.method]
-    for source in _operands(merge):
-        if (source.layer is None) != (index is None):
-            expected = "no layer" if index is None else "a layer"
-            raise InvalidRecipe(f"{where}: source {source.model!r} names layer {source.layer}; expected {expected}")
-        num_layers = bank.view(aliases[source.model]).layout.num_layers
-        if source.layer is not None and not 0 <= source.layer < num_layers:
-            raise InvalidRecipe(
-                f"{where}: source {source.model!r} names layer {source.layer}; "
-                f"the models have layers 0..{num_layers - 1}"
-            )
-    layers = {source.layer for source in merge.sources}
-    if method.needs_base and merge.base is None and len(layers) > 1:
-        raise InvalidRecipe(
-            f"{where}: {method.name} subtracts the base's layer, so all sources must name one layer; found "
-            f"{sorted(layer for layer in layers if layer is not None)}"
-        )
-
-
-def _bank_aliases(recipe: Recipe, bank: Bank) -> dict[str, str]:
-    aliases = {}
-    problems = []
-    for alias, fingerprint in recipe.models.items():
-        held = bank.alias(fingerprint)
-        if held is None:
-            problems.append(
-                f"recipe: model {alias!r} ({fingerprint[:12]}) is not among the given ones: "
-                + ", ".join(f"{model.alias} ({model.fingerprint[:12]})" for model in bank.family.models)
-            )
-        else:
-            aliases[alias] = held
-    family = bank.family
-    if _vocabulary(recipe.tokenizer, recipe.models) != _vocabulary(family.tokenizer, family.fingerprints):
-        problems.append(f"recipe: tokenizer is {recipe.tokenizer!r}; the models were opened for {family.tokenizer!r}")
-    if dict(recipe.vocabulary) != dict(family.vocabulary):
-        problems.append(f"recipe: vocabulary is {recipe.vocabulary}; the models were opened for {family.vocabulary}")
-    if recipe.tokenizer != BASE or recipe.vocabulary:
-        spare = {model.alias for model in family.models if model.fingerprint not in recipe.models.values()}
-        if spare:
-            problems.append(
-                f"recipe: with tokenizer {recipe.tokenizer!r} it must name every model; {some_of(spare)} is missing"
-            )
-    if problems:
-        raise InvalidModel(tuple(problems))
-    return aliases
-
-
-def _vocabulary(tokenizer: str, fingerprints: Mapping[str, str]) -> str:
-    return tokenizer if tokenizer in (BASE, UNION) else fingerprints[tokenizer]
-
-
-def _computation(tensor: MergedTensor, plan: TensorPlan) -> Hashable:
-    merge, recipe, aliases = tensor.merge, plan.recipe, plan.aliases
-    sources = tuple((aliases[source.model], source.layer) for source in merge.sources)
-    base = merge.base_in(recipe.base)
-    of = aliases[base.model], base.layer
-    how = merge.method, tuple(merge.coefficients.items()), merge.seed, recipe.keeps_equal, tensor.factor
-    return how, tensor.suffix, sources, of
 
 
 @dataclass(frozen=True)
 class _Computation:
-    """A tensor to compute: its operands by name in the bank, and what depends on the sources alone."""
+    """A tensor to compute: the names of its operands in the bank, and the statistics of its sources."""
 
     tensor: MergedTensor
     sources: tuple[Key, ...]
@@ -337,7 +167,7 @@ class _Computation:
 
     @classmethod
     def of(cls, tensor: MergedTensor, plan: TensorPlan, bank: Bank, *, compiles: bool = True) -> Self:
-        """Without `compiles` what depends on the sources alone is left to the plain method."""
+        """The computation of a planned tensor; with `compiles=False` the plain method computes its statistics."""
         recipe, aliases = plan.recipe, plan.aliases
         merge, declared = tensor.merge, METHODS[tensor.merge.method]
         uses = PLAIN[merge.method].uses if compiles else frozenset()
@@ -377,7 +207,7 @@ class _Computation:
     def result(
         self, bank: Bank, dtype: torch.dtype, into: Callable[[str, tuple[int, ...]], torch.Tensor] | None
     ) -> torch.Tensor:
-        """As `merged_tensors` gives it."""
+        """The merged tensor, rounded to `dtype`; in the memory that `into` provides, if it is computed by a kernel."""
         merge, shape = self.tensor.merge, self.tensor.shape
         if self.is_copy:
             return bank.get(*self.sources[0]).to(dtype)
@@ -394,11 +224,11 @@ class _Computation:
         return (merged if factor == 1 else merged * factor).to(dtype)
 
     def _is_fused(self, operands: Operands, dtype: torch.dtype) -> bool:
-        # The kernels cut as format 2 does.
+        # The kernels order equal elements as recipes of format 2 do.
         return self.compiles and is_fused(self.tensor.merge, operands, dtype) and not self.keeps_equal
 
     def operands(self, bank: Bank) -> Operands:
-        # As large as half a source: for one tensor at a time.
+        # Ranks are half as large as a source, so they are read for one tensor at a time.
         uses_ranks = "ranks" in PLAIN[self.tensor.merge.method].uses
         has_ranks = self.base is not None and uses_ranks and math.prod(self.tensor.shape) > 0
         return Operands(
@@ -418,7 +248,7 @@ class _Computation:
         )
 
     def _ranks(self, bank: Bank) -> tuple[torch.Tensor, ...] | None:
-        if self.base is None or self.keeps_equal or not self.compiles:  # the bank's ranks are those of format 2
+        if self.base is None or self.keeps_equal or not self.compiles:  # the bank's ranks are for format 2
             return None
         return bank.ranks(self.sources, self.base)
 

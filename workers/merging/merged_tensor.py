@@ -1,4 +1,4 @@
-"""One tensor to merge: what it is in the merged model, before it is computed."""
+"""The description of one merged tensor, before it is computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["MergedTensor", "Piece", "pieces_of"]
 
 @dataclass(frozen=True)
 class Piece:
-    """A matrix of an expert in the stack of its layer: rows `start` to `stop` of stacked matrix `expert`."""
+    """One expert's matrix in the stack of a layer's experts: rows `start` to `stop` of stacked matrix `expert`."""
 
     name: str
     expert: int
@@ -26,11 +26,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class MergedTensor:
-    """One tensor of the merged model before it is computed: its name, its merge, and its operands in the bank.
+    """One tensor of the merged model before it is computed: its name, its merge, and its operands' name in the bank.
 
-    `suffix` is the tensor's name within merged layer `layer`, or its whole name outside layers (None). The merge is
-    multiplied by `factor`, which folds the scales of earlier layers in (`residual_scales`). The stack of a layer's
-    experts is no tensor of the model: its `pieces` are.
+    `suffix` is the tensor's name within merged layer `layer`, or its whole name outside layers (None). The merged
+    tensor is multiplied by `factor`, which folds the scales of earlier layers into weights (`residual_scales`). A stack
+    of a layer's experts is not a tensor of the model: the model's tensors are its `pieces`.
     """
 
     name: str
@@ -42,13 +42,13 @@ class MergedTensor:
     pieces: tuple[Piece, ...] = ()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The model's tensors that it is, by name."""
+        """The shapes of the model's tensors that a merged tensor consists of, by name."""
         if not self.pieces:
             return {self.name: self.shape}
         return {piece.name: (piece.stop - piece.start, *self.shape[2:]) for piece in self.pieces}
 
     def split(self, merged: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's tensors, in the order of `shapes`."""
+        """The model's tensors that a merged tensor consists of, in the order of `shapes`."""
         if not self.pieces:
             yield self.name, merged
         for piece in self.pieces:
@@ -56,8 +56,11 @@ class MergedTensor:
 
 
 def pieces_of(model: Checkpoint, name: str, layout: Layout, index: int | None) -> tuple[Piece, ...]:
-    """The tensors of layer `index` of the merged model, of this layout, that a stack of experts is, of which `model`
-    has the stack `name`; none for a tensor that is no stack."""
+    """The model's tensors that a stack of experts consists of; none for a tensor that is no stack.
+
+    `name` is the stack in `model`. The pieces are named as in layer `index` of the merged model, which has the layout
+    `layout`.
+    """
     if name in model.tensors:
         return ()
     pieces = []

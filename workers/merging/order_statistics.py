@@ -1,13 +1,13 @@
 """Order statistics of a task vector's magnitudes: a small table that narrows any rank to a few elements.
 
-Elements are ordered by magnitude, and equal magnitudes by a mark: the hash of the index (`workers.merging.masks`, with
-the key 0) times an odd factor of the source's own, modulo 2^32. Below index 2^32 no two marks are equal, so there are
-no ties: a rank keeps exactly its number of elements, of which no position is preferred. In bfloat16 equal magnitudes
-are the rule: a tenth of all elements may have the magnitude at a threshold.
+Elements are ordered by magnitude. Equal magnitudes are ordered by a tie-breaking number, the mark: the hash of the
+element's index (`workers.merging.masks`, with the key 0) times an odd factor of the source's own, modulo 2^32. Below
+index 2^32 no two marks are equal, so there are no ties: a rank keeps exactly its number of elements, and no position is
+preferred. In bfloat16 equal magnitudes are common: a tenth of all elements may have the magnitude at a threshold.
 
-A table is computed once from the sources. No merge sorts after that: the exact place of a rank is found among the few
-elements that the table leaves. A single merge needs a rank or two: it selects them without a table (`Selection`), which
-takes less time than sorting. `workers.merging.statistics` computes both.
+A table is computed once from the sources. Merges with a table do not sort: they find the exact threshold of a rank
+among the few elements that the table leaves undecided. A single merge needs only a rank or two, and selects them
+without a table (`Selection`), which takes less time than sorting. `workers.merging.statistics` computes both.
 """
 
 from __future__ import annotations
@@ -28,37 +28,38 @@ __all__ = [
     "NOTHING",
     "SPACING",
     "MagnitudeTable",
-    "Place",
     "Ranked",
     "Selection",
+    "Threshold",
     "TieOrder",
     "Trim",
     "magnitude_keys",
-    "place_of_rank",
+    "threshold_of_rank",
 ]
 
-# The table holds one element in SPACING: 8 bytes for 128 elements, and a rank lies among at most 127 of them.
+# The table holds one element in SPACING, 8 bytes for 128 elements. It leaves a rank undecided among at most 127
+# elements.
 SPACING = 128
-# More elements than these cannot have the magnitudes between two entries of a table, these included, where those of the
-# entries before and after differ.
+# The most elements with magnitudes from one entry of a table to the next, if the entries before and after these two
+# have other magnitudes.
 MOST_LEFT = 3 * SPACING
 LARGEST_MARK = 2**32 - 1
 
 
 @dataclass(frozen=True, order=True)
-class Place:
-    """A place in the order of a tensor's elements: a magnitude, and the mark of an element that has it."""
+class Threshold:
+    """A position in the order of a tensor's elements: a magnitude, and the mark of an element that has it."""
 
     magnitude: float
     mark: int
 
     @property
     def key(self) -> int:
-        """The place as one number, as of `magnitude_keys`."""
+        """The threshold as one number, as in `magnitude_keys`."""
         return int(np.float32(self.magnitude).view(np.uint32)) << 32 | self.mark
 
     def reached_by(self, magnitudes: torch.Tensor, order: TieOrder) -> torch.Tensor:
-        """Bool: which elements of a tensor are at this place or above."""
+        """Which elements of a tensor are at the threshold or above: bool, of the shape of `magnitudes`."""
         equal = (magnitudes == self.magnitude).flatten()
         reached = (magnitudes > self.magnitude).flatten()
         at = equal.nonzero().flatten()
@@ -68,8 +69,10 @@ class Place:
 
 @dataclass(frozen=True)
 class TieOrder:
-    """How elements of equal magnitude are ordered: by the marks of `key`. With `keeps_equal`, all elements whose
-    magnitude equals that at a rank have the rank: recipes of format 1 are merged so."""
+    """The order of elements of equal magnitude: by the marks of `key`.
+
+    With `keeps_equal`, elements of equal magnitude have the same rank. Recipes of format 1 are merged this way.
+    """
 
     key: int
     keeps_equal: bool = False
@@ -80,36 +83,42 @@ class TieOrder:
         return int(hashes(self.key, torch.zeros(1, dtype=torch.int64))) | 1
 
     def marks_at(self, positions: torch.Tensor) -> torch.Tensor:
-        """The marks of the elements at these positions: int64 in [0, 2^32)."""
+        """The marks of the elements at given positions: int64 in [0, 2^32)."""
         return (hashes(0, positions) * self.factor) & LARGEST_MARK
 
-    def lowest(self, place: Place) -> Place:
-        """The place from which on elements count, if those at `place` do."""
-        return Place(place.magnitude, 0) if self.keeps_equal else place
+    def lowest(self, threshold: Threshold) -> Threshold:
+        """The lowest threshold of elements that are kept together with those at `threshold`."""
+        return Threshold(threshold.magnitude, 0) if self.keeps_equal else threshold
 
-    def above(self, place: Place) -> Place:
-        """The lowest place above `place`, if elements at `place` count."""
-        if self.keeps_equal or place.mark == LARGEST_MARK:
-            return Place(float(np.nextafter(np.float32(place.magnitude), np.float32(np.inf))), 0)
-        return Place(place.magnitude, place.mark + 1)
+    def above(self, threshold: Threshold) -> Threshold:
+        """The lowest threshold above all elements that are kept together with those at `threshold`."""
+        if self.keeps_equal or threshold.mark == LARGEST_MARK:
+            return Threshold(float(np.nextafter(np.float32(threshold.magnitude), np.float32(np.inf))), 0)
+        return Threshold(threshold.magnitude, threshold.mark + 1)
 
 
 @dataclass(frozen=True)
 class Trim:
-    """Where a rank lies: at `high` if `low` equals it; else strictly between the two, where fewer than `SPACING`
-    elements are, of which `num_smaller` precede it in ascending order.
+    """The bounds `low` and `high` of a rank's threshold.
 
-    `is_tied`: more than `MOST_LEFT` elements may have magnitudes from that of `low` to that of `high`."""
+    If they are equal, they are the threshold. Otherwise the threshold is strictly between them, where fewer than
+    `SPACING` elements are; `num_smaller` of these precede it in ascending order. `is_tied`: more than `MOST_LEFT`
+    elements may have magnitudes from that of `low` to that of `high`.
+    """
 
-    low: Place
-    high: Place
+    low: Threshold
+    high: Threshold
     num_smaller: int = 0
     is_tied: bool = False
 
     @property
     def magnitudes(self) -> tuple[float, float]:
-        """Two float32 magnitudes: elements up to the first are below the rank, those from the second on at it or above;
-        between are those that have a magnitude from `low` to `high`. The second is NaN if no element reaches `high`."""
+        """Two float32 magnitudes such that only elements between them need their marks compared with the threshold.
+
+        Elements up to the first are below the rank; elements from the second on are at the rank or above. Between the
+        two are the elements with a magnitude from that of `low` to that of `high`. The second is NaN if no element
+        reaches `high`.
+        """
         if self == NOTHING:
             return float("inf"), float("nan")
         if self == ALL:
@@ -118,37 +127,40 @@ class Trim:
         return float(below), float(np.nextafter(np.float32(self.high.magnitude), np.float32(np.inf)))
 
     @classmethod
-    def at(cls, place: Place, *, is_tied: bool = False) -> Self:
-        return cls(place, place, is_tied=is_tied)
+    def at(cls, threshold: Threshold, *, is_tied: bool = False) -> Self:
+        return cls(threshold, threshold, is_tied=is_tied)
 
 
-# No magnitude is below 0, and none is above infinity: these keep all elements and none.
-ALL = Trim.at(Place(0.0, 0))
-NOTHING = Trim.at(Place(float("inf"), LARGEST_MARK))
+# No magnitude is below 0, and none is above infinity: the first keeps all elements, the second none.
+ALL = Trim.at(Threshold(0.0, 0))
+NOTHING = Trim.at(Threshold(float("inf"), LARGEST_MARK))
 
 
 class Ranked(Protocol):
-    """A tensor's elements in their order: by a table, or selected one by one."""
+    """The elements of a tensor by rank: from a table, or selected one by one."""
 
     @property
     def num_not_zero(self) -> int: ...
 
     def trim(self, rank: int) -> Trim:
-        """Where the element of the `rank`-th largest magnitude is; ranks are from 1 to the number of elements."""
+        """The bounds of the threshold of the `rank`-th largest magnitude, from 1 to the number of elements."""
         ...
 
-    def place(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Place:
-        """The place of the `rank`-th largest of `sizes`, the magnitudes (float32) that are ranked here."""
+    def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
+        """The threshold of the `rank`-th largest of `sizes`, the magnitudes (float32) that are ranked here."""
         ...
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Elements ranked without a table: `select` gives the place of the element that has so many smaller ones, and how
-    many elements have its magnitude; `num_zeros` counts the elements that are zero."""
+    """The elements of a tensor by rank, selected without a table.
+
+    `select` takes a number of smaller elements. It returns the threshold of the element with that number of smaller
+    ones, and how many elements have its magnitude. `num_zeros` counts the elements that are zero.
+    """
 
     num_elements: int
-    select: Callable[[int], tuple[Place, int]]
+    select: Callable[[int], tuple[Threshold, int]]
     num_zeros: Callable[[], int]
 
     @property
@@ -156,18 +168,21 @@ class Selection:
         return self.num_elements - self.num_zeros()
 
     def trim(self, rank: int) -> Trim:
-        """As of `Ranked`: the exact place."""
-        place, num_equal = self.select(self.num_elements - rank)
-        return Trim.at(place, is_tied=num_equal > MOST_LEFT)
+        """The exact threshold of the `rank`-th largest magnitude, as both bounds."""
+        threshold, num_equal = self.select(self.num_elements - rank)
+        return Trim.at(threshold, is_tied=num_equal > MOST_LEFT)
 
-    def place(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Place:
-        """As of `Ranked`."""
+    def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
+        """The threshold of the `rank`-th largest magnitude; `sizes` and `order` are not needed."""
         return self.trim(rank).high
 
 
 class MagnitudeTable:
-    """Every 128th element in ascending order, and the last: `magnitudes` and `marks`; of `num_elements`, of which
-    `num_zeros` are zero."""
+    """A table of order statistics: every 128th element of a tensor in ascending order, and the last.
+
+    `magnitudes` and `marks` are those of the elements in the table. The tensor has `num_elements`, of which `num_zeros`
+    are zero.
+    """
 
     def __init__(
         self,
@@ -184,8 +199,11 @@ class MagnitudeTable:
 
     @classmethod
     def of_ascending(cls, ascending: Iterable[tuple[np.ndarray, np.ndarray]]) -> Self:
-        """The table of float32 magnitudes and uint32 marks that come in ascending order, in pieces, equal magnitudes
-        in one piece. There is at least one piece, and none is empty. A piece is not used after the next is taken."""
+        """The table of float32 magnitudes and uint32 marks that are given in ascending order, in pieces.
+
+        Equal magnitudes are in one piece. There is at least one piece, and none is empty. A piece is not used after the
+        next one is taken.
+        """
         columns: list[tuple[np.ndarray, np.ndarray]] = []
         total = num_zeros = 0
         for sizes, marks in ascending:
@@ -202,61 +220,67 @@ class MagnitudeTable:
         return self._magnitudes.nbytes + self._marks.nbytes
 
     def trim(self, rank: int) -> Trim:
-        """Where the element of the `rank`-th largest magnitude is; ranks are from 1 to the number of elements."""
+        """The bounds of the threshold of the `rank`-th largest magnitude, from 1 to the number of elements."""
         cut, after = divmod(self._num_elements - rank, SPACING)
-        low = self._place(cut)
+        low = self._threshold(cut)
         if after == 0:
             return Trim.at(low, is_tied=self._is_tied(cut, cut))
-        high = self._place(cut + 1)
+        high = self._threshold(cut + 1)
         if rank == 1:
             return Trim.at(high, is_tied=self._is_tied(cut + 1, cut + 1))
         return Trim(low, high, after - 1, is_tied=self._is_tied(cut, cut + 1))
 
-    def place(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Place:
-        """The place of the `rank`-th largest of `sizes`, the magnitudes (float32) of which this is the table."""
+    def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
+        """The threshold of the `rank`-th largest of `sizes`, the magnitudes (float32) that the table was made from."""
         trim = self.trim(rank)
         if trim.low == trim.high:
             return trim.high
         flat = sizes.flatten()
         at = ((flat >= trim.low.magnitude) & (flat <= trim.high.magnitude)).nonzero().flatten()
         keys = (flat[at].view(torch.int32).long() << 32) | order.marks_at(at)
-        return _place(int(keys[(keys > trim.low.key) & (keys < trim.high.key)].sort().values[trim.num_smaller]))
+        return _threshold(int(keys[(keys > trim.low.key) & (keys < trim.high.key)].sort().values[trim.num_smaller]))
 
     def _is_tied(self, first: int, last: int) -> bool:
-        """Whether an entry beyond these two has the magnitude of one of them."""
+        """Whether an entry before entry `first` or after entry `last` has the same magnitude as that entry."""
         sizes = self._magnitudes
         return bool(
             (first > 0 and sizes[first - 1] == sizes[first])
             or (last + 1 < len(sizes) and sizes[last + 1] == sizes[last])
         )
 
-    def _place(self, cut: int) -> Place:
-        return Place(float(self._magnitudes[cut]), int(self._marks[cut]))
+    def _threshold(self, cut: int) -> Threshold:
+        return Threshold(float(self._magnitudes[cut]), int(self._marks[cut]))
 
 
-def place_of_rank(sizes: torch.Tensor, rank: int, order: TieOrder, table: Ranked | None = None) -> Place:
-    """The place of the `rank`-th largest of `sizes`, magnitudes in float32, from 1; `table` is their table if known."""
+def threshold_of_rank(sizes: torch.Tensor, rank: int, order: TieOrder, table: Ranked | None = None) -> Threshold:
+    """The threshold of the `rank`-th largest, from 1, of `sizes`, magnitudes in float32.
+
+    `table` is their table, if known.
+    """
     if table is not None:
-        return table.place(rank, sizes, order)
+        return table.threshold(rank, sizes, order)
     flat = sizes.flatten()
     magnitude = torch.kthvalue(flat, flat.numel() - rank + 1).values
     at = (flat == magnitude).nonzero().flatten()
     num_larger = int(torch.count_nonzero(flat > magnitude))
     found = order.marks_at(at).sort(descending=True).values[rank - 1 - num_larger]
-    return Place(float(magnitude), int(found))
+    return Threshold(float(magnitude), int(found))
 
 
-# A place as one number: the bits of a float32 that is not negative are ordered as the number is.
+# Thresholds as numbers: the bits of float32 numbers that are not negative have the order of the numbers.
 
 
 def magnitude_keys(sizes: torch.Tensor, order: TieOrder) -> torch.Tensor:
-    """The places of all elements as one number each, by their magnitudes in float32: int64, of the shape of `sizes`.
-    With `keeps_equal`, elements of equal magnitude have equal numbers."""
+    """The position of each element in the order of magnitudes, as a number: int64, of the shape of `sizes`.
+
+    Elements are ordered by their magnitudes in float32, and equal magnitudes by their marks. With `keeps_equal`,
+    elements of equal magnitude have equal numbers.
+    """
     keys = sizes.float().contiguous().view(torch.int32).long() << 32
     if not order.keeps_equal:
         keys |= order.marks_at(torch.arange(sizes.numel(), device=sizes.device)).view(sizes.shape)
     return keys
 
 
-def _place(key: int) -> Place:
-    return Place(float(np.uint32(key >> 32).view(np.float32)), key & LARGEST_MARK)
+def _threshold(key: int) -> Threshold:
+    return Threshold(float(np.uint32(key >> 32).view(np.float32)), key & LARGEST_MARK)

@@ -1,7 +1,8 @@
-"""`python -m workers.merging.precompile`: compile the CPU kernels of the most used methods, as `make install` does.
+"""Compilation of the CPU kernels of the most used methods: `python -m workers.merging.precompile`.
 
-A kernel is compiled for a rule, a number of sources and a dtype, at its first use, which takes seconds; the code is
-kept on disk (`kernels.compilation`). Where it cannot be kept, and where it was compiled before, nothing is gained.
+`make install` runs it. A kernel is compiled for a rule, a number of sources and a dtype, at its first use, which takes
+seconds; the code is kept on disk (`kernels.compilation`). The command saves no time where the code cannot be kept, or
+is on disk already.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ __all__ = ["Usual", "compile_kernels", "operands", "usual"]
 
 DTYPES = (torch.bfloat16, torch.float32)
 NUM_SOURCES = (2, 3)
-# With numbers that no kernel depends on. Methods of the same rule share its kernel: `ties` those of task vectors that
-# are trimmed, `linear` those of means and interpolations.
+# Kernels do not depend on the values of coefficients. Methods with the same rule share its kernel: `ties` compiles that
+# of trimmed task vectors, `linear` that of means and interpolations.
 COEFFICIENTS = {
     "linear": {"weight": 0.5},
     "task_arithmetic": {"lambda": 0.5},
@@ -40,8 +41,10 @@ SHAPE = (64, 512)
 
 @dataclass(frozen=True)
 class Usual:
-    """A kernel to compile. `is_tied`: many elements have the magnitude at a threshold, which has a kernel of its
-    own."""
+    """A merge whose kernel is compiled in advance.
+
+    `is_tied`: many elements have the magnitude at a threshold, which has a kernel of its own.
+    """
 
     merge: Merge
     dtype: torch.dtype
@@ -49,7 +52,7 @@ class Usual:
 
 
 def usual() -> Iterator[Usual]:
-    """What most merges need: of two and three sources, in bfloat16 and in float32."""
+    """The kernels that most merges need: of two and three sources, in bfloat16 and in float32."""
     for name, numbers in COEFFICIENTS.items():
         uses = PLAIN[name].uses
         for count in NUM_SOURCES:
@@ -62,7 +65,7 @@ def usual() -> Iterator[Usual]:
 
 
 def operands(case: Usual) -> Operands:
-    """Random operands with the statistics that the method uses."""
+    """Random operands for a kernel, with the statistics that its method uses."""
     generator = torch.Generator().manual_seed(0)
     finest = torch.bfloat16 if case.is_tied else torch.float32
     base = torch.randn(SHAPE, generator=generator).to(finest)
@@ -89,12 +92,12 @@ def operands(case: Usual) -> Operands:
 
 
 def compile_kernels() -> None:
-    """Compile what is not on disk yet: the kernels of `usual`, and those of the statistics that their methods use."""
+    """Compile the kernels of `usual` merges and of their statistics, unless the compiled code is on disk already."""
     for case in usual():
         merge_stored(case.merge, operands(case), torch.empty(SHAPE, dtype=case.dtype))
-    for dtype in DTYPES:  # SLERP, whose kernel is that of `linear`
+    for dtype in DTYPES:  # for SLERP, whose merge kernel is that of `linear`
         inner_products([torch.ones(SHAPE, dtype=dtype)] * 2)
-        # A single merge selects its thresholds, where a study makes tables.
+        # A single merge selects its thresholds; a study makes tables.
         magnitude_selection(torch.ones(SHAPE, dtype=dtype), torch.zeros(SHAPE, dtype=dtype), TieOrder(0)).trim(1)
 
 

@@ -1,7 +1,6 @@
-"""How much of the statistics of several sources is kept: those used last, within a share of memory.
+"""A cache for statistics of several sources: those used last, within a share of memory.
 
-There are as many sets of sources as a search has subsets of its experts; tables of all of them together would be larger
-than the models.
+A search may use any subset of its experts; the tables of all subsets would be larger than the models.
 """
 
 from __future__ import annotations
@@ -17,16 +16,17 @@ from workers.models.headers import DTYPE_BYTES
 
 __all__ = ["Recent", "recent_bytes", "statistics_bytes"]
 
-# The share of the family's models, as if each were stored whole in the base's dtype: all subsets of four experts.
+# Share of the size of the family's models, each counted whole in the base's dtype. It is enough for the tables of all
+# subsets of four experts.
 RECENT_SHARE = 1 / 8
-# Bytes of a table of order statistics (`order_statistics`) for each element of its tensor.
+# Bytes of a table of order statistics (`order_statistics`) per element of its tensor.
 TABLE_BYTES = 9 / 128
 
 T = TypeVar("T")
 
 
 class Recent:
-    """The values used last, by key, of at most `max_bytes` in total; safe to use from several threads."""
+    """A cache of the values used last, by key, of at most `max_bytes` in total; safe to use from several threads."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -35,7 +35,10 @@ class Recent:
         self._lock = Lock()
 
     def value(self, key: Hashable, make: Callable[[], T], num_bytes: Callable[[T], int]) -> T:
-        """The value of `key`, made if it is not there. It is kept, and those used least recently are dropped."""
+        """The cached value of `key`, which is made if it is not cached.
+
+        The values used least recently are dropped to make room for it.
+        """
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
@@ -58,14 +61,16 @@ class Recent:
 
 
 def recent_bytes(sources: ResolvedFamily) -> int:
-    """The host memory in which a bank of `sources` keeps statistics of several of them."""
+    """The host memory, in bytes, in which a bank caches statistics of several sources."""
     base = sources.base.tensors.values()
     stored = sum(math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor in base)
     return int(RECENT_SHARE * stored * len(sources.checkpoints))
 
 
 def statistics_bytes(sources: ResolvedFamily) -> int:
-    """The host memory that all statistics of a bank of `sources` may take, ranks apart: those of each expert, which are
-    always kept, and `recent_bytes`."""
+    """The host memory, in bytes, that all statistics of a bank may take, except ranks.
+
+    These are the statistics of each expert, which are always kept, and `recent_bytes`.
+    """
     experts = len(sources.checkpoints) - 1
     return int(TABLE_BYTES * sources.num_parameters * experts) + recent_bytes(sources)

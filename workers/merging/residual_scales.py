@@ -1,7 +1,7 @@
 """Scales of layers, folded into the weights of an ordinary checkpoint.
 
 A recipe's scale s_t multiplies the residual stream after layer t. A layer has two branches, A (attention) and M (MLP),
-each behind a norm of its own, so that the stream h is
+each preceded by a norm of its own, so that the stream h is
 
     u_t = h_t + A_t(norm(h_t)),    h_t+1 = s_t (u_t + M_t(norm(u_t))).
 
@@ -14,11 +14,11 @@ which is the model without scales whose branches end in weights and biases divid
 final norm absorbs the last c, and the embedding is unchanged, as c_0 = 1.
 
 This folded form is what a scale means here: engines, transformers and exports all compute it. A model that multiplies
-its stream differs from it through eps, where the mean square of the stream is not far above eps. Seen over eight layers
-were 9e-6 in log-probability on the shipped family, and 0.007 on a Llama with random weights of 0.02, an eps of 1e-5 and
-scales of 0.5; with an eps of 1e-12 no more than 1e-6, which is rounding.
+its stream differs from it through eps, where the mean square of the stream is not far above eps. Differences measured
+over eight layers, in log-probability: 9e-6 on the shipped family; 0.007 on a Llama with random weights of 0.02, an eps
+of 1e-5 and scales of 0.5; with an eps of 1e-12 at most 1e-6, which is rounding.
 
-Models that normalise what a branch adds (Gemma-2, OLMo-2) have no such form, and neither has a scale of zero or below.
+There is no such form for models that normalise what a branch adds (Gemma-2, OLMo-2), nor for scales of zero or below.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from search_spaces.recipe import LayerRecipe
 
 __all__ = ["SCALABLE", "branch_factors", "ends_a_branch"]
 
-# Model types whose layers have two branches, each behind an RMSNorm, and nothing behind a branch.
+# Model types whose layers have two branches, each preceded by an RMSNorm and followed by no other module.
 SCALABLE = ("gemma", "llama", "mistral", "phi3", "qwen2", "qwen3")
 
 # The last module of each branch in those models.
@@ -40,9 +40,10 @@ BRANCH_END = re.compile(r"^(?:self_attn\.o_proj|mlp\.down_proj)\.(?:weight|bias)
 
 
 def branch_factors(layers: Sequence[LayerRecipe], *, model_type: str) -> tuple[float, ...]:
-    """For each layer what the ends of its branches are multiplied by: 1 / c_t.
+    """The factors that fold the scales of layers into the last weights of each layer's branches: 1 / c_t.
 
-    Raises InvalidRecipe, with the layer, for scales that cannot be folded and for alignments."""
+    Raises InvalidRecipe, with the layer, for scales that cannot be folded and for alignments.
+    """
     factors = []
     cumulative = 1.0
     for index, layer in enumerate(layers):

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from workers.merging.kernels.rules import Whole
-from workers.merging.methods import averages
+from workers.merging.methods import fusions
 from workers.merging.methods.arithmetic import Products, total
 from workers.merging.methods.arithmetic import inner_products as plain_inner_products
-from workers.merging.methods.averages import Importance
 from workers.merging.methods.competition import variance
+from workers.merging.methods.fusions import Importance
 from workers.merging.methods.sparsify import row_width
 from workers.merging.order_statistics import LARGEST_MARK, MagnitudeTable, Ranked, TieOrder, magnitude_keys
 
@@ -35,7 +35,10 @@ __all__ = [
 
 
 def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = None) -> Products:
-    """As `methods.inner_products`: of all pairs [N, N], with `base` of the differences from it."""
+    """The inner products of all pairs of tensors, [N, N]; with `base`, of their differences from it.
+
+    The bits are those of `methods.arithmetic.inner_products`.
+    """
     if tensors[0].device.type != "cpu" or tensors[0].numel() == 0:
         return plain_inner_products(tensors, base)
     from workers.merging.kernels.reductions import inner_product
@@ -49,12 +52,15 @@ def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = 
 
 
 def importance_of(first: torch.Tensor, second: torch.Tensor) -> Importance:
-    """The importance that Arcee Fusion needs, of two tensors on CPU with at least one element."""
-    return averages.importance_of(first, second, _importances_at)
+    """The importance of the changes between two tensors, for Arcee Fusion.
+
+    The tensors are on CPU and have at least one element.
+    """
+    return fusions.importance_of(first, second, _importances_at)
 
 
 def magnitude_table(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> MagnitudeTable:
-    """The table of |source - base|, in float32, of at least one element."""
+    """The table of the magnitudes |source - base|, in float32, of tensors with at least one element."""
     if source.is_cuda or source.numel() >= 2**32:
         return MagnitudeTable.of_ascending([_sorted((source.float() - base.float()).abs_(), order)])
     from workers.merging.kernels.sorting import ascending_magnitudes
@@ -63,7 +69,10 @@ def magnitude_table(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -
 
 
 def magnitude_selection(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> Ranked:
-    """The ranks of |source - base|, in float32, of at least one element, without a table where they can be selected."""
+    """The magnitudes |source - base|, in float32, by rank, without a table where ranks can be selected.
+
+    The tensors have at least one element.
+    """
     if source.is_cuda or source.numel() >= 2**32:
         return magnitude_table(source, base, order)
     from workers.merging.kernels.sorting import selected_magnitudes
@@ -72,7 +81,10 @@ def magnitude_selection(source: torch.Tensor, base: torch.Tensor, order: TieOrde
 
 
 def variance_selection(sources: Sequence[torch.Tensor], base: torch.Tensor, order: TieOrder) -> Ranked:
-    """The ranks of the variances between task vectors, as of `magnitude_selection`."""
+    """The variances between task vectors by rank, without a table where ranks can be selected.
+
+    The tensors have at least one element.
+    """
     if base.is_cuda or base.numel() >= 2**32:
         return variance_table(sources, base, order)
     from workers.merging.kernels.sorting import selected_variances
@@ -81,7 +93,10 @@ def variance_selection(sources: Sequence[torch.Tensor], base: torch.Tensor, orde
 
 
 def variance_table(sources: Sequence[torch.Tensor], base: torch.Tensor, order: TieOrder) -> MagnitudeTable:
-    """The table of the variances between task vectors (`methods.competition.variance`), of at least one element."""
+    """The table of the variances between task vectors (`methods.competition.variance`).
+
+    The tensors have at least one element.
+    """
     if base.is_cuda or base.numel() >= 2**32:
         return MagnitudeTable.of_ascending([_sorted(variance(sources, base), order)])
     from workers.merging.kernels.sorting import ascending_variances
@@ -99,8 +114,10 @@ def norm_of(source: torch.Tensor, base: torch.Tensor) -> float:
 
 
 def row_ranks(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> torch.Tensor:
-    """The rank of each element among the magnitudes of its row of source - base, from 0, the smallest, of two tensors
-    on CPU: in their shape, uint16 if rows are short enough for it, else int32."""
+    """The rank of each element among the magnitudes of its row of source - base, from 0, the smallest.
+
+    The tensors are on CPU. The ranks have their shape; they are uint16 if rows are short enough for it, else int32.
+    """
     from workers.merging.kernels.sorting import ranks_in_rows
 
     ranks = torch.empty(source.shape, dtype=torch.uint16 if row_width(source) <= 2**16 else torch.int32)
@@ -109,17 +126,17 @@ def row_ranks(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> torc
 
 
 def _importances_at(
-    places: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
+    indices: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
 ) -> list[torch.Tensor]:
-    """`averages.importances_at`, by sorting in pieces: it needs little memory."""
+    """The order statistics of `fusions.importances_at`, by sorting in pieces, which needs little memory."""
     from workers.merging.kernels.sorting import ascending_importances
 
     found: dict[int, torch.Tensor] = {}
     before = 0
     for piece in ascending_importances(first, second, rows):
-        found |= {at: torch.tensor(piece[at - before]) for at in places if before <= at < before + len(piece)}
+        found |= {at: torch.tensor(piece[at - before]) for at in indices if before <= at < before + len(piece)}
         before += len(piece)
-    return [found[place] for place in places]
+    return [found[index] for index in indices]
 
 
 def _sorted(numbers: torch.Tensor, order: TieOrder) -> tuple[np.ndarray, np.ndarray]:

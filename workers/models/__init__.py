@@ -8,7 +8,7 @@
 - `components`: the layer and component of each tensor
 - `config`: config.json in the names that all models share
 - `vocabulary`: rows of embeddings, aligned to one vocabulary
-- `compatibility`: why models cannot be merged with each other
+- `compatibility`: reasons why models cannot be merged with each other
 - `fingerprints`: hashes of contents; NaN and infinity in weights
 - `tokenizers`: tokenizers that agree with their tokenizer.json
 - `chat_templates`: chat templates of models, and by name

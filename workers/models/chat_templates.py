@@ -1,4 +1,7 @@
-"""Chat templates: those of models, and published formats by name. Nothing is rendered here."""
+"""Chat templates: those of models, and published formats by name.
+
+Templates are not rendered here.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ NAMED: Mapping[str, str] = {
 
 
 def stated_template(directory: Path) -> str | None:
-    """The template of the model in `directory`, by default where it has several; None without one."""
+    """The chat template of the model in `directory`, the default one of several; None without one."""
     try:
         file = directory / FILE
         if file.is_file():
@@ -66,13 +69,13 @@ def stated_template(directory: Path) -> str | None:
 
 
 def most_common(directories: Iterable[Path]) -> str | None:
-    """The template that most of the models have, the first of those that as many have; None if none has one."""
+    """The chat template that most models have, the first of those with equal counts; None if none has one."""
     stated = (template.strip() for directory in directories if (template := stated_template(directory)))
     return next((template for template, _ in Counter(stated).most_common(1)), None)
 
 
 def write_template(directory: Path, template: str) -> None:
-    """Give the tokenizer in `directory` this template, and no other."""
+    """Give the tokenizer in `directory` this chat template, and no other."""
     (directory / FILE).write_text(template)
     file = directory / TOKENIZER_CONFIG
     if file.is_file():

@@ -21,7 +21,7 @@ from workers.models.config import in_common_names
 from workers.models.headers import TensorInfo, read_headers
 from workers.models.hub import is_metadata_only, locate, named
 from workers.models.tokenizers import TOKENIZER_FILES
-from workers.models.vocabulary import NO_WISHES, Alignment, Vocabulary, Wishes, align, token_ids
+from workers.models.vocabulary import NO_OPTIONS, TokenAlignment, Vocabulary, VocabularyOptions, align, token_ids
 
 if TYPE_CHECKING:
     import torch
@@ -36,10 +36,10 @@ BY_CONFIG = "(by config.json, or transformers' default where it is silent)"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose headers were read. An adapter to `base` has the tensors of its base as it changes them.
+    """A checkpoint whose headers were read.
 
-    `files` are its own safetensors files, in order of name. What `read` returns is read-only; stored tensors are mapped
-    and keep their dtype.
+    An adapter to `base` has the tensors of its base as it changes them. `files` are its own safetensors files, in order
+    of name. What `read` returns is read-only; stored tensors are mapped and keep their dtype.
     """
 
     directory: Path
@@ -51,7 +51,7 @@ class Checkpoint:
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
-        """The configuration in common names, defaults filled in."""
+        """The configuration under the names that all models share, with defaults filled in."""
         return in_common_names(self.config)
 
     @cached_property
@@ -60,7 +60,7 @@ class Checkpoint:
 
     @property
     def tokenizer_dir(self) -> Path:
-        """Where its tokenizer is: an adapter has its own, or that of the model that it adapts."""
+        """The directory of a checkpoint's tokenizer: an adapter has its own, or that of the model that it adapts."""
         has_own = any((self.directory / name).is_file() for name in TOKENIZER_FILES)
         return self.directory if has_own or self.base is None else self.base.directory
 
@@ -72,14 +72,14 @@ class Checkpoint:
         return Stacked(tuple(tuple(self.tensors[part] for part in parts) for parts in stack))
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor `name`. Raises InvalidModel if there is none."""
+        """The value of tensor `name`. Raises InvalidModel if there is none."""
         tensor = self.tensors.get(name)
         if tensor is None:
             raise InvalidModel((f"{self.directory}: no tensor {name!r}; it has {len(self.tensors)} others",))
         return tensor.value(self.read_stored)
 
     def read_stored(self, info: TensorInfo) -> torch.Tensor:
-        """The tensor as it is stored, mapped from its file."""
+        """A stored tensor in its own dtype, mapped from its file."""
         from safetensors import safe_open
 
         if info.file not in self._open:
@@ -91,29 +91,33 @@ class Checkpoint:
 
     @cached_property
     def is_here(self) -> bool:
-        """Its weights and its base's can be read; those of a metadata-only snapshot cannot."""
+        """Whether a checkpoint's weights and its base's can be read; those of a metadata-only snapshot cannot."""
         return not is_metadata_only(self.directory) and (self.base is None or self.base.is_here)
 
     @cached_property
     def stored(self) -> frozenset[TensorInfo]:
-        """All stored tensors that its tensors are made of, other models' included."""
+        """All stored tensors that a checkpoint's tensors are made of, including those of other models."""
         return frozenset(info for tensor in self.tensors.values() for info in tensor.stored())
 
     @property
     def own(self) -> frozenset[TensorInfo]:
-        """Those of its own files; the other tensors are those of the model that it adapts, or other models' rows."""
+        """The stored tensors in a checkpoint's own files.
+
+        Its other tensors are those of the model that it adapts, or rows of other models.
+        """
         return frozenset(info for info in self.stored if info.file.parent == self.directory)
 
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
     """Read the configuration and every safetensors header of `directory`, which may be a hub id as for `hub.locate`.
 
-    Raises InvalidModel with all problems."""
+    Raises InvalidModel with all problems.
+    """
     return read_checkpoint(locate(directory))
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """`open_checkpoint` of a directory that `locate` has returned."""
+    """Read the checkpoint in a directory that `locate` has returned, as `open_checkpoint` does."""
     problems: list[str] = []
     config = _read_config(directory, problems)
     stored = read_headers(directory, problems)
@@ -128,9 +132,10 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 
 def read_expert(directory: Path, base: Checkpoint | None) -> Checkpoint | None:
-    """The whole model in `directory`, or the adapter to `base`: None where there is no base.
+    """The whole model in `directory`, or the adapter to `base`; None for an adapter without a base.
 
-    Raises InvalidModel with all problems."""
+    Raises InvalidModel with all problems.
+    """
     if not is_adapter(directory):
         return read_checkpoint(directory)
     problems: list[str] = []
@@ -144,10 +149,13 @@ def read_expert(directory: Path, base: Checkpoint | None) -> Checkpoint | None:
 
 
 def aligned(
-    checkpoints: Mapping[str, Checkpoint], tokenizer: str, wishes: Wishes = NO_WISHES
-) -> tuple[dict[str, Checkpoint], Alignment]:
-    """The checkpoints (by alias, the base first) with embeddings and heads of one vocabulary, as `vocabulary.align`
-    says; the base's configuration is that of a model with this vocabulary. Raises InvalidModel."""
+    checkpoints: Mapping[str, Checkpoint], tokenizer: str, options: VocabularyOptions = NO_OPTIONS
+) -> tuple[dict[str, Checkpoint], TokenAlignment]:
+    """The checkpoints with embeddings and output heads in one vocabulary, and what the alignment changed.
+
+    `checkpoints` are by alias, the base first. Rows are aligned as `vocabulary.align` says; the base gets the
+    configuration of a model with this vocabulary. Raises InvalidModel.
+    """
     models = {
         alias: Vocabulary(
             checkpoint.directory,
@@ -156,7 +164,7 @@ def aligned(
         )
         for alias, checkpoint in checkpoints.items()
     }
-    alignment = align(models, tokenizer, wishes)
+    alignment = align(models, tokenizer, options)
     views = dict(checkpoints)
     for alias, view in checkpoints.items() if alignment.tensors else ():
         config = {**view.config, "vocab_size": alignment.num_rows}
@@ -171,7 +179,7 @@ def aligned(
 
 
 def stored_bytes(checkpoints: Iterable[Checkpoint]) -> int:
-    """Bytes of all stored tensors that `checkpoints` are made of; those that several share count once."""
+    """The bytes of all stored tensors that `checkpoints` are made of; those that several share count once."""
     return sum(info.num_bytes for info in frozenset().union(*(checkpoint.stored for checkpoint in checkpoints)))
 
 

@@ -1,4 +1,4 @@
-"""Why a base and its experts cannot be merged, as far as configurations and headers show."""
+"""Reasons why a base and its experts cannot be merged, as far as configurations and headers show."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ MAX_SHAPES = 5
 
 
 def foreign_adapters(opened: Mapping[str, Checkpoint], given: Mapping[str, str]) -> Iterator[str]:
-    """Adapters trained on another model of `opened`, by alias, the base first: their shapes fit the base as well.
+    """Problems of adapters that were trained on another model of the family, whose shapes fit the base as well.
 
-    `given` is the caller's name of each model, which an adapter may state as well."""
+    `opened` are the models by alias, the base first. `given` is the caller's name of each, which an adapter may state.
+    """
     base_alias = next(iter(opened))
     for alias, adapter in opened.items():
         if adapter.base is None:
@@ -69,7 +70,10 @@ def foreign_adapters(opened: Mapping[str, Checkpoint], given: Mapping[str, str])
 
 
 def differences(base: Checkpoint, expert: Checkpoint, *, any_depth: bool = False) -> Iterator[str]:
-    """Why layers of `expert` cannot be exchanged with those of `base`; with `any_depth`, those that both have."""
+    """Reasons why layers of `expert` cannot be exchanged with those of `base`.
+
+    With `any_depth`, only the layers that both models have are compared.
+    """
     where = str(expert.directory)
     stated, wanted = _structure(expert.settings), _structure(base.settings)
     for name in wanted:
@@ -100,7 +104,7 @@ def differences(base: Checkpoint, expert: Checkpoint, *, any_depth: bool = False
 
 
 def _structure(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that two models must share, rotary embeddings included: every merge computes with the base's."""
+    """The configuration fields that two models must share, including rotary embeddings: merges run with the base's."""
     rope = settings.get("rope_parameters") or settings.get("rope_scaling")
     rope = rope if isinstance(rope, Mapping) else {}
     fields = {name: settings.get(name) for name in (*STRUCTURE, "rope_theta")}
@@ -109,8 +113,10 @@ def _structure(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _comparable(found: Layout, depth: int | None) -> set[str]:
-    """The tensors to compare between models, of the first `depth` layers: all but output heads, whose difference has
-    a message of its own."""
+    """The tensors to compare between models, of the first `depth` layers; without output heads.
+
+    A difference between output heads has a message of its own.
+    """
     return {
         name
         for name, place in found.places.items()

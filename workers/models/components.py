@@ -14,7 +14,7 @@ from typing import Any, Literal
 from search_spaces.recipe import Component
 from workers.errors import InvalidModel
 
-__all__ = ["EMBEDDING", "IGNORED", "LAYER", "STACKS", "Layout", "Place", "is_output_head", "layout", "some_of"]
+__all__ = ["EMBEDDING", "IGNORED", "LAYER", "STACKS", "Layout", "TensorPlace", "is_output_head", "layout", "some_of"]
 
 # A report names this many tensors of one kind of problem, then counts the rest.
 MAX_NAMED = 5
@@ -24,7 +24,8 @@ NORM = re.compile(r"norm|(?:^|_)ln(?:$|_)")
 # The component of a module, by its name; `post_attention_layernorm` is a norm.
 COMPONENT_OF: tuple[tuple[Component, re.Pattern[str]], ...] = (
     ("norm", NORM),
-    # And modules that mix positions instead of attention: state-space layers, convolutions, linear recurrences.
+    # Modules that mix positions instead of attention belong to it: state-space layers, convolutions, linear
+    # recurrences.
     ("attention", re.compile(r"attn|attention|mamba|^conv$|^temporal_block$")),
     ("mlp", re.compile(r"mlp|feed_forward|ffn|moe|^fc[12]$")),
 )
@@ -32,8 +33,8 @@ COMPONENT_OF: tuple[tuple[Component, re.Pattern[str]], ...] = (
 OTHER_INPUT = re.compile(r"(?:^|[._])(?:vision|visual|image|video|audio|speech)(?:$|[._])")
 EMBEDDING = re.compile(r"embed|(?:^|\.)w[tp]e\.")
 OUTPUT_HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output)\.")
-# A matrix of one expert of a mixture; and the stacks of those of all experts of a layer in which transformers holds
-# them, with the names that files have for what is joined, by rows, in each.
+# EXPERT is the name of a matrix of one expert of a mixture. transformers holds the matrices of all experts of a layer
+# in the stacks of STACKS; each joins, by rows, the matrices that files store under one of these tuples of names.
 EXPERT = re.compile(r"(?P<place>.+\.experts)\.(?P<number>\d+)\.(?P<matrix>\w+)\.weight")
 STACKS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 # Buffers stored in old checkpoints (rotary frequencies, causal masks); models compute them again.
@@ -41,7 +42,7 @@ IGNORED = re.compile(r"rotary_emb\.inv_freq$|(?:^|\.)(?:self_|cross)?(?:attn|att
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where a tensor belongs: a component of decoder layer `layer` (0-based), or the embedding or head (None).
 
     `suffix` is the tensor's name within its layer ("self_attn.q_proj.weight"); outside layers it is the whole name.
@@ -54,19 +55,19 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model's tensors form layers and components.
+    """The layer and component of each tensor of a model.
 
     A tied output head is not among `places`: it is the embedding. `tied_head` is its name if a file holds it anyway.
     """
 
-    places: Mapping[str, Place]
+    places: Mapping[str, TensorPlace]
     num_layers: int
     layer_prefix: str
     tied_head: str | None = None
 
     @property
     def is_tied(self) -> bool:
-        """The output head is the embedding."""
+        """Whether the output head is the embedding."""
         return not any(is_output_head(name) for name in self.places)
 
     @cached_property
@@ -78,7 +79,7 @@ class Layout:
 
     @cached_property
     def stacks(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
-        """The stacks of the experts of each layer, by name: for each expert the tensors that are joined in it."""
+        """The stacks of each layer's experts, by name: for each expert, the tensors that are joined in the stack."""
         mixtures: dict[str, dict[int, set[str]]] = {}
         for name in self.places:
             if match := EXPERT.fullmatch(name):
@@ -95,33 +96,33 @@ class Layout:
 
     @cached_property
     def stacked(self) -> Layout:
-        """The layout in which the experts of a layer are in `stacks`."""
+        """The layout in which the experts of each layer are one tensor for each of `stacks`."""
         parts = {part for stack in self.stacks.values() for joined in stack for part in joined}
         places = {name: place for name, place in self.places.items() if name not in parts}
         for name, ((first, *_), *_) in self.stacks.items():
             of = self.places[first]
-            places[name] = Place(of.component, of.layer, name[len(first) - len(of.suffix) :])
+            places[name] = TensorPlace(of.component, of.layer, name[len(first) - len(of.suffix) :])
         return Layout(places, self.num_layers, self.layer_prefix, self.tied_head)
 
     def suffixes(self, component: str, layer: int | None = None) -> tuple[str, ...]:
-        """The tensors of one component, as names within the layer, sorted."""
+        """The tensors of one component, as sorted names within the layer."""
         return self._groups.get((component, layer), ())
 
     def name(self, suffix: str, layer: int | None) -> str:
-        """The full name of `suffix` in `layer`."""
+        """The full name of the tensor that is called `suffix` within `layer`."""
         return suffix if layer is None else f"{self.layer_prefix}{layer}.{suffix}"
 
 
 def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
     """Assign every tensor to a layer and component, by the names of the modules that hold it.
 
-    Norms are norms wherever they sit, biases go with their module, what mixes positions is attention, routers and the
-    experts of a mixture are parts of the MLP, each a tensor of its own; positions belong to the embedding, the final
-    norm and the output head form the head. `config` is in common names (`config.in_common_names`). Raises
-    InvalidModel naming the tensors that fit nowhere.
+    Norms are norms in every module, biases belong to their module, and modules that mix positions are attention.
+    Routers and the experts of a mixture are parts of the MLP, each a tensor of its own. Positions belong to the
+    embedding; the final norm and the output head form the head. `config` is in common names (`config.in_common_names`).
+    Raises InvalidModel, which names the tensors that belong nowhere.
     """
     names = [name for name in names if not IGNORED.search(name)]
-    places: dict[str, Place] = {}
+    places: dict[str, TensorPlace] = {}
     unknown: list[str] = []
     inputs = [name for name in names if OTHER_INPUT.search(name)]
     if inputs:
@@ -132,10 +133,10 @@ def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
             prefix, layer, suffix = match["prefix"], int(match["layer"]), match["suffix"]
             component = _component(suffix)
             prefixes.add(prefix)
-            place = Place(component, layer, suffix) if component else None
+            place = TensorPlace(component, layer, suffix) if component else None
         else:
             part = _part_outside_layers(name)
-            place = Place(part, None, name) if part else None
+            place = TensorPlace(part, None, name) if part else None
         if place is None:
             unknown.append(name)
         else:
@@ -159,8 +160,11 @@ def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
     return Layout(places, len(layers), prefixes.pop(), tied_head)
 
 
-def _assign_final_norm(places: dict[str, Place]) -> None:
-    """Every decoder ends in a norm: if the only norm outside layers is named like the embedding's, it is that."""
+def _assign_final_norm(places: dict[str, TensorPlace]) -> None:
+    """Assign the only norm outside layers to the head, even if it is named like the embedding's.
+
+    Every decoder ends in a norm.
+    """
     norms = {
         name: place
         for name, place in places.items()
@@ -168,23 +172,23 @@ def _assign_final_norm(places: dict[str, Place]) -> None:
     }
     if all(place.component == "embedding" for place in norms.values()):
         for name in norms:
-            places[name] = Place("head", None, name)
+            places[name] = TensorPlace("head", None, name)
 
 
 def is_output_head(name: str) -> bool:
-    """The tensor maps hidden states to the vocabulary."""
+    """Whether a tensor, by its name, maps hidden states to the vocabulary."""
     return OUTPUT_HEAD.search(name) is not None
 
 
 def some_of(names: Iterable[str]) -> str:
-    """The first few of `names`, and how many more there are: for messages."""
+    """The first few of `names`, and how many more there are, for messages."""
     names = sorted(names)
     rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return ", ".join(names[:MAX_NAMED]) + rest
 
 
 def _component(suffix: str) -> Component | None:
-    """The component of the innermost module that has one: `norm_attn_norm.attn.Wqkv.weight` is attention."""
+    """The component of a tensor's innermost module that has one: `norm_attn_norm.attn.Wqkv.weight` is attention."""
     modules = suffix.split(".")[:-1]
     return next((kind for module in reversed(modules) for kind, name in COMPONENT_OF if name.search(module)), None)
 

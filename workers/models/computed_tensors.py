@@ -1,6 +1,6 @@
-"""Tensors of a model that no file holds, computed from those that files hold whenever they are read.
+"""Tensors of a model that no file holds, computed from stored tensors whenever they are read.
 
-A low-rank adapter's weights are its base's and a product of two small matrices; the embedding of a model with other
+A low-rank adapter's weights are its base's plus a product of two small matrices; the embedding of a model with other
 tokens is its rows in another order. They take only the memory of the tensors that they are computed from.
 """
 
@@ -41,24 +41,27 @@ class SourceTensor(Protocol):
 
     @property
     def dtype(self) -> str:
-        """Its name in safetensors."""
+        """The name of the dtype in safetensors."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def stored(self) -> Iterator[TensorInfo]:
-        """What `value` reads."""
+        """The stored tensors that `value` reads."""
         ...
 
     def value(self, read: Read) -> torch.Tensor:
-        """The tensor, contiguous; it may be what `read` gave: never write to it."""
+        """The contents of the tensor, contiguous.
+
+        They may be what `read` returned: never write to them.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class _Changed:
-    """A weight and the two factors of what a LoRA adapter adds to it, times `scaling`."""
+    """A weight that a LoRA adapter changes, and the two matrices whose product, times `scaling`, is added to it."""
 
     weight: SourceTensor
     a: TensorInfo
@@ -67,7 +70,7 @@ class _Changed:
 
     @property
     def dtype(self) -> str:
-        return "F32"  # rounded to the weight's own dtype, small changes would be lost
+        return "F32"  # in the weight's own dtype, small changes would be rounded away
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,7 +84,7 @@ class _Changed:
 
 @dataclass(frozen=True)
 class LowRank(_Changed):
-    """weight + scaling x B A, in float32: a weight as a LoRA adapter changes it (arXiv:2106.09685, section 4.1).
+    """A weight as a LoRA adapter changes it: weight + scaling x B A, in float32 (arXiv:2106.09685, section 4.1).
 
     `a` is [rank, inputs] and `b` [outputs, rank]; `weight` is [outputs, inputs], [inputs, outputs] if `is_transposed`.
     """
@@ -98,11 +101,11 @@ class LowRank(_Changed):
 
 @dataclass(frozen=True)
 class LowRankExpert(_Changed):
-    """weight + scaling x B_e A_e, in float32: a matrix of expert `number` of a mixture, as a LoRA adapter changes the
-    stack of the matrices of all `num_experts`.
+    """A matrix of one expert of a mixture as a LoRA adapter changes it: weight + scaling x B_e A_e, in float32.
 
-    `a` is [experts x rank, inputs] and `b` [outputs, rank x experts], whose columns have the experts innermost;
-    `weight` is the rows from `first_row` on of the expert's [outputs, inputs].
+    The adapter changes the stack of the matrices of all `num_experts`; this one is of expert `number`. `a` is [experts
+    x rank, inputs] and `b` [outputs, rank x experts], whose columns have the experts innermost; `weight` is the rows
+    from `first_row` on of the expert's [outputs, inputs].
     """
 
     number: int
@@ -121,8 +124,10 @@ class LowRankExpert(_Changed):
 
 @dataclass(frozen=True)
 class LowRankStack(_Changed):
-    """`LowRankExpert` of all experts, where the weights are stored as one tensor: [experts, outputs, inputs],
-    [experts, inputs, outputs] if `is_transposed`."""
+    """`LowRankExpert` of all experts, for weights that are stored as one tensor.
+
+    The tensor is [experts, outputs, inputs], [experts, inputs, outputs] if `is_transposed`.
+    """
 
     is_transposed: bool
 
@@ -139,9 +144,10 @@ class LowRankStack(_Changed):
 
 @dataclass(frozen=True)
 class Dora:
-    """`changed` with each output scaled to the length in `magnitude`, in float32: DoRA (arXiv:2402.09353, eq. 5).
+    """A weight with each output scaled to the length in `magnitude`, in float32: DoRA (arXiv:2402.09353, eq. 5).
 
-    `magnitude` is [outputs], the outputs are the rows of `changed`, its columns if that is transposed."""
+    `magnitude` is [outputs]. The outputs are the rows of `changed`, or its columns if it is transposed.
+    """
 
     changed: LowRank
     magnitude: TensorInfo
@@ -169,7 +175,7 @@ class Dora:
 
 @dataclass(frozen=True)
 class Shifted:
-    """vector + scaling x addition, in float32: a bias as a LoRA adapter with a bias of its own changes it."""
+    """A bias as a LoRA adapter with a bias of its own changes it: vector + scaling x addition, in float32."""
 
     vector: SourceTensor
     addition: TensorInfo
@@ -193,7 +199,7 @@ class Shifted:
 
 @dataclass(frozen=True)
 class ReplacedRows:
-    """`weight` with row `numbers[i]` replaced by row i of `rows`: the single tokens that an adapter trains."""
+    """A weight with row `numbers[i]` replaced by row i of `rows`, for adapters that train single tokens."""
 
     weight: SourceTensor
     rows: TensorInfo
@@ -223,7 +229,10 @@ class ReplacedRows:
 
 @dataclass(frozen=True, eq=False)
 class RowsOfOthers:
-    """Row `positions[i]` is the mean of row `rows[k][i]` of each `donors[k]`; zero without donors."""
+    """Rows taken from other models: row `positions[i]` is the mean of row `rows[k][i]` of each `donors[k]`.
+
+    Without donors it is zero.
+    """
 
     positions: NDArray[np.int64]
     donors: tuple[SourceTensor, ...]
@@ -234,7 +243,8 @@ class RowsOfOthers:
 class Rows:
     """Rows of `own` in another order: row i is row `index[i]` of it, or, where that is negative, one of `others`.
 
-    The dtype is that of all tensors involved; float32 if they have several, because any other would round."""
+    The dtype is that of all tensors involved; float32 if they have several, because any other would round.
+    """
 
     own: SourceTensor
     index: NDArray[np.int64]
@@ -274,7 +284,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Stacked:
-    """The experts of a layer as one tensor [experts, rows, columns]: of each those in its `parts`, joined by rows."""
+    """The experts of a layer as one tensor [experts, rows, columns]; the `parts` of each expert are joined by rows."""
 
     parts: tuple[tuple[SourceTensor, ...], ...]
 
@@ -301,7 +311,7 @@ class Stacked:
 
 @dataclass(frozen=True, eq=False)
 class Padded:
-    """`tensor` with more rows, `num_rows` in all: each is the mean of its first `num_averaged` rows."""
+    """A tensor with rows added, `num_rows` in all; each added row is the mean of the first `num_averaged` rows."""
 
     tensor: SourceTensor
     num_rows: int

@@ -21,21 +21,22 @@ from workers.errors import InvalidModel
 __all__ = ["LAYERS_WITHOUT_EXPERTS", "in_common_names", "of_each_layer", "read_config"]
 
 
-# The numbers of those layers in a mixture of experts that have none.
+# The configuration field with the numbers of the layers that have no experts, in a mixture of experts.
 LAYERS_WITHOUT_EXPERTS = "mlp_only_layers"
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """The configuration of a model that has been opened before, in common names. Raises InvalidModel."""
+    """The configuration, under common names, of a model that has been opened before. Raises InvalidModel."""
     config: dict[str, Any] = json.loads((Path(directory) / "config.json").read_text())
     return in_common_names(config)
 
 
 def in_common_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` (as in config.json) with the defaults of its `model_type`, and under the names that models share
-    (num_hidden_layers, hidden_size, num_attention_heads, tie_word_embeddings ...) besides its own.
+    """A configuration under the names that all models share, with the defaults of its `model_type`.
 
-    Raises InvalidModel if transformers has no model of that type itself: code that comes with a model is never run.
+    `config` is as in config.json. Common names (num_hidden_layers, hidden_size, num_attention_heads,
+    tie_word_embeddings ...) are added beside its own. Raises InvalidModel if transformers has no model of that type
+    itself: code that comes with a model is never run.
     """
     model_type = config.get("model_type")
     common_names, defaults = _known(model_type if isinstance(model_type, str) else "")
@@ -44,8 +45,11 @@ def in_common_names(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_each_layer(config: Mapping[str, Any], num_layers: int) -> dict[str, list[Any]]:
-    """The fields of `config` (as in config.json) that hold an entry for each layer, such as `layer_types`, including
-    those that transformers derives from a layer's number; not lists of layer numbers."""
+    """The configuration fields that hold an entry for each layer, such as `layer_types`.
+
+    They include fields that transformers derives from a layer's number, but not lists of layer numbers. `config` is as
+    in config.json.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     known = CONFIG_MAPPING[config["model_type"]].from_dict(_with_all_numbers(config)).to_dict()
@@ -57,7 +61,10 @@ def of_each_layer(config: Mapping[str, Any], num_layers: int) -> dict[str, list[
 
 
 def _with_all_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with the numbers that JSON lacks: transformers writes infinity as {"__float__": "Infinity"}."""
+    """The configuration with the numbers that JSON lacks.
+
+    transformers writes infinity as {"__float__": "Infinity"}.
+    """
 
     def decoded(entry: dict[str, Any]) -> Any:
         return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
@@ -68,8 +75,11 @@ def _with_all_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache
 def _known(model_type: str) -> tuple[Mapping[str, str], Mapping[str, Any]]:
-    """A model type's own name for each common one, and its defaults; they are kept between runs, because importing
-    transformers' configurations takes longer than merging a small model."""
+    """The own names of a model type for the common configuration fields, and its defaults.
+
+    Both are cached between runs, because importing transformers' configurations takes longer than merging a small
+    model.
+    """
     release = version("transformers")
     key = f"names and defaults of {model_type!r} in transformers {release}"
     if (record := cached(key)) is not None:
@@ -87,7 +97,7 @@ def _known(model_type: str) -> tuple[Mapping[str, str], Mapping[str, Any]]:
     kind = CONFIG_MAPPING[model_type]
     found = {field.name: field.default for field in dataclasses.fields(kind)}
     known = [kind.attribute_map, {name: value for name, value in found.items() if value is not dataclasses.MISSING}]
-    with suppress(TypeError):  # of a default that JSON has no form for
+    with suppress(TypeError):  # raised for a default that JSON cannot express
         if json.loads(record := json.dumps(known)) == known:
             cached(key, record)
     return known[0], known[1]

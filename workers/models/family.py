@@ -23,7 +23,7 @@ from workers.models.components import Layout
 from workers.models.fingerprints import FileState, content_problems, file_states, fingerprint
 from workers.models.hub import absent_bytes, commit_of, fetched, lack_of_space, locate, named
 from workers.models.merged_files import make_result_dir
-from workers.models.vocabulary import BASE, EMBEDDING_NAMES, UNION, Alignment, Wishes, token_ids
+from workers.models.vocabulary import BASE, EMBEDDING_NAMES, UNION, TokenAlignment, VocabularyOptions, token_ids
 from workers.types import Family, ModelSource
 
 __all__ = [
@@ -43,17 +43,17 @@ log = logging.getLogger(__name__)
 class ResolvedFamily:
     """Models that can be merged, by alias, the base first; a single model is a base without experts.
 
-    `checkpoints` are the models as they are stored, `views` the same with embeddings and output heads in the vocabulary
-    `tokenizer`, as `alignment` says. `given` is what the caller named them: directories or hub ids. `adapted` are the
-    models that adapters change, by alias, except the base; with `any_depth` the numbers of layers may differ.
-    Fingerprints, which need the contents, are computed when first asked for, once; `cache` is that of
+    `checkpoints` are the models as they are stored; `views` are the same with embeddings and output heads in the
+    vocabulary `tokenizer`, as `token_alignment` says. `given` is what the caller named them: directories or hub ids.
+    `adapted` are the models that adapters change, by alias, except the base. With `any_depth` the numbers of layers may
+    differ. Fingerprints, which need the contents, are computed once, when first asked for; `cache` is that of
     `workers.cache.cache_dir`.
     """
 
     given: Mapping[str, str]
     checkpoints: Mapping[str, Checkpoint]
     views: Mapping[str, Checkpoint]
-    alignment: Alignment
+    token_alignment: TokenAlignment
     tokenizer: str
     cache: str | Path | None = None
     adapted: Mapping[str, Path] = field(default_factory=dict)
@@ -78,8 +78,10 @@ class ResolvedFamily:
         return {alias: checkpoint.directory for alias, checkpoint in self.checkpoints.items()}
 
     def new_tokens(self, alias: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The tokens of model `alias` that the base does not have: those with a row of their own, and those without;
-        both in the order of their ids."""
+        """The tokens of model `alias` that the base lacks: those with a row of their own, and those without.
+
+        Both are in the order of their ids.
+        """
         known = token_ids(self.checkpoints[self.base_alias].tokenizer_dir) or {}
         checkpoint = self.checkpoints[alias]
         found = token_ids(checkpoint.tokenizer_dir) or {}
@@ -88,7 +90,10 @@ class ResolvedFamily:
         return tuple(token for token in new if token in rows), tuple(token for token in new if token not in rows)
 
     def tokens_with_rows(self, alias: str) -> Mapping[str, int]:
-        """The tokens for which model `alias` has a row, by their ids; without a tokenizer.json those of the base."""
+        """The ids, by token, of the tokens for which model `alias` has a row.
+
+        Without a tokenizer.json the tokens are those of the base.
+        """
         checkpoint = self.checkpoints[alias]
         found = token_ids(checkpoint.tokenizer_dir)
         if found is None:
@@ -98,17 +103,17 @@ class ResolvedFamily:
 
     @property
     def num_parameters(self) -> int:
-        """The parameters of a merged model."""
+        """The number of parameters of a merged model."""
         return sum(math.prod(tensor.shape) for tensor in self.base.tensors.values())
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all stored tensors that `views` are made of."""
+        """The bytes of all stored tensors that `views` are made of."""
         return stored_bytes(self.views.values())
 
     @cached_property
     def commits(self) -> Mapping[str, str]:
-        """The commits of hub models, by the names in `given`."""
+        """The commits of the family's hub models, by the names in `given`."""
         commits = {
             self.given[alias]: commit_of(directory)
             for alias, directory in self.directories.items()
@@ -118,8 +123,8 @@ class ResolvedFamily:
 
     @cached_property
     def fingerprints(self) -> Mapping[str, str]:
-        """By alias, as `fingerprints.fingerprint` computes them. Raises InvalidModel."""
-        _ = self._states  # taken before the contents are read: a change during that counts
+        """The fingerprint of each model, by alias, as `fingerprints.fingerprint` computes it. Raises InvalidModel."""
+        _ = self._states  # taken before the contents are read, so that a change meanwhile is noticed
         base = fingerprint(self.checkpoints[self.base_alias], cache=self.cache)
         return {
             alias: base if alias == self.base_alias else self._fingerprint(checkpoint, base)
@@ -140,7 +145,7 @@ class ResolvedFamily:
         return states
 
     def check_unchanged(self) -> None:
-        """Raise EvidenceMismatch if a file has other contents than those that `fingerprints` are of.
+        """Raise EvidenceMismatch if a file's contents have changed since `fingerprints` were computed.
 
         Sizes, times of modification and inodes are compared. Only a model in which one differs is read again: a file
         may have been touched, or replaced by a copy. A file that is gone is no change of its contents.
@@ -171,8 +176,10 @@ class ResolvedFamily:
         return str(self.adapted[alias].resolve()) if alias in self.adapted else None
 
     def content_problems(self, *, exclude: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
-        """By alias, the problems that only the weights show, as `fingerprints.content_problems` finds them. The
-        weights of models in `exclude` are not read."""
+        """The problems that only the weights show, by alias, as `fingerprints.content_problems` finds them.
+
+        The weights of models in `exclude` are not read.
+        """
         problems = {
             alias: content_problems(checkpoint, self.fingerprints[alias], cache=self.cache)
             for alias, checkpoint in self.checkpoints.items()
@@ -197,11 +204,11 @@ class ResolvedFamily:
 
     @cached_property
     def _made_result_dir(self) -> TemporaryDirectory[str]:
-        return make_result_dir(self.checkpoints, self.base.config, self.alignment, self.tokenizer)
+        return make_result_dir(self.checkpoints, self.base.config, self.token_alignment, self.tokenizer)
 
     @property
     def absent_bytes(self) -> int:
-        """Bytes of weights that `fetched` would download."""
+        """The bytes of weights that `fetched` would download."""
         return absent_bytes((*self.directories.values(), *self.adapted.values()))
 
     @property
@@ -210,7 +217,7 @@ class ResolvedFamily:
         return lack_of_space((*self.directories.values(), *self.adapted.values()))
 
     def fetched(self, *, note: Callable[[str], None] = log.info) -> ResolvedFamily:
-        """The family with all weights here: itself, or opened and checked again after a download.
+        """The family with all weights on this machine: itself, or opened and checked again after a download.
 
         `note` is called with lines about downloads. Raises InvalidModel.
         """
@@ -228,8 +235,10 @@ class ResolvedFamily:
 
 @dataclass(frozen=True)
 class LocatedFamily:
-    """Where the models of a family are, by alias, the base first; `problems` of those that were not found. `adapted`
-    as in `ResolvedFamily`."""
+    """The directories of a family's models, by alias, the base first, and the problems of models that were not found.
+
+    `adapted` as in `ResolvedFamily`.
+    """
 
     given: Mapping[str, str]
     directories: Mapping[str, Path]
@@ -249,7 +258,10 @@ class LocatedFamily:
         cache: str | Path | None = None,
         names: Mapping[str, str] | None = None,
     ) -> ResolvedFamily:
-        """Open and check all models. Raises InvalidModel, as `resolve_family` does, with `names` as it has them."""
+        """Open and check all models of a located family.
+
+        Raises InvalidModel; the arguments and `names` are those of `resolve_family`.
+        """
         base_alias, *experts = self.given
         names = {alias: f"expert {alias!r}" for alias in experts} | dict(names or {})
         names[base_alias] = "base model" if experts else ""
@@ -269,11 +281,11 @@ class LocatedFamily:
             problems += foreign_adapters(own, self.given) if base_alias in own else ()
             if tokenizer in (BASE, UNION, *opened):
                 try:
-                    wishes = Wishes.from_json(vocabulary or {})
-                    if unknown := wishes.models - self.given.keys():
+                    options = VocabularyOptions.from_json(vocabulary or {})
+                    if unknown := options.models - self.given.keys():
                         raise InvalidModel((f"vocabulary: there are no models {', '.join(sorted(unknown))}",))
-                    if wishes.models <= opened.keys():
-                        views, alignment = aligned(opened, tokenizer, wishes)
+                    if options.models <= opened.keys():
+                        views, alignment = aligned(opened, tokenizer, options)
                 except InvalidModel as error:
                     problems += error.problems
             base = views[base_alias]
@@ -289,7 +301,7 @@ class LocatedFamily:
         )
 
     def _open(self, alias: str, opened: Mapping[str, Checkpoint]) -> Checkpoint | None:
-        """The model `alias`, given those before it."""
+        """The model `alias`, opened after the models before it."""
         if alias in self.problems:
             raise InvalidModel(self.problems[alias])
         base_alias, directory = next(iter(self.given)), self.directories[alias]
@@ -313,7 +325,8 @@ def locate_family(
 ) -> LocatedFamily:
     """Find the models, directories or hub ids, as `hub.locate` does; those that are not found are in `problems`.
 
-    `adapted` are the models that adapters change, by alias, where that is not the base."""
+    `adapted` are the models that adapters change, by alias, where that is not the base.
+    """
     directories: dict[str, Path] = {}
     wholes: dict[str, Path] = {}
     problems: dict[str, tuple[str, ...]] = {}
@@ -343,10 +356,10 @@ def resolve_family(
     """A base and all experts that can be merged with it: whole models or LoRA adapters, directories or hub ids.
 
     Checks that they have the same structure and that their embeddings can be aligned to the vocabulary `tokenizer`.
-    Reads configurations, headers and tokenizers only; of hub models that are not here, as metadata-only snapshots.
-    `adapted` as in `locate_family`; with `any_depth` the models may have different numbers of layers, and merges must
-    name layers that they have; `vocabulary` as in a recipe; `names` are what messages call models that are no experts.
-    Raises InvalidModel with every problem of every model.
+    Reads configurations, headers and tokenizers only; of hub models whose weights are not here, it reads metadata-only
+    snapshots. `adapted` as in `locate_family`; with `any_depth` the models may have different numbers of layers, and
+    merges must name layers that they have; `vocabulary` as in a recipe; `names` are what messages call models that are
+    no experts. Raises InvalidModel with every problem of every model.
     """
     if not experts:
         raise InvalidModel(("models.experts: there are none; name at least one model fine-tuned from the base",))
@@ -364,7 +377,8 @@ def resolve_model(
 ) -> ResolvedFamily:
     """A family of one model, as a merge of a single model needs it; `adapts` is the model that an adapter changes.
 
-    Raises InvalidModel."""
+    Raises InvalidModel.
+    """
     adapted = {} if adapts is None else {alias: adapts}
     return locate_family(model, {}, base_alias=alias, adapted=adapted).resolve(vocabulary=vocabulary, cache=cache)
 
@@ -372,7 +386,8 @@ def resolve_model(
 def open_sources(family: Family, *, cache: str | Path | None = None) -> ResolvedFamily:
     """The models of `family`, opened and checked again; that their contents are still the same is not checked.
 
-    Raises InvalidModel as `resolve_family` does."""
+    Raises InvalidModel as `resolve_family` does.
+    """
     experts = {model.alias: model.directory for model in family.experts}
     adapted = {model.alias: model.adapts for model in family.models if model.adapts is not None}
     located = locate_family(family.base.directory, experts, base_alias=family.base.alias, adapted=adapted)
@@ -387,5 +402,8 @@ def open_family(
     cache: str | Path | None = None,
     note: Callable[[str], None] = log.info,
 ) -> Family:
-    """`resolve_family`, then download what is not here, then the description for other processes."""
+    """Resolve a family, download weights that are not here, and return its description for other processes.
+
+    Raises InvalidModel as `resolve_family` does.
+    """
     return resolve_family(base, experts, tokenizer=tokenizer, cache=cache).fetched(note=note).family

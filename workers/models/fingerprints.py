@@ -1,4 +1,4 @@
-"""A checkpoint's contents: their fingerprint, and whether its weights are finite; both cached.
+"""The contents of a checkpoint: their fingerprint, and whether its weights are finite; both cached.
 
 Reading all of a large model takes minutes, so results are stored in the cache: the hash of each file by path, size,
 modification time and inode, the state of the weights by the model's fingerprint.
@@ -27,7 +27,8 @@ __all__ = ["FileState", "content_problems", "file_states", "fingerprint"]
 class FileState:
     """What the file system says of a file: its bytes, when it was modified (ns since 1970), its inode.
 
-    A program that changes a file changes at least one of them, unless it sets the time of modification back."""
+    A program that changes a file changes at least one of them, unless it sets the time of modification back.
+    """
 
     num_bytes: int
     modified_ns: int
@@ -35,12 +36,12 @@ class FileState:
 
     @classmethod
     def of(cls, file: Path) -> FileState:
-        """Raises OSError."""
+        """The present state of a file. Raises OSError."""
         found = file.stat()
         return cls(found.st_size, found.st_mtime_ns, found.st_ino)
 
     def change(self, file: Path) -> str:
-        """What became of `file` since, in words; "" for nothing, and for a file that cannot be found now."""
+        """How a file has changed since its state was taken, in words; "" if it has not, or cannot be found now."""
         try:
             now = FileState.of(file)
         except OSError:
@@ -56,16 +57,16 @@ class FileState:
 
 
 def file_states(checkpoint: Checkpoint) -> dict[Path, FileState]:
-    """The state of every file of the checkpoint itself that determines its fingerprint."""
+    """The state of each of the checkpoint's own files that determine its fingerprint."""
     return {file: FileState.of(file) for file in _defining_files(checkpoint)}
 
 
 def fingerprint(checkpoint: Checkpoint, *, base: str | None = None, cache: str | Path | None = None) -> str:
-    """sha256 (hex) of the names and contents of the files that define the model, in any directory.
+    """The sha256 (hex) of the names and contents of the files that define the model, in any directory.
 
-    Of a whole model these are its safetensors files, config.json, generation_config.json and tokenizer files; of an
-    adapter, its safetensors files, adapter_config.json, tokenizer files and the fingerprint of its base, which is
-    computed unless `base` gives it. `cache` as in `workers.cache.cache_dir`. Raises InvalidModel.
+    The files of a whole model are its safetensors files, config.json, generation_config.json and tokenizer files. Those
+    of an adapter are its safetensors files, adapter_config.json and tokenizer files, to which the fingerprint of its
+    base is added; it is computed unless `base` gives it. `cache` as in `workers.cache.cache_dir`. Raises InvalidModel.
     """
     hashes = [(file.name, _file_hash(file, cache)) for file in _defining_files(checkpoint)]
     if checkpoint.base is not None:
@@ -74,10 +75,10 @@ def fingerprint(checkpoint: Checkpoint, *, base: str | None = None, cache: str |
 
 
 def content_problems(checkpoint: Checkpoint, content: str, *, cache: str | Path | None = None) -> tuple[str, ...]:
-    """Problems that only the weights show: NaN or infinity, a stored tied output head that is not the embedding.
+    """The problems that only the weights show: NaN or infinity, a stored tied output head that is not the embedding.
 
-    Reads all weights, once for each `content`, the model's fingerprint (`cache` as in `workers.cache.cache_dir`). Empty
-    for models whose weights are not here.
+    Reads all weights, once for each `content`, the model's fingerprint (`cache` as in `workers.cache.cache_dir`). There
+    are none for models whose weights are not here.
     """
     if not checkpoint.is_here:
         return ()

@@ -47,7 +47,8 @@ CONVERSIONS = {
 class TensorInfo:
     """One stored tensor: safetensors' name of its dtype, its shape, the file that holds it, and its name there.
 
-    A `computed_tensors.SourceTensor`."""
+    It is a `computed_tensors.SourceTensor`.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -70,12 +71,12 @@ class TensorInfo:
 
 
 def read_headers(path: Path, problems: list[str], *, stem: str = "model") -> dict[str, TensorInfo]:
-    """Every tensor stored in directory `path`, by name; what is wrong with its files is appended to `problems`.
+    """Read every tensor's header in directory `path`, by name; what is wrong with its files is appended to `problems`.
 
     Files are called `stem`.safetensors, or as `stem`.safetensors.index.json says.
 
-    Reads the index and the headers only, and of a file never more than it has. Where nothing was appended, each
-    tensor's bytes lie within its file, none are shared, and none are left over.
+    Reads the index and the headers only, and of a file never more than it has. If nothing was appended, the bytes of
+    each tensor are within its file, no two tensors share bytes, and no bytes belong to no tensor.
     """
     shards, expected = _shards(path, stem, problems)
     tensors: dict[str, TensorInfo] = {}
@@ -193,7 +194,10 @@ def _read_header(file: Path, problems: list[str]) -> dict[str, TensorInfo]:
 
 
 def _entry(name: str, entry: object, file: Path) -> tuple[TensorInfo, tuple[int, int]]:
-    """The header's entry for one tensor. Raises ValueError with the rest of a message that begins with the tensor."""
+    """The checked description of one tensor in a safetensors header.
+
+    Raises ValueError, whose text continues a message that begins with the tensor's name.
+    """
     if not name or not name.isprintable():  # it will be printed, and named in an index
         raise ValueError(": its name is not printable text")
     if not isinstance(entry, dict):
@@ -220,7 +224,7 @@ def _are_counts(value: object) -> TypeGuard[list[int]]:
 
 
 def _span_problems(file: Path, spans: Mapping[str, tuple[int, int]], *, num_bytes: int) -> Iterator[str]:
-    """Tensors must follow each other without gaps and fill the `num_bytes` behind the header."""
+    """Problems of tensors that overlap, leave gaps, or do not fill the `num_bytes` behind the header."""
     in_order = sorted(spans.items(), key=lambda item: item[1])
     for (first, (_, end)), (second, (begin, _)) in pairwise([("", (0, 0)), *in_order]):
         if begin < end:

@@ -1,5 +1,6 @@
-"""The files of a merged model that hold no tensors: configuration and tokenizer, as an engine and transformers read
-them. All merges of a family have the same, except for what the configuration says of layers.
+"""The files of a merged model that hold no tensors: configuration and tokenizer, for engines and transformers.
+
+All merges of a family have the same files, except for what the configuration says of layers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from workers.errors import InvalidModel
 from workers.models.checkpoints import Checkpoint
 from workers.models.config import LAYERS_WITHOUT_EXPERTS, of_each_layer
 from workers.models.tokenizers import TOKENIZER_FILES, load_tokenizer
-from workers.models.vocabulary import BASE, UNION, Alignment, added_tokens, token_ids
+from workers.models.vocabulary import BASE, UNION, TokenAlignment, added_tokens, token_ids
 
 __all__ = ["WINDOWED", "make_result_dir", "merged_config"]
 
@@ -25,7 +26,7 @@ GENERATION_CONFIG = "generation_config.json"
 
 # The keys of a configuration for the number of layers.
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
-# Of models whose later layers alone have a sliding window: how many layers come before them.
+# The configuration field for the number of layers before the first with a sliding window.
 FULL_LAYERS = "max_window_layers"
 WINDOWED = "sliding_attention"
 
@@ -34,10 +35,13 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def make_result_dir(
-    sources: Mapping[str, Checkpoint], config: Mapping[str, Any], alignment: Alignment, tokenizer: str
+    sources: Mapping[str, Checkpoint], config: Mapping[str, Any], alignment: TokenAlignment, tokenizer: str
 ) -> TemporaryDirectory[str]:
-    """A temporary directory with the files of every merge of `sources`, by alias, the base first, in the vocabulary
-    `tokenizer`: config.json (`config`), the tokenizer and generation_config.json. Raises InvalidModel."""
+    """A temporary directory with config.json, tokenizer and generation_config.json of every merge of `sources`.
+
+    `sources` are by alias, the base first; `tokenizer` is the vocabulary; `config` is the content of config.json.
+    Raises InvalidModel.
+    """
     made = TemporaryDirectory(prefix="mergesearch-result-")
     place, base = Path(made.name), next(iter(sources.values())).tokenizer_dir
     if tokenizer == UNION or alignment.added:
@@ -53,10 +57,13 @@ def make_result_dir(
 
 
 def merged_config(recipe: Recipe, base: Checkpoint, models: Mapping[str, Checkpoint], *, dtype: str) -> dict[str, Any]:
-    """config.json of the merged model: that of `base`, with `dtype` ("float32"), and of another number or order of
-    layers what is said of each. What differs between kinds of attention follows the first source of a layer's
-    attention, as the configuration of that model says: of `models`, by the recipe's aliases, which may have other
-    numbers of layers. Raises InvalidRecipe for an order that it cannot express."""
+    """The config.json of a merged model: that of `base`, with `dtype` ("float32") and the merged model's layers.
+
+    It is rewritten where the number or order of layers is not the base's. A field with an entry for each layer, such as
+    the kind of attention, then has for each merged layer the entry of the layer that is its first attention source.
+    `models` are by the recipe's aliases, and may have other numbers of layers than the base. Raises InvalidRecipe for
+    an order of layers that the configuration cannot express.
+    """
     config = {key: value for key, value in base.config.items() if key != "_name_or_path"}
     for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
         config[key] = dtype
@@ -98,9 +105,10 @@ def _each_layer(model: Checkpoint) -> Mapping[str, Sequence[Any]]:
 
 
 def _save_union(place: Path, base: Path, added: tuple[str, ...], sources: Mapping[str, Checkpoint]) -> None:
-    """The tokenizer in `base` with tokens that others have, and with new ones.
+    """Save the tokenizer in `base` with the tokens that it lacks: those of other models, and new ones.
 
-    Where models describe a token differently, the choice does not depend on their order."""
+    Where models describe a token differently, the choice does not depend on their order.
+    """
     from tokenizers import AddedToken
 
     described: dict[str, tuple[bool, ...]] = {}

@@ -1,5 +1,7 @@
-"""A model's tokenizer: loaded so that it encodes and decodes as its tokenizer.json says. Preflight, engine, reference
-and exports take it from here."""
+"""A model's tokenizer, loaded so that it encodes and decodes as its tokenizer.json says.
+
+Preflight, engine, reference and exports load tokenizers by this module.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 
-# What files end with that say how transformers loads a tokenizer: those above, config.json and further chat templates.
+# Suffixes of the files that determine how transformers loads a tokenizer: those above, config.json, chat templates.
 STATED_IN = (".jinja", ".json", ".model", ".tiktoken", ".txt")
 
 # Texts that tokenizers often treat differently: space, newline, digits, case, non-ASCII text.
@@ -46,9 +48,9 @@ PROBES = (
 def load_tokenizer(directory: str | Path) -> Any:
     """The tokenizer of a checkpoint, which encodes and decodes as its tokenizer.json says.
 
-    transformers chooses a class by the model's type whatever the folder says, and that class may split or join text in
-    its own way. Where it disagrees with tokenizer.json, the plain class that only reads the file is used, with a
-    warning. A folder without tokenizer.json has the tokenizer that transformers makes of its other files. Raises
+    transformers chooses a class by the model's type, whatever the folder says, and that class may split or join text in
+    its own way. If it disagrees with tokenizer.json, the plain class that only reads the file is used, with a warning.
+    For a folder without tokenizer.json, the tokenizer is the one that transformers makes of its other files. Raises
     InvalidModel if there is none, or if the plain class disagrees too. Never runs code from the folder.
     """
     path = Path(directory)
@@ -58,11 +60,13 @@ def load_tokenizer(directory: str | Path) -> Any:
 
 
 def check_tokenizer(directory: str | Path, *, cache: str | Path | None = None) -> tuple[str, ...]:
-    """The names of the tokenizer's chat templates (a single one is "default"), after all that `load_tokenizer` checks
-    of it, with its warning. Raises InvalidModel as that does.
+    """Check a tokenizer as `load_tokenizer` does, and return the names of its chat templates.
 
-    Importing transformers' tokenizers takes seconds, so what was found is kept between runs, by the contents of the
-    files; `cache` as in `workers.cache.cache_dir`."""
+    A single template is called "default". The warning and InvalidModel are those of `load_tokenizer`.
+
+    Importing transformers' tokenizers takes seconds, so results are cached between runs, by the contents of the files;
+    `cache` as in `workers.cache.cache_dir`.
+    """
     path = Path(directory)
     key = f"tokenizer {tokenizer_digest(path)}"
     if (record := cached(key, cache=cache)) is not None:
@@ -77,8 +81,11 @@ def check_tokenizer(directory: str | Path, *, cache: str | Path | None = None) -
 
 
 def tokenizer_digest(directory: str | Path) -> str:
-    """sha256 (hex) of the names and contents of the files that a tokenizer may be loaded from, and of the versions of
-    the libraries that load it. Raises InvalidModel for a file that cannot be read."""
+    """The sha256 (hex) of all that a loaded tokenizer depends on: files and versions of libraries.
+
+    The files are those that a tokenizer may be loaded from, by name and content; the libraries are those that load it.
+    Raises InvalidModel for a file that cannot be read.
+    """
     path = Path(directory)
     versions = (f"{name} {version(name)}" for name in ("transformers", "tokenizers"))
     digest = hashlib.sha256(" ".join(versions).encode())
@@ -98,8 +105,7 @@ def _warn(path: Path, difference: str) -> None:
 
 
 def _found(path: Path) -> tuple[Any, str]:
-    """The tokenizer that agrees with tokenizer.json, and how that of transformers' choice differs; "" if it does
-    not."""
+    """The tokenizer that agrees with tokenizer.json, and how transformers' choice differs; "" if it does not."""
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise InvalidModel((f"{path}: no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}",))
     tokenizer = _loaded("AutoTokenizer", path)
@@ -113,8 +119,11 @@ def _found(path: Path) -> tuple[Any, str]:
 
 
 def stated_directory(directory: str | Path, tokenizer: Any) -> TemporaryDirectory[str] | None:
-    """For programs that load tokenizers by themselves: a directory with the `tokenizer` that `load_tokenizer` found in
-    `directory`, under the name of its class. None if they load that one from `directory`."""
+    """A directory with `tokenizer` under the name of its class, for programs that load tokenizers themselves.
+
+    `tokenizer` is the one that `load_tokenizer` found in `directory`. Returns None if such programs load the same one
+    from there.
+    """
     if type(_loaded("AutoTokenizer", Path(directory))) is type(tokenizer):
         return None
     made = TemporaryDirectory(prefix="mergesearch-tokenizer-")
@@ -123,7 +132,7 @@ def stated_directory(directory: str | Path, tokenizer: Any) -> TemporaryDirector
 
 
 def _loaded(name: str, path: Path) -> Any:
-    """The tokenizer by transformers' class `name`."""
+    """The tokenizer that transformers' class `name` loads."""
     import transformers
 
     try:
@@ -133,8 +142,7 @@ def _loaded(name: str, path: Path) -> Any:
 
 
 def _difference(tokenizer: Any, path: Path) -> str:
-    """The first of PROBES that `tokenizer` encodes or decodes otherwise than tokenizer.json says, and how; "" if there
-    is none."""
+    """How a tokenizer treats the first of PROBES on which it differs from tokenizer.json; "" if there is none."""
     from tokenizers import Tokenizer
 
     file = path / "tokenizer.json"

@@ -1,4 +1,4 @@
-"""Alignment of vocabularies: which row of a model's embedding and output head is which token's.
+"""Alignment of vocabularies: the token of each row of a model's embedding and output head.
 
 The rows of all models follow one vocabulary: the base's, the base's with the tokens that others have added (union), or
 one expert's. Rows are found by the token's string. Where a model has none for a token, it gets the base's row, and
@@ -26,18 +26,18 @@ from workers.models.computed_tensors import Padded, Rows, RowsOfOthers, SourceTe
 __all__ = [
     "BASE",
     "EMBEDDING_NAMES",
-    "NO_WISHES",
+    "NO_OPTIONS",
     "UNION",
-    "Alignment",
+    "TokenAlignment",
     "TokenRow",
     "Vocabulary",
-    "Wishes",
+    "VocabularyOptions",
     "added_tokens",
     "align",
     "token_ids",
 ]
 
-# Vocabularies of no single expert.
+# Vocabularies other than that of a single expert.
 BASE, UNION = "base", "union"
 
 EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
@@ -47,8 +47,10 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Where the row of a token comes from: `model`'s row of that token, of another `token` or with an `id`; without a
-    model it is zero. Only models without the token get it, unless `is_forced`."""
+    """The source of a token's row: the row of `model` for that token, for another `token`, or with an `id`.
+
+    Without a model the row is zero. Only models without the token get it, unless `is_forced`.
+    """
 
     model: str | None = None
     token: str | None = None
@@ -57,10 +59,12 @@ class TokenRow:
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What a vocabulary is to be like besides whose it is: rows of single `tokens`, which are added where they are
-    missing; a number of rows that is a `multiple_of` something; tokens that a union adds in order of their ids
-    (`by_id`), not of their names."""
+class VocabularyOptions:
+    """Options of a vocabulary: rows of single tokens, the number of rows, the order of added tokens.
+
+    `tokens` have rows of their own choice, and are added where they are missing. The number of rows is a multiple of
+    `multiple_of`. With `by_id`, a union adds tokens in the order of their ids, not of their names.
+    """
 
     tokens: Mapping[str, TokenRow] = field(default_factory=dict)
     multiple_of: int = 1
@@ -68,14 +72,16 @@ class Wishes:
 
     @property
     def models(self) -> frozenset[str]:
-        """Those whose rows are wished for."""
+        """The models whose rows are named as sources of token rows."""
         return frozenset(row.model for row in self.tokens.values() if row.model is not None)
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Wishes:
-        """Of a recipe's `vocabulary`: {"tokens": {TOKEN: {"model", "token", "id", "force"}}, "multiple_of", "by_id"}.
+    def from_json(cls, document: Mapping[str, Any]) -> VocabularyOptions:
+        """The options in the `vocabulary` of a recipe.
 
-        Raises InvalidModel."""
+        The document is {"tokens": {TOKEN: {"model", "token", "id", "force"}}, "multiple_of", "by_id"}. Raises
+        InvalidModel.
+        """
         try:
             tokens = {
                 token: TokenRow(row.get("model"), row.get("token"), row.get("id"), bool(row.get("force")))
@@ -86,12 +92,12 @@ class Wishes:
             raise InvalidModel((f"vocabulary: not one of a recipe: {error}",)) from error
 
 
-NO_WISHES = Wishes()
+NO_OPTIONS = VocabularyOptions()
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A model's directory and tensors, and its tokens' ids; None if it has no tokenizer.json that can be read."""
+    """A model's directory, tensors and token ids; `tokens` is None without a readable tokenizer.json."""
 
     directory: Path
     tensors: Mapping[str, SourceTensor]
@@ -102,17 +108,18 @@ class Vocabulary:
         return next((tensor.shape[0] for name, tensor in self.tensors.items() if name.endswith(EMBEDDING_NAMES)), 0)
 
     def has_rows(self, name: str) -> bool:
-        """The tensor has a row for each token."""
+        """Whether tensor `name` has a row for each token."""
         is_one = name.endswith(EMBEDDING_NAMES) or is_output_head(name)
         return is_one and name in self.tensors and self.tensors[name].shape[0] == self.num_rows
 
 
 @dataclass(frozen=True)
-class Alignment:
-    """One vocabulary for all models: `num_rows` rows, and those tensors of each model that change.
+class TokenAlignment:
+    """The vocabulary of an aligned family: `num_rows` rows, and the tensors of each model that the alignment changes.
 
     `added` are the tokens that a union adds to the base's tokenizer, in the order of their ids; `num_unnamed` rows
-    stand for no token."""
+    represent no token.
+    """
 
     num_rows: int
     tensors: Mapping[str, Mapping[str, SourceTensor]]
@@ -120,11 +127,11 @@ class Alignment:
     num_unnamed: int = 0
 
 
-def align(models: Mapping[str, Vocabulary], tokenizer: str, wishes: Wishes = NO_WISHES) -> Alignment:
-    """Bring the rows of `models` (by alias, the base first) to the vocabulary `tokenizer`: BASE, UNION or an alias,
-    as `wishes` say.
+def align(models: Mapping[str, Vocabulary], tokenizer: str, options: VocabularyOptions = NO_OPTIONS) -> TokenAlignment:
+    """Align the embeddings and output heads of `models`, by alias, the base first, to one vocabulary.
 
-    A model without a tokenizer.json that has as many rows as the base is assumed to have its tokens.
+    `tokenizer` is BASE, UNION or an alias. A model without a tokenizer.json that has as many rows as the base is
+    assumed to have its tokens.
 
     Raises InvalidModel with every problem.
     """
@@ -134,23 +141,23 @@ def align(models: Mapping[str, Vocabulary], tokenizer: str, wishes: Wishes = NO_
     if problems:
         raise InvalidModel(tuple(problems))
     num_rows = models[owner].num_rows
-    num_padded = -(-num_rows // wishes.multiple_of) * wishes.multiple_of
+    num_padded = -(-num_rows // options.multiple_of) * options.multiple_of
     is_equal = all(tokens[alias] == tokens[owner] and model.num_rows == num_rows for alias, model in models.items())
     is_equal &= owner == base or tokens[owner] == (models[owner].tokens or tokens[owner])
-    if is_equal and not wishes.tokens and num_padded == num_rows:
-        return Alignment(num_rows, {})
+    if is_equal and not options.tokens and num_padded == num_rows:
+        return TokenAlignment(num_rows, {})
     target, added = dict(tokens[owner]), list[str]()
-    if owner != base:  # tokens without a row of their own get one, as the tokenizer has them
+    if owner != base:  # the tokenizer's tokens that have no row get one
         target |= models[owner].tokens or {}
         num_rows = max(num_rows, 1 + max(target.values(), default=-1))
     if tokenizer == UNION:
-        added = _added_by_others(models, tokens, by_id=wishes.by_id)
-    added += [token for token in wishes.tokens if token not in target and token not in added]
+        added = _added_by_others(models, tokens, by_id=options.by_id)
+    added += [token for token in options.tokens if token not in target and token not in added]
     if added:
         first = 1 + max((models[owner].tokens or target).values(), default=-1)
         target |= {token: first + i for i, token in enumerate(added)}
         num_rows = max(num_rows, first + len(added))
-    chosen = _chosen_rows(models, tokens, wishes)
+    chosen = _chosen_rows(models, tokens, options)
     plans = {alias: _Plan(alias, owner, base, tokens, target, num_rows, chosen) for alias in models}
     names = [name for name in models[base].tensors if all(model.has_rows(name) for model in models.values())]
     tensors = {
@@ -158,19 +165,19 @@ def align(models: Mapping[str, Vocabulary], tokenizer: str, wishes: Wishes = NO_
         for alias, plan in plans.items()
         if not plan.is_identity(models[alias].num_rows)
     }
-    num_padded = -(-num_rows // wishes.multiple_of) * wishes.multiple_of
+    num_padded = -(-num_rows // options.multiple_of) * options.multiple_of
     if num_padded > num_rows:
-        # What is added is the mean of the tokens' rows; others may hold anything.
+        # Rows that are added are the mean of the tokens' rows; rows without a token may hold anything.
         num_named = 1 + max(target.values(), default=num_rows - 1)
         for alias, model in models.items():
             found = {name: tensors.get(alias, {}).get(name, model.tensors[name]) for name in names}
             tensors[alias] = {name: Padded(tensor, num_padded, num_named) for name, tensor in found.items()}
         num_rows = num_padded
-    return Alignment(num_rows, tensors, tuple(added), num_rows - len(set(target.values())))
+    return TokenAlignment(num_rows, tensors, tuple(added), num_rows - len(set(target.values())))
 
 
 def token_ids(directory: Path) -> Mapping[str, int] | None:
-    """Ids by token, added ones included; None without a tokenizer.json that can be read."""
+    """The ids of a tokenizer's tokens, added ones included; None without a readable tokenizer.json."""
     try:
         document = json.loads((directory / TOKENIZER).read_bytes())
         vocabulary = document["model"]["vocab"]
@@ -191,7 +198,7 @@ def added_tokens(directory: Path) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _tokens_with_rows(models: Mapping[str, Vocabulary]) -> tuple[dict[str, Mapping[str, int]], list[str]]:
-    """The tokens of each model that have a row."""
+    """The tokens of each model that have a row, and the problems of models without a readable vocabulary."""
     base, *_ = models
     tokens: dict[str, Mapping[str, int]] = {}
     problems: list[str] = []
@@ -214,13 +221,16 @@ def _tokens_with_rows(models: Mapping[str, Vocabulary]) -> tuple[dict[str, Mappi
 Chosen = Mapping[str, tuple[tuple[str, int] | None, bool]]
 
 
-def _chosen_rows(models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapping[str, int]], wishes: Wishes) -> Chosen:
-    """For each token with a wish (model, row), or None for zero, and whether it is for all models.
+def _chosen_rows(
+    models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapping[str, int]], options: VocabularyOptions
+) -> Chosen:
+    """The row that the options choose for each token, and whether all models get it.
 
-    Raises InvalidModel."""
+    A row is (model, row), or None for zero. Raises InvalidModel.
+    """
     found: dict[str, tuple[tuple[str, int] | None, bool]] = {}
     problems = []
-    for token, row in wishes.tokens.items():
+    for token, row in options.tokens.items():
         number: int | None = row.id
         if row.model is not None and row.id is None:
             number = tokens[row.model].get(row.token or token)
@@ -236,8 +246,10 @@ def _chosen_rows(models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapping[
 def _added_by_others(
     models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapping[str, int]], *, by_id: bool
 ) -> list[str]:
-    """The union's tokens beyond the base's, sorted by name, or by their smallest id, so that the order of models does
-    not matter."""
+    """The tokens of a union beyond the base's, sorted by name, or by their smallest id.
+
+    The order does not depend on that of the models.
+    """
     base, *others = models
     problems = []
     if rowless := (models[base].tokens or {}).keys() - tokens[base].keys():
@@ -262,7 +274,7 @@ def _added_by_others(
 
 
 class _Plan:
-    """Where the rows of one model come from."""
+    """The source of each row of one model's embedding and output head."""
 
     def __init__(
         self,
@@ -280,13 +292,13 @@ class _Plan:
         positions: dict[tuple[str, ...], list[int]] = {}
         rows: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
         for token, position in target.items():
-            wished, is_forced = chosen.get(token, (None, False))
+            stated, is_forced = chosen.get(token, (None, False))
             if token in own and not is_forced:
                 self._index[position] = own[token]
                 continue
             if token in chosen:
-                positions.setdefault((wished[0],) if wished else (), []).append(position)
-                rows.setdefault((wished[0],) if wished else (), []).append((wished[1],) if wished else ())
+                positions.setdefault((stated[0],) if stated else (), []).append(position)
+                rows.setdefault((stated[0],) if stated else (), []).append((stated[1],) if stated else ())
                 continue
             donors = (base,) if token in tokens[base] else tuple(other for other in tokens if token in tokens[other])
             positions.setdefault(donors, []).append(position)
@@ -303,7 +315,7 @@ class _Plan:
         return not self._others and np.array_equal(self._index, np.arange(num_rows))
 
     def applied(self, name: str, models: Mapping[str, Vocabulary]) -> SourceTensor:
-        """Tensor `name` with its rows in their places."""
+        """Tensor `name` with its rows in the order of the vocabulary."""
         others = tuple(
             RowsOfOthers(positions, tuple(models[donor].tensors[name] for donor in donors), rows)
             for donors, (positions, rows) in self._others.items()

@@ -1,10 +1,14 @@
-"""Scoring replicas: warm engines behind Ray Serve. The only package of `workers` that imports Ray Serve.
+"""Scoring replicas: warm engines behind Ray Serve. Only this package of `workers` imports Ray Serve.
 
-- `deployment`: start the replicas of a family, and the handle that studies score with
-- `replica`: what one replica does: swap, score, describe tasks, verify, metrics
+- `deployment`: start the replicas of a family
+- `serve_scorer`: the handle that studies score with
+- `application`: Serve's state of the application that has the replicas
+- `replica`: what Serve runs: one worker, with its lock, health checks and metrics
+- `engine_worker`: the worker of a replica: swap, score, describe tasks, verify
 - `recipe_lock`: the order in which a replica takes its chunks
 - `watchdog`: how long a replica's work may take
-- `current_chunk`: which chunk a replica that has died was scoring
-- `fatal_errors`: which signal ended a replica's process
+- `current_chunk`: the chunk that a replica was scoring when it died
+- `process_logs`: the files behind a process's standard output and error
+- `fatal_errors`: the signal that ended a replica's process
 - `fake`: a scorer without models, for tests and dry runs of the search
 """

@@ -1,6 +1,6 @@
-"""Which chunk each replica scores, noted in Ray's key-value store, where it outlives the replica's process.
+"""The chunk that each replica scores, noted in Ray's key-value store, which outlives the replica's process.
 
-When a replica's process has ended, the callers of all its requests get the same error. Here each of them reads whether
+When a replica's process has ended, the callers of all its requests get the same error. Each caller reads here whether
 its own chunk was being scored, or only waited.
 """
 
@@ -22,8 +22,11 @@ KEY = "chunk of replica "
 
 @dataclass(frozen=True)
 class CurrentChunk:
-    """The last chunk that a replica began. `scored_others`: the replica had scored another recipe before. `overdue`:
-    why it counts as hung (`watchdog`). `error_log` is a file of the Ray node `node` (hex); both empty if not known."""
+    """The last chunk that a replica began.
+
+    `scored_others` says whether the replica had scored another recipe before, and `overdue` why it counts as hung
+    (`watchdog`). `error_log` is a file of the Ray node `node` (hex); both are empty if unknown.
+    """
 
     chunk: str
     replica: str
@@ -35,13 +38,16 @@ class CurrentChunk:
 
 
 def chunk_id(request: ScoreRequest) -> str:
-    """Equal for equal requests of a study."""
+    """An id that is equal for equal requests of a study."""
     spans = [[span.objective, span.task.digest, span.start, span.stop] for span in request.spans]
     return digest_of([request.study, request.recipe.digest, spans])
 
 
 def note_chunk(current: CurrentChunk) -> None:
-    """Notes the chunk with the node. Called in a replica; without Ray, or while its head is gone, nothing is noted."""
+    """Note the replica's current chunk, with the Ray node.
+
+    Called in a replica. Without Ray, or while Ray's head is gone, nothing is noted.
+    """
     import ray
     from ray.exceptions import RayError
     from ray.experimental.internal_kv import _internal_kv_put
@@ -57,7 +63,7 @@ def note_chunk(current: CurrentChunk) -> None:
 
 
 def current_chunk(actor: str | None) -> CurrentChunk | None:
-    """The last note of the replica that is this Ray actor (hex), or None."""
+    """The last note of the replica that is this Ray actor (hex); None without a note."""
     from ray.exceptions import RayError
     from ray.experimental.internal_kv import _internal_kv_get
 

@@ -1,191 +1,45 @@
-"""Deploying replicas on Ray Serve, and the handle through which studies score with them."""
+"""Deployment of replicas on Ray Serve."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import os
-import re
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from search_spaces.recipe import Recipe
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.engines.vllm.environment import engine_environment
-from workers.errors import CrashKind, EngineCrashed, EngineUnavailable, EvidenceMismatch, RequestFailed, WorkerError
-from workers.serving.current_chunk import chunk_id, current_chunk
-from workers.serving.fatal_errors import fatal_error
-from workers.serving.replica import EngineWorker, ScoringReplica, Worker
+from workers.errors import EngineUnavailable
+from workers.serving.application import application_state, failure_reason
+from workers.serving.engine_worker import EngineWorker
+from workers.serving.replica import ScoringReplica, Worker
+from workers.serving.serve_scorer import ServeScorer
 from workers.serving.watchdog import TIME_LIMITS, TimeLimits
 from workers.types import (
     CHUNKS_IN_FLIGHT_PER_REPLICA,
-    CanaryReport,
     Family,
-    SampleResult,
-    ScoreRequest,
-    ScoreResult,
-    Span,
-    TaskInfo,
-    TaskSpec,
-    VerificationReport,
     digest_of,
 )
 
-if TYPE_CHECKING:
-    from ray.exceptions import RayActorError
+__all__ = ["app_name", "deploy_scorer", "serving"]
 
-__all__ = ["ServeScorer", "app_name", "deploy_scorer", "serving"]
-
-log = logging.getLogger(__name__)
 
 # One chunk is scored while the next ones wait at the replica. At 1 the router's back-off idles the engine for up to
 # 0.5 s.
 MAX_ONGOING_REQUESTS = 3
-
-# A request that fails beside the engine is sent this often; the next replica may have what this one lacks.
-MAX_TRIES = 3
 
 # Only one process of the cluster at a time starts Serve or deploys; this is the name of the Ray actor that it holds.
 DEPLOYING = "deploying"
 
 
 def app_name(family: Family, options: EngineOptions) -> str:
-    """The Serve application of a family: the same models and options share replicas."""
+    """The name of a family's Serve application: the same models and options share replicas."""
     models = [(model.alias, model.directory, model.fingerprint) for model in family.models]
     others = [family.alignments_dir] if family.alignments_dir else []
     return f"scorer-{digest_of([models, family.tokenizer, options.document(), *others])[:12]}"
-
-
-@dataclass(frozen=True)
-class ServeScorer:
-    """The replicas of one Serve application, as workers.types.Scorer. Picklable; connects at the first call.
-
-    When a replica dies or fails, Serve replaces it and the same request is sent again; if the replica was scoring it
-    and the request counts crashes, EngineCrashed is raised instead. If that fails for `deadline_s` seconds,
-    EngineUnavailable gives the reason. Waiting behind other requests does not count as failing. Errors of the candidate
-    (TrialFailed, InvalidTask) and a replica's EngineFault are raised as they are.
-    """
-
-    app_name: str
-    deadline_s: float = 1800.0
-    poll_s: float = 5.0
-
-    def score(self, request: ScoreRequest) -> ScoreResult:
-        result: ScoreResult = self._call("score", request, model_id=request.recipe.digest)
-        if result.evidence.recipe_digest != request.recipe.digest:
-            raise EvidenceMismatch(f"asked for {request.recipe.digest}, got {result.evidence.recipe_digest}")
-        return result
-
-    def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
-        infos: tuple[TaskInfo, ...] = self._call("describe", tasks)
-        return infos
-
-    def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
-        report: VerificationReport = self._call("verify", recipe, samples, spans, model_id=recipe.digest)
-        return report
-
-    def is_starting(self) -> bool:
-        """Whether no replica runs, but one is being started."""
-        from ray.exceptions import RayError
-        from ray.serve.exceptions import RayServeException
-
-        try:
-            replicas = _num_replicas(self.app_name)
-        except (RayError, RayServeException):  # Serve itself does not answer
-            return False
-        return not replicas["RUNNING"] and bool(replicas["STARTING"])
-
-    def check(self) -> tuple[CanaryReport, ...]:
-        """Starts no replica for it."""
-        if not _num_replicas(self.app_name)["RUNNING"]:
-            return ()
-        answers = self._ask_each("check", lambda reports: reports[0].replica)
-        return tuple(report for reports in answers.values() for report in reports)
-
-    def _ask_each(self, method: str, name_of: Callable[[Any], Any]) -> dict[Any, Any]:
-        """The answers of the replicas that run now, by the name that an answer has."""
-        running = _num_replicas(self.app_name)["RUNNING"]
-        found: dict[Any, Any] = {}
-        for _ in range(8 * max(running, 1)):  # the router chooses the replica: ask until each has answered
-            answer = self._call(method)
-            found[name_of(answer)] = answer
-            if len(found) >= running:
-                break
-        return found
-
-    def statistics(self) -> Mapping[str, Any]:
-        """Sums and lists over the replicas that answer now; replicas that died do not count."""
-        found = self._ask_each("statistics", lambda answer: answer["replica"])
-        every = list(found.values())
-        return {
-            "replicas": len(every),
-            "starts": sum(each["starts"] for each in every),
-            "canaries": sum(each["canaries"] for each in every),
-            "canaries_skipped": sum(each["canaries_skipped"] for each in every),
-            "start_s": [seconds for each in every for seconds in each["start_s"]],
-            "swaps": sum(each["swaps"] for each in every),
-            "swap_s": [seconds for each in every for seconds in each["swap_s"]],
-            "busy_s": sum(each["busy_s"] for each in every),
-            "bank": every[0]["bank"],
-            "log_files": [each["log_file"] for each in every],
-            "processes": sorted(found),
-        }
-
-    def _call(self, method: str, *arguments: Any, model_id: str = "") -> Any:
-        from ray.exceptions import RayActorError, RayTaskError
-        from ray.serve.exceptions import RayServeException
-
-        failing_since: float | None = None
-        failed_requests = 0
-        counts_crashes = method == "score" and arguments[0].crashes is not None
-        pause_s = 0.5
-        while True:
-            try:
-                handle = _handle(self.app_name).options(method_name=method, multiplexed_model_id=model_id)
-                return self._result(handle.remote(*arguments))
-            except RayTaskError as error:
-                cause = error.cause
-                failed_requests += isinstance(cause, RequestFailed)
-                is_final = not isinstance(cause, EngineUnavailable) or failed_requests >= MAX_TRIES
-                if isinstance(cause, WorkerError) and is_final:
-                    raise cause from error
-                if isinstance(cause, EngineCrashed) and counts_crashes:
-                    raise cause from error
-                reason = str(cause)
-            except (RayActorError, RayServeException) as error:
-                if isinstance(error, RayActorError) and counts_crashes:
-                    _raise_if_scoring(arguments[0], error)
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            _handle.cache_clear()
-            _state(self.app_name)
-            failing_since = failing_since or time.monotonic()
-            if time.monotonic() - failing_since > self.deadline_s:
-                raise EngineUnavailable(f"{self.app_name} has failed for {self.deadline_s:.0f} s: {reason}")
-            log.warning("%s: %s; trying again in %.1f s", self.app_name, reason, pause_s)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 10.0)
-
-    def _result(self, response: Any) -> Any:
-        """Wait for a response, without limit while the application is running."""
-        missing_since: float | None = None
-        while True:
-            try:
-                return response.result(timeout_s=self.poll_s)
-            except TimeoutError:
-                pass
-            try:
-                is_running = _state(self.app_name) == "RUNNING"
-                missing_since = None if is_running else missing_since or time.monotonic()
-                if missing_since is not None and time.monotonic() - missing_since > self.deadline_s:
-                    reason = _failure_reason(self.app_name)
-                    raise EngineUnavailable(f"{self.app_name} has had no replica for {self.deadline_s:.0f} s: {reason}")
-            except EngineUnavailable:
-                response.cancel()
-                raise
 
 
 def deploy_scorer(
@@ -247,17 +101,19 @@ def deploy_scorer(
             serve.run_many(
                 [serve.RunTarget(application, name=name, route_prefix=None)], wait_for_applications_running=False
             )
-    while _state(name) != "RUNNING":
+    while application_state(name) != "RUNNING":
         if time.monotonic() > deadline:
-            raise EngineUnavailable(f"{name}: not ready within {start_timeout_s:.0f} s: {_failure_reason(name)}")
+            raise EngineUnavailable(f"{name}: not ready within {start_timeout_s:.0f} s: {failure_reason(name)}")
         time.sleep(0.2)
     return ServeScorer(name)
 
 
 @contextmanager
 def serving(family: Family, options: EngineOptions, *, replicas: int = 1) -> Iterator[ServeScorer]:
-    """`replicas` replicas for the length of a block; their application is deleted at its end. Raises EngineUnavailable
-    if one does not start."""
+    """A context with `replicas` replicas, whose application is deleted at its end.
+
+    Raises EngineUnavailable if a replica does not start.
+    """
     from ray import serve
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing Serve sets it to INFO
@@ -292,10 +148,11 @@ def _scaling(replicas: int, options: EngineOptions, keep_idle_s: float | None) -
 
 @contextmanager
 def _deploying(deadline: float) -> Iterator[None]:
-    """A lock across the cluster. If two processes start Serve at once, one fails, and deploying an application a
-    second time restarts its replicas.
+    """A lock across the cluster around deployments.
 
-    The lock is the name of an actor; Ray frees it when the process that holds it ends, however it ends."""
+    If two processes start Serve at once, one fails; and deploying an application a second time restarts its replicas.
+    The lock is the name of an actor. Ray frees it when the process that holds it ends, however it ends.
+    """
     import ray
 
     @ray.remote(num_cpus=0)
@@ -317,66 +174,3 @@ def _deploying(deadline: float) -> Iterator[None]:
         yield
     finally:
         ray.kill(lock)
-
-
-def _raise_if_scoring(request: ScoreRequest, error: RayActorError) -> None:
-    """Raises EngineCrashed if the replica that died was scoring this very chunk."""
-    current = current_chunk(error.actor_id)
-    if current is None or current.chunk != chunk_id(request):
-        return
-    kind, why = CrashKind.EXIT, "ended while it scored the chunk"
-    if current.overdue:
-        kind, why = CrashKind.HANG, f"was replaced: {current.overdue}"
-    elif report := fatal_error(current):
-        kind, why = CrashKind.ERROR, f"{why}: {report}"
-    raise EngineCrashed(
-        f"{current.replica} {why}; its log is {current.log_file}", current.replica, current.scored_others, kind
-    ) from error
-
-
-@functools.lru_cache(maxsize=8)
-def _handle(name: str) -> Any:
-    from ray import serve
-
-    return serve.get_app_handle(name)
-
-
-def _num_replicas(name: str) -> Counter[str]:
-    """The application's replicas by the state that Serve gives them; none if there is no such application."""
-    from ray import serve
-
-    application = serve.status().applications.get(name)
-    counts: Counter[str] = Counter()
-    for deployment in application.deployments.values() if application else ():
-        counts.update(deployment.replica_states)
-    return counts
-
-
-def _state(name: str) -> str:
-    """Serve's state of the application. Raises EngineUnavailable if there is none, its deployment failed, or no replica
-    runs because its models cannot be used any more: Serve would try again for ever."""
-    from ray import serve
-
-    application = serve.status().applications.get(name)
-    if application is None:
-        raise EngineUnavailable(f"{name}: no such application runs on this Ray")
-    if application.status == "DEPLOY_FAILED" or _has_unusable_sources(application):
-        raise EngineUnavailable(_failure_reason(name))
-    return str(application.status.value)
-
-
-def _has_unusable_sources(application: Any) -> bool:
-    deployments = application.deployments.values()
-    is_running = any(deployment.replica_states.get("RUNNING") for deployment in deployments)
-    return not is_running and any("InvalidModel" in deployment.message for deployment in deployments)
-
-
-def _failure_reason(name: str) -> str:
-    """Why the application failed: an error of `workers.errors` in Serve's message, else the message's last line."""
-    from ray import serve
-
-    application = serve.status().applications[name]
-    text = "\n".join([application.message, *(each.message for each in application.deployments.values())])
-    reasons = re.findall(r"(?:EngineUnavailable|InvalidModel|EvidenceMismatch|EngineFault)(?:\(.*?\))?: (.+)", text)
-    lines = [line for line in text.splitlines() if line.strip()]
-    return reasons[-1].strip() if reasons else (lines[-1].strip() if lines else str(application.status))

@@ -41,18 +41,18 @@ __all__ = ["FakeScorer", "expected_value"]
 
 @dataclass
 class FakeScorer:
-    """Implements workers.types.Scorer. Picklable; counters that must outlive a process are lines of `log_file`.
+    """A fake `workers.types.Scorer`. Picklable; counters that must outlive a process are lines of `log_file`.
 
-    `sample_delay_s` is slept per sample. `failing` holds recipe digests that raise TrialFailed, as does every recipe
+    It sleeps `sample_delay_s` per sample. `failing` has recipe digests that raise TrialFailed, as does every recipe
     with a coefficient above `fails_above`. `exits_at_call` ends the process, without clean-up, on the n-th call of
     `score` (1-based, counted over all processes that share `log_file`, if there is one); `unavailable_calls` is the
-    number of calls that raise EngineUnavailable before the first success. `crashing` holds recipe digests that crash
-    the engine, `crash_by` an error, the end of the process, or standing still. Every finished or failed call appends
-    one JSON line to `log_file`: {call, recipe, spans: [[objective, start, stop], ...], outcome, process}. `garbles`:
-    the values are right, the responses and tokens are not, which `verify` finds.
+    number of calls that raise EngineUnavailable before the first success. `crashing` has recipe digests that crash the
+    engine, and `crash_by` says how: an error, the end of the process, or a hang. Every finished or failed call appends
+    one JSON line to `log_file`: {call, recipe, spans: [[objective, start, stop], ...], outcome, process}. With
+    `garbles` the values are right and the responses and tokens are wrong, which `verify` detects.
 
-    At swap `fails_canary_at` the engine fails a canary and refuses everything from then on; since swap `wrong_since` it
-    gives wrong values, and `check` fails. Both happen in the first of the processes that share `log_file` only.
+    At swap `fails_canary_at` the engine fails a canary and refuses all later calls. Since swap `wrong_since` it gives
+    wrong values, and `check` fails. Both happen only in the first of the processes that share `log_file`.
     `skips_canaries` is the reason why `check` makes none. `replica` is the name in the evidence, by default one for
     each process.
     """
@@ -133,7 +133,10 @@ class FakeScorer:
             )
 
     def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
-        """Inline tasks have as many samples as their files, all others `num_samples`. Raises InvalidTask."""
+        """The sizes of tasks: of an inline task that of its file, of any other task `num_samples`.
+
+        Raises InvalidTask.
+        """
         return tuple(
             TaskInfo(
                 num_samples=len(read_inline(task.task)) if isinstance(task.task, Mapping) else self.num_samples,
@@ -334,7 +337,7 @@ def _draw(*key: object) -> float:
 
 
 def _quantile(probability: float) -> float:
-    """x with P((u + v)/2 < x) = probability for independent uniform u and v in [0, 1)."""
+    """The number x with P((u + v)/2 < x) = probability, for independent uniform u and v in [0, 1)."""
     if probability < 0.5:
         return math.sqrt(probability / 2)
     return 1 - math.sqrt((1 - probability) / 2)

@@ -1,4 +1,4 @@
-"""Which signal ended a replica's process, as the reports of Ray and Python in the process's error log say."""
+"""The signal that ended a replica's process, according to the reports of Ray and Python in the process's error log."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ __all__ = ["fatal_error"]
 
 log = logging.getLogger(__name__)
 
-# Ray's report comes first. SIGTERM, which it reports as well, comes from outside.
+# Ray's report comes first. Its reports of SIGTERM are ignored, because that signal comes from outside.
 REPORT = re.compile(r"\*\*\* (SIG(?:SEGV|BUS|ILL|FPE|ABRT|TRAP) received)|(Fatal Python error: .+)")
 # The end of the error log that is searched; the stack traces of all threads follow the report's first line.
 MAX_BYTES = 1 << 20
-# The end of a process may be known before its report is written.
+# The end of a process may be known before its report is complete.
 WAIT_S = 5.0
 # How long the node may take to start a process that reads the log.
 READ_S = 30.0
 
 
 def fatal_error(current: CurrentChunk) -> str | None:
-    """The report of the signal that ended this replica, "Fatal Python error: Segmentation fault" for example. None
-    without one, after SIGKILL for example, and where the log cannot be read: the node is gone, for example.
+    """The report of the signal that ended this replica, for example "Fatal Python error: Segmentation fault".
 
-    A Ray task on the replica's node reads the log, so no dashboard is needed."""
+    Returns None without a report, for example after SIGKILL, and if the log cannot be read, for example because its
+    node is gone. A Ray task on the replica's node reads the log, so that no dashboard is needed.
+    """
     import ray
     from ray.exceptions import GetTimeoutError, RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -20,7 +20,7 @@ class RecipeLock:
 
     @asynccontextmanager
     async def hold(self, digest: str) -> AsyncIterator[None]:
-        """Hold the lock for the recipe with this digest; "" for work that needs none."""
+        """Hold the lock for the recipe with this digest; "" for work that needs no recipe."""
         if self._is_taken:
             ready = asyncio.get_running_loop().create_future()
             self._waiting.append((digest, ready))
@@ -28,7 +28,7 @@ class RecipeLock:
                 await ready
             except asyncio.CancelledError:
                 if ready.done() and not ready.cancelled():
-                    self._pass_on()  # the lock was handed over just before the waiter was cancelled
+                    self._pass_on()  # the waiter was cancelled just after it received the lock
                 raise
         self._is_taken, self._held = True, digest
         try:

@@ -1,11 +1,11 @@
-"""What one replica does: it owns a warm engine and scores chunks of work with it, one at a time.
+"""The work of one replica, which owns a warm engine and scores chunks of work with it, one at a time.
 
-A replica holds one recipe at a time. One lock spans swap and score of a chunk; chunks that wait for the recipe held go
+A replica holds one recipe at a time. One lock spans swap and score of a chunk; chunks that wait for the held recipe go
 first (`recipe_lock`). The engine runs in its own thread, so that health checks are answered while it works. Serve's
 multiplexing is a routing hint only: it sends work to the replica that already holds the recipe, and it evicts without
 asking. The engine itself states which recipe it holds, before and after scoring.
 
-A replica ends when its engine raises an error or its work is overdue. Any other error fails the request alone.
+A replica ends when its engine raises an error or its work is overdue. Any other error fails only the request.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ import asyncio
 import functools
 import logging
 import os
-import secrets
-import socket
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -24,11 +21,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from search_spaces.baselines import sources_and_published
 from search_spaces.errors import SearchSpaceError
 from search_spaces.recipe import Recipe
-from search_spaces.study.sections import EngineOptions
-from workers.engines.vllm.engine import Engine, base_recipe
 from workers.errors import (
     EngineCrashed,
     EngineFault,
@@ -37,15 +31,12 @@ from workers.errors import (
     TrialFailed,
     WorkerError,
 )
-from workers.evaluation.metric_process import MetricProcess
-from workers.evaluation.prompts import LOGPROB_TOLERANCE
 from workers.serving.current_chunk import CurrentChunk, chunk_id, note_chunk
+from workers.serving.process_logs import error_log, log_file
 from workers.serving.recipe_lock import RecipeLock
 from workers.serving.watchdog import TIME_LIMITS, TimeLimits, Watchdog
 from workers.types import (
     CanaryReport,
-    Evidence,
-    Family,
     SampleResult,
     ScoreRequest,
     ScoreResult,
@@ -55,20 +46,21 @@ from workers.types import (
     VerificationReport,
 )
 
-__all__ = ["EngineWorker", "ReplicaMetrics", "ScoringReplica", "Worker", "log_file"]
+__all__ = ["ReplicaMetrics", "ScoringReplica", "Worker"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class Worker(Protocol):
-    """What a replica owns. Used by one thread at a time; FakeScorer implements it too.
+    """The object that a replica owns and one thread at a time uses; FakeScorer implements it too.
 
-    Raises EngineCrashed if it cannot be used any more; after any other error it goes on."""
+    It raises EngineCrashed if it cannot be used any more; after any other error it continues.
+    """
 
     @property
     def name(self) -> str:
-        """As in the evidence of its results."""
+        """The replica's name in the evidence of its results."""
         ...
 
     def score(self, request: ScoreRequest) -> ScoreResult: ...
@@ -84,107 +76,12 @@ class Worker(Protocol):
     def statistics(self) -> Mapping[str, Any]: ...
 
 
-class EngineWorker:
-    """A warm engine, and the tasks prepared for it so far. Raises EngineUnavailable if the engine does not start."""
-
-    def __init__(self, family: Family, options: EngineOptions) -> None:
-        from workers.evaluation.lm_eval import TaskEvaluator
-
-        # Process ids come again; what was scored before a fault must be told from what is scored after it.
-        self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-        metrics = MetricProcess()  # it starts while the engine does
-        self.engine = Engine(family, options, log_file=log_file(), name=self.name)
-        self.evaluator = TaskEvaluator(self.engine, self.engine.prompts, metrics=metrics)
-        self.busy_s = 0.0
-
-    def score(self, request: ScoreRequest) -> ScoreResult:
-        """Raises TrialFailed (MetricFailed), InvalidTask, or EngineFault if the engine holds another recipe or failed
-        a check."""
-        swap = self.engine.swap(request.recipe)
-        started = time.perf_counter()
-        held = self.engine.held_digest
-        canaries = self.engine.canary.num_passed
-        scored = self.evaluator.score(request.spans)
-        if held is None or not held == self.engine.held_digest == request.recipe.digest:
-            raise self.engine.fault(
-                f"asked for recipe {request.recipe.digest}; the engine held {held} before scoring and "
-                f"{self.engine.held_digest} after it"
-            )
-        score_s = time.perf_counter() - started
-        self.busy_s += swap.materialise_s + swap.swap_s + score_s
-        return ScoreResult(
-            samples=scored.samples,
-            evidence=Evidence(
-                recipe_digest=held,
-                bank_fingerprint=self.engine.bank_fingerprint,
-                prompts=scored.prompts,
-                weights_checksum=swap.weights_checksum,
-                replica=self.name,
-                swap_count=swap.swap_count,
-                engine=f"vllm, {self.engine.dtype}, {self.engine.sources}",
-                canaries=canaries,
-            ),
-            timings_s={"materialise": swap.materialise_s, "swap": swap.swap_s, "score": score_s, "wait": 0.0},
-        )
-
-    def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
-        return tuple(map(self.evaluator.describe, tasks))
-
-    def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
-        """Export, load with transformers in float32, score again; a path with alignments, which cannot be exported, is
-        built in transformers. A report of 0 samples if that cannot be done."""
-        import torch
-
-        from workers.engines.transformers.backend import merged_model
-        from workers.engines.transformers.verification import nothing_to_compare, texts_to_read, verify
-        from workers.engines.vllm.worker_extension import family_to_json, open_bank
-        from workers.export.checkpoint import export
-
-        engine = self.engine
-        depth = len(recipe.layers) / len(base_recipe(engine.family).layers)
-        if reason := nothing_to_compare(engine.family.base.directory, self.evaluator, spans, depth=depth):
-            return VerificationReport(recipe.digest, 0, 0, 0.0, LOGPROB_TOLERANCE[engine.dtype], (), 0, reason=reason)
-        engine.swap(recipe)
-        texts = texts_to_read(self.evaluator, samples, spans)
-        bank, model = open_bank(family_to_json(engine.family)), None
-        with tempfile.TemporaryDirectory(prefix="mergesearch-verify-") as directory:
-            if any(layer.alignment for layer in recipe.layers):
-                model = merged_model(recipe, bank, dtype=engine.dtype)
-            else:
-                export(recipe, bank, directory, dtype=getattr(torch, engine.dtype))
-            return verify(
-                recipe.digest,
-                directory if model is None else engine.prompts.directory,
-                engine.options,
-                samples=samples,
-                spans=spans,
-                dtype=engine.dtype,
-                engine_logprobs=dict(zip(texts, engine.logprobs(texts), strict=True)),
-                evaluator=self.evaluator,
-                model=model,
-            )
-
-    def check(self) -> tuple[CanaryReport, ...]:
-        return (self.engine.check(),)
-
-    def statistics(self) -> Mapping[str, Any]:
-        return {
-            "starts": 1,
-            "start_s": [self.engine.start_s],
-            "canaries": self.engine.canary.num_passed,
-            "canaries_skipped": self.engine.canary.num_skipped,
-            "swaps": self.engine.swap_count,
-            "swap_s": list(self.engine.swap_s),
-            "busy_s": self.busy_s,
-            "bank": self.engine.bank_summary,
-        }
-
-
 class ReplicaMetrics:
     """A replica's metrics in Ray. Serve tags them with deployment and replica, this class with the study.
 
-    Samples per second is the rate of `mergesearch_samples`. A recipe's digest is not a tag: each new digest would
-    start a time series that is never dropped."""
+    The rate of `mergesearch_samples` is samples per second. A recipe's digest is not a tag: each new digest would start
+    a time series that is never dropped.
+    """
 
     def __init__(self) -> None:
         from ray.serve import metrics
@@ -226,7 +123,8 @@ class ReplicaMetrics:
 class ScoringReplica:
     """The class that Serve deploys. `make_worker` is called once, in the thread that does all the work.
 
-    Raises EngineUnavailable if the worker does not start within `limits.start_s`."""
+    Raises EngineUnavailable if the worker does not start within `limits.start_s`.
+    """
 
     def __init__(self, make_worker: Callable[[], Worker], limits: TimeLimits = TIME_LIMITS) -> None:
         started = time.monotonic()
@@ -245,7 +143,7 @@ class ScoringReplica:
         self._metrics = ReplicaMetrics()
 
     async def hold(self, digest: str) -> str:
-        """Tell Serve's router which recipe this replica serves. Nothing is swapped here, only under the lock."""
+        """Tell Serve's router which recipe this replica serves. The swap itself happens later, under the lock."""
         return digest
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
@@ -280,8 +178,10 @@ class ScoringReplica:
         return {**self._worker.statistics(), "replica": os.getpid(), "log_file": log_file()}
 
     async def check_health(self) -> None:
-        """Runs in the event loop, also during a chunk. Raises once the engine has failed, and while its work is
-        overdue; Serve then replaces the replica."""
+        """Raise once the engine has failed, and while its work is overdue, so that Serve replaces the replica.
+
+        It runs in the event loop, also during a chunk.
+        """
         if self._fault is not None:
             raise RuntimeError(self._fault)
         if (overdue := self._watchdog.overdue()) is not None:
@@ -298,7 +198,7 @@ class ScoringReplica:
     # -- in the engine's thread ------------------------------------------------------------------------------------
 
     def _run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Only an error of the engine ends the replica."""
+        """Run a function in the engine's thread. Only an error of the engine ends the replica."""
         if self._fault is not None:
             raise EngineUnavailable(self._fault)
         try:
@@ -318,7 +218,7 @@ class ScoringReplica:
         except Exception as error:
             log.exception("a request failed")
             raise RequestFailed(
-                f"{self._worker.name}: {type(error).__name__}: {error}; the engine goes on; its log is {log_file()}"
+                f"{self._worker.name}: {type(error).__name__}: {error}; the engine continues; its log is {log_file()}"
             ) from error
 
     def _score(self, request: ScoreRequest) -> ScoreResult:
@@ -330,7 +230,7 @@ class ScoringReplica:
             self._worker.name,
             self._has_scored_others(digest),
             log_file=log_file(),
-            error_log=_file_behind(2),
+            error_log=error_log(),
         )
         note_chunk(self._current)
         with self._watchdog.chunk(request):
@@ -347,13 +247,14 @@ class ScoringReplica:
         return bool(self._scored - {digest})
 
     def _add_scored(self, digest: str) -> None:
-        if len(self._scored) < 2:  # of any recipe, two are enough to know whether another was scored
+        if len(self._scored) < 2:  # two recipes are enough to know whether another was scored
             self._scored.add(digest)
 
     def _try_the_base(self, request: ScoreRequest) -> None:
         """Score one sample of the base: if the engine crashes with the chunk after that, the chunk is the cause.
 
-        Raises EngineUnavailable if it crashes now."""
+        Raises EngineUnavailable if it crashes now.
+        """
         recipe = _base_alone(request.recipe)
         if recipe.digest == request.recipe.digest:
             return
@@ -371,23 +272,10 @@ class ScoringReplica:
 
 def _base_alone(recipe: Recipe) -> Recipe:
     """The recipe whose merge is the base of `recipe`."""
-    known = sources_and_published(
+    return Recipe.of_model(
+        recipe.base,
+        models=recipe.models,
         base=recipe.base,
-        experts=[alias for alias in recipe.models if alias != recipe.base] or [recipe.base],
-        fingerprints=recipe.models,
         num_layers=len(recipe.layers),
         tokenizer=recipe.tokenizer,
-    )
-    return known[0].recipe
-
-
-def log_file() -> str:
-    """Where this process's output, vLLM's log included, goes: the file behind its standard output."""
-    return _file_behind(1) or "the replica's standard output"
-
-
-def _file_behind(descriptor: int) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{descriptor}")
-    except OSError:
-        return ""
+    ).canonical()

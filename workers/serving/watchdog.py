@@ -22,7 +22,7 @@ class TimeLimits:
 
     `start_s`: the start of its worker, with downloads and compilation. `first_chunk_s`: a chunk with a task or a merge
     method that is new to the replica, whose data are prepared and kernels compiled. Any other chunk: `chunk_factor`
-    times what is expected from the chunks measured so far, and at least `chunk_s`. `other_s`: anything else, such as
+    times the time expected from the chunks measured so far, and at least `chunk_s`. `other_s`: anything else, such as
     describing tasks and verification.
     """
 
@@ -39,8 +39,8 @@ TIME_LIMITS = TimeLimits()
 class Watchdog:
     """Measures the work of one replica. The engine's thread enters `chunk` and `work`; any thread may ask `overdue`.
 
-    `start_s` are the seconds that the worker's start took. A start includes a comparison with transformers, as some
-    later swaps do; so no chunk is overdue before that time.
+    `start_s` is the number of seconds that the worker's start took. A start includes a comparison with transformers, as
+    some later swaps do; therefore no chunk is overdue before that time.
     """
 
     def __init__(self, limits: TimeLimits, *, start_s: float) -> None:
@@ -75,7 +75,7 @@ class Watchdog:
             self._current = None
 
     def overdue(self) -> str | None:
-        """What has taken longer than its limit and still runs, if anything."""
+        """The work that still runs and has exceeded its time limit; None without such work."""
         if (current := self._current) is None:
             return None
         started, limit_s, what = current

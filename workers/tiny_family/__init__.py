@@ -1,7 +1,7 @@
 """The tiny model family: a base and three experts of 0.9M parameters with their tasks, shipped as package data.
 
-`study.yaml` merges the experts. `retrain.yaml` trains new ones from the base and merges those. How the shipped models
-were made is in the repository (tests/benchmarks/family_training.py).
+`study.yaml` merges the experts. `retrain.yaml` trains new ones from the base and merges those. The script that trained
+the shipped models is in the repository (tests/benchmarks/family_training.py).
 """
 
 from __future__ import annotations
@@ -14,5 +14,5 @@ STUDY_FILE, RETRAIN_FILE = "study.yaml", "retrain.yaml"
 
 
 def family_dir() -> pathlib.Path:
-    """The folder that holds base/, experts/<skill>/, tasks/<skill>_{search,holdout,train}.jsonl and the two files."""
+    """The folder with base/, experts/<skill>/, tasks/<skill>_{search,holdout,train}.jsonl and the two YAML files."""
     return pathlib.Path(__file__).resolve().parent

@@ -1,4 +1,4 @@
-"""Training: how the loss on right answers changes with the coefficients of a merge, and experts made to be merged.
+"""Training: derivatives of losses on right answers by the coefficients of a merge, and experts made to be merged.
 
 - `gradients`: the losses of a recipe on a minibatch, and their derivatives by its coefficients
 - `model`: a transformers model that merges are written into
@@ -6,6 +6,6 @@
 - `losses`: minibatches, and their losses by teacher forcing
 - `finetuning`: experts from data, by one or several processes
 - `hm3`: a policy that builds layer paths, and learns which are good
-- `mergopt`: an optimizer for experts that are to be merged, and those that it is compared with
+- `mergopt`: an optimizer for experts that are to be merged, and optimizers that it is compared with
 - `reduction`: from the gradient of one merged tensor to one number for each of its coefficients
 """

@@ -1,8 +1,8 @@
-"""Coefficient gradients: how the loss on a minibatch of reference answers changes with the coefficients of a merge.
+"""Coefficient gradients: derivatives of the loss on reference answers by the coefficients of a merge.
 
 The merge is written into a transformers model by the code that writes it into engines, and one backward pass gives the
-gradient of each merged tensor. Each is reduced to one number per coefficient as it appears and then freed: there is
-never a second model of gradients.
+gradient of each merged tensor. Each gradient is reduced to one number per coefficient as it appears and then freed, so
+that there is never a second model of gradients.
 """
 
 from __future__ import annotations
@@ -21,24 +21,19 @@ import torch
 
 from search_spaces.methods.base import Coefficient
 from search_spaces.recipe import Recipe
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.errors import TrialFailed
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.references import References, Target
 from workers.merging.bank import Bank
-from workers.merging.materialize import (
-    TensorPlan,
-    computations,
-    merge_into,
-    plan_as_stated,
-    plan_tensors,
-)
+from workers.merging.materialize import merge_into
 from workers.merging.merged_tensor import MergedTensor
+from workers.merging.plan import TensorPlan, computations, plan_as_stated, plan_tensors
 from workers.merging.residual_scales import ends_a_branch
 from workers.training.losses import minibatches, sample_losses
 from workers.training.memory import keep_freed_memory
-from workers.training.model import Place, TrainableModel
+from workers.training.model import ParameterPart, TrainableModel
 from workers.training.reduction import derivatives, inner_product, stated_coefficients
 from workers.types import Completions, Family, GradientResult, Placement, TaskSpec
 
@@ -53,11 +48,11 @@ Batch = Mapping[str, Sequence[int]]
 class CoefficientGradients:
     """The model, the bank and the references of one family; its merges are read one at a time.
 
-    `tasks` are the objectives' by name; all of them have references (`references.lack_of_references`). `options` are
-    those of the study's engines: prompts and dtype are theirs, except that float16, in which gradients vanish, becomes
-    float32. Sums over tensors are in float32 or finer. `placement` is the bank's. `recomputes` saves the memory of
-    activations for a third more time. Equal calls give equal bits on one device with one number of threads, whatever
-    was called before.
+    `tasks` has the task of each objective; all tasks have references (`references.lack_of_references`). `options` are
+    those of the study's engines, which define prompts and dtype, except that float16, in which gradients vanish,
+    becomes float32. Sums over tensors are in float32 or finer. `placement` is where the bank holds the sources.
+    `recomputes` saves the memory of activations, and takes a third more time. Equal calls give equal bits on one
+    device with one number of threads, whatever was called before.
 
     All arguments can be pickled. Raises InvalidModel and InvalidTask.
     """
@@ -74,16 +69,16 @@ class CoefficientGradients:
         max_tokens: int = MAX_TOKENS,
         cache: str | Path | None = None,
     ) -> None:
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if place.type == "cpu":
+        target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if target.type == "cpu":
             keep_freed_memory()
-        if place.type == "cuda":  # else cuBLAS has no deterministic products; it reads this at its first use
+        if target.type == "cuda":  # cuBLAS reads this at its first use, and needs it for deterministic products
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        self.bank = Bank(family, placement, device=place, cache=cache)
+        self.bank = Bank(family, placement, device=target, cache=cache)
         if options.rank_cache:
             self.bank.keep_ranks()
-        self.dtype = _dtype(options.dtype, place)
-        self.model = TrainableModel(self.bank, self.dtype, device=place, recomputes=recomputes)
+        self.dtype = _dtype(options.dtype, target)
+        self.model = TrainableModel(self.bank, self.dtype, device=target, recomputes=recomputes)
         self._references = References(TaskEvaluator(None, Prompts(self.bank.sources.result_dir, options)))
         self._tasks = dict(tasks)
         self._of_tasks = {
@@ -95,8 +90,11 @@ class CoefficientGradients:
         self._held: dict[str, Hashable] = {}  # how each tensor that the model holds was computed
 
     def set_completions(self, completions: Completions) -> None:
-        """Completions that calls may ask for as references, in place of those that were set before. Their losses are
-        in units of their own mean number of scored tokens. Raises InvalidTask for an objective without completions."""
+        """Replace the completions that calls may request as references.
+
+        Their losses are in units of their own mean number of scored tokens. Raises InvalidTask for an objective without
+        completions.
+        """
         found = {}
         for name, tokens in completions.items():
             each = {p: self._references.of_completion(self._tasks[name], p, tokens[p]) for p in sorted(tokens)}
@@ -112,15 +110,16 @@ class CoefficientGradients:
         completions: Collection[str] = (),
         by_scales: bool = False,
     ) -> GradientResult:
-        """The mean loss of each objective over its sample positions in `batch`, and the derivatives of
-        sum_o weights[o] loss_o by every coefficient that a merge of `recipe` states and its method has gradients by;
-        with `by_scales` also by the scale of every layer.
+        """The mean loss of each objective over its positions in `batch`, and the derivatives of their weighted sum.
 
-        A scale is folded into the ends of later branches (`workers.merging.residual_scales`): these are proportional to
-        its inverse, so that the derivative by s_i is -1/s_i times the sum of <gradient, tensor> over them.
+        The sum is sum_o weights[o] loss_o. The derivatives are by every coefficient that a merge of `recipe` states and
+        its method has gradients by; with `by_scales` also by the scale of every layer. A scale is folded into the ends
+        of later branches (`workers.merging.residual_scales`): these are proportional to its inverse, so that the
+        derivative by s_i is -1/s_i times the sum of <gradient, tensor> over them.
 
         The references of the objectives named in `completions` are those of `set_completions`. Raises InvalidRecipe for
-        a merge that has none or cannot be made, TrialFailed if a loss is NaN or infinite."""
+        a merge that has no gradients or cannot be made, TrialFailed if a loss is NaN or infinite.
+        """
         started = time.perf_counter()
         targets = self._targets(batch, completions)
         if missing := sorted(batch.keys() - weights.keys()):
@@ -161,7 +160,7 @@ class CoefficientGradients:
             return _by_objective(batch, self._read(_samples(batch, targets), None), targets)
 
     def _targets(self, batch: Batch, completions: Collection[str]) -> dict[str, _Targets]:
-        """Of each objective of the batch, which has a target for each of its positions."""
+        """The targets of each objective of the batch, one for each of its positions."""
         found = {}
         for name, positions in batch.items():
             known = self._of_completions if name in completions else self._of_tasks
@@ -177,7 +176,7 @@ class CoefficientGradients:
         return found
 
     def _hold(self, recipe: Recipe) -> None:
-        """Write the merge into the model: the tensors that it does not hold."""
+        """Write those tensors of the merge that the model does not hold."""
         plan = plan_tensors(recipe, self.bank)
         wanted = computations(plan, self.bank)
         held, self._held = self._held, {}
@@ -187,7 +186,10 @@ class CoefficientGradients:
         self._held = wanted
 
     def _read(self, samples: Sequence[tuple[str, Target]], factors: Sequence[float] | None) -> list[float]:
-        """The loss of every sample; with `factors`, also a backward pass from the sum of losses times these."""
+        """The loss of every sample.
+
+        With `factors`, also makes a backward pass from the sum of the losses, each multiplied by its factor.
+        """
         targets = [target for _, target in samples]
         found = [0.0] * len(targets)
         for indices in minibatches(targets, self._max_tokens):
@@ -203,11 +205,11 @@ class CoefficientGradients:
 
     @contextmanager
     def _reduced_by(self, reducers: Mapping[str, _Reducer]) -> Iterator[None]:
-        """Within, gradients go to the reducers and are freed; parameters without a reducer have none."""
+        """A context in which gradients are passed to the reducers and freed; other parameters have no gradients."""
         hooks = []
         leaf: Any  # torch's hooks have no types
-        for leaf, places in self.model.leaves:
-            wanted = [(place, reducers[name]) for name, place in places.items() if name in reducers]
+        for leaf, parts in self.model.leaves:
+            wanted = [(part, reducers[name]) for name, part in parts.items() if name in reducers]
             leaf.requires_grad_(bool(wanted))
             if wanted:
                 hooks.append(leaf.register_post_accumulate_grad_hook(partial(_reduce, wanted)))
@@ -222,7 +224,7 @@ class CoefficientGradients:
 
 @dataclass(frozen=True)
 class _Targets:
-    """The references of one objective by sample position, and what their losses are divided by."""
+    """The references of one objective by sample position, and the unit of their losses."""
 
     at: Mapping[int, Target]
     unit: float
@@ -235,14 +237,16 @@ def _samples(batch: Batch, targets: Mapping[str, _Targets]) -> list[tuple[str, T
 def _by_objective(
     batch: Batch, losses: Sequence[float], targets: Mapping[str, _Targets]
 ) -> dict[str, tuple[float, ...]]:
-    """The losses in their objectives' units."""
+    """The loss of each sample by objective, divided by the objective's unit."""
     each = iter(losses)
     return {name: tuple(next(each) / targets[name].unit for _ in positions) for name, positions in batch.items()}
 
 
 class _Reducer:
-    """Adds up the derivatives by one tensor's coefficients, from the gradients of its leaves. With `merged`, the tensor
-    itself, also the inner product with it."""
+    """Adds up the derivatives by one tensor's coefficients, from the gradients of its leaves.
+
+    If the merged tensor is given as `merged`, the gradient's inner product with it is added up too.
+    """
 
     def __init__(
         self,
@@ -271,12 +275,12 @@ class _Reducer:
             self.found[name] = self.found[name] + slopes if name in self.found else slopes
 
 
-def _reduce(wanted: Sequence[tuple[Place, _Reducer]], leaf: torch.Tensor) -> None:
-    """Give the parts of the leaf's gradient to their reducers, and free it."""
+def _reduce(wanted: Sequence[tuple[ParameterPart, _Reducer]], leaf: torch.Tensor) -> None:
+    """Pass the parts of the leaf's gradient to their reducers, and free it."""
     assert leaf.grad is not None
     gradient, leaf.grad = leaf.grad, None
-    for place, reducer in wanted:
-        reducer.add(place.of(gradient))
+    for part, reducer in wanted:
+        reducer.add(part.of(gradient))
 
 
 Slopes = dict[str, dict[str, float]]
@@ -309,12 +313,12 @@ def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Within, torch chooses algorithms whose results do not depend on timing; it warns where it has none."""
+    """A context in which torch chooses algorithms whose results do not depend on timing; it warns if it has none."""
     was, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
     filled = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    memory.fill_uninitialized_memory = False  # takes time, for programs that read such memory
+    memory.fill_uninitialized_memory = False  # saves time; only programs that read uninitialized memory need it
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Losses by teacher forcing: targets in minibatches of similar length, read in one forward pass each."""
+"""Losses by teacher forcing: targets in minibatches of similar length, each read in one forward pass."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ IMPOSSIBLE = float("-inf")
 
 
 def minibatches(targets: Sequence[Target], max_tokens: int) -> Iterator[list[int]]:
-    """Indices of targets that are read together, the shortest first: at most `max_tokens` tokens with padding, or one
-    target."""
+    """Indices of targets that are read together, the shortest first.
+
+    A minibatch has at most `max_tokens` tokens with padding, or one target.
+    """
     order = sorted(range(len(targets)), key=lambda i: (_width(targets[i].readings), i))
     together: list[int] = []
     num_rows = 0
@@ -36,15 +38,15 @@ def minibatches(targets: Sequence[Target], max_tokens: int) -> Iterator[list[int
 def sample_losses(model: TrainableModel, targets: Sequence[Target]) -> torch.Tensor:
     """The loss of each target [len(targets)], in float32 and with gradients if these are on, by one forward pass."""
     rows = [reading for target in targets for reading in target.readings]
-    places = _Places.of(rows)
+    positions = _ScoredPositions.of(rows)
     tokens, _ = _padded([reading.tokens for reading in rows])
-    logits = model.logits(tokens.to(model.device), places.num_columns).flatten(0, 1)
-    return _of_targets(targets, places.log_likelihoods(logits, len(rows)))
+    logits = model.logits(tokens.to(model.device), positions.num_columns).flatten(0, 1)
+    return _of_targets(targets, positions.log_likelihoods(logits, len(rows)))
 
 
 @dataclass(frozen=True)
-class _Places:
-    """Where logits are scored: in the flattened [rows, num_columns], for which row, and the tokens `accepted` there."""
+class _ScoredPositions:
+    """Positions in the flattened logits [rows, num_columns] that are scored, with their rows and `accepted` tokens."""
 
     num_columns: int
     index: list[int]
@@ -52,7 +54,7 @@ class _Places:
     accepted: list[tuple[int, ...]]
 
     @classmethod
-    def of(cls, rows: Sequence[Reading]) -> _Places:
+    def of(cls, rows: Sequence[Reading]) -> _ScoredPositions:
         first = min(reading.num_context for reading in rows) - 1
         found = cls(_width(rows) - first, [], [], [])
         for row, reading in enumerate(rows):
@@ -64,7 +66,7 @@ class _Places:
         return found
 
     def log_likelihoods(self, logits: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Of each row [num_rows], the sum over its places of the log-probability of any accepted token."""
+        """For each row [num_rows], the sum over its positions of the log-probability of any accepted token."""
         device = logits.device
         scores = logits.index_select(0, torch.tensor(self.index, device=device)).float().log_softmax(-1)
         choices, is_given = _padded(self.accepted)
@@ -77,7 +79,7 @@ def _of_targets(targets: Sequence[Target], of_rows: torch.Tensor) -> torch.Tenso
     for target in targets:
         starts.append(starts[-1] + len(target.readings))
     index, is_given = _padded([tuple(range(start, stop)) for start, stop in pairwise(starts)])
-    is_right = torch.tensor([[place in target.right for place in range(index.shape[1])] for target in targets])
+    is_right = torch.tensor([[option in target.right for option in range(index.shape[1])] for target in targets])
     scales = torch.ones(index.shape)
     for i, target in enumerate(targets):
         if target.scales is not None:
@@ -90,7 +92,7 @@ def _of_targets(targets: Sequence[Target], of_rows: torch.Tensor) -> torch.Tenso
 
 
 def _padded(rows: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows as one matrix, filled up with zeros, and where their own numbers are."""
+    """The rows as one matrix, padded with zeros, and a mask that is true where a number is not padding."""
     width = max(map(len, rows))
     filled = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
     return filled, torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]

@@ -16,15 +16,18 @@ from workers.errors import InvalidModel
 from workers.merging.bank import Bank
 from workers.models.components import some_of
 
-__all__ = ["Place", "TrainableModel"]
+__all__ = ["ParameterPart", "TrainableModel"]
 
 # Settings that make a forward pass random in training mode.
 RANDOM = ("drop", "jitter")
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
-    """Where a merged tensor is: all of a parameter, or rows `start` to `stop` - 1 of one of a mixture's experts."""
+class ParameterPart:
+    """The part of a parameter that is a merged tensor.
+
+    It is the whole parameter, or rows `start` to `stop` - 1 of one expert of a mixture.
+    """
 
     leaf: torch.nn.Parameter
     expert: int | None = None
@@ -32,42 +35,45 @@ class Place:
     stop: int = 0
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The place's part of a tensor of the parameter's shape."""
+        """This part of a tensor with the parameter's shape."""
         return whole if self.expert is None else whole[self.expert, self.start : self.stop]
+
+
+Leaves = Sequence[tuple[torch.nn.Parameter, Mapping[str, ParameterPart]]]
 
 
 class TrainableModel:
     """The model of the bank's family, in `dtype` on `device`: one copy of its weights, none of the sources'.
 
-    `memory` are the places of merged tensors by name, `leaves` the parameters with the places in them. A tied output
-    head is a leaf of its own over the embedding's memory, so that the gradients of both appear, and can be freed, one
-    after the other. With `recomputes` activations within layers are computed again in the backward pass. Raises
-    InvalidModel for a model whose tensors transformers holds in another form.
+    `memory` has the merged tensors by name, `leaves` the parameters with the parts that are merged tensors. A tied
+    output head is a leaf of its own over the embedding's memory, so that the gradients of both appear, and can be
+    freed, one after the other. With `recomputes` activations within layers are computed again in the backward pass.
+    Raises InvalidModel for a model whose tensors transformers holds in another form.
     """
 
     def __init__(self, bank: Bank, dtype: torch.dtype, *, device: torch.device, recomputes: bool = False) -> None:
         self.module = _loaded(bank, dtype).to(device)
-        places = _places(self.module, bank, dtype)
-        self.memory: Mapping[str, torch.Tensor] = {
-            name: place.of(place.leaf.detach()) for name, place in places.items()
-        }
-        self.leaves: Sequence[tuple[torch.nn.Parameter, Mapping[str, Place]]] = _leaves(self.module, places)
+        parts = _parts(self.module, bank, dtype)
+        self.memory: Mapping[str, torch.Tensor] = {name: part.of(part.leaf.detach()) for name, part in parts.items()}
+        self.leaves: Leaves = _leaves(self.module, parts)
         self.device = device
-        # Training mode is what lets transformers compute activations again; nothing is random in it: see `_settled`.
+        # transformers computes activations again in training mode only. Nothing is random in it: see `_settled`.
         self.module.train(recomputes)
         if recomputes:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
 
     def logits(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
-        """The logits [rows, last, vocabulary] after the last columns of `tokens` [rows, columns]: rows are padded at
-        their ends, where causal attention never looks from an earlier token."""
+        """The logits [rows, last, vocabulary] after the last columns of `tokens` [rows, columns].
+
+        Rows are padded at their ends, where causal attention never looks from an earlier token.
+        """
         output = self.module(input_ids=tokens, use_cache=False, logits_to_keep=last)
         logits: torch.Tensor = output.logits[:, -last:]  # some models do not know `logits_to_keep`
         return logits
 
 
 def _loaded(bank: Bank, dtype: torch.dtype) -> Any:
-    """The base model. transformers takes the tensors that it is given as its parameters: they are copies."""
+    """The base model. Its parameters are copies, because transformers uses the tensors that it is given."""
     import transformers
 
     config = _settled(transformers.AutoConfig.from_pretrained(bank.sources.result_dir, trust_remote_code=False))
@@ -87,7 +93,7 @@ def _loaded(bank: Bank, dtype: torch.dtype) -> Any:
 
 
 def _settled(config: Any) -> Any:
-    """The configuration without what draws random numbers in training mode."""
+    """The configuration without randomness in training mode."""
     for name, value in config.to_dict().items():
         if isinstance(value, float) and any(word in name for word in RANDOM):
             setattr(config, name, 0.0)
@@ -95,25 +101,25 @@ def _settled(config: Any) -> Any:
 
 
 def _attention(config: Any) -> str | None:
-    """Eager where attention scores are capped, which fused attention silently ignores; else transformers' choice."""
+    """Eager attention where scores are capped, which fused attention silently ignores; else transformers' choice."""
     return "eager" if getattr(config, "attn_logit_softcapping", None) else None
 
 
-def _places(module: Any, bank: Bank, dtype: torch.dtype) -> dict[str, Place]:
-    """Of every tensor of the base, whose weights the model has now. Raises InvalidModel."""
+def _parts(module: Any, bank: Bank, dtype: torch.dtype) -> dict[str, ParameterPart]:
+    """The part of a parameter for every tensor of the base, whose weights the model has now. Raises InvalidModel."""
     named = dict(module.named_parameters())
     prefix = f"{module.base_model_prefix}."
     found = {}
     for name in bank.base.tensors:
         known = name if name in named else prefix + name
         if known in named:
-            found[name] = Place(named.pop(known))
+            found[name] = ParameterPart(named.pop(known))
     base = bank.sources.base_alias
     for name in bank.base.tensors.keys() - found.keys():
         around = [leaf for other, leaf in named.items() if _layer(other) == _layer(name)]
-        places = list(_with_content(bank.get(base, name).to(device=module.device, dtype=dtype), around))
-        if len(places) == 1:  # two tensors of equal values are not told apart
-            found[name] = places[0]
+        parts = list(_with_content(bank.get(base, name).to(device=module.device, dtype=dtype), around))
+        if len(parts) == 1:  # two tensors of equal values are not told apart
+            found[name] = parts[0]
     if missing := bank.base.tensors.keys() - found.keys():
         raise InvalidModel(
             (
@@ -130,26 +136,29 @@ def _layer(name: str) -> str | None:
     return found[1] if found else None
 
 
-def _with_content(tensor: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> Iterator[Place]:
-    """The places that have the tensor's values: transformers renames some parameters, and joins those of a mixture's
-    experts to one, some of them two matrices above each other."""
+def _with_content(tensor: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> Iterator[ParameterPart]:
+    """The parts of parameters that have the tensor's values.
+
+    transformers renames some parameters, and joins those of a mixture's experts to one, some of them as two matrices
+    above each other.
+    """
     for leaf in parameters:
         if leaf.shape == tensor.shape and torch.equal(leaf, tensor):
-            yield Place(leaf)
+            yield ParameterPart(leaf)
         if leaf.dim() == 3 and tensor.dim() == 2 and leaf.shape[2] == tensor.shape[1]:
             rows = tensor.shape[0]
             starts = range(0, leaf.shape[1] - rows + 1, rows)
-            for place in (Place(leaf, e, start, start + rows) for e in range(len(leaf)) for start in starts):
-                part = place.of(leaf)
-                if torch.equal(part[0], tensor[0]) and torch.equal(part, tensor):
-                    yield place
+            for part in (ParameterPart(leaf, e, start, start + rows) for e in range(len(leaf)) for start in starts):
+                rows_of_leaf = part.of(leaf)
+                if torch.equal(rows_of_leaf[0], tensor[0]) and torch.equal(rows_of_leaf, tensor):
+                    yield part
 
 
-def _leaves(module: Any, places: Mapping[str, Place]) -> list[tuple[torch.nn.Parameter, Mapping[str, Place]]]:
-    by_leaf: dict[torch.nn.Parameter, dict[str, Place]] = {}
-    for name, place in places.items():
-        by_leaf.setdefault(place.leaf, {})[name] = place
-    leaves: list[tuple[torch.nn.Parameter, Mapping[str, Place]]] = list(by_leaf.items())
+def _leaves(module: Any, parts: Mapping[str, ParameterPart]) -> Leaves:
+    by_leaf: dict[torch.nn.Parameter, dict[str, ParameterPart]] = {}
+    for name, part in parts.items():
+        by_leaf.setdefault(part.leaf, {})[name] = part
+    leaves: list[tuple[torch.nn.Parameter, Mapping[str, ParameterPart]]] = list(by_leaf.items())
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     if head is not None and head.weight is embedding.weight:
         own = torch.nn.Parameter(embedding.weight.detach())

@@ -1,6 +1,6 @@
-"""From the gradient of one merged tensor to its derivatives by the coefficients of its merge.
+"""Conversion of the gradient of one merged tensor into its derivatives by the coefficients of its merge.
 
-Of a sum of task vectors a derivative is the inner product of gradient and task vector, computed without holding the
+For a sum of task vectors a derivative is the inner product of gradient and task vector, computed without holding the
 task vector. Other methods are differentiated through their plain function, which needs the memory of a few such
 tensors.
 """
@@ -17,14 +17,15 @@ from search_spaces.methods import METHODS
 from search_spaces.methods.base import Coefficient
 from search_spaces.recipe import Merge
 from workers.merging.bank import Bank
-from workers.merging.materialize import TensorPlan, operands_of, sources_of
+from workers.merging.materialize import operands_of, sources_of
 from workers.merging.merged_tensor import MergedTensor
 from workers.merging.methods.averages import linear_weights
 from workers.merging.methods.plain import PLAIN, Operands
+from workers.merging.plan import TensorPlan
 
 __all__ = ["Derivatives", "derivatives", "inner_product", "stated_coefficients"]
 
-# By coefficient: [number of sources], or [1] of a shared one; float64.
+# By coefficient: [number of sources], or [1] for a shared coefficient; float64.
 Derivatives = Mapping[str, torch.Tensor]
 Tensors = Sequence[torch.Tensor]
 
@@ -33,8 +34,11 @@ CHUNK = 1 << 22  # elements of a difference at a time, where no kernel computes
 
 
 def stated_coefficients(tensor: MergedTensor) -> tuple[Coefficient, ...]:
-    """The coefficients that the tensor's merge states and has gradients by. Raises InvalidRecipe, naming the method, if
-    it has none at all; a source as it is, is a constant."""
+    """The coefficients that the tensor's merge states and has gradients by.
+
+    There are none for an unchanged source, which is constant. Raises InvalidRecipe, naming the method, if the method
+    has no gradients at all.
+    """
     merge, declared = tensor.merge, METHODS[tensor.merge.method]
     if not declared.gradients_by:
         known = ", ".join(name for name, method in METHODS.items() if method.gradients_by)
@@ -52,7 +56,7 @@ def stated_coefficients(tensor: MergedTensor) -> tuple[Coefficient, ...]:
 
 
 def derivatives(tensor: MergedTensor, plan: TensorPlan, bank: Bank, gradient: torch.Tensor) -> Derivatives:
-    """By each of `stated_coefficients`, from the gradient of the merged tensor."""
+    """The derivatives by each of `stated_coefficients`, from the gradient of the merged tensor."""
     fused = FUSED.get(tensor.merge.method)
     if fused is not None:
         return fused(*sources_of(tensor, plan, bank), tensor.merge, gradient)
@@ -68,8 +72,10 @@ def inner_product(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def _linear(tensors: Tensors, base: torch.Tensor | None, merge: Merge, gradient: torch.Tensor) -> Derivatives:
-    """sum_t s_t theta_t with s_t = w_t / W: by w_j it is <G, theta_j - sum_t s_t theta_t> / W. Differences from the
-    first source are used instead of whole tensors, whose inner products would cancel."""
+    """The derivatives of sum_t s_t theta_t with s_t = w_t / W: by w_j it is <G, theta_j - sum_t s_t theta_t> / W.
+
+    Differences from the first source are used instead of whole tensors, whose inner products would cancel.
+    """
     weights = merge.per_source("weight")
     products = _projections(gradient, tensors, tensors[0])
     mean = sum(share * product for share, product in zip(linear_weights(weights), products, strict=True))

@@ -1,4 +1,4 @@
-"""How long exports are kept: which of them have expired, or must make room for others."""
+"""Limits on kept exports: which have expired, and which must make room for others."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ DAY_S = 86400.0
 
 @dataclass(frozen=True)
 class ExportLimits:
-    """Exports are removed `lifetime_s` after they were written, and before that, the oldest first, while all together
-    take more than `quota_bytes`; None: a tenth of the disk."""
+    """Limits on the age and the total size of exports.
+
+    Exports are removed `lifetime_s` after they were written; before that, the oldest first, while all together take
+    more than `quota_bytes` (None: a tenth of the disk).
+    """
 
     lifetime_s: float = 7 * DAY_S
     quota_bytes: int | None = None
@@ -23,7 +26,7 @@ class ExportLimits:
 
 @dataclass(frozen=True)
 class KeptExport:
-    """An export with the time at which its files were last written (seconds since the epoch) and their bytes."""
+    """An export, the time at which its files were last written (seconds since the epoch), and their bytes."""
 
     record: ExportRecord
     written_at: float
@@ -35,7 +38,10 @@ class KeptExport:
 
 
 def to_remove(kept: Sequence[KeptExport], *, now: float, lifetime_s: float, quota_bytes: int) -> Iterator[ExportRecord]:
-    """The exports to remove, oldest first: never one in progress, and of complete ones not the newest for the quota."""
+    """Exports to remove, oldest first: expired ones, and those beyond the quota.
+
+    Exports in progress stay. The quota never removes the newest complete export.
+    """
     total = sum(export.num_bytes for export in kept)
     oldest_first = sorted(kept, key=lambda export: export.written_at)
     newest = next((e for e in reversed(oldest_first) if e.record.state is ExportState.COMPLETE), None)

@@ -1,4 +1,4 @@
-"""Turns at a few places, given to clients one after another, so that no client waits for another one's queue."""
+"""Fair queue: clients take turns at a few places, so that no client waits for another one's queue."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ __all__ = ["FairQueue"]
 
 
 class FairQueue:
-    """At most `num_places` turns at a time, and for one client one less, so that there is a place for the others.
+    """Gives at most `num_places` turns at a time; one client gets at most all but one, so that others find a place.
 
-    Bound to one event loop."""
+    A queue is bound to one event loop.
+    """
 
     def __init__(self, num_places: int, *, max_waiting: int, max_clients: int) -> None:
-        """A client has at most `max_waiting` requests waiting, and at most `max_clients` clients wait."""
+        """Create a queue in which at most `max_clients` clients wait, each with at most `max_waiting` requests."""
         self._free = num_places
         self._per_client = max(1, num_places - 1)
         self._max_waiting = max_waiting
@@ -29,7 +30,7 @@ class FairQueue:
 
     @asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:
-        """A turn of `client`, as long as the context lasts. Raises Unavailable if too many wait already."""
+        """Take a turn for `client` within the context. Raises Unavailable if too many requests wait already."""
         await self._wait(client)
         try:
             yield
@@ -47,15 +48,15 @@ class FairQueue:
         except asyncio.CancelledError:
             if turn.cancelled():
                 self._leave(client, turn)
-            else:  # it came at the same moment
+            else:  # the turn was given at the same moment
                 self._end_turn(client)
             raise
 
     def _check_room(self, num_waiting: int) -> None:
         if num_waiting >= self._max_waiting:
-            raise Unavailable(f"{num_waiting} studies of this client wait to be checked already; try again later")
+            raise Unavailable(f"{num_waiting} requests of this client wait to be checked already; try again later")
         if num_waiting == 0 and len(self._waiting) >= self._max_clients:
-            raise Unavailable(f"studies of {len(self._waiting)} clients wait to be checked already; try again later")
+            raise Unavailable(f"requests of {len(self._waiting)} clients wait to be checked already; try again later")
 
     def _end_turn(self, client: str) -> None:
         self._free += 1

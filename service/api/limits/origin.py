@@ -1,7 +1,7 @@
-"""Refuses requests that were meant for another server, and those that a page of another server makes a browser send.
+"""Refuses requests that were meant for another server, or that a browser sends for a page of another server.
 
-A browser sends requests to this machine for any page that it shows. Of a page whose name was made to point here (DNS
-rebinding) they have that name as Host; of other pages they have the page's Origin.
+A browser sends requests to this machine for any page that it shows. If the page's name was made to point here (DNS
+rebinding), its requests have that name as Host; requests of other pages have the page's Origin.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class CheckOrigin:
-    """ASGI middleware: Host must be one of `hosts` or the address that the request came to (421), and Origin, if there
-    is one, must be this server as the request names it, or have one of `hosts` other than the loopback names (403).
+    """ASGI middleware that checks the headers Host and Origin of requests.
 
-    Names are compared without ports: a proxy may have another one."""
+    Host must be one of `hosts`, a loopback name, or the address that the request came to (otherwise 421). Origin, if
+    there is one, must be this server as the request names it, or have one of `hosts` other than the loopback names
+    (otherwise 403). Names are compared without ports, because a proxy may have another one.
+    """
 
     def __init__(self, app: ASGIApp, hosts: Iterable[str] = ()) -> None:
         self._app = app
@@ -63,7 +65,7 @@ class CheckOrigin:
 
 
 def _host_of(authority: str) -> str:
-    """The host of HOST[:PORT], in lower case, without the brackets of IPv6; "" if it is none."""
+    """The host of HOST[:PORT], in lower case, without the brackets of IPv6; "" if there is none."""
     try:
         return (urlsplit(f"//{authority}").hostname or "").rstrip(".")
     except ValueError:

@@ -1,10 +1,9 @@
-"""Routes, by topic. They only translate between HTTP and the packages that do the work.
+"""Routes of the API by topic; they only translate between HTTP and the packages that do the work.
 
-- `studies`: create, list and show studies
-- `finetunes`: create, list and show fine-tunings, download their experts
-- `jobs`: what both have: how they are created, cancelled, resumed and deleted, their log
+- `jobs`: the routes that every kind of job has: create, list, show, cancel, resume, delete, its log
+- `events`: the events of a job, as a stream or a list
+- `finetunes`: curves, analysis and report of a fine-tuning, its experts to download
 - `results`: trials, recipes, front, summary, report and plots of a study
-- `events`: the events of a study or fine-tuning, as a stream or a list
 - `exports`: merged models to download
 - `operations`: health, readiness, metrics
 """

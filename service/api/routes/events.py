@@ -1,4 +1,4 @@
-"""The events of a study or fine-tuning, as a stream or as a list."""
+"""Route of the events of a job, as a stream or as a list."""
 
 from __future__ import annotations
 
@@ -8,23 +8,21 @@ from fastapi import APIRouter, Header, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from starlette.responses import Response, StreamingResponse
 
-from service.api.dependencies import GIVEN, MAX_ID, Context, Services
+from service.api.dependencies import MAX_ID, Context, Services, given
 from service.api.presenters import event_document
 from service.api.problems import Json, refusals
-from service.api.routes.jobs import PLACES
+from service.jobs.base import JobKind
 from service.schemas.api import EventsDocument
-from service.types import JobKind, JobRecord
+from service.types import JobRecord
 
-__all__ = ["router"]
-
-router = APIRouter(tags=["events"])
+__all__ = ["add_events_route"]
 
 MAX_EVENTS = 10_000
 EVENT_STREAM = "text/event-stream"
 
 
 def _frame(progress: str) -> dict[str, Any]:
-    """The schema of one frame of a stream, in the form of OpenAPI 3.2."""
+    """Schema of one frame of an event stream, in the form of OpenAPI 3.2."""
     documents = ("EventDocument", progress, "EndDocument")
     return {
         "type": "object",
@@ -41,28 +39,29 @@ def _frame(progress: str) -> dict[str, Any]:
     }
 
 
-async def watch_events(
+async def _watch(
     request: Request,
     services: Services,
-    study_id: str,
+    job_id: str,
     *,
     after: int,
     limit: int,
     last_event_id: int | None,
 ) -> Response:
-    """Past events and, in a stream, new ones until the end."""
+    """Respond with past events and, in a stream, new ones until the job ends."""
     cursor = after if last_event_id is None else last_event_id
     accepted = request.headers.get("accept", "")
     if "application/json" in accepted and EVENT_STREAM not in accepted:
-        events = await run_in_threadpool(services.store.events, study_id, after=cursor, limit=limit)
+        events = await run_in_threadpool(services.store.events, job_id, after=cursor, limit=limit)
         return Json(EventsDocument(events=[event_document(event) for event in events]))
     # Proxies must pass frames on without buffering.
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(services.hub.watch(study_id, after=cursor), media_type=EVENT_STREAM, headers=headers)
+    return StreamingResponse(services.hub.watch(job_id, after=cursor), media_type=EVENT_STREAM, headers=headers)
 
 
-def _add_route(kind: JobKind, progress: str) -> None:
-    found = GIVEN[kind]
+def add_events_route(router: APIRouter, kind: JobKind, path: str) -> None:
+    """Add the route of the events of jobs of this `kind`."""
+    found, progress = given(kind), kind.documents()[1].__name__
 
     async def watch(
         request: Request,
@@ -74,15 +73,21 @@ def _add_route(kind: JobKind, progress: str) -> None:
         ] = MAX_EVENTS,
         last_event_id: Annotated[
             int | None,
-            Header(alias="Last-Event-ID", description="As `after`, and takes precedence over it.", ge=0, le=MAX_ID),
+            Header(
+                alias="Last-Event-ID",
+                description="The same as `after`, over which it takes precedence.",
+                ge=0,
+                le=MAX_ID,
+            ),
         ] = None,
     ) -> Response:
-        return await watch_events(request, services, record.id, after=after, limit=limit, last_event_id=last_event_id)
+        return await _watch(request, services, record.id, after=after, limit=limit, last_event_id=last_event_id)
 
     router.add_api_route(
-        f"{PLACES[kind]}/events",
+        path,
         watch,
-        operation_id=f"watch_{kind.value}",
+        tags=["events"],
+        operation_id=f"watch_{kind.name}",
         description=f"The {kind.noun}'s past events and, in a stream, new ones until the {kind.noun} has ended.",
         response_model=None,
         responses={
@@ -99,7 +104,3 @@ def _add_route(kind: JobKind, progress: str) -> None:
             **refusals(404, 422),
         },
     )
-
-
-_add_route(JobKind.SEARCH, "ProgressDocument")
-_add_route(JobKind.FINETUNE, "TrainingProgressDocument")

@@ -1,4 +1,4 @@
-"""Merged models: request an export, show its state, download it."""
+"""Routes of exports, which are merged models: request one, show its state, download it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LOCATION = {"Location": {"description": "The export's path.", "schema": {"type":
 
 def _export(
     study: Study,
-    export_id: Annotated[str, Path(description="As in the export's `id`.", pattern="^[0-9a-f]{32}$")],
+    export_id: Annotated[str, Path(description="The `id` of the export.", pattern="^[0-9a-f]{32}$")],
     services: Context,
 ) -> ExportRecord:
     try:
@@ -68,7 +68,8 @@ Export = Annotated[ExportRecord, Depends(_export)]
 async def create_export(request: Request, study: Study, services: Context, sender: Sender) -> Response:
     """Write the merged model of a trial for download. The same trial in the same dtype is one export.
 
-    `preferred` is in the response where weights were given."""
+    If weights were given, `preferred` in the response says which trial they picked.
+    """
     sent_as_json(request.headers, accepted=JSON_TYPES)
     trial, dtype, weights = _asked(await read_body(request))
     if study.state is not JobState.COMPLETE:
@@ -95,7 +96,7 @@ async def create_export(request: Request, study: Study, services: Context, sende
     responses={200: {"model": ExportsDocument}, **refusals(404)},
 )
 def list_exports(study: Study, services: Context) -> Response:
-    """The study's exports, oldest first."""
+    """List the study's exports, oldest first."""
     records = services.store.exports(study.id)
     return Json(ExportsDocument(exports=[_document(services, record) for record in records]))
 
@@ -106,7 +107,7 @@ def list_exports(study: Study, services: Context) -> Response:
     responses={200: {"model": ExportDocument}, **refusals(404)},
 )
 def get_export(export: Export, services: Context) -> Response:
-    """An export, with a download link once it is COMPLETE."""
+    """Show an export, with a download link once it is COMPLETE."""
     return Json(_document(services, export))
 
 
@@ -133,7 +134,7 @@ async def delete_export(export: Export, services: Context) -> Response:
     },
 )
 def download_export(export: Export, services: Context) -> Response:
-    """An export as a tar archive."""
+    """Download an export as a tar archive."""
     if export.state is not ExportState.COMPLETE:
         raise Conflict(f"export {export.id} is {export.state.value}; it can be downloaded once it is COMPLETE")
     directory = services.exports.directory(export)
@@ -141,7 +142,7 @@ def download_export(export: Export, services: Context) -> Response:
         raise Refusal(
             410,
             f"export {export.id}: its files are no longer on the server; request trial {export.trial} in "
-            f"{export.dtype} again, and it is written again",
+            f"{export.dtype} again to have it written again",
         )
     tar = Tar(directory.name, {file.name: file for file in directory.iterdir()}, modified_at=export.created_at)
     headers = {
@@ -157,7 +158,7 @@ def _document(services: Services, export: ExportRecord) -> ExportDocument:
 
 
 def _asked(content: bytes) -> tuple[Any, str | None, dict[str, float] | None]:
-    """Trial, dtype and weights of a request. Raises InvalidRequest with every problem."""
+    """Trial, dtype and weights that a request's body names. Raises InvalidRequest with every problem."""
     try:
         document = parse_document(content, "the request's body", is_json=True)
     except InvalidStudy as error:
@@ -179,14 +180,14 @@ def _asked(content: bytes) -> tuple[Any, str | None, dict[str, float] | None]:
 
 
 def _are_weights(value: Any) -> bool:
-    """Whether it maps objectives to numbers that a float can hold."""
+    """Whether `value` maps objectives to numbers that a float can hold."""
     if not isinstance(value, dict):
         return False
     return all(type(w) is float or (type(w) is int and abs(w) < MAX_WEIGHT) for w in value.values())
 
 
 def _choices(record: RunRecord) -> tuple[int | None, int]:
-    """The number of the best trial, None if there is none, and how many trials there are."""
+    """Number of the best trial (None if there is none), and the total number of trials."""
     best = best_trial(record.trials, record.objectives)
     return (None if best is None else best.number), len(record.trials)
 

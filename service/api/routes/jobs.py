@@ -1,53 +1,233 @@
-"""What routes of studies and of fine-tunings have in common: creation, cancelling, resuming, deletion, the log."""
+"""Routes that every kind of job has: create, list, show, the submitted document, events, log, verbs, delete."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from inspect import cleandoc
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Header, Request
+from fastapi import APIRouter, Header, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from starlette.responses import PlainTextResponse, Response
 
-from service.api.dependencies import GIVEN, Context, Services
+from service.api.dependencies import Context, Sender, Services, given
+from service.api.presenters import job_document
 from service.api.problems import Json, refusals
 from service.api.protocols import Principal
 from service.api.requests import JSON_TYPES, YAML_TYPES, read_body, sent_as_json
+from service.api.routes.events import add_events_route
 from service.disk import job_dir
 from service.errors import Conflict, StaleAttempt
-from service.jobs.training_study import collect_sources
-from service.schemas.api import DeletedDocument
-from service.types import RESUMED_BY_REQUEST, JobKind, JobRecord, JobState
+from service.jobs.base import JobKind
+from service.jobs.registry import KINDS, kind_of
+from service.schemas.api import DeletedDocument, list_document
+from service.types import RESUMED_BY_REQUEST, JobRecord, JobState
 
-__all__ = ["PLACES", "IdempotencyKey", "StateFilter", "add_routes", "created"]
-
-# The path of one of each kind.
-PLACES: Mapping[JobKind, str] = {
-    JobKind.SEARCH: "/studies/{study_id:segment}",
-    JobKind.FINETUNE: "/finetunes/{finetune_id:segment}",
-}
+__all__ = ["routers"]
 
 IdempotencyKey = Annotated[
     str | None,
     Header(
         alias="Idempotency-Key",
-        description="The same key with the same body again returns what it created.",
+        description="A later request with the same key and body returns the job that the first one created.",
         pattern="^[!-~]{1,255}$",
     ),
 ]
 StateFilter = Literal["CREATED", "RUNNING", "STOPPED", "COMPLETE", "FAILED", "CANCELLED"]
 
 
-async def created(
+def routers() -> Sequence[APIRouter]:
+    """One router for each kind of job."""
+    return [_router(kind) for kind in KINDS.values()]
+
+
+def _router(kind: JobKind) -> APIRouter:
+    router = APIRouter(prefix=f"/{kind.collection}", tags=[kind.collection])
+    one = f"/{{{kind.resource}_id:segment}}"
+    _add_collection(router, kind)
+    _add_one(router, kind, one)
+    add_events_route(router, kind, f"{one}/events")
+    _add_verbs(router, kind, one)
+    return router
+
+
+# -- the routes --------------------------------------------------------------------------------------------------------
+
+
+def _add_collection(router: APIRouter, kind: JobKind) -> None:
+    noun, (model, _) = kind.noun, kind.documents()
+
+    async def create(
+        request: Request, services: Context, sender: Sender, idempotency_key: IdempotencyKey = None
+    ) -> Response:
+        record, is_new = await _created(request, services, sender, kind=kind, key=idempotency_key)
+        document = await run_in_threadpool(_document, services, record, kind)
+        if not is_new:
+            return Json(document)
+        return Json(document, status_code=201, headers={"Location": kind.path_of(record.id)})
+
+    # Given as defaults: FastAPI cannot evaluate annotations that name local variables.
+    in_state = Query(None, description=f"Only {kind.plural} in this state.")
+    of_name = Query(None, description=f"Only {kind.plural} with this name.")
+
+    def list_all(services: Context, state: StateFilter | None = in_state, name: str | None = of_name) -> Response:
+        jobs = [
+            job
+            for job in services.store.jobs(kind.name)
+            if (state is None or job.state.value == state) and (name is None or job.name == name)
+        ]
+        return Json({kind.collection: _documents(services, jobs, kind)})
+
+    location = {"Location": {"description": f"The address of the {noun}.", "schema": {"type": "string"}}}
+    router.add_api_route(
+        "",
+        create,
+        methods=["POST"],
+        operation_id=f"create_{kind.resource}",
+        description=f"Create a {noun} if it passes every check that needs no engine; it starts as soon as possible.",
+        status_code=201,
+        response_model=None,
+        responses={
+            200: {"model": model, "description": f"The {noun} that an earlier request with the same key created."},
+            201: {"model": model, "description": f"The {noun} was created.", "headers": location},
+            **refusals(409, 413, 415, 422, 503),
+        },
+        openapi_extra=_body(kind),
+    )
+    router.add_api_route(
+        "",
+        list_all,
+        operation_id=f"list_{kind.collection}",
+        description=f"Every {noun}, oldest first.",
+        response_model=None,
+        responses={200: {"model": list_document(kind.collection, model)}, **refusals(422)},
+    )
+
+
+def _body(kind: JobKind) -> dict[str, Any]:
+    """OpenAPI description of the body that creates a job. Only JSON has the schema: YAML has the same keys."""
+    example = {} if kind.example is None else {"example": kind.example}
+    json_schema = {"$ref": f"#/components/schemas/{kind.schema_name}"}
+    schemas = dict.fromkeys(JSON_TYPES, json_schema) | {media: {"type": "object"} for media in YAML_TYPES}
+    return {
+        "requestBody": {
+            "required": True,
+            "description": f"A {kind.document_noun}. Its paths must be absolute: the server reads them.",
+            "content": {media: {"schema": schema, **example} for media, schema in schemas.items()},
+        }
+    }
+
+
+def _add_one(router: APIRouter, kind: JobKind, one: str) -> None:
+    noun, (model, _), found = kind.noun, kind.documents(), given(kind)
+
+    def get(services: Context, record: JobRecord = found) -> Response:
+        return Json(_document(services, record, kind))
+
+    def get_submitted(record: JobRecord = found) -> Response:
+        return Json(record.document)
+
+    def get_log(services: Context, record: JobRecord = found) -> Response:
+        return PlainTextResponse(services.cluster.log(record).encode("utf-8", "replace"))
+
+    async def delete(services: Context, record: JobRecord = found) -> Response:
+        await services.exports.delete_job(record.id, noun=noun)
+        await run_in_threadpool(_clean_up, services, record.id)
+        return Json(DeletedDocument(deleted=record.id))
+
+    router.add_api_route(
+        one,
+        get,
+        operation_id=f"get_{kind.resource}",
+        description=f"A {noun}: its state, its progress, and links to its results.",
+        response_model=None,
+        responses={200: {"model": model}, **refusals(404)},
+    )
+    schema = {"$ref": f"#/components/schemas/{kind.schema_name}"}
+    router.add_api_route(
+        f"{one}/{kind.document_link}",
+        get_submitted,
+        operation_id=f"get_{kind.document_noun.replace(' ', '_')}",
+        description=(
+            f"The {kind.document_noun} with every default filled in; submitting it again creates an equal {noun}."
+        ),
+        response_model=None,
+        responses={
+            200: {"description": f"The {kind.document_noun}.", "content": {"application/json": {"schema": schema}}},
+            **refusals(404),
+        },
+    )
+    router.add_api_route(
+        f"{one}/log",
+        get_log,
+        operation_id=f"get_{kind.name}_log",
+        description=f"The output of the {noun}'s drivers.",
+        response_model=None,
+        responses={200: {"description": "The log.", "content": {"text/plain": {}}}, **refusals(404, 503)},
+    )
+    router.add_api_route(
+        one,
+        delete,
+        methods=["DELETE"],
+        operation_id=f"delete_{kind.name}",
+        description=f"Delete an ended {noun} with its results and files; an unfinished one must be cancelled first.",
+        response_model=None,
+        responses={200: {"model": DeletedDocument}, **refusals(404, 409)},
+    )
+
+
+def _add_verbs(router: APIRouter, kind: JobKind, one: str) -> None:
+    (model, _), found = kind.documents(), given(kind)
+
+    def changing(action: Callable[[Services, str], JobRecord]) -> Callable[..., Response]:
+        def change(services: Context, record: JobRecord = found) -> Response:
+            changed = action(services, record.id)
+            services.cluster.wake()
+            return Json(_document(services, changed, kind), status_code=202)
+
+        return change
+
+    for verb, action in VERBS.items():
+        router.add_api_route(
+            f"{one}:{verb}",
+            changing(action),
+            methods=["POST"],
+            operation_id=f"{verb}_{kind.name}",
+            description=cleandoc(action.__doc__ or ""),
+            status_code=202,
+            response_model=None,
+            responses={
+                202: {"model": model, "description": "Done, now or by an earlier request."},
+                **refusals(404, 409),
+            },
+        )
+
+
+# -- the work of the routes --------------------------------------------------------------------------------------------
+
+
+def _documents(services: Services, jobs: Sequence[JobRecord], kind: JobKind) -> list[dict[str, Any]]:
+    views = kind.view(jobs, services.store, services.artifacts) if jobs else ()
+    return [job_document(job, kind, view, cluster=services.cluster) for job, view in zip(jobs, views, strict=True)]
+
+
+def _document(services: Services, job: JobRecord, kind: JobKind) -> dict[str, Any]:
+    (document,) = _documents(services, [job], kind)
+    return document
+
+
+async def _created(
     request: Request, services: Services, sender: Principal, *, kind: JobKind, key: str | None
 ) -> tuple[JobRecord, bool]:
-    """What the request's body describes, stored if it passes every check, and whether it is new: an earlier request
-    with the same key may have created it. Raises Refusal, InvalidStudy, Unavailable, and Conflict for a key of another
-    body."""
+    """Store the job that the request's body describes, if it passes every check.
+
+    Returns the job and whether it is new: an earlier request with the same key may have created it. Raises Refusal,
+    InvalidStudy, Unavailable, and Conflict for a key of another body.
+    """
     is_json = sent_as_json(request.headers, accepted=(*JSON_TYPES, *YAML_TYPES))
     content = await read_body(request)
     if key is None:
@@ -67,121 +247,70 @@ async def _stored(
     digest = hashlib.sha256(content).hexdigest()
     found = await run_in_threadpool(services.store.job_of_key, key) if key is not None else None
     if found is None:
-        checked = await services.preflight.examine(content, is_json=is_json, kind=kind, client=client)
+        accepted = await services.preflight.accept(content, is_json=is_json, kind=kind, client=client)
         create = partial(
             services.store.create_job,
-            name=checked.name,
-            document=checked.document,
-            resolved=checked.resolved,
-            kind=kind,
+            kind=kind.name,
+            name=accepted.name,
+            document=accepted.document,
+            accepted=accepted.stored_facts(),
             idempotency_key=key,
             request_digest=digest,
         )
-        record = await run_in_threadpool(services.quota.admit, checked.resolved.artifact_bytes, create)
+        record = await run_in_threadpool(services.quota.admit, accepted.artifact_bytes, create)
     else:
         record = found
-    if record.request_digest != digest or record.kind is not kind:
+    if record.request_digest != digest or record.kind != kind.name:
         raise Conflict(
-            f"Idempotency-Key {key!r} was sent before with another body, which created {record.kind.noun} {record.id}; "
-            f"use another key for another {kind.noun}"
+            f"Idempotency-Key {key!r} was sent before with another body, which created "
+            f"{kind_of(record.kind).noun} {record.id}; use another key for another {kind.noun}"
         )
     return record, found is None
 
 
-def cancel(services: Services, study_id: str) -> JobRecord:
-    """Cancel it permanently; its results are kept. Raises Conflict if it has ended in another state."""
+def _cancel(services: Services, job_id: str) -> JobRecord:
+    """Cancel a job permanently; its results are kept. Raises Conflict (409) if it has ended in another state."""
     while True:
-        record = services.store.job(study_id)
+        record = services.store.job(job_id)
         if record.state is JobState.CANCELLED:
             return record
         if record.state.is_finished:
+            noun = kind_of(record.kind).noun
             raise Conflict(
-                f"{record.kind.noun} {study_id} is already {record.state.value}; only a {record.kind.noun} that has "
-                "not ended can be cancelled"
+                f"{noun} {job_id} is already {record.state.value}; only a {noun} that has not ended can be cancelled"
             )
         try:
             # From here on its driver cannot write; what it wrote before is kept.
-            writer = services.store.open_attempt(study_id, because="it was cancelled")
-            if not services.store.job(study_id).state.is_finished:
+            writer = services.store.open_attempt(job_id, because="it was cancelled")
+            if not services.store.job(job_id).state.is_finished:
                 writer.set_state(JobState.CANCELLED, "cancelled by request")
         except StaleAttempt:  # another driver, or another request, was faster
             continue
 
 
-def resume(services: Services, study_id: str) -> JobRecord:
-    """Let one that has FAILED go on from what is stored (results, or the last checkpoint), and one that waits try again
-    now. Nothing is scored again but samples that have become void, because their engine failed a check; with such
-    samples a COMPLETE study goes on, too. What goes on anyway stays as it is. Raises Conflict if it is COMPLETE or
-    CANCELLED."""
-    record = services.store.resume(study_id, reason=RESUMED_BY_REQUEST)
+def _resume(services: Services, job_id: str) -> JobRecord:
+    """Let a failed job continue, or a waiting job try again now.
+
+    The job continues from its stored results or its last checkpoint. Only samples that became void, because their
+    engine failed a check, are scored again; with such samples, a COMPLETE study continues too. A job that continues by
+    itself is not changed. Raises Conflict (409) if the job is COMPLETE or CANCELLED.
+    """
+    record = services.store.resume(job_id, reason=RESUMED_BY_REQUEST)
     if record.state in (JobState.COMPLETE, JobState.CANCELLED):
-        which = {
-            JobKind.SEARCH: "that has FAILED, that waits, or with samples of an engine that failed a check later",
-            JobKind.FINETUNE: "that has FAILED or waits",
-        }
-        noun = record.kind.noun
+        kind = kind_of(record.kind)
         raise Conflict(
-            f"{noun} {study_id} is {record.state.value}; only a {noun} {which[record.kind]} can be resumed; to run it "
-            "again, submit it again"
+            f"{kind.noun} {job_id} is {record.state.value}; only a {kind.noun} {kind.resumable} can be resumed; to run "
+            "it again, submit it again"
         )
     return record
 
 
-VERBS: Mapping[str, Callable[[Services, str], JobRecord]] = {"resume": resume, "cancel": cancel}
+VERBS: Mapping[str, Callable[[Services, str], JobRecord]] = {"resume": _resume, "cancel": _cancel}
 
 
-def add_routes(
-    router: APIRouter, kind: JobKind, *, document: Callable[[Services, JobRecord], Mapping[str, Any]], model: Any
-) -> None:
-    """Add the routes that both kinds have. `document` is what describes one, of the TypedDict `model`."""
-    noun, found = kind.noun, GIVEN[kind]
-
-    def get_log(services: Context, record: JobRecord = found) -> Response:
-        return PlainTextResponse(services.cluster.log(record).encode("utf-8", "replace"))
-
-    async def delete(services: Context, record: JobRecord = found) -> Response:
-        await services.exports.delete_job(record.id)
-        await run_in_threadpool(shutil.rmtree, job_dir(services.data_dir, record.id), ignore_errors=True)
-        await run_in_threadpool(services.artifacts.collect)
-        await run_in_threadpool(collect_sources, services.store, services.artifacts)
-        return Json(DeletedDocument(deleted=record.id))
-
-    def changing(action: Callable[[Services, str], JobRecord]) -> Callable[..., Response]:
-        def change(services: Context, record: JobRecord = found) -> Response:
-            changed = action(services, record.id)
-            services.cluster.wake()
-            return Json(document(services, changed), status_code=202)
-
-        return change
-
-    router.add_api_route(
-        f"{PLACES[kind]}/log",
-        get_log,
-        operation_id=f"get_{kind.value}_log",
-        description=f"The output of the {noun}'s drivers.",
-        response_model=None,
-        responses={200: {"description": "The log.", "content": {"text/plain": {}}}, **refusals(404, 503)},
-    )
-    router.add_api_route(
-        PLACES[kind],
-        delete,
-        methods=["DELETE"],
-        operation_id=f"delete_{kind.value}",
-        description=f"Delete a {noun} that has ended, with its results and files. Others must be cancelled first.",
-        response_model=None,
-        responses={200: {"model": DeletedDocument}, **refusals(404, 409)},
-    )
-    for verb, action in VERBS.items():
-        router.add_api_route(
-            f"{PLACES[kind]}:{verb}",
-            changing(action),
-            methods=["POST"],
-            operation_id=f"{verb}_{kind.value}",
-            description=action.__doc__,
-            status_code=202,
-            response_model=None,
-            responses={
-                202: {"model": model, "description": "Done, now or by an earlier request."},
-                **refusals(404, 409),
-            },
-        )
+def _clean_up(services: Services, job_id: str) -> None:
+    """Delete the files of a deleted job, and those that no job needs any more."""
+    shutil.rmtree(job_dir(services.data_dir, job_id), ignore_errors=True)
+    services.artifacts.collect()
+    for kind in KINDS.values():
+        kind.clean_up(services.store, services.artifacts)

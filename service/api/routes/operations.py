@@ -29,13 +29,13 @@ class ReadinessDocument(TypedDict):
 
 @router.get("/healthz", response_model=None, responses={200: {"model": HealthDocument}})
 async def healthz() -> Response:
-    """The process is alive."""
+    """Report that the server's process is alive."""
     return Json(HealthDocument(status="alive"))
 
 
 @router.get("/readyz", response_model=None, responses={200: {"model": ReadinessDocument}, **refusals(503)})
 def readyz(services: Context) -> Response:
-    """The database responds and studies can make progress. Studies are accepted before that, too."""
+    """Report whether the database responds and jobs can make progress. Jobs are accepted before that, too."""
     services.store.last_event_id("")
     if reason := services.cluster.not_ready():
         raise Unavailable(reason)
@@ -48,7 +48,7 @@ def readyz(services: Context) -> Response:
     responses={200: {"description": "Prometheus' text format.", "content": {"text/plain": {}}}},
 )
 def metrics(services: Context) -> Response:
-    """Studies by state and requests by route."""
+    """Jobs by state and requests by route, as metrics for Prometheus."""
     is_ready = services.cluster.not_ready() is None
     text = prometheus_text(services.store.jobs(), services.requests, is_ready=is_ready)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")

@@ -1,4 +1,4 @@
-"""The results of a study so far: trials, recipes, front, summary, report, plots."""
+"""Routes of a study's results so far: trials, recipes, front, summary, report, plots."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from starlette.responses import HTMLResponse, Response
 
 from search_spaces.preferences import parse_preference
 from service.api.dependencies import MAX_NUMBER, PAGE_HEADERS, Context, Services, Study, TrialNumber
-from service.api.presenters import study_path
 from service.api.problems import Json, Refusal, refusals
 from service.errors import NotFound
+from service.jobs.search.kind import SEARCH
+from service.resolved_study import ResolvedStudy
+from service.results.documents import pareto, trial_document
 from service.results.feasibility import has_constraints
-from service.results.files import pareto, summary, trial_document
 from service.results.preference import choices
 from service.results.report import render_report
 from service.results.series import CHARTS
+from service.results.summary import summary
 from service.schemas.api import PlotsDocument, TrialsDocument
 from service.schemas.files import ParetoDocument, SummaryDocument, TrialDocument
 from service.schemas.recipe import RecipeDocument
@@ -47,7 +49,7 @@ def list_trials(
     limit: Annotated[int, Query(description="Maximum number of trials.", ge=1, le=MAX_PAGE)] = 100,
     state: Annotated[TrialState | None, Query(description="Only trials in this state.")] = None,
 ) -> Response:
-    """Trials by number, a page at a time."""
+    """List the study's trials by number, a page at a time."""
     found: list[TrialRecord] = []
     start = 0 if after is None else after + 1
     while len(found) <= limit:
@@ -58,7 +60,9 @@ def list_trials(
         start = batch[-1].number + 1
     page = found[:limit]
     query: dict[str, Any] = {"limit": limit, **({"state": state} if state else {})}
-    more = f"{study_path(study.id)}/trials?{urlencode({'after': page[-1].number, **query})}" if found[limit:] else None
+    more = (
+        f"{SEARCH.path_of(study.id)}/trials?{urlencode({'after': page[-1].number, **query})}" if found[limit:] else None
+    )
     return Json(TrialsDocument(trials=_documents(services, study, page), next=more))
 
 
@@ -68,7 +72,7 @@ def list_trials(
     responses={200: {"model": TrialDocument}, **refusals(404)},
 )
 def get_trial(study: Study, number: TrialNumber, services: Context) -> Response:
-    """One trial."""
+    """Show one trial."""
     return Json(_documents(services, study, [_trial(services, study, number)])[0])
 
 
@@ -94,8 +98,10 @@ async def get_pareto(
         str | None, Query(description="Weights of the objectives that sum to 1, such as `math=0.6,code=0.4`.")
     ] = None,
 ) -> Response:
-    """The Pareto front: the trials at full budget that no other one dominates. With `prefer`, also the one of them that
-    these weights pick."""
+    """The Pareto front: the trials at full budget that no other one dominates.
+
+    With `prefer`, the document also says which trial of the front these weights pick.
+    """
     document = await services.records.result(study.id, pareto)
     if prefer is not None:
         picked = (await services.records.result(study.id, choices)).preferred(parse_preference(prefer))
@@ -129,8 +135,8 @@ async def get_report(study: Study, services: Context) -> Response:
     responses={200: {"model": PlotsDocument}, **refusals(404)},
 )
 def list_plots(study: Study) -> Response:
-    """The available plots."""
-    path = f"{study_path(study.id)}/plots"
+    """List the available plots."""
+    path = f"{SEARCH.path_of(study.id)}/plots"
     document: PlotsDocument = {
         "plots": [{"name": name, "title": chart.title, "link": f"{path}/{name}"} for name, chart in CHARTS.items()]
     }
@@ -144,17 +150,17 @@ def list_plots(study: Study) -> Response:
 )
 async def get_plot(
     study: Study,
-    name: Annotated[PlotName, Path(description="Which plot.")],
+    name: Annotated[PlotName, Path(description="The name of the plot.")],
     services: Context,
 ) -> Response:
-    """A plot's series as numbers."""
+    """The data series of a plot, as numbers."""
     return Json(await services.records.result(study.id, CHARTS[name].document))
 
 
 def _documents(services: Services, study: JobRecord, trials: Sequence[TrialRecord]) -> list[TrialDocument]:
-    objectives = study.resolved.objectives
+    objectives = ResolvedStudy.of(study).objectives
     # The source models are the first trials; constraints may be relative to them.
-    stop = len(study.resolved.fingerprints) if has_constraints(objectives) else 0
+    stop = len(ResolvedStudy.of(study).fingerprints) if has_constraints(objectives) else 0
     sources = services.store.trials(study.id, start=0, stop=stop) if stop else ()
     return [trial_document(trial, objectives=objectives, sources=sources) for trial in trials]
 

@@ -1,22 +1,23 @@
 """report.html: one self-contained page about a run, made from stored records alone.
 
-Works offline and without scripts, in light and dark mode, on phones and in print; every chart comes with its table.
-
-The series of its charts come from `service.results.series`; its template is report.html.j2.
+The page works offline and without scripts, in light and dark mode, on phones and in print. Every chart has a table with
+its values. The series of the charts come from `service.results.series`; the template is report.html.j2.
 
 - `page`: puts the page together
 - `texts`: the headline, key figures, and how numbers are written
 - `holdout`: the section on held-out data
 - `history`: the section on every finished rung
 - `front`: the section on the Pareto front
-- `hypervolume`: the picture of its volume over the samples spent
-- `descents`: the sections on descents by gradients, and on policies that are learned
-- `races`: the section on who was stopped when
+- `hypervolume`: the picture of the front's hypervolume over the samples spent
+- `descents`: the section on descents by gradients
+- `policies`: the section on policies that a search has trained
+- `races`: the section on stopped trials: at which rung, by which rule
 - `recipe_picture`: the picture of the best recipe
-- `path_picture`: the picture of its layer path
-- `coefficients`: the picture of its coefficients
-- `charts`: plots, forest plots, bars and legends as HTML and SVG
-- `marks`: shapes of marks, and how many are drawn
+- `path_picture`: the picture of the best recipe's layer path
+- `coefficients`: the picture of the best trial's coefficients
+- `charts`: plots, heatmaps, forest plots, bars and legends as HTML and SVG
+- `scales`: scales of charts and their ticks
+- `marks`: shapes and colours of marks, and how many are drawn
 """
 
 from __future__ import annotations

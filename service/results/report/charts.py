@@ -1,33 +1,32 @@
-"""Charts as plain HTML and SVG strings: no scripts, nothing loaded from elsewhere.
+"""Charts as plain HTML and SVG strings, without scripts or external files.
 
-Horizontal positions are percentages and vertical ones pixels, so a chart fills whatever width it gets while its text
-keeps its size. Colours are CSS classes and variables, so that the style sheet handles light and dark mode. Marks have
-a title, which browsers show as a tooltip.
+Horizontal positions are percentages and vertical ones pixels, so a chart fills the width it gets while its text keeps
+its size. Colours are CSS classes and variables, so that the style sheet handles light and dark mode. Marks have a
+title, which browsers show as a tooltip.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from markupsafe import Markup, escape
+
+from service.results.report.scales import Scale
 
 __all__ = [
     "Bar",
     "Cell",
     "Interval",
     "Legend",
-    "Levels",
     "Plot",
-    "Scale",
     "Shape",
     "forest",
     "heatmap",
     "legend",
-    "nice_scale",
     "stacked_bar",
 ]
 
@@ -36,78 +35,30 @@ Shape = Literal["circle", "diamond", "square", "cross"]
 # Outlines around (0, 0) of the shapes that are not circles.
 OUTLINES = {"diamond": "M-5.5 0 0-5.5 5.5 0 0 5.5Z", "square": "M-4-4H4V4H-4Z", "cross": "M-3-3 3 3M-3 3 3-3"}
 
-# Pixels: room for tick labels and axis title under a plot, for tick labels left of it, and above its highest point.
+# Room under a plot for tick labels and axis title, left of it for tick labels, and above its highest point, in pixels.
 BOTTOM, LEFT, TOP = 40, 46, 10
 ROW = 26
 
-# Letters of a heatmap's column names that are shown.
+# Maximum length of a heatmap's column names.
 MAX_HEAD = 13
-
-# Values closer together are drawn as one: a step between them would be too small for a float.
-MIN_RANGE = 1e-300
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Values from `low` to `high` with ticks at multiples of `step`."""
-
-    low: float
-    high: float
-    step: float
-
-    def at(self, value: float) -> float:
-        """Position in [0, 1]; values beyond the ends are drawn at the ends."""
-        return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
-
-    @property
-    def ticks(self) -> tuple[float, ...]:
-        first = math.ceil(self.low / self.step - 1e-9)
-        last = math.floor(self.high / self.step + 1e-9)
-        return tuple(index * self.step for index in range(first, last + 1))
-
-    def text(self, tick: float) -> str:
-        """How a tick is labelled."""
-        decimals = max(0, -math.floor(math.log10(self.step) + 1e-9))
-        return f"{tick + 0.0:,.{decimals}f}"
-
-
-@dataclass(frozen=True)
-class Levels(Scale):
-    """Named values at equal distances: the i-th of `names` is at i + 1."""
-
-    names: tuple[str, ...] = ()
-
-    def text(self, tick: float) -> str:
-        return self.names[round(tick) - 1] if 1 <= round(tick) <= len(self.names) else ""
-
-
-def nice_scale(values: Iterable[float], *, count: int = 5, bounds: tuple[float, float] | None = None) -> Scale:
-    """The scale of about `count` round steps (1, 2 or 5 times a power of ten) that holds all `values`.
-
-    It does not reach beyond `bounds`, unless values do. Without values it runs from 0 to 1."""
-    finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
-    low, high = min(finite), max(finite)
-    if high - low < MIN_RANGE:
-        around = 0.5 * max(abs(low), abs(high)) if max(abs(low), abs(high)) >= MIN_RANGE else 0.5
-        low, high = low - around, high + around
-        if bounds is not None:
-            low, high = max(low, min(bounds[0], finite[0])), min(high, max(bounds[1], finite[0]))
-    raw = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
-    nice_low, nice_high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
-    if bounds is not None:
-        nice_low, nice_high = max(nice_low, min(bounds[0], low)), min(nice_high, max(bounds[1], high))
-    return Scale(nice_low, nice_high, step)
 
 
 class Plot:
-    """Builds an x-y chart: add marks in painting order, then `render`."""
+    """Builder of an x-y chart: add marks in painting order, then `render`."""
 
     def __init__(
         self, x: Scale, y: Scale, *, label: str, x_title: str = "", y_title: str = "", height: int = 280
     ) -> None:
-        """`label` describes the chart in a sentence, for screen readers."""
+        """Start an empty chart.
+
+        Args:
+            x: Horizontal scale.
+            y: Vertical scale.
+            label: Sentence that describes the chart to screen readers.
+            x_title: Title of the horizontal axis.
+            y_title: Title above the vertical axis.
+            height: Height in pixels.
+        """
         self.x, self.y, self.height = x, y, height
         self._label, self._x_title, self._y_title = label, x_title, y_title
         self._parts: list[str] = []
@@ -143,27 +94,27 @@ class Plot:
         )
 
     def steps(self, points: Sequence[tuple[float, float]], *, css: str) -> None:
-        """A staircase through `points`: from each along x, then along y to the next."""
+        """Draw a staircase through `points`: from each along x, then along y to the next."""
         for (x1, y1), (x2, y2) in itertools.pairwise(points):
             self.line(x1, y1, x2, y1, css=css)
             self.line(x2, y1, x2, y2, css=css)
 
     def bar(self, x1: float, x2: float, y: float, *, css: str, style: str = "", title: str = "") -> None:
-        """A level line from x1 to x2."""
+        """Draw a horizontal line from x1 to x2."""
         tip = f"<title>{escape(title)}</title>" if title else ""
         look = f'class="{css}"' + (f' style="{style}"' if style else "")
         at = self._y(y)
         self._parts.append(f'<line x1="{self._x(x1)}" x2="{self._x(x2)}" y1="{at}" y2="{at}" {look}>{tip}</line>')
 
     def curve(self, points: Sequence[tuple[float, float]], *, css: str, style: str = "") -> None:
-        """Straight lines from each of `points` to the next."""
+        """Draw straight lines from each of `points` to the next."""
         look = f'class="{css}"' + (f' style="{style}"' if style else "")
         for (x1, y1), (x2, y2) in itertools.pairwise(points):
             ends = f'x1="{self._x(x1)}" y1="{self._y(y1)}" x2="{self._x(x2)}" y2="{self._y(y2)}"'
             self._parts.append(f"<line {ends} {look}/>")
 
     def text(self, x: float, y: float, text: str, *, css: str = "note", dy: float = 0) -> None:
-        """Beside the point (x, y), on the side where there is room."""
+        """Write text beside the point (x, y), on the side where there is room."""
         # A letter takes about 2.5 % of the narrowest plots.
         is_right = self.x.at(x) + 0.025 * len(text) > 1.02
         anchor, dx = ("end", -9) if is_right else ("start", 9)
@@ -198,8 +149,10 @@ class Plot:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a heatmap: `share` in [-1, 1] is its colour, from one extreme over none to the other. It spans `span`
-    columns."""
+    """Cell of a heatmap, `span` columns wide.
+
+    `share` in [-1, 1] is its colour: 0 is no colour, -1 and 1 are the two extremes.
+    """
 
     column: int
     share: float
@@ -210,7 +163,10 @@ class Cell:
 def heatmap(
     rows: Sequence[tuple[str, Sequence[Cell]]], columns: Sequence[str], *, label: str, row_height: int = 18
 ) -> Markup:
-    """Named rows of cells under named columns, whose names are cut where they are long."""
+    """Draw named rows of cells under named columns.
+
+    Long column names are cut.
+    """
     width = 12 + 7 * max((len(name) for name, _ in rows), default=0)
     heads = [name if len(name) <= MAX_HEAD else f"{name[: MAX_HEAD - 1]}…" for name in columns]
     top = 14 + 5 * max((len(name) for name in heads), default=0)
@@ -242,7 +198,7 @@ def heatmap(
 
 @dataclass(frozen=True)
 class Interval:
-    """A row of a forest plot. `css` classes its marks, e.g. by origin."""
+    """Row of a forest plot; `css` classes its marks, for example by origin."""
 
     label: str
     value: float
@@ -261,9 +217,16 @@ def forest(
     with_bars: bool = False,
     label_width: int = 150,
 ) -> Markup:
-    """One row per interval: its label, a line from low to high, a dot at the value; with a dashed line at `reference`.
+    """Draw a forest plot: for each row its label, a line from low to high, and a dot at the value.
 
-    `with_bars` draws a bar from the left end of the scale to each value."""
+    Args:
+        rows: The intervals.
+        scale: Horizontal scale.
+        label: Sentence that describes the chart to screen readers.
+        reference: Value at which a dashed line is drawn.
+        with_bars: Draw a bar from the left end of the scale to each value.
+        label_width: Width of the labels in pixels.
+    """
     height = ROW * len(rows) + 26
     base = height - 24
 
@@ -299,7 +262,7 @@ def forest(
 
 @dataclass(frozen=True)
 class Bar:
-    """A part of a stacked bar; `share` is in [0, 1]."""
+    """Part of a stacked bar; `share` is in [0, 1]."""
 
     label: str
     share: float
@@ -307,7 +270,7 @@ class Bar:
 
 
 def stacked_bar(parts: Sequence[Bar]) -> Markup:
-    """Parts side by side, as wide as their shares."""
+    """Draw parts side by side, as wide as their shares."""
     pieces = "".join(
         f'<i style="width:{100 * part.share:.2f}%;{part.style}" title="{escape(part.label)} {part.share:.0%}"></i>'
         for part in parts
@@ -318,7 +281,7 @@ def stacked_bar(parts: Sequence[Bar]) -> Markup:
 
 @dataclass(frozen=True)
 class Legend:
-    """One entry of a legend: a mark as it is drawn in the chart, and what it means."""
+    """Entry of a legend: a mark as it is drawn in the chart, and its meaning."""
 
     label: str
     css: str

@@ -1,4 +1,4 @@
-"""The picture of the best trial's coefficients: one heatmap for each expert, layers by parts of a layer."""
+"""Picture of the best trial's coefficients: one heatmap for each expert, layers by components."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["coefficients_picture"]
 # A heatmap paints at most this many layers, and a report this many heatmaps.
 MAX_LAYERS, MAX_EXPERTS = 128, 16
 
-# Pixels: of a row, and of all rows of a heatmap together.
+# Height of a row, and the largest height of all rows of a heatmap together, in pixels.
 ROW, MAX_HEIGHT = 18, 560
 
 
 def coefficients_picture(run: RunRecord) -> dict[str, Any] | None:
-    """What the template draws; None where the best trial has no coefficients in layers."""
+    """Data that the template draws; None where the best trial has no coefficients in layers."""
     found = coefficients(run).values
     layers = sorted({c.layer for c in found if c.layer is not None})
     if not layers:
@@ -46,7 +46,7 @@ def coefficients_picture(run: RunRecord) -> dict[str, Any] | None:
 def _heatmap(
     expert: str, found: Sequence[Coefficient], layers: Sequence[int], columns: Sequence[str], largest: float
 ) -> Any:
-    """Layers from the input to the output; what is outside of them before and after, as in `found`."""
+    """Heatmap of an expert: layers from input to output, with coefficients outside of layers before and after."""
     inside = [index for index, c in enumerate(found) if c.layer is not None]
     shown = evenly(layers, MAX_LAYERS)
     column_of = {name: index for index, name in enumerate(columns)}
@@ -72,7 +72,7 @@ def _heatmap(
 
 
 def _short(part: str) -> str:
-    """The last words of a tensor's name."""
+    """Last words of a tensor's name."""
     return part.rpartition(".")[2] if part.count(".") <= 1 else ".".join(part.split(".")[-2:])
 
 

@@ -1,4 +1,4 @@
-"""The sections on what searchers compute beside scores: the losses of descents, and the outcomes of policies."""
+"""The section on descents by gradients: losses of the batches, and the points that became trials."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from typing import Any
 from markupsafe import Markup
 
 from service.results.record import RunRecord
-from service.results.report.charts import Legend, Plot, Scale, legend, nice_scale
-from service.results.report.marks import MAX_ROWS, evenly
+from service.results.report.charts import Legend, Plot, legend
+from service.results.report.marks import MAX_ROWS, NUM_COLOURS, evenly
+from service.results.report.scales import Scale, nice_scale
 from service.results.report.texts import number_text
 from service.results.series.descents import DescentSeries, DescentStep, descents
-from service.results.series.policies import PolicySeries, policies
 
-__all__ = ["descents_section", "policies_section"]
+__all__ = ["descents_section"]
 
-NUM_COLOURS = 8
 
-# A loss is drawn as the mean of so many gradients: batches differ.
+# Number of gradients over which losses are averaged, since batches differ.
 WINDOW = 4
 
-# Points of a line, and descents that the chart names.
+# Maximum number of points of all lines together, and of descents that the chart names.
 MAX_STEPS, MAX_NAMED = 600, 24
 
 
 def descents_section(run: RunRecord) -> dict[str, Any] | None:
-    """What the template draws of the descents; None if there was none."""
+    """Data that the template draws of the descents; None if there was none."""
     found = [descent for descent in descents(run).descents if descent.steps]
     if not found:
         return None
@@ -84,7 +83,11 @@ def _chart(found: Sequence[DescentSeries], names: Sequence[str], colours: dict[s
 
 
 def _smooth(steps: Sequence[DescentStep]) -> list[tuple[int, dict[str, float], float]]:
-    """Each gradient's number, and the means over it and those before it: of each objective's loss and of the sum."""
+    """Moving means over the last WINDOW gradients.
+
+    Returns:
+        For each gradient its number, the mean loss by objective, and the mean of the weighted sum.
+    """
 
     def window(index: int) -> Sequence[DescentStep]:
         return steps[max(0, index + 1 - WINDOW) : index + 1]
@@ -120,65 +123,3 @@ def _ranges(numbers: Sequence[int]) -> Iterator[str]:
             first, last = numbers[start], numbers[index - 1]
             yield str(first) if first == last else f"{first} to {last}"
             start = index
-
-
-def policies_section(run: RunRecord) -> dict[str, Any] | None:
-    """What the template draws of the policies; None if there was none."""
-    found = [policy for policy in policies(run).policies if policy.iterations]
-    if not found:
-        return None
-    names = [objective.name for objective in run.objectives]
-    mean = Legend("mean of an iteration", "loss", "line", style=_colour(0))
-    entries = [mean, Legend("one standard deviation", "range", "line")] if len(found) == 1 else [mean]
-    return {
-        "chart": _curves(found),
-        "legend": legend(entries),
-        "names": names,
-        "num_policies": len(found),
-        "num_iterations": sum(len(policy.iterations) for policy in found),
-        "rows": [_policy_row(policy, names) for policy in found[:MAX_ROWS]],
-    }
-
-
-def _colour(number: int) -> str:
-    return f"stroke:var(--c{number % NUM_COLOURS})"
-
-
-def _curves(found: Sequence[PolicySeries]) -> Markup:
-    """The mean outcome over the iterations of each policy; of one alone the spread too."""
-    every = [(each.outcome, each.outcome_std) for policy in found for each in policy.iterations]
-    spread = len(found) == 1
-    values = [value for mean, std in every for value in ((mean - std, mean + std) if spread else (mean,))]
-    last = max(len(policy.iterations) for policy in found)
-    plot = Plot(
-        Scale(0, max(last, 1), max(1.0, nice_scale((0, last), count=8).step)),
-        nice_scale([0.0, *values]),
-        label="mean outcome of the trials over the iterations of each policy",
-        x_title="iteration of a policy",
-        y_title="outcome",
-        height=300,
-    )
-    for number, policy in enumerate(found):
-        points = [(float(turn), each.outcome) for turn, each in enumerate(policy.iterations, start=1)]
-        if spread:
-            for turn, each in enumerate(policy.iterations, start=1):
-                low, high = each.outcome - each.outcome_std, each.outcome + each.outcome_std
-                plot.line(turn, low, turn, high, css="range")
-        plot.curve(evenly(points, MAX_STEPS), css="loss", style=_colour(number))
-        for (place, outcome), each in zip(points, policy.iterations, strict=True):
-            what = f"{number_text(outcome)}, {number_text(each.length)} layers"
-            title = f"{policy.name}, iteration {each.iteration}: {what}"
-            plot.point(place, outcome, css="mark front", title=title, size=2)
-    return plot.render()
-
-
-def _policy_row(policy: PolicySeries, names: Sequence[str]) -> dict[str, Any]:
-    first, last = policy.iterations[0], policy.iterations[-1]
-    return {
-        "name": policy.name,
-        "preference": [number_text(policy.preference[name]) if name in policy.preference else "any" for name in names],
-        "num_iterations": len(policy.iterations),
-        "first": first.outcome,
-        "last": last.outcome,
-        "length": last.length,
-    }

@@ -1,4 +1,4 @@
-"""The section on the Pareto front: a chart of each pair of objectives, or of the only one the best trials as bars."""
+"""The section on the Pareto front: a chart for each pair of objectives, or bars for a single one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from markupsafe import Markup
 
 from search_spaces.objectives import Costs, Objective, dominates
 from service.results.record import RunRecord
-from service.results.report.charts import Interval, Legend, Plot, forest, legend, nice_scale
+from service.results.report.charts import Interval, Legend, Plot, forest, legend
 from service.results.report.marks import MAX_POINTS, MAX_ROWS, SHAPES, evenly
+from service.results.report.scales import nice_scale
 from service.results.report.texts import number_text, point_name
 from service.results.series.front import FrontPoint, front
 from service.results.statistics import Z
@@ -20,12 +21,12 @@ from service.types import Origin
 
 __all__ = ["front_section"]
 
-# Charts of at most this many pairs of objectives.
+# Maximum number of pairs of objectives that have a chart.
 MAX_PAIRS = 10
 
 
 def front_section(run: RunRecord) -> dict[str, Any] | None:
-    """What the template draws of the trials at full budget; None before there is one."""
+    """Data that the template draws of the trials at full budget; None before there is one."""
     plot = front(run)
     if not plot.points:
         return None
@@ -41,8 +42,8 @@ def front_section(run: RunRecord) -> dict[str, Any] | None:
         entries = [
             Legend("on the front", "mark front"),
             Legend("dominated", "mark dominated"),
-            Legend("base or expert", "mark source", "diamond"),
-            Legend("published recipe", "mark published", "square"),
+            Legend("baseline: source model", "mark source", "diamond"),
+            Legend("baseline: published recipe", "mark published", "square"),
             Legend("front of this pair", "frontline", "line"),
         ]
     return {
@@ -58,7 +59,7 @@ def front_section(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _ranking_chart(points: Sequence[FrontPoint], objective: Objective) -> Markup:
-    """One objective: the ten best proposals, every source and published recipe, as bars with intervals."""
+    """Bars with intervals for one objective: the ten best proposals, and every baseline."""
     ranked = sorted(points, key=lambda point: (objective.cost_of_stored(point.values[objective.name]), point.trial))
     proposed = [point.trial for point in ranked if point.origin == Origin.SEARCH][:10]
     low, high = objective.bounds
@@ -69,13 +70,13 @@ def _ranking_chart(points: Sequence[FrontPoint], objective: Objective) -> Markup
             ends = _ends(point, objective)
             intervals.append(Interval(point_name(point), point.values[objective.name], ends[0], ends[1], css=css))
     scale = nice_scale([low, *(interval.high for interval in intervals)], bounds=(low, high))
-    label = f"{objective.name} of the best trials, sources and published recipes with 95 % intervals"
+    label = f"{objective.name} of the best trials and the baselines, with 95 % intervals"
     return forest(intervals, scale, label=label, with_bars=True)
 
 
 def _pair_chart(points: Sequence[FrontPoint], x: Objective, y: Objective) -> Markup:
     shown = _thinned(points)
-    # Wide intervals of marks at the rim would shrink the rest: the scales hold every interval of the front only.
+    # The scales hold the intervals of the front only: wide intervals of other points would shrink the rest.
     scales = [
         nice_scale(
             [point.values[o.name] for point in shown]
@@ -110,10 +111,10 @@ def _pair_chart(points: Sequence[FrontPoint], x: Objective, y: Objective) -> Mar
 
 
 def _ends(point: FrontPoint, objective: Objective) -> tuple[float, float]:
-    """The ends of the point's 95 % interval, inside the objective's range."""
+    """Ends of the point's 95 % interval, inside the objective's range."""
     value, error = point.values[objective.name], point.standard_errors.get(objective.name, 0.0)
     low, high = objective.bounds
-    if error is None:  # of one sample, which leaves all values possible
+    if error is None:  # a single sample leaves all values possible
         return min(low, value), max(high, value)
     return max(low, value - Z * error), min(high, value + Z * error)
 
@@ -125,7 +126,7 @@ def _thinned(points: Sequence[FrontPoint]) -> list[FrontPoint]:
 
 
 def _pair_front(points: Sequence[FrontPoint], x: Objective, y: Objective) -> list[tuple[float, float]]:
-    """The values that none beats in both objectives, along x from its best end: a staircase of what is attained."""
+    """Values that no point beats in both objectives, sorted along x from its better end, to be drawn as a staircase."""
     costs: dict[Costs, tuple[float, float]] = {}
     for point in points:
         values = point.values[x.name], point.values[y.name]

@@ -1,4 +1,4 @@
-"""The section on the history: every finished rung of every trial by its number, and the best so far."""
+"""The section on the history: every finished rung by trial number, and the best trial so far."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from markupsafe import Markup
 from service.results.feasibility import sources_of, violations
 from service.results.format import sample_count, violation_text
 from service.results.record import RunRecord
-from service.results.report.charts import Legend, Plot, Scale, legend, nice_scale
+from service.results.report.charts import Legend, Plot, legend
 from service.results.report.marks import MAX_POINTS, MAX_ROWS, SHAPES, evenly
+from service.results.report.scales import Scale, nice_scale
 from service.results.report.texts import number_text, point_name
 from service.results.selection import full_budget_trials
 from service.results.series.history import HistoryPoint, HistorySeries, history
@@ -25,7 +26,7 @@ MAX_FAILED = 300
 
 
 def history_section(run: RunRecord) -> dict[str, Any] | None:
-    """What the template draws of the search; None before the first rung is finished."""
+    """Data that the template draws of the search; None before the first rung is finished."""
     plot = history(run)
     num_rungs = max((rung.rung for trial in run.trials for rung in trial.rungs), default=-1) + 1
     if num_rungs == 0:
@@ -43,8 +44,8 @@ def history_section(run: RunRecord) -> dict[str, Any] | None:
         for rung in range(num_rungs)
     ]
     entries += [
-        Legend("base or expert", "mark source", "diamond"),
-        Legend("published recipe", "mark published", "square"),
+        Legend("baseline: source model", "mark source", "diamond"),
+        Legend("baseline: published recipe", "mark published", "square"),
         Legend("best so far at full budget", "record", "line"),
     ]
     if plot.failed:

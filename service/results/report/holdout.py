@@ -1,4 +1,4 @@
-"""The section on held-out data: a forest plot of each objective and of their mean, and the table."""
+"""The section on held-out data: a forest plot for each objective and for their mean, and the table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 from service.results.format import sort_holdout, violation_text
 from service.results.record import RunRecord
-from service.results.report.charts import Interval, Legend, forest, legend, nice_scale
+from service.results.report.charts import Interval, Legend, forest, legend
+from service.results.report.scales import nice_scale
 from service.results.report.texts import interval_text, row_name
 from service.results.series.holdout import holdout
 
@@ -14,7 +15,7 @@ __all__ = ["holdout_section"]
 
 
 def holdout_section(run: RunRecord, *, best: int | None) -> dict[str, Any] | None:
-    """What the template draws of the held-out stage, with trial `best` marked; None before that stage."""
+    """Data that the template draws of the held-out stage, with trial `best` marked; None before that stage."""
     rows = sort_holdout(holdout(run).rows)
     if not rows:
         return None
@@ -65,8 +66,8 @@ def holdout_section(run: RunRecord, *, best: int | None) -> dict[str, Any] | Non
             [
                 Legend("best on search data", "dot best"),
                 Legend("finalist", "dot search"),
-                Legend("base or expert", "dot source"),
-                Legend("published recipe", "dot published"),
+                Legend("baseline: source model", "dot source"),
+                Legend("baseline: published recipe", "dot published"),
             ]
         ),
     }

@@ -8,8 +8,9 @@ from typing import Any
 from markupsafe import Markup
 
 from service.results.record import RunRecord
-from service.results.report.charts import Legend, Plot, Scale, legend, nice_scale
+from service.results.report.charts import Legend, Plot, legend
 from service.results.report.marks import MAX_POINTS, MAX_ROWS, SHAPES, evenly
+from service.results.report.scales import Scale, nice_scale
 from service.results.report.texts import number_text
 from service.results.series.hypervolume import HypervolumePoint, hypervolume
 from service.types import Origin
@@ -18,7 +19,7 @@ __all__ = ["hypervolume_picture"]
 
 
 def hypervolume_picture(run: RunRecord) -> dict[str, Any] | None:
-    """What the template draws; None with one objective, and before a trial has reached the full budget."""
+    """Data that the template draws; None with one objective, and before a trial has reached the full budget."""
     plot = hypervolume(run)
     if not plot.points:
         return None
@@ -26,9 +27,9 @@ def hypervolume_picture(run: RunRecord) -> dict[str, Any] | None:
     entries = [
         Legend("hypervolume so far", "record", "line"),
         Legend("a trial that is new on the front", "mark front"),
-        Legend("base or expert", "mark source", "diamond"),
-        Legend("published recipe", "mark published", "square"),
-        Legend("sources and published recipes are scored", "reference", "line"),
+        Legend("baseline: source model", "mark source", "diamond"),
+        Legend("baseline: published recipe", "mark published", "square"),
+        Legend("baselines are scored", "reference", "line"),
     ]
     return {
         "chart": _chart(plot.points, news, plot.baselines_spent),

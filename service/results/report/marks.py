@@ -1,6 +1,6 @@
-"""What charts of many trials share: the shape of a trial's mark, and how many marks are drawn.
+"""Marks of charts with many trials: their shapes and colours, and how many are drawn.
 
-Large studies are drawn from a sample of their points; the table says where the rest is.
+Large studies are drawn from a sample of their points. The table under a chart says where the other points are.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from typing import TypeVar
 from service.results.report.charts import Shape
 from service.types import Origin
 
-__all__ = ["MAX_POINTS", "MAX_ROWS", "SHAPES", "evenly"]
+__all__ = ["MAX_POINTS", "MAX_ROWS", "NUM_COLOURS", "SHAPES", "evenly"]
 
 T = TypeVar("T")
 
 # A chart paints at most this many points, the most that stay distinguishable; a table lists this many rows.
 MAX_POINTS = 1500
 MAX_ROWS = 200
+
+# Colours of the style sheet for models, objectives and lines (`--c0` to `--c7`), and for methods (`--m0` to `--m7`).
+NUM_COLOURS = 8
 
 SHAPES: dict[Origin, Shape] = {
     Origin.SOURCE: "diamond",

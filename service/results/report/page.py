@@ -11,22 +11,23 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from service.results.files import summary
 from service.results.format import duration, sample_count, search_sentences
 from service.results.record import RunRecord
 from service.results.report.charts import Bar, stacked_bar
 from service.results.report.coefficients import coefficients_picture
-from service.results.report.descents import descents_section, policies_section
+from service.results.report.descents import descents_section
 from service.results.report.front import front_section
 from service.results.report.history import history_section
 from service.results.report.holdout import holdout_section
 from service.results.report.hypervolume import hypervolume_picture
 from service.results.report.path_picture import path_picture
+from service.results.report.policies import policies_section
 from service.results.report.races import races_section
 from service.results.report.recipe_picture import recipe_picture
 from service.results.report.texts import headline, key_figures, number_text, trial_name
 from service.results.selection import best_trial
 from service.results.series.budget import budget
+from service.results.summary import summary
 from service.schemas.files import ConstraintDocument
 from service.types import Origin
 
@@ -36,7 +37,10 @@ TEMPLATES = Path(__file__).parent
 
 
 def render_report(run: RunRecord) -> str:
-    """The page as one HTML document. Works at any stage of a run: a sentence replaces what is not there yet."""
+    """Render the report as one HTML document.
+
+    It can be rendered at any stage of a run; a sentence replaces each part that is not available yet.
+    """
     document = summary(run)
     best = best_trial(run.trials, run.objectives)
     return template("report.html.j2").render(
@@ -68,7 +72,7 @@ def render_report(run: RunRecord) -> str:
 
 @cache
 def template(name: str) -> jinja2.Template:
-    """A page in this style, by its file here: the report of a study, or one that extends it."""
+    """Template of a page in the report's style, by its file in this directory."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -98,7 +102,7 @@ def _settings(run: RunRecord, constraints: Sequence[ConstraintDocument]) -> list
 
 
 def _savings(run: RunRecord) -> dict[str, Any]:
-    """What multi-fidelity saved, and how far trials went."""
+    """Samples that low rungs saved, and the number of trials that reached each rung."""
     plot = budget(run)
     searched = (trial for trial in run.trials if trial.origin is Origin.SEARCH)
     sizes = {rung.rung: sample_count(rung.num_samples) for trial in searched for rung in trial.rungs}

@@ -1,4 +1,4 @@
-"""The picture of the best trial's layer path: a row for each model, a column for each position, scales by colour."""
+"""Picture of the best trial's layer path: rows are models, columns positions, colours scales."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from service.results.series.path import PathPlot, PathStep, path
 
 __all__ = ["path_picture"]
 
-# Pixels of a cell, and above the first row.
+# Width and height of a cell, and room above the first row, in pixels.
 WIDTH, HEIGHT, TOP = 24, 26, 18
 
-# Scales this far from 1 have the full colour: the ends of the ranges that are searched.
+# Distance from 1 at which a scale has the full colour: the searched ranges end there.
 FAR = 0.5
 
 MERGED = "merged"
 
 
 def path_picture(run: RunRecord) -> dict[str, Any] | None:
-    """What the template draws; None where the best trial has one model's layers as they are."""
+    """Data that the template draws; None if the best trial has one model's layers in their original order."""
     plot = path(run)
     if plot.is_plain:
         return None
@@ -67,7 +67,7 @@ def _drawing(plot: PathPlot) -> Markup:
 
 
 def _cell(step: PathStep, x: float, y: float) -> str:
-    """A box with the number of the layer, coloured by its scale; a line under it by the factor of its weights."""
+    """Box with the layer's number, coloured by its output scale; a line under it is coloured by its weights' scale."""
     layer = "" if step.layer is None else str(step.layer)
     title = f"position {step.position}: {step.model or MERGED}{f', layer {layer}' if layer else ''}"
     title += f", output times {step.scale:.3f}" if step.scale != 1 else ""

@@ -1,4 +1,4 @@
-"""The section on races: how far each proposed trial came, and what stopped it."""
+"""The section on races: the rungs that each proposed trial reached, and the rule that stopped it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 from markupsafe import Markup
 
 from service.results.record import RunRecord
-from service.results.report.charts import Legend, Levels, Plot, Scale, legend, nice_scale
-from service.results.report.marks import evenly
+from service.results.report.charts import Legend, Plot, legend
+from service.results.report.marks import NUM_COLOURS, evenly
+from service.results.report.scales import Levels, Scale, nice_scale
 from service.results.report.texts import number_text
 from service.results.series.races import RaceEntry, races
 
 __all__ = ["races_section"]
 
-NUM_COLOURS = 8
 
 # A chart draws at most this many trials.
 MAX_TRIALS = 500
 
 
 def races_section(run: RunRecord) -> dict[str, Any] | None:
-    """What the template draws; None where a search has one rung, or no trial has been looked at."""
+    """Data that the template draws; None where a search has one rung, or no trial has finished a rung."""
     plot = races(run)
     looked = [entry for entry in plot.trials if entry.looks]
     if len(plot.samples) < 2 or not looked:
@@ -55,7 +55,7 @@ def _chart(shown: Sequence[RaceEntry], samples: Sequence[int], colours: dict[str
     plot = Plot(
         Scale(first - 1, last + 1, step),
         Levels(0, len(samples) + 0.3, 1, names=tuple(f"{count:,}" for count in samples)),
-        label="how many samples each proposed trial was scored on, and what stopped it",
+        label="number of samples that each proposed trial was scored on, and the rule that stopped it",
         x_title="trial",
         y_title="samples of each objective",
         height=70 + 44 * len(samples),
@@ -83,7 +83,7 @@ def _chart(shown: Sequence[RaceEntry], samples: Sequence[int], colours: dict[str
 
 
 def _rows(entries: Sequence[RaceEntry], samples: Sequence[int]) -> list[dict[str, Any]]:
-    """By rung: how many trials were looked at there, and how many of them each rule stopped."""
+    """Row of each rung: the number of trials scored there, and how many of them each rule stopped."""
     rows = []
     for rung, count in enumerate(samples):
         here = [entry for entry in entries if entry.looks and entry.looks[-1].rung == rung and entry.end == "stopped"]

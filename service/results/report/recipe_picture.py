@@ -1,6 +1,6 @@
-"""A recipe as a picture: layers by components, coloured by method, with every model's share.
+"""Picture of a recipe: layers by components, coloured by method, with every model's share.
 
-Prepares what report.html.j2 draws; independent of trials and scores.
+It depends on the recipe alone, not on trials and scores.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from markupsafe import Markup
 
 from search_spaces.recipe import COMPONENTS, Component, Merge, Recipe
 from service.results.report.charts import Bar, Legend, legend, stacked_bar
+from service.results.report.marks import NUM_COLOURS
 from service.results.series.recipe import layer_runs, model_shares
 
 __all__ = ["recipe_picture"]
 
-NUM_COLOURS = 8
 # These have the same colour in every report, the first one grey.
 USUAL_METHODS = ("passthrough", "task_arithmetic", "ties", "linear", "slerp")
 
 
 def recipe_picture(recipe: Recipe, *, experts: Sequence[str] = ()) -> dict[str, Any]:
-    """What the template draws of a recipe. `experts` are aliases in the order to show them in; others follow."""
+    """Data that the template draws of a recipe.
+
+    `experts` are aliases in the order in which they are shown; other models follow.
+    """
     models = list(dict.fromkeys([recipe.base, *experts, *recipe.models]))
     colours = dict.fromkeys(models[:1], "var(--base)")
     colours |= {alias: f"var(--c{index % NUM_COLOURS})" for index, alias in enumerate(models[1:])}
@@ -79,7 +82,7 @@ def _symbol(name: str) -> str:
 
 
 def _source_texts(merge: Merge) -> Iterator[tuple[str, str]]:
-    """Each source's model and its own coefficient, where it has one."""
+    """Model of each source, with its own coefficient as text where it has one."""
     per_source = [value for value in merge.coefficients.values() if isinstance(value, tuple)]
     for index, source in enumerate(merge.sources):
         text = " ".join(f"{value[index]:.2f}" for value in per_source)

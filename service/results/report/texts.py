@@ -1,4 +1,4 @@
-"""The report's words and numbers: how values and trials are written, and the headline with the figures under it."""
+"""Texts of the report: values and names of trials, the headline, and the key figures."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ __all__ = ["headline", "interval_text", "key_figures", "number_text", "point_nam
 
 
 def number_text(value: float | None, *, signed: bool = False) -> str:
+    """Value with three decimals as text, "n/a" for None."""
     if value is None:
         return "n/a"
     text = f"{value:+.3f}" if signed else f"{value:.3f}" if abs(value) < 1000 else f"{value:,.0f}"
@@ -20,29 +21,33 @@ def number_text(value: float | None, *, signed: bool = False) -> str:
 
 
 def interval_text(estimate: EstimateDocument) -> str:
+    """Value with its 95 % interval as text."""
     low, high = (number_text(limit) for limit in estimate["ci95"])
     return f"{number_text(estimate['value'])} [{low}, {high}]"
 
 
 def trial_name(trial: TrialRecord) -> str:
+    """Name of a trial: its number, or the label of a baseline."""
     return f"trial {trial.number}" if trial.origin is Origin.SEARCH else trial.label
 
 
 def point_name(point: HistoryPoint | FrontPoint) -> str:
+    """Name of a chart's point: the trial's number, or the label of a baseline."""
     return f"trial {point.trial}" if point.origin == Origin.SEARCH else point.label
 
 
 def row_name(row: HoldoutDocument) -> str:
+    """Name of a held-out row: the trial's number, or the label of a baseline."""
     return f"trial {row['trial']}" if row["origin"] == Origin.SEARCH else row["label"]
 
 
 def _score(row: HoldoutDocument) -> EstimateDocument | None:
-    """The estimate that rows are ranked by: the mean, or the only objective's value."""
+    """Estimate that rows are ranked by: the mean, or the value of the only objective."""
     return row["mean"] or (next(iter(row["values"].values())) if len(row["values"]) == 1 else None)
 
 
 def headline(document: SummaryDocument) -> str:
-    """What the run found, in two sentences."""
+    """Result of the run in two sentences."""
     best = document["best"]
     if best is None:
         return "No trial has reached the full budget yet."
@@ -60,7 +65,7 @@ def headline(document: SummaryDocument) -> str:
 
 
 def key_figures(run: RunRecord, document: SummaryDocument) -> list[tuple[str, str, str]]:
-    """(what, figure, note) for the band under the headline."""
+    """Key figures under the headline, each as (name, figure, note)."""
     figures = []
     best = document["best"]
     if best is not None:

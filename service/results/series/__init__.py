@@ -1,19 +1,19 @@
-"""The data series of charts: computed once per chart, drawn by the report and served as JSON by the API.
+"""Data series of charts, computed once for the report and the API.
 
-Every module here that declares a chart with `@chart` is found automatically.
+A module here that declares a chart with `@chart` is found automatically.
 
 - `base`: the `Chart` class and the `@chart` decorator
 - `history`: every finished rung, and the best trial so far
 - `front`: trials at full budget, and the Pareto front
 - `holdout`: held-out estimates
-- `recipe`: how the best trial is merged
-- `budget`: how far trials went, and what they cost
+- `recipe`: the merge of the best trial
+- `budget`: rungs that trials reached, and samples that they cost
 - `descents`: losses over the gradients of each descent
 - `policies`: the outcomes of the iterations of each policy that is learned
 - `coefficients`: the best trial's coefficients by layer, component and expert
-- `path`: which layer of which model the best trial has at which position, with its scales
-- `races`: who was stopped when, and by which rule
-- `hypervolume`: that of the front, over the samples spent
+- `path`: the layer path of the best trial, with its scales
+- `races`: trials that were stopped early, with rung and rule
+- `hypervolume`: the hypervolume of the front, over the samples spent
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A chart: a function that computes data series from a run, with a name and a title."""
+"""The `Chart` class: a function that computes data series from a run, with a name and a title."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ Series = TypeVar("Series")
 
 @dataclass(frozen=True)
 class Chart(Generic[Series]):
-    """Calling a chart with a run computes its series: a frozen dataclass, whose fields are the keys of the API's JSON.
+    """Function that computes the data series of a chart from a run.
 
-    `place` orders the charts in lists."""
+    The series is a frozen dataclass; its fields are the keys of the API's JSON. `place` orders the charts in lists.
+    """
 
     compute: Callable[[RunRecord], Series]
     place: int
@@ -45,12 +46,15 @@ class Chart(Generic[Series]):
         return TypeAdapter(self.series_type)
 
     def document(self, run: RunRecord) -> Any:
-        """The series of `run` as JSON types, without the fields that are declared with `exclude`."""
+        """Series of `run` as JSON types, without the fields that are declared with `exclude`."""
         return self._adapter.dump_python(self(run))
 
 
 def chart(*, place: int) -> Callable[[Callable[[RunRecord], Series]], Chart[Series]]:
-    """Declare a chart: the function's name is the chart's, its docstring the title, its return type the series."""
+    """Declare a chart.
+
+    The function's name is the chart's name, its docstring the title, its return type the series.
+    """
 
     def declare(compute: Callable[[RunRecord], Series]) -> Chart[Series]:
         return Chart(compute, place)

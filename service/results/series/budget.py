@@ -1,4 +1,4 @@
-"""The cost of a search: how far the searched trials went, and how many samples were scored."""
+"""Cost of a search: the rungs that its trials reached, and the samples that were scored."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from service.results.files import samples_document
+from service.results.documents import samples_document
 from service.results.record import RunRecord
 from service.results.series.base import chart
 from service.schemas.files import Number
@@ -19,13 +19,13 @@ __all__ = ["BudgetPlot", "BudgetRung", "budget"]
 @dataclass(frozen=True)
 class BudgetRung:
     rung: Number
-    samples: Annotated[int, Field(description="Of each objective.")]
-    trials: Annotated[int, Field(description="Searched trials that reached it.")]
+    samples: Annotated[int, Field(description="Samples of each objective.")]
+    trials: Annotated[int, Field(description="Number of searched trials that reached the rung.")]
 
 
 @dataclass(frozen=True)
 class BudgetPlot:
-    """The cost of the search, compared with scoring every recipe in full."""
+    """Cost of the search, compared with scoring every recipe in full."""
 
     plot: Literal["budget"]
     scored: Number
@@ -35,7 +35,7 @@ class BudgetPlot:
 
 @chart(place=5)
 def budget(run: RunRecord) -> BudgetPlot:
-    """How far the searched trials went, and what they cost compared with scoring everything in full."""
+    """Rungs that the searched trials reached, and their cost compared with scoring everything in full."""
     sizes: dict[int, list[int]] = {}
     for trial in run.trials:
         if trial.origin is Origin.SEARCH:

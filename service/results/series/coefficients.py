@@ -1,4 +1,4 @@
-"""The coefficients of the best trial: of each expert, by layer and by part of a layer."""
+"""Coefficients of the best trial, by expert, layer and component."""
 
 from __future__ import annotations
 
@@ -17,22 +17,26 @@ from service.results.series.base import chart
 
 __all__ = ["Coefficient", "CoefficientsPlot", "coefficients"]
 
-# What a parameter in a layer is of: "layers.0.attention", "model.layers.0.mlp.experts.3.w1.weight", "layers.0".
+# Layer and part in the name of a parameter, such as "layers.0.attention" or "model.layers.0.mlp.experts.3.w1.weight".
 IN_LAYER = re.compile(r"(?:.*?\.)?(?P<layer>\d+)(?:\.(?P<part>.+))?")
 
 
 @dataclass(frozen=True)
 class Coefficient:
     expert: str
-    layer: Annotated[int | None, Field(description="From 0; null outside of layers.")]
-    part: Annotated[str, Field(description="A component or tensor of the layer, or of the model; empty: all of it.")]
+    layer: Annotated[int | None, Field(description="Number of the layer from 0; null outside of layers.")]
+    part: Annotated[
+        str, Field(description="Component or tensor of the layer, or of the model; empty for the whole layer.")
+    ]
     value: float
 
 
 @dataclass(frozen=True)
 class CoefficientsPlot:
-    """What each expert's task vector, or for averages its weights, are multiplied with in the best trial. Merges
-    without such a number, as SLERP, are left out."""
+    """Factors of each expert's task vector in the best trial; for weight averages, its weights.
+
+    Merges without such a factor, such as SLERP, are left out.
+    """
 
     plot: Literal["coefficients"]
     trial: int | None
@@ -42,21 +46,24 @@ class CoefficientsPlot:
 
 @chart(place=7)
 def coefficients(run: RunRecord) -> CoefficientsPlot:
-    """The coefficients of the best trial by layer, component and expert."""
+    """Coefficients of the best trial by layer, component and expert."""
     best = best_trial(run.trials, run.objectives)
     if best is None:
         return CoefficientsPlot("coefficients", None, [], ())
     named = run.study.document.get("models", {}).get("experts", ())
     experts = [*named] or [alias for alias in best.recipe.models if alias != best.recipe.base]
     kind = run.study.document.get("search_space", {}).get("kind", "")
-    if kind in SPACES and SPACES[kind](kind=kind).changes_layers:  # a path's numbers are no coefficients
+    if kind in SPACES and SPACES[kind](kind=kind).changes_layers:  # parameters of a path are not coefficients
         return CoefficientsPlot("coefficients", best.number, experts, ())
     values = tuple(_searched(best.configuration or {}, experts)) or tuple(_of_recipe(best.recipe, experts))
     return CoefficientsPlot("coefficients", best.number, experts, values)
 
 
 def _searched(configuration: Mapping[str, Any], experts: list[str]) -> Iterator[Coefficient]:
-    """Those of a configuration whose parameters are coefficients of parts of layers; nothing of another one."""
+    """Coefficients that a configuration has as parameters, by layer and component.
+
+    Nothing is yielded if a parameter is not a coefficient of an expert.
+    """
     found = []
     by_length = sorted(experts, key=len, reverse=True)  # an alias may have dots
     for key, value in configuration.items():
@@ -85,7 +92,10 @@ def _of_recipe(recipe: Recipe, experts: list[str]) -> Iterator[Coefficient]:
 
 
 def _coefficients(merge: Merge) -> Mapping[str, float] | None:
-    """By model: a weight of its own times a lambda, where the merge has them. None if it has neither."""
+    """Coefficient by model: its weight times lambda, as far as the merge has them.
+
+    Returns None if the merge has neither.
+    """
     if merge.method == "passthrough":
         return {merge.sources[0].model: 1.0}
     given = [merge.coefficients[name] for name in ("weight", "lambda") if name in merge.coefficients]

@@ -9,9 +9,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from service.results.record import GradientRecord, RunRecord
+from search_spaces.preferences import equal_preference
+from service.results.record import RunRecord
 from service.results.series.base import chart
 from service.schemas.files import Number
+from service.store.steps import GradientStep
 
 __all__ = ["DescentPoint", "DescentSeries", "DescentStep", "DescentsPlot", "descents"]
 
@@ -50,23 +52,23 @@ class DescentsPlot:
 @chart(place=6)
 def descents(run: RunRecord) -> DescentsPlot:
     """The loss over the gradients of each descent, and the points that became trials."""
-    found: dict[str, list[tuple[int, GradientRecord]]] = {}
+    found: dict[int, list[tuple[int, GradientStep]]] = {}
     for number, gradient in enumerate(run.gradients, start=1):
-        found.setdefault(gradient.descent, []).append((number, gradient))
+        found.setdefault(gradient.request.descent, []).append((number, gradient))
     proposed = {trial.number for trial in run.trials}
-    return DescentsPlot("descents", tuple(_series(name, steps, proposed) for name, steps in found.items()))
+    return DescentsPlot("descents", tuple(_series(descent, steps, proposed) for descent, steps in found.items()))
 
 
-def _series(name: str, steps: Sequence[tuple[int, GradientRecord]], proposed: set[int]) -> DescentSeries:
+def _series(descent: int, steps: Sequence[tuple[int, GradientStep]], proposed: set[int]) -> DescentSeries:
     preference = _preference(steps[0][1])
-    failure = next((gradient.failure for _, gradient in steps if gradient.failure), None)
-    done = [(number, gradient) for number, gradient in steps if not gradient.failure]
-    last = {gradient.proposal: number for number, gradient in done}
-    failed = {gradient.proposal for _, gradient in steps if gradient.failure}
+    failure = next((step.result.failure for _, step in steps if step.result.failure), None)
+    done = [(number, step) for number, step in steps if not step.result.failure]
+    last = {step.proposal: number for number, step in done}
+    failed = {step.proposal for _, step in steps if step.result.failure}
     return DescentSeries(
-        name=name,
+        name=f"descent {descent}",
         preference=dict(preference),
-        steps=tuple(_step(number, gradient, preference) for number, gradient in done),
+        steps=tuple(_step(number, step, preference) for number, step in done),
         points=tuple(
             DescentPoint(trial, number) for trial, number in last.items() if trial in proposed and trial not in failed
         ),
@@ -74,17 +76,18 @@ def _series(name: str, steps: Sequence[tuple[int, GradientRecord]], proposed: se
     )
 
 
-def _step(number: int, gradient: GradientRecord, preference: Mapping[str, float]) -> DescentStep:
-    losses = {name: loss for name, loss in gradient.losses.items() if preference.get(name)}
-    relative = {name: loss * gradient.weights[name] / preference[name] for name, loss in losses.items()}
+def _step(number: int, step: GradientStep, preference: Mapping[str, float]) -> DescentStep:
+    weights = step.request.weights
+    losses = {name: loss for name, loss in step.result.losses.items() if preference.get(name)}
     return DescentStep(
         gradient=number,
         losses=losses,
-        relative=relative,
-        loss=math.fsum(loss * gradient.weights[name] for name, loss in losses.items()),
+        relative={name: loss * weights[name] / preference[name] for name, loss in losses.items()},
+        loss=math.fsum(loss * weights[name] for name, loss in losses.items()),
     )
 
 
-def _preference(gradient: GradientRecord) -> Mapping[str, float]:
-    """Equal weights where the study has no preference vectors."""
-    return gradient.preference or dict.fromkeys(gradient.weights, 1 / len(gradient.weights))
+def _preference(step: GradientStep) -> Mapping[str, float]:
+    """The preference vector of the descent, by objective; equal weights where the study has no vectors."""
+    weights = step.request.weights
+    return step.request.preference or dict(zip(weights, equal_preference(len(weights)), strict=True))

@@ -1,12 +1,12 @@
-"""The trials at full budget, and the Pareto front among them."""
+"""Trials at full budget, and the Pareto front among them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+from service.results.documents import pareto
 from service.results.feasibility import sources_of, violations
-from service.results.files import pareto
 from service.results.record import RunRecord
 from service.results.selection import best_trial, full_budget_trials
 from service.results.series.base import chart
@@ -29,7 +29,7 @@ class FrontPoint:
 
 @dataclass(frozen=True)
 class FrontPlot:
-    """The trials at full budget."""
+    """Trials at full budget, and the hypervolume of the front among them."""
 
     plot: Literal["front"]
     objectives: list[ObjectiveDocument]
@@ -41,7 +41,7 @@ class FrontPlot:
 
 @chart(place=2)
 def front(run: RunRecord) -> FrontPlot:
-    """Trials at full budget, and which of them no other one dominates."""
+    """Trials at full budget, with those on the Pareto front marked."""
     document = pareto(run)
     numbers = {row["trial"] for row in document["front"]}
     best = best_trial(run.trials, run.objectives)

@@ -1,4 +1,4 @@
-"""The history: every finished rung of every trial by its number, and the best so far."""
+"""History of a search: every finished rung by trial number, and the best trial so far."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class HistoryPoint:
     label: str
     origin: str
     rung: Number
-    samples: Annotated[int, Field(description="Of each objective, at that rung.")]
+    samples: Annotated[int, Field(description="Samples of each objective at that rung.")]
     value: float
-    is_full: Annotated[bool, Field(description="Whether it is the trial's value at full budget.")]
-    # Of the objective that has most; `samples` is of the one that has fewest.
+    is_full: Annotated[bool, Field(description="Whether this is the trial's value at full budget.")]
+    # Samples of the objective that has the most; `samples` is of the one that has the fewest.
     most_samples: Annotated[int, Field(exclude=True)]
 
 
@@ -41,22 +41,22 @@ class RecordPoint:
 
 @dataclass(frozen=True)
 class HistorySeries:
-    name: Annotated[str, Field(description='An objective, or "mean": of the accuracy objectives.')]
+    name: Annotated[str, Field(description='Objective, or "mean" for the mean of the accuracy objectives.')]
     direction: Literal["maximize", "minimize"]
     points: tuple[HistoryPoint, ...]
     record: Annotated[
         tuple[RecordPoint, ...],
-        Field(description="Trials that were the best so far at full budget, of those that keep to all constraints."),
+        Field(description="Trials that were the best so far at full budget, among those that keep to all constraints."),
     ]
 
 
 @dataclass(frozen=True)
 class HistoryPlot:
-    """Every finished rung of every trial."""
+    """Every finished rung of every trial, by objective."""
 
     plot: Literal["history"]
     series: tuple[HistorySeries, ...]
-    failed: Annotated[tuple[int, ...], Field(description="Trials that failed.")]
+    failed: Annotated[tuple[int, ...], Field(description="Numbers of the trials that failed.")]
 
 
 @chart(place=1)
@@ -76,14 +76,21 @@ def history(run: RunRecord) -> HistoryPlot:
 def _series(
     trials: Sequence[TrialRecord], names: Sequence[str], objective: Objective, left_out: Collection[int]
 ) -> HistorySeries:
-    """`left_out` are the trials that set no record."""
+    """History of one objective, or of the mean over several.
+
+    Args:
+        trials: Trials by number.
+        names: The objectives, averaged if there are several.
+        objective: Name and direction of the series.
+        left_out: Numbers of trials that do not count as best so far, as they violate constraints.
+    """
     points: list[HistoryPoint] = []
     record: list[RecordPoint] = []
     for trial in trials:
         for rung in trial.rungs:
             if not all(name in rung.values for name in names):
                 continue
-            # The cost of a recipe has no samples: it stands where those of the rung are.
+            # The cost of a recipe has no samples: it is placed at the rung's number of samples.
             samples = [rung.num_samples[name] for name in names if name in rung.num_samples]
             samples = samples or [*rung.num_samples.values()]
             point = HistoryPoint(

@@ -1,11 +1,11 @@
-"""The held-out stage: an estimate with its interval for each row and objective."""
+"""Estimates of the held-out stage, with an interval for each row and objective."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from service.results.files import holdout_documents
+from service.results.documents import holdout_documents
 from service.results.record import RunRecord
 from service.results.series.base import chart
 from service.schemas.files import HoldoutDocument
@@ -23,5 +23,5 @@ class HoldoutPlot:
 
 @chart(place=3)
 def holdout(run: RunRecord) -> HoldoutPlot:
-    """Held-out estimates with their intervals; none before that stage."""
+    """Held-out estimates with 95 % intervals; no rows before the held-out stage."""
     return HoldoutPlot("holdout", holdout_documents(run))

@@ -1,4 +1,4 @@
-"""The hypervolume of the front over the samples spent, for studies of several objectives."""
+"""Hypervolume of the front over the samples spent, for studies of several objectives."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ class HypervolumePoint:
     trial: Number
     label: str
     origin: str
-    spent: Annotated[int, Field(description="Samples' worth of all trials and steps up to this trial, by number.")]
-    hypervolume: Annotated[float, Field(ge=0, description="Of the front of the trials up to this one.")]
+    spent: Annotated[int, Field(description="Samples that all trials and steps up to this trial cost.")]
+    hypervolume: Annotated[float, Field(ge=0, description="Hypervolume of the front of the trials up to this one.")]
 
 
 @dataclass(frozen=True)
 class HypervolumePlot:
-    """The hypervolume after each trial at full budget; no points with a single objective."""
+    """Hypervolume after each trial at full budget; no points in studies of one objective."""
 
     plot: Literal["hypervolume"]
     reference_point: list[float]
-    baselines_spent: Annotated[int, Field(description="Samples scored for source and published recipes.")]
+    baselines_spent: Annotated[int, Field(description="Samples scored for the baselines.")]
     points: tuple[HypervolumePoint, ...]
 
 
 @chart(place=9)
 def hypervolume(run: RunRecord) -> HypervolumePlot:
-    """The hypervolume of the front on search data, over the samples spent."""
+    """Hypervolume of the front on search data, over the samples spent."""
     baselines = (Origin.SOURCE, Origin.PUBLISHED)
     return HypervolumePlot(
         plot="hypervolume",
@@ -71,7 +71,7 @@ def _front(found: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _spent(run: RunRecord) -> dict[int, int]:
-    """By trial, what it and those before it were scored on, and what steps were charged for their proposals."""
+    """Samples spent up to each trial, by number: those scored, and those that steps for proposals were charged."""
     trials = sorted(run.trials, key=lambda trial: trial.number)
     each = [trial.samples_scored + run.search.charges.get(trial.number, 0) for trial in trials]
     return {trial.number: total for trial, total in zip(trials, itertools.accumulate(each), strict=True)}

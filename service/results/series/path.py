@@ -1,4 +1,4 @@
-"""The layer path of the best trial: which layer of which model stands at which position, and its scales."""
+"""Layer path of the best trial: the model and layer at each position, with its scales."""
 
 from __future__ import annotations
 
@@ -19,27 +19,30 @@ __all__ = ["PathPlot", "PathStep", "layer_path", "path"]
 
 @dataclass(frozen=True)
 class PathStep:
-    position: Annotated[Number, Field(description="From 0, the input's side.")]
-    model: Annotated[str | None, Field(description="Null for a layer that is merged from several.")]
-    layer: Annotated[int | None, Field(description="Which of the model's layers, from 0.")]
-    scale: Annotated[float, Field(description="What the layer hands on is multiplied by this.")]
-    weights: Annotated[float, Field(description="The weights of attention and MLP are multiplied by this.")]
+    position: Annotated[Number, Field(description="Position in the merged model, from 0 at the input.")]
+    model: Annotated[str | None, Field(description="Model of the layer; null for a layer that is merged from several.")]
+    layer: Annotated[int | None, Field(description="Number of the layer in its model, from 0.")]
+    scale: Annotated[float, Field(description="Factor of the layer's output.")]
+    weights: Annotated[float, Field(description="Factor of the weights of attention and MLP.")]
 
 
 @dataclass(frozen=True)
 class PathPlot:
-    """The layers of the best trial in their order; empty before there is one."""
+    """Layers of the best trial in their order; empty before there is one."""
 
     plot: Literal["path"]
     trial: int | None
     models: list[str]
-    is_plain: Annotated[bool, Field(description="One model's layers or merges at their own positions, without scales.")]
+    is_plain: Annotated[
+        bool,
+        Field(description="Whether all layers are at their own positions, of one model or merged, without scales."),
+    ]
     steps: tuple[PathStep, ...]
 
 
 @chart(place=9)
 def path(run: RunRecord) -> PathPlot:
-    """The layer path of the best trial: which model's layer at which position, with its scales."""
+    """Layer path of the best trial: the model and layer at each position, with its scales."""
     best = best_trial(run.trials, run.objectives)
     if best is None:
         return PathPlot("path", trial=None, models=[], is_plain=True, steps=())
@@ -56,7 +59,7 @@ def path(run: RunRecord) -> PathPlot:
 
 
 def layer_path(layers: Sequence[LayerRecipe]) -> tuple[PathStep, ...]:
-    """The steps of a recipe's layers."""
+    """Steps of the path that a recipe's layers form."""
     return tuple(_step(position, layer) for position, layer in enumerate(layers))
 
 

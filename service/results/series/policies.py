@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from service.results.record import RunRecord, UpdateRecord
+from service.results.record import RunRecord
 from service.results.series.base import chart
+from service.store.steps import UpdateStep
 
 __all__ = ["PoliciesPlot", "PolicyIteration", "PolicySeries", "policies"]
 
@@ -40,9 +41,9 @@ class PoliciesPlot:
 @chart(place=10)
 def policies(run: RunRecord) -> PoliciesPlot:
     """The mean outcome of each iteration of the policies that the search learned."""
-    found: dict[tuple[tuple[str, float], ...], list[UpdateRecord]] = {}
+    found: dict[tuple[tuple[str, float], ...], list[UpdateStep]] = {}
     for update in run.updates:
-        found.setdefault(tuple(update.preference.items()), []).append(update)
+        found.setdefault(tuple(update.request.preference.items()), []).append(update)
     return PoliciesPlot(
         "policies",
         tuple(
@@ -55,7 +56,8 @@ def policies(run: RunRecord) -> PoliciesPlot:
 MEASURED = ("outcome", "outcome_std", "length")
 
 
-def _iteration(update: UpdateRecord) -> PolicyIteration:
-    outcome, std, length = (update.statistics[name] for name in MEASURED)
-    others = {name: value for name, value in update.statistics.items() if name not in MEASURED}
-    return PolicyIteration(update.iteration, outcome, std, length, others)
+def _iteration(update: UpdateStep) -> PolicyIteration:
+    statistics = update.result.statistics
+    outcome, std, length = (statistics[name] for name in MEASURED)
+    others = {name: value for name, value in statistics.items() if name not in MEASURED}
+    return PolicyIteration(update.request.iteration, outcome, std, length, others)

@@ -1,4 +1,4 @@
-"""Races: how far each proposed trial came, and what stopped it."""
+"""Races: the rungs that each proposed trial reached, and the rule that stopped it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ ENDS: dict[TrialState, End] = {
     TrialState.FAIL: "failed",
 }
 
-# Where a reason names the rung: the look is a field of its own.
+# Part of a reason that names the rung, which is a field of its own.
 AT_RUNG = re.compile(r" (?:from|at) rung \d+")
 
-# The rule that a scheduler stops by, where the stored reason does not name one of several.
+# The stopping rule of each scheduler, for stored reasons that name no rule.
 NOT_PROMOTED = "not promoted"
 RULES = {
     "racing": "behind one of the best on the same samples",
@@ -40,31 +40,31 @@ RULES = {
 @dataclass(frozen=True)
 class RaceLook:
     rung: Number
-    samples: Annotated[int, Field(description="Of each objective.")]
-    value: Annotated[float | None, Field(description="The mean of the accuracy objectives; null without any.")]
+    samples: Annotated[int, Field(description="Samples of each objective.")]
+    value: Annotated[float | None, Field(description="Mean of the accuracy objectives; null without any.")]
 
 
 @dataclass(frozen=True)
 class RaceEntry:
     trial: Number
-    end: Annotated[End, Field(description="finished: scored at the full budget.")]
-    rule: Annotated[str | None, Field(description="What stopped it, or why it failed.")]
+    end: Annotated[End, Field(description='How the trial ended; "finished" is scored at the full budget.')]
+    rule: Annotated[str | None, Field(description="Rule that stopped the trial, or reason of its failure.")]
     looks: tuple[RaceLook, ...]
 
 
 @dataclass(frozen=True)
 class RacesPlot:
-    """The proposed trials of a search with several rungs."""
+    """Proposed trials of a search with several rungs."""
 
     plot: Literal["races"]
     scheduler: str | None
-    samples: Annotated[tuple[int, ...], Field(description="Of each objective, at each rung.")]
+    samples: Annotated[tuple[int, ...], Field(description="Samples of each objective at each rung.")]
     trials: tuple[RaceEntry, ...]
 
 
 @chart(place=8)
 def races(run: RunRecord) -> RacesPlot:
-    """How far each proposed trial came, who was stopped when, and by which rule."""
+    """Rungs that each proposed trial reached, and the rule that stopped it."""
     scheduler = run.study.document.get("fidelity", {}).get("scheduler")
     names = accuracy_objectives(run.objectives)
     searched = sorted((t for t in run.trials if t.origin is Origin.SEARCH), key=lambda trial: trial.number)

@@ -1,4 +1,4 @@
-"""How a recipe merges: runs of layers that are merged alike, and each model's share in every merge."""
+"""The merge of the best trial: runs of layers that are merged alike, and each model's share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["LayersPicture", "MergePicture", "RecipePlot", "layer_runs", "model_s
 @dataclass(frozen=True)
 class MergePicture:
     method: str
-    shares: Annotated[dict[str, float], Field(description="By model, summing to 1.")]
+    shares: Annotated[dict[str, float], Field(description="Share of each model, summing to 1.")]
     coefficients: dict[str, float | list[float]]
 
 
@@ -28,12 +28,12 @@ class MergePicture:
 class LayersPicture:
     first: Number
     last: Number
-    components: Annotated[dict[str, MergePicture], Field(description="attention, mlp and norm.")]
+    components: Annotated[dict[str, MergePicture], Field(description="Merges of attention, mlp and norm.")]
 
 
 @dataclass(frozen=True)
 class RecipePlot:
-    """How the best trial is merged; null before there is one."""
+    """Merge of the best trial; null before there is one."""
 
     plot: Literal["recipe"]
     trial: int | None
@@ -43,13 +43,13 @@ class RecipePlot:
     head: MergePicture | None
     tensors: Annotated[
         dict[str, MergePicture],
-        Field(description="Single tensors that differ from their component, by name."),
+        Field(description="Merges of single tensors that differ from their component, by tensor name."),
     ]
 
 
 @chart(place=4)
 def recipe(run: RunRecord) -> RecipePlot:
-    """How the best trial is merged: every model's share, by runs of equal layers and by component."""
+    """Merge of the best trial: every model's share, by runs of equal layers and by component."""
     best = best_trial(run.trials, run.objectives)
     if best is None:
         return RecipePlot("recipe", trial=None, models=[], embedding=None, layers=[], head=None, tensors={})
@@ -73,7 +73,11 @@ def _picture(merge: Merge) -> MergePicture:
 
 
 def layer_runs(layers: Sequence[LayerRecipe]) -> Iterator[tuple[int, int, LayerRecipe]]:
-    """Runs of layers that are merged alike, each from its own layers: (start, stop, first of the run)."""
+    """Runs of adjacent layers with equal merges, where source layers are numbered relative to the merged layer.
+
+    Yields:
+        Index of the run's first layer, index after its last layer, and the first layer.
+    """
 
     def shape(index: int) -> tuple[object, ...]:
         layer = layers[index]
@@ -96,8 +100,11 @@ def layer_runs(layers: Sequence[LayerRecipe]) -> Iterator[tuple[int, int, LayerR
 
 
 def model_shares(merge: Merge) -> dict[str, float]:
-    """Each model's share in a merge, summing to 1: proportional to the size of its coefficient, equal without one. For
-    methods on task vectors it is the share of the change; the base, which all start from, is not counted."""
+    """Share of each model in a merge, summing to 1.
+
+    Shares are proportional to the size of the model's coefficient, and equal without coefficients. For methods on task
+    vectors they are shares of the change; the base, which the change is added to, is not counted.
+    """
     if merge.method == "slerp":
         t = merge.number("t")
         weights: tuple[float, ...] = (1 - t, t)

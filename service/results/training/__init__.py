@@ -1,8 +1,9 @@
-"""Results of fine-tunings: the losses and evaluations in the course of training.
+"""Results of fine-tunings: losses and evaluations over the updates, and the analysis of the trained experts.
 
-- `curves`: the points, from a server's events or a run's directory
+- `curves`: losses and evaluations, from a server's events or a run's directory
 - `analysis`: the distribution of task vectors, and the losses of merges
-- `page`: their pictures, one page
+- `pictures`: the analysis as pictures and rows of tables
+- `page`: the report, one page
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The analysis of trained fleets: computed, as a file beside the report, and as pictures in it."""
+"""The analysis of trained fleets: computed from their models, or read as it was stored."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from search_spaces.errors import Problem
 from service.errors import Conflict
-from service.results.report.charts import Cell, Legend, Plot, Scale, heatmap, legend, nice_scale
-from service.results.report.texts import number_text
-from service.schemas.api import AnalysisDocument, FleetAnalysisDocument, MergeLossDocument
+from service.schemas.api import AnalysisDocument, FleetAnalysisDocument
 from service.store import Store
 from service.types import EventKind
 from workers.file_access import FileAccess
@@ -25,24 +22,18 @@ from workers.training.finetuning.spec import FinetuneSpec
 
 if TYPE_CHECKING:
     from search_spaces.recipe import Merge
-    from workers.training.finetuning.analysis import MergeLosses
+    from workers.training.finetuning.merge_losses import MergeLosses
 
 __all__ = [
     "ANALYSIS_FILE",
     "analyse",
-    "analysis_context",
     "joined",
     "lack_of_losses",
-    "merge_text",
-    "num_experts",
     "read_analysis",
     "stored_analysis",
 ]
 
 ANALYSIS_FILE = "analysis.json"
-CELL = 22
-# A loss below is drawn as this: colours are by logarithms.
-LEAST = 1e-6
 
 
 def analyse(
@@ -53,13 +44,23 @@ def analyse(
     progressed: Callable[[], None] = lambda: None,
     access: FileAccess | None = None,
 ) -> AnalysisDocument:
-    """Compute it for `fleets` of the same experts of the same base: of each the specifications and the directories that
-    they were trained in. The first has the histograms' and landscapes' first place; its tasks give all losses.
-    `progressed` is called after every merge; `access` limits the files that tasks lead to (None: no limit).
+    """Analyse fleets of the same experts of the same base.
 
-    Raises Conflict if they differ in experts or base, or an expert is its base; InvalidTask without reference answers,
-    InvalidModel."""
-    from workers.training.finetuning.analysis import landscape, losses_of_experts, merge_table, task_vector
+    Args:
+        fleets: For each fleet the specifications and the directories of its experts, by alias. The first fleet is shown
+            first, and its tasks give all losses.
+        samples: Number of samples of each evaluation task.
+        note: Called with a line of progress.
+        progressed: Called after every merge.
+        access: Limits the files that tasks may read; None is no limit.
+
+    Raises:
+        Conflict: The fleets differ in experts or base, or an expert equals its base.
+        InvalidTask: A task has no reference answers.
+        InvalidModel: A model cannot be read.
+    """
+    from workers.training.finetuning.merge_losses import landscape, losses_of_experts, merge_table
+    from workers.training.finetuning.task_vectors import task_vector
 
     (first, _), *_ = fleets
     for experts, places in fleets:
@@ -75,7 +76,7 @@ def analyse(
             raise Conflict(f"analysis of {name}: {error}") from error
         fleet: dict[str, Any] = {"name": name, "task_vectors": vectors, "landscape": None, "merges": []}
         if len(models) > 1:
-            # Of all fleets on the same samples, those of the first.
+            # All fleets are scored on the samples of the first one.
             losses = losses_of_experts(first, models, samples=samples, access=access)
 
             def measure(merge: Merge, losses: MergeLosses = losses) -> Mapping[str, float]:
@@ -90,8 +91,8 @@ def analyse(
 
 
 def lack_of_losses(pipeline: Pipeline, *, access: FileAccess | None = None) -> tuple[Problem, ...]:
-    """Why the analysis of these experts could not be computed once they are trained."""
-    from workers.training.finetuning.analysis import lack_of_losses
+    """Problems that would prevent the analysis of these experts once they are trained."""
+    from workers.training.finetuning.merge_losses import lack_of_losses
 
     return tuple(
         Problem(pipeline.field_of(alias, "evaluation"), reason)
@@ -100,9 +101,14 @@ def lack_of_losses(pipeline: Pipeline, *, access: FileAccess | None = None) -> t
 
 
 def joined(analyses: Mapping[str, tuple[Pipeline, AnalysisDocument]]) -> AnalysisDocument:
-    """Several analyses as one, in their order; the keys are what messages call them.
+    """Join several analyses into one, in their order.
 
-    Raises Conflict if they are not of the same experts, base and samples."""
+    Args:
+        analyses: Fine-tuning and analysis by the name that error messages use.
+
+    Raises:
+        Conflict: They are not of the same experts, base and samples.
+    """
     names = list(analyses)
     (first, _), *_ = analyses.values()
     samples = next(iter(analyses.values()))[1]["samples"]
@@ -123,82 +129,18 @@ def joined(analyses: Mapping[str, tuple[Pipeline, AnalysisDocument]]) -> Analysi
 
 
 def stored_analysis(store: Store, study_id: str) -> AnalysisDocument | None:
-    """That of a stored fine-tuning; None before it is computed, or if it was not asked for."""
+    """Analysis of a stored fine-tuning; None before it is computed, or if it was not requested."""
     events = store.events(study_id, kinds=[EventKind.ANALYSIS])
     return cast("AnalysisDocument", dict(events[-1].payload)) if events else None
 
 
 def read_analysis(directory: Path) -> AnalysisDocument | None:
-    """What an earlier analysis of the fine-tuning in `directory` found; None if there was none."""
+    """Analysis that was written into the directory of a fine-tuning; None if there is none."""
     try:
         document: AnalysisDocument = json.loads((directory / ANALYSIS_FILE).read_text())
         return document
     except FileNotFoundError:
         return None
-
-
-def analysis_context(document: AnalysisDocument) -> dict[str, Any]:
-    """For the page: pictures and rows of tables."""
-    fleets = document["fleets"]
-    every = [loss for fleet in fleets if fleet["landscape"] for row in fleet["landscape"]["losses"] for loss in row]
-    losses = [max(loss, LEAST) for loss in every if loss is not None and math.isfinite(loss)] or [1.0]
-    return {
-        "samples": document["samples"],
-        "histograms": [
-            {"name": f"{vector['expert']}, {fleet['name']}", "svg": _histogram(vector)}
-            for fleet in fleets
-            for vector in fleet["task_vectors"]
-        ],
-        "legend": legend(
-            [
-                Legend("task vector", "loss", "line", style="stroke:var(--c0)"),
-                Legend("Laplace", "loss", "line", style="stroke:var(--c1)"),
-                Legend("Gauss", "loss", "line", style="stroke:var(--c2)"),
-            ]
-        ),
-        "fits": [
-            {
-                "name": f"{vector['expert']}, {fleet['name']}",
-                "distribution": fitted["distribution"],
-                **{key: number_text(fitted[key]) for key in ("distance", "log_likelihood", "zeros")},
-                "scale": f"{fitted['scale']:.2e}",
-            }
-            for fleet in fleets
-            for vector in fleet["task_vectors"]
-            for fitted in vector["fits"]
-        ],
-        "landscapes": [
-            {"name": fleet["name"], "svg": _landscape(fleet["landscape"], min(losses), max(losses))}
-            for fleet in fleets
-            if fleet["landscape"]
-        ],
-        "low": number_text(min(losses)),
-        "high": number_text(max(losses)),
-        "fleets": [fleet["name"] for fleet in fleets],
-        "merges": [
-            {
-                "method": rows[0]["method"],
-                "experts": num_experts(fleets[0], rows[0]),
-                "cells": [merge_text(row) for row in rows],
-            }
-            for rows in zip(*(fleet["merges"] for fleet in fleets), strict=True)
-        ],
-    }
-
-
-def merge_text(row: MergeLossDocument) -> str:
-    """The loss of a merge, and its coefficient."""
-    at = "" if row["coefficient"] is None else f" at {row['coefficient']:g}"
-    return f"{_loss_text(row['mean'])}{at}"
-
-
-def _loss_text(loss: float | None) -> str:
-    return "not finite" if loss is None or not math.isfinite(loss) else number_text(loss)
-
-
-def num_experts(fleet: FleetAnalysisDocument, row: MergeLossDocument) -> int:
-    """How many experts a row is of; files of earlier versions have all."""
-    return row.get("num_experts", len(fleet["task_vectors"]))
 
 
 def _check_same(first: Mapping[str, FinetuneSpec], experts: Mapping[str, FinetuneSpec], where: str) -> None:
@@ -210,7 +152,10 @@ def _check_same(first: Mapping[str, FinetuneSpec], experts: Mapping[str, Finetun
 
 
 def _names(fleets: Sequence[Mapping[str, FinetuneSpec]]) -> list[str]:
-    """The fleets' optimizers; with what differs where two have the same one, else with a number."""
+    """Names of the fleets: their optimizers.
+
+    Fleets with the same optimizer are told apart by the options that differ, else by a number.
+    """
     kinds = ["/".join(dict.fromkeys(spec.method.kind for spec in experts.values())) for experts in fleets]
     names = []
     for kind, experts in zip(kinds, fleets, strict=True):
@@ -222,7 +167,7 @@ def _names(fleets: Sequence[Mapping[str, FinetuneSpec]]) -> list[str]:
 
 
 def _options(experts: Mapping[str, FinetuneSpec]) -> dict[str, str]:
-    """How experts are trained, each option with the values that they have."""
+    """Training options of a fleet, each with the values that its experts have."""
     documents = [spec.canonical() for spec in experts.values()]
     found = {}
     for section in ("method", "training"):
@@ -232,59 +177,9 @@ def _options(experts: Mapping[str, FinetuneSpec]) -> dict[str, str]:
 
 
 def _finite(value: Any) -> Any:
-    """With None in place of numbers that JSON does not have, and lists in place of tuples."""
+    """Value with None in place of numbers that JSON does not have, and lists in place of tuples."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: _finite(each) for key, each in value.items()}
     return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _histogram(vector: Mapping[str, Any]) -> Any:
-    """Densities of the elements that are not 0 and of both fits, on a logarithmic axis, where a Laplace is a tent."""
-    middles = [(low + high) / 2 for low, high in pairwise(vector["edges"])]
-    share = 1 - vector["fits"][0]["zeros"]
-    curves = [vector["density"]]
-    for fitted in vector["fits"]:
-        scale = fitted["scale"]
-        if fitted["distribution"] == "laplace":
-            curves.append([share * math.exp(-abs(x) / scale) / (2 * scale) for x in middles])
-        else:
-            curves.append(
-                [share * math.exp(-0.5 * (x / scale) ** 2) / (scale * math.sqrt(2 * math.pi)) for x in middles]
-            )
-    top = math.log10(max(max(curve) for curve in curves))
-    plot = Plot(
-        nice_scale(vector["edges"], count=4),
-        Scale(math.floor(top) - 5, math.ceil(top), 1),
-        label=f"How the elements of the task vector of {vector['expert']} are distributed",
-        x_title="element",
-        y_title="log10 of the density",
-        height=210,
-    )
-    for index, curve in enumerate(curves):
-        points = [(x, math.log10(y)) for x, y in zip(middles, curve, strict=True) if y > 0]
-        inside = [(x, y) for x, y in points if y >= plot.y.low]
-        plot.curve(inside, css="loss", style=f"stroke:var(--c{index})")
-    return plot.render()
-
-
-def _landscape(found: Mapping[str, Any], low: float, high: float) -> Any:
-    """Rows are coefficients of the first expert, the largest at the top; colours go from the lowest loss of all fleets
-    to the highest, by logarithms."""
-    first, second = found["experts"]
-    width = math.log(high / low) or 1.0
-    rows = []
-    for i in reversed(range(len(found["coefficients"]))):
-        cells = [
-            Cell(
-                j,
-                -1.0 if text == "not finite" else 1 - 2 * math.log(min(max(loss, low), high) / low) / width,
-                f"{first} {found['coefficients'][i]:g}, {second} {found['coefficients'][j]:g}: {text}",
-            )
-            for j, loss in enumerate(found["losses"][i])
-            for text in (_loss_text(loss),)
-        ]
-        rows.append((f"{found['coefficients'][i]:g}", cells))
-    columns = [f"{coefficient:g}" for coefficient in found["coefficients"]]
-    return heatmap(rows, columns, label=f"Loss by the coefficients of {first} and {second}", row_height=CELL)

@@ -1,4 +1,4 @@
-"""The losses and evaluations of fine-tunings as series: from the events of a stored one, or from histories on disk."""
+"""Losses and evaluations of fine-tunings as series, from stored events or from histories on disk."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from workers.training.finetuning.history import METRICS, read_history
 
 __all__ = ["MAX_POINTS", "directory_curves", "stored_curves"]
 
-# Of one curve; more are averaged over neighbours.
+# Maximum number of points of one curve; more are averaged over neighbours.
 MAX_POINTS = 1000
 
 
 def stored_curves(store: Store, study_id: str, experts: Iterable[str]) -> CurvesDocument:
-    """The curves of a stored fine-tuning of `experts` so far."""
+    """Curves of a stored fine-tuning of `experts` so far."""
     payloads = [event.payload for event in store.events(study_id, kinds=[EventKind.TRAINING])]
     return {"experts": [_expert(alias, [p for p in payloads if p["expert"] == alias]) for alias in experts]}
 
 
 def directory_curves(places: Mapping[str, Path]) -> CurvesDocument:
-    """The curves of trainings in directories, by the experts' aliases."""
+    """Curves of trainings in directories, by the experts' aliases."""
     return {"experts": [_expert(alias, read_history(place / METRICS)) for alias, place in places.items()]}
 
 
 def _expert(alias: str, lines: Sequence[Mapping[str, Any]]) -> ExpertCurvesDocument:
-    """`lines` are of a history, or of events: those have several losses each."""
+    """Curves of one expert; `lines` are of a history, or of events, which have several losses each."""
     losses: dict[int, float] = {}
     values: dict[int, Mapping[str, float]] = {}
     for line in lines:
@@ -43,7 +43,7 @@ def _expert(alias: str, lines: Sequence[Mapping[str, Any]]) -> ExpertCurvesDocum
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[LossPoint]:
-    """At most MAX_POINTS: means over neighbours, each weighted by the updates that it stands for."""
+    """At most MAX_POINTS points: means over neighbours, each weighted by the updates between the points."""
     size = -(-len(points) // MAX_POINTS) or 1
     weights = [after - before for before, after in pairwise([0, *(step for step, _ in points)])]
     found: list[LossPoint] = []

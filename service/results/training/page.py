@@ -1,4 +1,4 @@
-"""The report of a fine-tuning: how losses and evaluations went, one page like the report of a study."""
+"""The report of a fine-tuning: losses and evaluations on one page, in the style of a study's report."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from service.results.report.charts import Legend, Plot, Scale, legend, nice_scale
+from service.results.report.charts import Legend, Plot, legend
+from service.results.report.marks import NUM_COLOURS
 from service.results.report.page import template
+from service.results.report.scales import Scale, nice_scale
 from service.results.report.texts import number_text
-from service.results.training.analysis import analysis_context
+from service.results.training.pictures import analysis_context
 from service.schemas.api import AnalysisDocument, CurvesDocument, ExpertCurvesDocument
 from workers.training.finetuning.fleet import Pipeline
 
 __all__ = ["render_training"]
-
-# Colours of the style sheet.
-COLOURS = 8
 
 
 def render_training(
@@ -27,8 +26,15 @@ def render_training(
     reason: str | None = None,
     analysis: AnalysisDocument | None = None,
 ) -> str:
-    """The page as one HTML document, at any stage of the training. `state` and `reason` are as of a study, `analysis`
-    is that of the experts, if there was one."""
+    """Render the page as one HTML document, at any stage of the training.
+
+    Args:
+        pipeline: The fine-tuning.
+        curves: Losses and evaluations so far.
+        state: State of the job.
+        reason: Reason of the state, if there is one.
+        analysis: Analysis of the experts, if there is one.
+    """
     experts = curves["experts"]
     names = sorted({name for expert in experts for point in expert["evaluations"] for name in point["values"]})
     rows = [
@@ -105,8 +111,8 @@ def _steps(last: int) -> Scale:
 
 
 def _stroke(index: int) -> str:
-    return f"stroke:var(--c{index % COLOURS})"
+    return f"stroke:var(--c{index % NUM_COLOURS})"
 
 
 def _fill(index: int) -> str:
-    return f"fill:var(--c{index % COLOURS})"
+    return f"fill:var(--c{index % NUM_COLOURS})"

@@ -1,4 +1,7 @@
-"""What Alembic runs for every command: the migrations, on the connection that `service.store.upgrade` hands over."""
+"""Alembic's environment for every command.
+
+The migrations run on the connection that `service.store.upgrade` passes.
+"""
 
 from alembic import context
 

@@ -1,7 +1,7 @@
-"""Paths that the policy of a study proposes without being trained: for other preferences, and through other models.
+"""Paths that a study's policy proposes without further training: for other preferences, and through other models.
 
-A policy that is conditioned on the preference vector proposes paths for any vector. One that knows models by their
-layers' statistics alone proposes paths through other models of as many layers.
+A policy that is conditioned on the preference vector proposes paths for any vector. A policy that knows models only by
+statistics of their layers proposes paths through other models with the same number of layers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from search_spaces.preferences import preference_vector
 from search_spaces.recipe import Recipe
 from search_spaces.study.file import Study
 from service.errors import Conflict
+from service.resolved_study import ResolvedStudy
 from service.store import Store
 from service.store.artifacts import ArtifactStore
 from service.studies.policies.stored import stored_policies
@@ -27,7 +28,7 @@ __all__ = ["PolicyPath", "policy_paths"]
 
 @dataclass(frozen=True)
 class PolicyPath:
-    """A path, each step a model of the pool and its layer, and the merge that it is."""
+    """A proposed layer path, each step a model of the pool and one of its layers, and the recipe of its merge."""
 
     steps: tuple[tuple[str, int], ...]
     recipe: Recipe
@@ -42,22 +43,29 @@ def policy_paths(
     count: int = 1,
     experts: Mapping[str, str] | None = None,
 ) -> tuple[PolicyPath, ...]:
-    """At most `count` paths for the preference, weights by objective, the one that the policy holds best first.
-    `experts`: other models in place of the study's, by alias. A merged model of the pool is merged by this preference.
+    """At most `count` paths that a study's policy proposes for a preference, ordered by its own estimate, best first.
 
-    Raises InvalidPreference, Conflict where the study has no such policy or its models have changed, InvalidModel for
-    models that cannot be used, InvalidStudy for a pool that cannot be."""
-    study = with_revisions(Study.model_validate(record.document), record.resolved)
-    check_files(study, record.resolved.access)
-    if record.resolved.algorithm != "hm3":
-        searcher = record.resolved.algorithm
+    `preference` has weights by objective. `experts` are other models in place of the study's, by alias. A merged model
+    of the pool is merged by this preference.
+
+    Raises:
+        InvalidPreference: The preference is not one for the study's objectives.
+        Conflict: The study has no such policy, or its models have changed.
+        InvalidModel: A model cannot be used.
+        InvalidStudy: The models do not make a pool.
+    """
+    resolved = ResolvedStudy.of(record)
+    study = with_revisions(Study.model_validate(record.document), resolved)
+    check_files(study, resolved.access)
+    if resolved.algorithm != "hm3":
+        searcher = resolved.algorithm
         raise Conflict(
             f"study {record.name!r}: its searcher is {searcher}; only hm3 trains a policy that proposes paths"
         )
     if not study.search.hm3.learns:
         raise Conflict(
-            f"study {record.name!r}: learns no policy of its own (search.hm3.learns: false); give the study that it "
-            "began with"
+            f"study {record.name!r}: learns no policy of its own (search.hm3.learns: false); give the study "
+            "whose policies it begins with"
         )
     alignment = getattr(study.search_space, "alignment", "none")
     if alignment != "none":
@@ -102,8 +110,8 @@ def policy_paths(
 
 
 def _check_models(record: JobRecord, study: Study, fingerprints: Mapping[str, str], num_layers: int) -> None:
-    """Raises Conflict for models that the policy does not know."""
-    before = record.resolved
+    """Check that a study's policy can propose paths through these models. Raises Conflict."""
+    before = ResolvedStudy.of(record)
     if num_layers != before.num_layers:
         raise Conflict(
             f"study {record.name!r}: its policy knows models of {before.num_layers} layers; these have {num_layers}"

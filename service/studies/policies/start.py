@@ -1,7 +1,7 @@
-"""A study that begins with the policies of another one.
+"""Studies that begin with the policies of another study.
 
-The policies are those that the other study has when this one first works. They become artifacts of this study, and
-their digests a document of it, so that it goes on with the same numbers whatever happens to the other one.
+The policies are those that the other study has when the new one first runs. They are stored as artifacts of the new
+study, and their digests as one of its documents, so that it can be resumed whatever happens to the other study.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from search_spaces.errors import InvalidStudy, Problem
@@ -17,13 +16,14 @@ from search_spaces.spaces.layer_paths import MERGED
 from search_spaces.study.file import Study
 from service.disk import artifacts_dir
 from service.errors import Conflict, NotFound, StudyFailed
+from service.resolved_study import ResolvedStudy
 from service.results.load import POLICY_START
 from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
 from service.studies.chains import OpenStudy
 from service.studies.policies.stored import stored_policies
-from service.studies.preflight.examine import PreflightResult
-from service.tune.proposing.checkpoints import FILE
+from service.studies.preflight.result import PreflightResult
+from service.tune.proposing.checkpoints import read_policy, store_policy
 from service.tune.searchers.base import SearchSetting
 from service.tune.searchers.hm3 import SAME_WEIGHT, paths_of
 from service.types import JobRecord, JobState
@@ -33,8 +33,11 @@ __all__ = ["PolicyStart", "check_start", "with_start"]
 
 @dataclass(frozen=True)
 class PolicyStart:
-    """The policies that a study begins with, in the order of its own: the study that they are of, by id and name, the
-    iteration that each has learned from last, and their checkpoints."""
+    """Policies that a study begins with, in the order of its own policies.
+
+    `study` and `name` are the id and name of the study that trained them. `iterations` has the last iteration from
+    which each has learned.
+    """
 
     study: str
     name: str
@@ -42,7 +45,7 @@ class PolicyStart:
     checkpoints: tuple[bytes, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """What is stored with the study: `policies` have the iteration and the checkpoint's sha256."""
+        """JSON document about these policies that is stored with the study; it has the sha256 of each checkpoint."""
         digests = (hashlib.sha256(content).hexdigest() for content in self.checkpoints)
         policies = [
             {"iteration": iteration, "digest": digest}
@@ -52,7 +55,7 @@ class PolicyStart:
 
 
 def check_start(preflight: PreflightResult, *, open_study: OpenStudy, artifacts_in: Path) -> None:
-    """Raises InvalidStudy if the study names policies to begin with that cannot be had, or that do not fit."""
+    """Check that the policies that a study begins with exist and fit the study. Raises InvalidStudy."""
     if preflight.study.search.hm3.start is None:
         return
     try:
@@ -69,8 +72,11 @@ def with_start(
     artifacts: ArtifactStore,
     open_study: OpenStudy,
 ) -> PreflightResult:
-    """The study with the policies that it begins with; itself where it names none. They are copied into its own
-    artifacts once. Raises StudyFailed (the study is FAILED with that reason)."""
+    """The preflight result with the policies that the study begins with; unchanged if it names none.
+
+    The policies are copied to the study's own artifacts once. Raises StudyFailed (the study is FAILED with that
+    reason).
+    """
     if preflight.study.search.hm3.start is None:
         return preflight
     study_id = writer.job_id
@@ -78,11 +84,12 @@ def with_start(
         if store.document(study_id, POLICY_START) is None:
             start = _found(preflight, open_study, artifacts.directory)
             for number, content in enumerate(start.checkpoints):
-                _keep(artifacts, study_id, number, content)
+                store_policy(artifacts, study_id, _artifact(number), content)
             writer.set_document_named(POLICY_START, start.to_json())
         stored: dict[str, Any] = store.document(study_id, POLICY_START) or {}
         kept = tuple(
-            _kept(artifacts, study_id, number, policy["digest"]) for number, policy in enumerate(stored["policies"])
+            read_policy(artifacts, study_id, _artifact(number), digest=policy["digest"])
+            for number, policy in enumerate(stored["policies"])
         )
     except (NotFound, Conflict) as error:
         reason = f"search.hm3.start: {error}"
@@ -91,27 +98,12 @@ def with_start(
     return replace(preflight, start=kept)
 
 
-def _slot(number: int) -> str:
+def _artifact(number: int) -> str:
     return f"hm3-start-{number}"
 
 
-def _keep(artifacts: ArtifactStore, study_id: str, number: int, content: bytes) -> None:
-    with TemporaryDirectory() as temporary:
-        (Path(temporary) / FILE).write_bytes(content)
-        artifacts.put(study_id, _slot(number), Path(temporary))
-
-
-def _kept(artifacts: ArtifactStore, study_id: str, number: int, digest: str) -> bytes:
-    with TemporaryDirectory() as temporary:
-        place = artifacts.write_to(artifacts.get(study_id, _slot(number)), Path(temporary) / "policy")
-        content = (place / FILE).read_bytes()
-    if hashlib.sha256(content).hexdigest() != digest:
-        raise Conflict(f"artifact {_slot(number)!r} is not the policy that this study began with ({digest[:12]})")
-    return content
-
-
 def _found(preflight: PreflightResult, open_study: OpenStudy, artifacts_in: Path) -> PolicyStart:
-    """The policies of the study that `preflight` names. Raises NotFound and Conflict."""
+    """Policies of the study that `search.hm3.start` names. Raises NotFound and Conflict."""
     start = preflight.study.search.hm3.start
     assert start is not None
     with open_study(start) as (store, record):
@@ -129,11 +121,11 @@ def _found(preflight: PreflightResult, open_study: OpenStudy, artifacts_in: Path
 def _iterations(
     preflight: PreflightResult, record: JobRecord, other: SearchSetting, checkpoints: dict[int, bytes]
 ) -> list[int]:
-    """For each policy of the study the newest iteration of the other one's that has its preference vector."""
+    """Latest iteration of the other study's policy with the same preference vector, for each policy of the study."""
     if preflight.study.search.hm3.policy == "conditioned":
         return [max(checkpoints)]
-    known = other.preferences or (_equal(len(other.objectives)),)
-    own = preflight.search_setting(num_baselines=0).preferences or (_equal(len(other.objectives)),)
+    known = other.vectors
+    own = preflight.search_setting(num_baselines=0).vectors
     found = []
     for vector in own:
         usable = [
@@ -151,40 +143,37 @@ def _iterations(
     return found
 
 
-def _equal(num_objectives: int) -> tuple[float, ...]:
-    return (1 / num_objectives,) * num_objectives
-
-
 def _text(vector: tuple[float, ...]) -> str:
     return ", ".join(f"{weight:g}" for weight in vector)
 
 
 def _check_searcher(record: JobRecord) -> None:
-    searcher = record.resolved.algorithm
+    searcher = ResolvedStudy.of(record).algorithm
     if searcher != "hm3":
         raise Conflict(f"study {record.name!r}: its searcher is {searcher}; only hm3 trains policies to begin with")
 
 
 def _check_shapes(preflight: PreflightResult, record: JobRecord, other: Study) -> None:
-    """Raises Conflict if policies of the other study have other inputs or outputs than this one's."""
+    """Check that policies of the other study have the inputs and outputs that this study needs. Raises Conflict."""
     where = f"study {record.name!r}: "
     ours, theirs = preflight.study.search.hm3, other.search.hm3
     if not theirs.learns:
         raise Conflict(
-            f"{where}learns no policy of its own (search.hm3.learns: false); begin with the one it began with"
+            f"{where}learns no policy of its own (search.hm3.learns: false); begin with the study "
+            "whose policies it begins with"
         )
     for name in ("policy", "knows_models"):
         if getattr(ours, name) != getattr(theirs, name):
             given, own = (str(getattr(each, name)).lower() for each in (theirs, ours))
-            raise Conflict(f"{where}its networks are of {name}: {given}, those here of {name}: {own}; write {given}")
-    own_layers, layers = preflight.num_layers, record.resolved.num_layers
+            raise Conflict(f"{where}its networks have {name}: {given}, this study's have {name}: {own}; write {given}")
+    own_layers, layers = preflight.models.num_layers, ResolvedStudy.of(record).num_layers
     if own_layers != layers:
         raise Conflict(f"{where}its networks are for models of {layers} layers; these have {own_layers}")
     known = tuple(spec.name for spec in other.scored_objectives.values())
-    names = tuple(preflight.tasks)
+    names = tuple(preflight.tasks.search)
     if len(known) != len(names):
         raise Conflict(
-            f"{where}its networks are for {len(known)} objectives ({', '.join(known)}); here are {len(names)} "
+            f"{where}its networks are for {len(known)} objectives ({', '.join(known)}); this study has {len(names)} "
             f"({', '.join(names)})"
         )
     if known != names and sorted(known) == sorted(names):
@@ -194,14 +183,14 @@ def _check_shapes(preflight: PreflightResult, record: JobRecord, other: Study) -
 
 
 def _check_models(preflight: PreflightResult, record: JobRecord, other: Study, where: str) -> None:
-    """Raises Conflict if networks that have an embedding for each model are not for these models."""
+    """Check that networks with an embedding for each model were trained for this study's models. Raises Conflict."""
     space = other.search_space
     chosen = getattr(space, "models", None) or tuple(other.models.experts)
     known = (*chosen, MERGED) if getattr(space, "merged", None) is not None else tuple(chosen)
     own = paths_of(preflight.space.parameters).models
-    before, now = record.resolved.fingerprints, preflight.family.fingerprints
+    before, now = ResolvedStudy.of(record).fingerprints, preflight.models.family.fingerprints
     if known != own or any(before[name] != now[name] for name in own if name != MERGED):
         raise Conflict(
-            f"{where}its networks know its own models ({', '.join(known)}) and no others; here are {', '.join(own)}: "
-            "begin with a study of knows_models: false"
+            f"{where}its networks know its own models ({', '.join(known)}) and no others; this study has "
+            f"{', '.join(own)}: begin with a study of knows_models: false"
         )

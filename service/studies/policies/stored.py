@@ -1,4 +1,4 @@
-"""The policies that a study has learned, as its store and its artifacts hold them."""
+"""Reading the policies that a study has learned from its store and its artifacts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from service.store.artifacts import ArtifactStore
 from service.tune.proposing.checkpoints import PolicyCheckpoints
 from service.tune.searchers.base import SearchSetting
 from service.tune.searchers.hm3 import SEARCHER
-from service.tune.steps import Step
 from service.types import JobRecord
 from workers.types import Family
 
@@ -18,18 +17,18 @@ __all__ = ["stored_policies"]
 def stored_policies(
     store: Store, record: JobRecord, study: Study, artifacts: ArtifactStore, *, family: Family | None = None
 ) -> tuple[SearchSetting, dict[int, bytes]]:
-    """What the searcher of a study knew of it, and its policies' checkpoints by the iteration that they learned from
-    last."""
+    """Search setting of a study, and the checkpoints of its policies by iteration.
+
+    The iteration is the one from which the policy learned last.
+    """
     objectives = tuple(spec.name for spec in study.scored_objectives.values())
     given = study.search.preferences
     setting = SearchSetting(
         objectives=objectives,
         num_samples={},
         num_baselines=0,
-        options=study.search.gradient,
+        options=study.search,
         preferences=() if given is None else given.weights(objectives, seed=study.search.seed),
-        policy=study.search.hm3,
         family=family,
     )
-    steps = [Step.from_json(row.number, row.proposal, row.document) for row in store.steps(record.id)]
-    return setting, PolicyCheckpoints(artifacts, record.id, SEARCHER, setting).load(steps)
+    return setting, PolicyCheckpoints(artifacts, record.id, SEARCHER, setting).load(store.steps(record.id))

@@ -1,7 +1,7 @@
-"""Everything that can be checked before an engine starts.
+"""Everything about a study that can be checked before an engine starts.
 
-- `examine`: the checks in order, and `PreflightResult`, the plan that follows from them
-- `finetune`: the checks of fine-tunings
+- `examine`: the checks in order
+- `result`: what they found, and the plan of the search that follows from it
 - `files`: which files a study may name, when it was sent over HTTP
 - `models`: models, weights and engine support; that a study's models are unchanged
 - `algorithm`: which searcher a study has

@@ -1,4 +1,4 @@
-"""Which searcher a study has: the one that it names, or what suits its space and tasks."""
+"""Choice of a study's searcher: the one that the study file names, or one that suits its space and tasks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from search_spaces.searchers import SEARCHERS, unsupported
 from search_spaces.spaces.base import DifferentiableSpace, SearchSpace
 from search_spaces.spaces.layer_paths import LayerPaths
 from search_spaces.study.file import Study
-from search_spaces.study.sections import CostSpec
+from search_spaces.study.objectives import CostSpec
 from workers.errors import InvalidTask
 from workers.types import TaskSpec
 
@@ -21,7 +21,7 @@ AUTO, GRADIENT = "auto", "gradient"
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A searcher's name, and why it was chosen."""
+    """Name of a study's searcher, and why it was chosen."""
 
     name: str
     reason: str
@@ -33,9 +33,12 @@ def algorithm_of(
     tasks: Mapping[str, TaskSpec],
     problems: list[Problem],
 ) -> Algorithm:
-    """The study's searcher. `auto` is `gradient` where coefficients have gradients and all objectives have references,
-    as tests/benchmarks/bench_search.py shows best, and otherwise the searcher that `auto` is declared to be.
-    Preference vectors need one that uses them, or a space that does."""
+    """Choose a study's searcher; what the searcher does not support is added to `problems`.
+
+    `auto` is `gradient` if coefficients have gradients and all objectives have references, which is best in
+    tests/benchmarks/bench_search.py, and otherwise the searcher that `auto` is declared to be. Preference vectors need
+    a searcher or a space that uses them.
+    """
     found = _algorithm_of(study, space, tasks, problems)
     declared = SEARCHERS[found.name]
     why = f", and auto is {found.name} here as {found.reason}" if study.search.algorithm == AUTO else ""
@@ -43,12 +46,12 @@ def algorithm_of(
     is_merged_by_them = isinstance(paths, LayerPaths) and paths.num_preferences > 1
     if study.search.preferences is not None and not (declared.uses_preferences or is_merged_by_them):
         able = ", ".join(name for name, each in SEARCHERS.items() if each.uses_preferences)
-        message = f"{found.name} does not use preference vectors{why}; leave them out; searchers that do: {able}"
+        message = f"{found.name} does not use preference vectors{why}; leave them out; searchers that use them: {able}"
         problems.append(Problem("search.preferences", message))
     if study.search.fit_share < 1 and not declared.computes_steps:
         able = ", ".join(name for name, each in SEARCHERS.items() if each.computes_steps)
-        message = f"{found.name} fits no samples, and would leave a share of them out{why}; searchers that do: {able}"
-        problems.append(Problem("search.fit_share", message))
+        message = f"{found.name} fits no samples, and would only leave a share of them out{why}"
+        problems.append(Problem("search.fit_share", f"{message}; searchers that fit samples: {able}"))
     if declared.trains_policy:
         problems += _problems_of_policy(study, space)
         found = replace(found, reason=found.reason + _warning_of_policy(study, space))
@@ -56,7 +59,7 @@ def algorithm_of(
 
 
 def _warning_of_policy(study: Study, space: SearchSpace) -> str:
-    """That length outweighs all scores; "" where it does not."""
+    """Warning that the length of a path outweighs all scores; "" if it does not."""
     penalty, paths = study.search.hm3.length_penalty, space.parameters.structure
     if not isinstance(paths, LayerPaths) or penalty * (paths.longest - paths.shortest) < 1:
         return ""
@@ -68,9 +71,9 @@ def _warning_of_policy(study: Study, space: SearchSpace) -> str:
 
 
 def _problems_of_policy(study: Study, space: SearchSpace) -> Iterator[Problem]:
-    """What a policy that builds paths cannot learn from."""
+    """Problems of a study whose searcher trains a policy for layer paths."""
     if not isinstance(space.parameters.structure, LayerPaths):
-        message = f"hm3 learns layer paths, which a space of kind {space.kind} has none of; write kind: hm3"
+        message = f"hm3 learns layer paths; a space of kind {space.kind} has none; write kind: hm3"
         yield Problem("search_space.kind", message)
     if study.fidelity.scheduler != "none":
         message = f"{study.fidelity.scheduler}: hm3 needs the reward of every path at one budget; write scheduler: none"
@@ -121,7 +124,7 @@ def _lack_of_gradients(study: Study, space: SearchSpace, tasks: Mapping[str, Tas
     if space.parameters.structure is not None:
         return "which layers a merge has, and in which order, are discrete choices, which have no gradients"
     if not isinstance(space, DifferentiableSpace):
-        return f"coefficients of a space of kind {space.kind} have no gradients, those of layerwise and sfs have"
+        return f"coefficients of a space of kind {space.kind} have no gradients, those of layerwise and sfs do"
     for name, spec in tasks.items():
         try:
             lack = lack_of_references(spec)

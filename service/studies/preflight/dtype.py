@@ -1,4 +1,4 @@
-"""The dtype that a study's engine computes in, and its size."""
+"""Dtype in which a study's engine computes, and its size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def engine_dtype(study: Study) -> str:
-    """The dtype that `engine.dtype` stands for on this machine."""
+    """Dtype that a study's `engine.dtype` stands for on this machine."""
     import torch
 
     if study.engine.dtype != "auto":

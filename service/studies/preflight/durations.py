@@ -1,4 +1,4 @@
-"""How long a study will take, before an engine starts: from the tokens of its samples and this machine's speed.
+"""Expected duration of a study, computed before an engine starts from the samples' tokens and this machine's speed.
 
 It does not know how often equal merges are proposed, how long merging takes (of small models, less than scoring), and
 what else the machine does.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.fidelity import bracket_plan
-from service.studies.preflight.examine import PreflightResult
+from service.studies.preflight.result import PreflightResult
 from workers.engines.vllm.environment import engine_environment
 from workers.errors import InvalidTask
 from workers.evaluation.lengths import Lengths, lengths_of
@@ -34,8 +34,11 @@ MEASURED_S = 0.5  # seconds in which the speed of products is measured
 
 @dataclass(frozen=True)
 class ExpectedTime:
-    """Hours, and tokens of a sample, prompt and answer: at least if answers are as long as the references and merges as
-    deep as the base; at most if answers only end at their tasks' limits and merges are as deep as they may be."""
+    """Bounds on the hours of a study, and on the tokens of a sample, prompt and answer together.
+
+    The lower bound assumes answers as long as the references, and merges as deep as the base. The upper bound assumes
+    answers that end at the limits of their tasks, and merges as deep as the space allows.
+    """
 
     least_hours: float
     most_hours: float
@@ -44,23 +47,30 @@ class ExpectedTime:
 
 
 def expected_time(preflight: PreflightResult, *, step_samples: int) -> ExpectedTime:
-    """Of the search, with `step_samples` that gradients are charged, the held-out stage and the engine's start.
+    """Expected duration of the search, the held-out stage and the engine's start.
 
-    Tokenizes the first samples of each task. Raises InvalidStudy with every task whose prompts cannot be built."""
+    Gradients are charged `step_samples` samples in total.
+
+    Tokenizes the first samples of each task. Raises InvalidStudy with every task whose prompts cannot be built.
+    """
     samples = preflight.expected_samples()
     lengths = _lengths(preflight)
-    searched = _mean(lengths["objectives"], preflight.rung_samples[-1])
-    held_out = _mean(lengths["holdout"], {name: info.num_samples for name, info in preflight.holdout_infos.items()})
+    searched = _mean(lengths["objectives"], preflight.budget.rung_samples[-1])
+    held_out = _mean(
+        lengths["holdout"], {name: info.num_samples for name, info in preflight.tasks.holdout_infos.items()}
+    )
     parts = ((samples.search + step_samples, searched), (samples.holdout, held_out))
     num_samples = sum(number for number, _ in parts)
     least_tokens = sum(number * (lengths.read + lengths.answered) for number, lengths in parts)
     most_tokens = sum(number * (lengths.read + lengths.limit) for number, lengths in parts)
-    deepest = preflight.num_parameters if preflight.size is None else preflight.size.most("parameters")
+    deepest = (
+        preflight.models.num_parameters if preflight.models.size is None else preflight.models.size.most("parameters")
+    )
     threads = int(engine_environment(preflight.engine_options)["OMP_NUM_THREADS"])
     speed = operations_per_s(threads) * EFFICIENCY * preflight.study.engine.replicas
     beside_s = ENGINE_START_S + _num_evaluations(preflight) * EVALUATION_S
     return ExpectedTime(
-        (beside_s + 2 * preflight.num_parameters * least_tokens / speed) / 3600,
+        (beside_s + 2 * preflight.models.num_parameters * least_tokens / speed) / 3600,
         (beside_s + 2 * deepest * most_tokens / speed) / 3600,
         least_tokens / num_samples,
         most_tokens / num_samples,
@@ -68,9 +78,11 @@ def expected_time(preflight: PreflightResult, *, step_samples: int) -> ExpectedT
 
 
 def operations_per_s(threads: int) -> float:
-    """Of products of matrices on this machine's accelerator, in bfloat16, or so many threads of its CPU, in float32.
+    """Operations per second of matrix products on this machine.
 
-    The best of those that fit into MEASURED_S: other work slows some of them down."""
+    The GPU is measured in bfloat16, or `threads` threads of the CPU in float32. The result is the best measurement
+    of those that fit into MEASURED_S, because other work slows some of them down.
+    """
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -89,9 +101,9 @@ def operations_per_s(threads: int) -> float:
 
 
 def _lengths(preflight: PreflightResult) -> dict[str, dict[str, Lengths]]:
-    """Of each task, by section of the study file and name."""
-    prompts = Prompts(open_sources(preflight.family).result_dir, preflight.engine_options)
-    specs = {"objectives": preflight.tasks, "holdout": preflight.holdout_tasks}
+    """Mean lengths of the samples of each task, by section of the study file and name."""
+    prompts = Prompts(open_sources(preflight.models.family).result_dir, preflight.engine_options)
+    specs = {"objectives": preflight.tasks.search, "holdout": preflight.tasks.holdout}
     found: dict[str, dict[str, Lengths]] = {section: {} for section in specs}
     problems = []
     for place, objective in preflight.study.with_tasks():
@@ -106,7 +118,7 @@ def _lengths(preflight: PreflightResult) -> dict[str, dict[str, Lengths]]:
 
 
 def _mean(lengths: Mapping[str, Lengths], num_samples: Mapping[str, int]) -> Lengths:
-    """Over all tasks, by their numbers of samples."""
+    """Mean of the tasks' lengths, weighted by their numbers of samples."""
     total = sum(num_samples[name] for name in lengths)
     shares = {name: num_samples[name] / total for name in lengths}
     return Lengths(
@@ -117,8 +129,8 @@ def _mean(lengths: Mapping[str, Lengths], num_samples: Mapping[str, int]) -> Len
 
 
 def _num_evaluations(preflight: PreflightResult) -> int:
-    """Of the search at its rungs, and of the held-out stage as `expected_samples` has it."""
+    """Number of evaluations of the search at its rungs and of the held-out stage, counted as in `expected_samples`."""
     num_baselines = len(preflight.baselines())
-    brackets = bracket_plan(preflight.cycle, preflight.study.search.max_trials)
+    brackets = bracket_plan(preflight.budget.cycle, preflight.study.search.max_trials)
     search = num_baselines + sum(sum(bracket.sizes) for bracket in brackets)
-    return search + (num_baselines + 4 if preflight.holdout_tasks else 0)
+    return search + (num_baselines + 4 if preflight.tasks.holdout else 0)

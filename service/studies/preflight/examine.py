@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
-from search_spaces.baselines import sources_and_published
 from search_spaces.costs import ModelSize
 from search_spaces.errors import InvalidStudy, Problem
-from search_spaces.fidelity import Bracket, bracket_cycle, bracket_plan
-from search_spaces.objectives import Objective
-from search_spaces.searchers import SEARCHERS
-from search_spaces.spaces.base import AlignedSpace, DifferentiableSpace, LayeredSpace, SearchSpace
+from search_spaces.fidelity import Bracket, bracket_cycle
+from search_spaces.preferences import equal_preference
+from search_spaces.spaces.base import AlignedSpace, LayeredSpace, SearchSpace
 from search_spaces.study.file import Study
-from search_spaces.study.sections import EngineOptions
 from service.disk import lack_of_space
+from service.resolved_study import ChainedSource
 from service.studies.preflight.algorithm import GRADIENT, Algorithm, algorithm_of
 from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
 from service.studies.preflight.files import check_files
@@ -35,194 +31,19 @@ from service.studies.preflight.models import (
     searched_models,
     start_probe,
 )
-from service.studies.preflight.resources import MemoryPlan, check_devices, check_memory, plan_memory
+from service.studies.preflight.resources import check_devices, check_memory, plan_memory
+from service.studies.preflight.result import PreflightResult, StudyBudget, StudyModels, StudyTasks
 from service.studies.preflight.tasks import check_prompts, check_tasks, objectives_of
-from service.tune.plan import PROPOSALS_AHEAD, Baseline, Plan
-from service.tune.proposing.gradient_actor import GradientJob
-from service.tune.searchers.base import SearchSetting
-from service.types import ChainedSource, Origin, ResolvedStudy
 from workers.file_access import FileAccess
 from workers.models.family import ResolvedFamily, locate_family
-from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, Family, TaskInfo, TaskSpec
+from workers.types import TaskInfo
 
-__all__ = ["EXPORT", "ExpectedSamples", "PreflightResult", "examine"]
+__all__ = ["EXPORT", "examine"]
 
 logger = logging.getLogger(__name__)
 
 # The directory of a run's exported best merge, within that of the run.
 EXPORT = "export"
-
-# Samples per request: the most that a crash loses, and that a replica scores before it looks at its queue again.
-CHUNK_SAMPLES = 512
-
-
-@dataclass(frozen=True)
-class ExpectedSamples:
-    """Samples of the search and of the held-out stage, and of the search with every trial at full budget.
-
-    Under asha the search scores at least that many: it also promotes trials that were best only when they were
-    promoted."""
-
-    search: int
-    holdout: int
-    full_budget: int
-
-
-@dataclass(frozen=True)
-class PreflightResult:
-    """A study that can run: its models, its space, its tasks, and how many samples of them each rung uses."""
-
-    study: Study
-    family: Family
-    space: SearchSpace
-    num_layers: int
-    num_parameters: int
-    objectives: tuple[Objective, ...]
-    tasks: Mapping[str, TaskSpec]
-    task_infos: Mapping[str, TaskInfo]
-    holdout_tasks: Mapping[str, TaskSpec]
-    holdout_infos: Mapping[str, TaskInfo]
-    rung_samples: tuple[Mapping[str, int], ...]
-    cycle: tuple[Bracket, ...]
-    memory: MemoryPlan
-    export_bytes: int
-    """Weights of one merged model, as exported: of the largest, where merges have different numbers of layers."""
-    commits: Mapping[str, str]
-    """Commits of hub models, by the names in the study file."""
-    absent_bytes: int
-    """Weights that are still on the hub, and were not checked."""
-    algorithm: Algorithm
-    engine_note: str
-    """A message for the user about how vLLM runs the models; "" if there is none."""
-    access: FileAccess | None = None
-    """Which files the study may read; None: all."""
-    chained: Mapping[str, ChainedSource] = field(default_factory=dict)
-    """The sources that are merges of other studies."""
-    size: ModelSize | None = None
-    """What costs of recipes are made of; None where merges do not differ in them."""
-    start: tuple[bytes, ...] = ()
-    """The checkpoints that policies begin with (`service.studies.policies.start`)."""
-
-    @property
-    def concurrency(self) -> int:
-        return CHUNKS_IN_FLIGHT_PER_REPLICA * self.study.engine.replicas
-
-    @property
-    def engine_options(self) -> EngineOptions:
-        """Of engines whose merges may have other layers than the base where the study's space has such merges."""
-        options = self.study.engine.options
-        if not isinstance(self.space, LayeredSpace):
-            return options
-        return options.model_copy(update={"max_layers": self.space.max_layers})
-
-    def resolved(self) -> ResolvedStudy:
-        return ResolvedStudy(
-            fingerprints=self.family.fingerprints,
-            commits=self.commits,
-            num_layers=self.num_layers,
-            tasks={name: spec.digest for name, spec in self.tasks.items()},
-            holdout_tasks={name: spec.digest for name, spec in self.holdout_tasks.items()},
-            rung_samples=self.rung_samples,
-            max_staleness=self._max_staleness,
-            objectives=self.objectives,
-            version=version("mergesearch"),
-            access=self.access,
-            algorithm=self.algorithm.name,
-            algorithm_reason=self.algorithm.reason,
-            chained=self.chained,
-        )
-
-    @property
-    def _max_staleness(self) -> int:
-        """A policy learns from all of an iteration once that of the next one is scored, and knows no single results: it
-        proposes half an iteration while repeated paths, which end at once, and an update keep no engine waiting."""
-        staleness = self.concurrency + PROPOSALS_AHEAD
-        if not SEARCHERS[self.algorithm.name].trains_policy:
-            return staleness
-        episodes = self.study.search.hm3.episodes
-        return min(max(staleness, episodes // 2), episodes)
-
-    def search_setting(self, *, num_baselines: int) -> SearchSetting:
-        """What a searcher that computes steps knows of the study."""
-        given = self.study.search.preferences
-        scored = {name: self.study.search.num_scored(info.num_samples) for name, info in self.task_infos.items()}
-        return SearchSetting(
-            objectives=tuple(self.tasks),
-            num_samples={name: info.num_samples for name, info in self.task_infos.items()},
-            num_baselines=num_baselines,
-            options=self.study.search.gradient,
-            preferences=() if given is None else given.weights(tuple(self.tasks), seed=self.study.search.seed),
-            first_fitted=scored if self.study.search.fit_share < 1 else {},
-            policy=self.study.search.hm3,
-            family=self.family if SEARCHERS[self.algorithm.name].trains_policy else None,
-            start=self.start,
-        )
-
-    def gradient_job(self) -> GradientJob | None:
-        """What gradients are of; None where the space has none."""
-        if not isinstance(self.space, DifferentiableSpace):
-            return None
-        return GradientJob(self.family, self.engine_options, dict(self.tasks), self.space)
-
-    @property
-    def _num_repeated(self) -> int:
-        """Two iterations of every policy: if all their paths are known, nothing is left to learn."""
-        search = self.study.search
-        num_vectors = 1 if search.preferences is None else search.preferences.size(len(self.tasks))
-        num_policies = 1 if search.hm3.policy == "conditioned" else num_vectors
-        return 2 * max(search.hm3.episodes * num_policies, num_vectors)
-
-    def plan(self, study_id: str, resolved: ResolvedStudy, *, baselines: tuple[Baseline, ...] | None = None) -> Plan:
-        """The driver's plan; `resolved` is what was stored when the study was created, whose searcher and staleness it
-        keeps. `baselines` are those of a study that goes on; None: those of a new one."""
-        declared = SEARCHERS[resolved.algorithm or self.study.search.algorithm]
-        return Plan(
-            study_id=study_id,
-            seed=self.study.search.seed,
-            objectives=self.objectives,
-            tasks=self.tasks,
-            holdout_tasks=self.holdout_tasks,
-            rung_samples=self.rung_samples,
-            holdout_samples={name: info.num_samples for name, info in self.holdout_infos.items()},
-            scheduler=self.study.fidelity.scheduler,
-            cycle=self.cycle,
-            eta=self.study.fidelity.reduction_factor,
-            max_trials=self.study.search.max_trials,
-            max_staleness=resolved.max_staleness,
-            chunk_samples=CHUNK_SAMPLES,
-            bank_fingerprint=self.family.fingerprint,
-            baselines=self.baselines() if baselines is None else baselines,
-            error_rate=self.study.fidelity.bound_error_rate,
-            size=self.size,
-            waits_for_baselines=declared.waits_for_baselines,
-            **({"max_duplicates": self._num_repeated} if declared.trains_policy else {}),
-        )
-
-    def baselines(self) -> tuple[Baseline, ...]:
-        """The source and published recipes of a new study, scored before the search."""
-        aliases = tuple(expert.alias for expert in self.family.experts)
-        found = sources_and_published(
-            base=self.family.base.alias,
-            experts=aliases,
-            fingerprints=self.family.fingerprints,
-            num_layers=self.num_layers,
-            tokenizer=self.family.tokenizer,
-        )
-        return tuple((Origin(origin), label, recipe) for origin, label, recipe in found)
-
-    def expected_samples(self) -> ExpectedSamples:
-        """Samples the study will score if no trial fails and no two recipes are equal."""
-        totals = [sum(samples.values()) for samples in self.rung_samples]
-        search = len(self.baselines()) * totals[-1]
-        for bracket in bracket_plan(self.cycle, self.study.search.max_trials):
-            paid = 0
-            for rung, size in enumerate(bracket.sizes, start=bracket.first_rung):
-                search += size * (totals[rung] - paid)
-                paid = totals[rung]
-        # Assumes four trials on the front besides sources and published recipes.
-        holdout = sum(info.num_samples for info in self.holdout_infos.values()) * (len(self.baselines()) + 4)
-        full = (len(self.baselines()) + self.study.search.max_trials) * totals[-1]
-        return ExpectedSamples(search, holdout, full)
 
 
 def examine(
@@ -258,19 +79,20 @@ def examine(
     algorithm: Algorithm | None = None
     size: ModelSize | None = None
     if sources is not None:
-        searched = _examine_space(study, sources, dict.fromkeys(sources.checkpoints, ""), problems)
+        # Its problems belong to the others; its recipes need the fingerprints, which reading the weights gives.
+        unread = _examine_space(study, sources, dict.fromkeys(sources.checkpoints, ""), problems)
         max_layers = 0
-        if isinstance(searched, LayeredSpace):
-            max_layers = searched.max_layers
+        if isinstance(unread, LayeredSpace):
+            max_layers = unread.max_layers
             size = model_size(sources, max_layers)
         largest = sources.num_parameters if size is None else int(size.most("parameters"))
         export_bytes = largest * DTYPE_BYTES[engine_dtype(study)]
         check_layers(study, sources, problems)
-        aligns = isinstance(searched, AlignedSpace) and searched.alignment != "none"
+        aligns = isinstance(unread, AlignedSpace) and unread.alignment != "none"
         if aligns:
             _check_alignments(infos, problems)
-        if searched is not None:
-            algorithm = algorithm_of(study, searched, tasks, problems)
+        if unread is not None:
+            algorithm = algorithm_of(study, unread, tasks, problems)
         computes_gradients = algorithm is not None and algorithm.name == GRADIENT
         plan = partial(
             plan_memory, study, sources, available_bytes, computes_gradients=computes_gradients, aligns=aligns
@@ -290,28 +112,26 @@ def examine(
     space = _examine_space(study, sources, sources.fingerprints, problems)
     if problems or space is None or algorithm is None:
         raise InvalidStudy(tuple(problems))
-    return PreflightResult(
-        study=study,
+    models = StudyModels(
         family=sources.family,
-        space=space,
         num_layers=sources.layout.num_layers,
         num_parameters=sources.num_parameters,
-        objectives=objectives,
-        tasks=tasks,
-        task_infos=infos,
-        holdout_tasks=holdout_tasks,
-        holdout_infos=holdout_infos,
-        rung_samples=rung_samples,
-        cycle=cycle,
-        memory=memory,
         export_bytes=export_bytes,
         commits=sources.commits,
         absent_bytes=sources.absent_bytes,
-        algorithm=algorithm,
         engine_note=engine_note,
-        access=access,
-        size=size,
         chained=chained or {},
+        size=size,
+    )
+    return PreflightResult(
+        study=study,
+        models=models,
+        tasks=StudyTasks(objectives, tasks, infos, holdout_tasks, holdout_infos),
+        budget=StudyBudget(rung_samples, cycle),
+        space=space,
+        algorithm=algorithm,
+        memory=memory,
+        access=access,
     )
 
 
@@ -347,17 +167,17 @@ def _examine_fidelity(
 
 
 def _check_alignments(infos: Mapping[str, TaskInfo], problems: list[Problem]) -> None:
-    from workers.training.hm3.activations import lack_of_samples
+    from workers.alignments.samples import lack_of_samples
 
     if infos and (lack := lack_of_samples({name: info.num_samples for name, info in infos.items()})):
         problems.append(Problem("search_space.alignment", lack))
 
 
 def _preferences(study: Study) -> tuple[Mapping[str, float], ...]:
-    """The vectors by objective with a task; one of equal weights where the study has none."""
+    """The study's preference vectors, by objective that has a task; one of equal weights if the study has none."""
     names = tuple(spec.name for spec in study.scored_objectives.values())
     given = study.search.preferences
-    vectors = ((1 / len(names),) * len(names),) if given is None else given.weights(names, seed=study.search.seed)
+    vectors = (equal_preference(len(names)),) if given is None else given.weights(names, seed=study.search.seed)
     return tuple(dict(zip(names, vector, strict=True)) for vector in vectors)
 
 

@@ -1,5 +1,7 @@
-"""Checks that a study or fine-tuning names only files that it may read, with paths that a server can take. Nothing is
-opened here."""
+"""Checks that a study or fine-tuning names only files that it may read, with paths that a server accepts.
+
+Nothing is opened here.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from search_spaces.errors import InvalidStudy, Problem
-from search_spaces.study.file import InlineTask, Study
+from search_spaces.study.file import Study
+from search_spaces.study.objectives import InlineTask
 from workers.file_access import FileAccess
 from workers.models.hub import hub_cache
 
@@ -24,13 +27,18 @@ __all__ = [
 
 
 class FilesRefused(InvalidStudy):
-    """A study names files that it may not read. Waiting does not change that: what it may read is stored with it."""
+    """A study names files that it may not read.
+
+    Waiting does not help, as the files that it may read are stored with it.
+    """
 
 
 def check_files(study: Study, access: FileAccess | None) -> None:
-    """Raises FilesRefused with every file, directory and hub model of `study` outside `access` (None: no limit).
+    """Check that a study names only files, directories and hub models that `access` allows (None: all).
 
-    What task files lead to, such as included files, is checked when they are read (`workers.evaluation`)."""
+    Raises FilesRefused with all others. What task files lead to, such as included files, is checked when they are read
+    (`workers.evaluation`).
+    """
     if access is not None and (problems := tuple(_problems(study, access))):
         raise FilesRefused(problems)
 
@@ -49,7 +57,7 @@ def _problems(study: Study, access: FileAccess) -> Iterator[Problem]:
 
 
 def model_refusal(model: str, access: FileAccess) -> str | None:
-    """Why a model, a directory or of the hub, must not be read; None if it may be."""
+    """Reason why a model, a directory or hub id, must not be read; None if it may be."""
     if os.path.isabs(model) or os.path.exists(model):
         return access.refusal_of_all(model)
     reason = access.refusal(hub_cache())
@@ -57,7 +65,7 @@ def model_refusal(model: str, access: FileAccess) -> str | None:
 
 
 def task_files(study: Study) -> Iterator[tuple[str, str]]:
-    """The files that a study names as tasks, each with its place."""
+    """Files that a study names as tasks, each as (place in the study file, file)."""
     for place, spec in study.with_tasks():
         if isinstance(spec.task, InlineTask):
             yield f"{place}.task.file", spec.task.file
@@ -66,20 +74,23 @@ def task_files(study: Study) -> Iterator[tuple[str, str]]:
 
 
 def model_path_problem(model: str) -> str | None:
-    """Why a server cannot take the directory `model`; None if it can, or if it is a hub id."""
+    """Reason why a server does not accept the directory `model`; None if it does, or if `model` is a hub id."""
     # As in a study file: `name` and `owner/name` are hub ids unless a directory has that name.
     is_path = model.startswith((".", "~")) or model.endswith("/") or model.count("/") > 1 or os.path.exists(model)
     return _relative(model) if is_path and not os.path.isabs(model) else None
 
 
 def file_path_problem(file: str) -> str | None:
-    """Why a server cannot take the path `file`; None if it can."""
+    """Reason why a server does not accept the path `file`; None if it does."""
     return None if os.path.isabs(file) else _relative(file)
 
 
 def no_file_problem(file: str) -> str | None:
-    """Why `file`, which may be read, is not opened; None if it is, or if nothing is there, which is found then."""
-    # A device or a pipe might never end.
+    """Reason why `file` is not opened, although it may be read: it is a directory, a device or a pipe; else None.
+
+    A missing file is reported when it is opened.
+    """
+    # Reading a device or a pipe might never end.
     return f"{file}: is not a file" if os.path.exists(file) and not os.path.isfile(file) else None
 
 

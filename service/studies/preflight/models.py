@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping
 from search_spaces.costs import ModelSize
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.recipe import COMPONENTS
-from search_spaces.spaces.base import Part, SearchedModels, TensorPlace
+from search_spaces.spaces.base import Part, SearchedModels, TensorLocation
 from search_spaces.study.file import Study
 from service.errors import Conflict
+from service.resolved_study import ResolvedStudy
 from service.studies.preflight.dtype import engine_dtype
-from service.types import JobRecord, ResolvedStudy
+from service.types import JobRecord
 from workers.engines.vllm.paths.geometry import path_problems
 from workers.engines.vllm.support import CapabilityProbe
 from workers.errors import InvalidModel
@@ -39,8 +40,10 @@ logger = logging.getLogger(__name__)
 
 
 def with_revisions(study: Study, resolved: ResolvedStudy) -> Study:
-    """The study with its hub models at the commits that it was created with, and merges of other studies where they
-    were exported to."""
+    """Fix a study's models to those that it was created with.
+
+    Hub models get their commits, and merges of other studies the directories that they were exported to.
+    """
 
     def name(model: str) -> str:
         commit = resolved.commits.get(model)
@@ -55,9 +58,10 @@ def with_revisions(study: Study, resolved: ResolvedStudy) -> Study:
 
 
 def check_unchanged(record: JobRecord, resolved: ResolvedStudy) -> None:
-    """Raises Conflict if models or task data are not what they were when the study was created."""
+    """Raise Conflict if models or task data are not what they were when the study was created."""
+    stored = ResolvedStudy.of(record)
     for key in ("fingerprints", "tasks", "holdout_tasks"):
-        before: Mapping[str, str] = getattr(record.resolved, key)
+        before: Mapping[str, str] = getattr(stored, key)
         now: Mapping[str, str] = getattr(resolved, key)
         if before != now:
             changed = sorted(name for name in now if before.get(name) != now[name])
@@ -88,8 +92,7 @@ def check_models(located: LocatedFamily, study: Study, problems: list[Problem]) 
 
 
 def check_layers(study: Study, sources: ResolvedFamily, problems: list[Problem]) -> None:
-    """Check that the models' layers can be what recipes of the study make of them: stand in any order, and be
-    scaled."""
+    """Check that the models' layers can be reordered and scaled, where recipes of the study do so."""
     section = study.search_space
     if section.changes_layers:
         problems.extend(Problem("models", text) for text in path_problems(sources))
@@ -113,7 +116,8 @@ def check_weights(
 ) -> ResolvedFamily:
     """The models with their fingerprints, downloaded if necessary, after all local weights were read.
 
-    Raises InvalidStudy if weights cannot be read."""
+    Raises InvalidStudy if weights cannot be read.
+    """
     try:
         sources = sources.fetched(note=note) if downloads else sources
         contents = sources.content_problems()
@@ -132,14 +136,16 @@ def searched_models(
     max_layers: int | None = None,
     preferences: tuple[Mapping[str, float], ...] = (),
 ) -> SearchedModels:
-    """What a search space may know of these models, of which a merge may have `max_layers` layers, and of the study's
-    preference vectors."""
+    """The models as a search space sees them, with the study's preference vectors.
+
+    A merge may have `max_layers` layers (None: any number).
+    """
     layout, sizes = sources.layout, {name: math.prod(header.shape) for name, header in sources.base.tensors.items()}
     base, *experts = sources.checkpoints
     parts: list[tuple[Part, int | None]] = [("embedding", None)]
     parts += [(component, layer) for layer in range(layout.num_layers) for component in COMPONENTS]
     tensors = {
-        layout.name(suffix, layer): TensorPlace(part, layer, suffix)
+        layout.name(suffix, layer): TensorLocation(part, layer, suffix)
         for part, layer in (*parts, ("head", None))
         for suffix in layout.suffixes(part, layer)
     }
@@ -175,7 +181,8 @@ def model_size(sources: ResolvedFamily, max_layers: int) -> ModelSize:
 def start_probe(located: LocatedFamily) -> CapabilityProbe | None:
     """Start to probe in the background whether vLLM can run the base; experts have its architecture.
 
-    None if the base's configuration cannot be read, which `check_models` reports."""
+    Returns None if the base's configuration cannot be read, which `check_models` reports.
+    """
     if located.base_dir is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The resources that a study needs: GPUs and host memory."""
+"""Resources that a study needs: GPUs and host memory."""
 
 from __future__ import annotations
 
@@ -30,26 +30,29 @@ __all__ = [
     "plan_memory",
 ]
 
-# Memory of an engine's process besides weights: interpreter, torch, vLLM and its caches on CPU.
+# Bytes of an engine's process besides weights: interpreter, torch, vLLM and its caches on CPU.
 ENGINE_OVERHEAD_BYTES = 2 * 2**30
 
-# Memory of the gradient actor's process besides its model: interpreter, torch, transformers and activations.
+# Bytes of the gradient actor's process besides its model: interpreter, torch, transformers and activations.
 GRADIENT_OVERHEAD_BYTES = 2**30
-# Statistics of several sources, of which a bank keeps a share of memory (`workers.merging.recent`).
+
+# Statistics of several sources; a bank caches them in a share of its memory (`workers.merging.recent`).
 OF_SEVERAL = frozenset({"importance", "variances"})
-RANK_BYTES = 2  # of each element of an expert, with `engine.rank_cache`
+
+# Bytes of the rank of each element of an expert, with `engine.rank_cache`.
+RANK_BYTES = 2
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of memory that a study needs on this machine, and that are available."""
+    """Memory in bytes that a study needs on this machine, and that is available."""
 
     bank_bytes: int
     engine_bytes: int
     replicas: int
     available_bytes: int
     gradient_bytes: int = 0
-    """Of the gradient actor; 0 where there is none."""
+    """Bytes of the gradient actor; 0 if there is none."""
 
     @property
     def needed_bytes(self) -> int:
@@ -58,7 +61,10 @@ class MemoryPlan:
 
 
 def check_devices(study: Study, sources: ResolvedFamily | None, problems: list[Problem]) -> None:
-    """Check that the models can be split between GPUs, and that this machine has enough (Ray counts a cluster's)."""
+    """Check that the models can be split between GPUs, and that this machine has enough GPUs.
+
+    The GPUs of a Ray cluster are not checked, as Ray counts them.
+    """
     import torch
 
     engine = study.engine
@@ -100,14 +106,16 @@ def plan_memory(
     max_layers: int = 0,
     aligns: bool = False,
 ) -> MemoryPlan:
-    """Bytes of memory for the bank, the engines and the gradient actor, if there is one; `available_bytes` None is this
-    machine's memory. `max_layers` are those of the longest merge where merges have layers of any number, else 0; with
-    `aligns` they may have alignments."""
+    """Plan the memory of the bank, the engines and the gradient actor, if there is one.
+
+    `available_bytes` None is this machine's memory. `max_layers` is the number of layers of the longest merge if merges
+    have any number of layers, else 0; with `aligns` merges may have alignments.
+    """
     import torch
 
     from workers.merging.methods.plain import PLAIN
 
-    # In host memory: on CPU vLLM computes from a packed copy, in addition to the plain weights that are written to.
+    # In host memory: on CPU vLLM computes with a packed copy, besides the plain weights that merges are written into.
     copies = 0 if torch.cuda.is_available() else 2
     available = psutil.virtual_memory().total if available_bytes is None else available_bytes
     held = sources.num_parameters
@@ -136,7 +144,7 @@ def plan_memory(
 
 
 def _pool_size(sources: ResolvedFamily, max_layers: int, available: int, bytes_of_value: int) -> int:
-    """The layers that an engine with room for `max_layers` of them would hold in host memory, and no fewer."""
+    """Number of layers that an engine would hold in host memory, at least `max_layers`."""
     every = len(sources.checkpoints) * sources.layout.num_layers + max_layers
     if not bytes_of_value:
         return every
@@ -151,8 +159,11 @@ def check_memory(
     shorter: range = range(0),
     plan: Callable[[int], MemoryPlan] | None = None,
 ) -> None:
-    """Check that the planned memory is available. `shorter` are the numbers of layers that `limits.max_layers` could be
-    lowered to; `plan` gives the memory for one of them, the more layers the more."""
+    """Check that the planned memory is available.
+
+    `shorter` are the numbers of layers to which `limits.max_layers` could be lowered, ascending; `plan` gives the
+    memory for one of them, which grows with the number of layers.
+    """
     if memory.needed_bytes > memory.available_bytes:
         layers = ""
         if plan is not None:

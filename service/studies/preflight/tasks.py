@@ -11,7 +11,8 @@ from search_spaces.constraints import parse_constraint
 from search_spaces.costs import ModelSize
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.objectives import Objective
-from search_spaces.study.file import CostSpec, InlineTask, ObjectiveSpec, Study
+from search_spaces.study.file import Study
+from search_spaces.study.objectives import CostSpec, InlineTask, ObjectiveSpec
 from workers.errors import InvalidTask
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.tasks import check_task, content_hash
@@ -30,10 +31,11 @@ def check_tasks(
     *,
     access: FileAccess | None = None,
 ) -> tuple[dict[str, TaskSpec], dict[str, TaskInfo]]:
-    """The tasks of a section ("objectives" or "holdout") as replicas build them, and what their data hold, by name.
-    `specs` are its entries by position.
+    """Check the tasks of a section, "objectives" or "holdout".
 
-    `access` limits the files that task files may lead to; None: no limit."""
+    `specs` are the section's entries by position. Returns the tasks as replicas build them, and what their data hold,
+    both by name. `access` limits the files that task files may lead to; None: no limit.
+    """
     tasks: dict[str, TaskSpec] = {}
     infos: dict[str, TaskInfo] = {}
     for index, spec in specs.items():
@@ -66,7 +68,8 @@ def check_tasks(
 def check_prompts(study: Study, directory: str, problems: list[Problem]) -> None:
     """Check that the chat template that the study names exists, and that prompts leave the model room to answer.
 
-    `directory` holds the tokenizer and the configuration of the merged model."""
+    `directory` holds the tokenizer and the configuration of the merged model.
+    """
     prompts = Prompts(directory, study.engine.options)
     asked = study.engine.chat_template
     names = check_tokenizer(directory)

@@ -1,103 +1,88 @@
-"""Alignments between layers, learned by Ray tasks: one that reads the texts for each model, one for each pair."""
+"""The alignments of a study, learned in Ray tasks: one task reads the texts for each model, one fits each pair."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from ray.exceptions import RayTaskError
 
 from search_spaces.spaces.base import LayerPair
 from service.errors import StudyFailed
+from workers.alignments.activations import read_activations
+from workers.alignments.files import is_stored, store_alignment
+from workers.alignments.fitting import fit_alignment
+from workers.alignments.pairs import AlignmentInputs, alignment_file, find_alignment, keep_alignment
+from workers.alignments.samples import prompts_of
 from workers.errors import EngineUnavailable, InvalidModel, InvalidTask
-from workers.merging.alignments import is_stored, store_alignment
+from workers.merging.bank import Bank
+from workers.merging.materialize import merge_into
 from workers.models.family import open_sources
-from workers.training.hm3.pairs import AlignmentJob, file_of, fit, found, keep
+from workers.training.model import TrainableModel
+from workers.types import Placement
 
 __all__ = ["alignments_in", "learn_alignments"]
 
-# What Ray reserves for a task on a CPU, which has one thread.
+# CPUs that Ray reserves for a task, which uses as many threads.
 TASK_CPUS = 1
 
-# Between two notes of progress.
+# Seconds between two notes of progress.
 NOTE_S = 5.0
 
 
 def alignments_in(
     directory: Path,
-    job: AlignmentJob,
+    inputs: AlignmentInputs,
     pairs: Iterable[LayerPair],
     *,
     before: Mapping[LayerPair, str],
     note: Callable[[str], None] = lambda _: None,
 ) -> dict[LayerPair, str]:
-    """As `learn_alignments`, with a copy of every file in `directory`. Those that were there `before`, by name, are not
-    learned again. Raises StudyFailed where one of them was lost, and another is learned in its place."""
+    """Learn the pairs' alignments as `learn_alignments` does, and copy every file to `directory`.
+
+    `before` are the names of alignments that the study has already; they are not learned again. Raises StudyFailed if
+    the file of one of them is missing and the alignment learned in its place is different.
+    """
     whole = {name for name in set(before.values()) if is_stored(directory, name)}
     kept = {pair: name for pair, name in before.items() if name in whole}
-    learned = learn_alignments(job, [pair for pair in pairs if pair not in kept], note=note)
+    learned = learn_alignments(inputs, [pair for pair in pairs if pair not in kept], note=note)
     changed = [pair for pair, name in learned.items() if before.get(pair, name) != name]
     if changed:
         (first, layer), (second, after) = changed[0]
         raise StudyFailed(
-            f"{len(changed)} of {len(before)} alignments were lost, and are others when they are learned again, as "
-            f"that from {first} {layer} to {second} {after}: the study's paths cannot be made again; start a new study"
+            f"{len(changed)} of {len(before)} alignments were lost, and are different when they are learned again, for "
+            f"example from {first} {layer} to {second} {after}: the study's paths cannot be made again; start a new "
+            "study"
         )
     for name in sorted(set(learned.values())):
-        store_alignment(directory, file_of(name).read_bytes())
+        store_alignment(directory, alignment_file(name).read_bytes())
     return {**kept, **learned}
 
 
 def learn_alignments(
-    job: AlignmentJob, pairs: Iterable[LayerPair], *, note: Callable[[str], None] = lambda _: None
+    inputs: AlignmentInputs, pairs: Iterable[LayerPair], *, note: Callable[[str], None] = lambda _: None
 ) -> dict[LayerPair, str]:
-    """The name of each pair's alignment (`workers.training.hm3.pairs.file_of`). Those that were learned before are
-    read; models of which nothing is missing are not opened. `note` gets how many there are. Raises InvalidModel and
-    InvalidTask if models or task data cannot be used, EngineUnavailable where processes die."""
+    """Learn the alignments that are not in the cache, and return the name of each pair's alignment.
+
+    Models whose pairs are all in the cache are not opened. `note` receives lines of progress. Raises InvalidModel and
+    InvalidTask if models or task data cannot be used, EngineUnavailable if processes die.
+    """
     every = tuple(pairs)
-    names = {pair: before[0] for pair in every if (before := found(job, pair)) is not None}
+    names = {pair: stored[0] for pair in every if (stored := find_alignment(inputs, pair)) is not None}
     missing = [pair for pair in every if pair not in names]
     if not missing:
         return names
     known = f", {len(names)} are known" if names else ""
     note(f"Learning {len(missing)} alignments between layers{known} ...")
-    # Engines start later, so that a GPU is free.
-    num_gpus = 1 if ray.available_resources().get("GPU", 0) >= 1 else 0
-    read: Any = ray.remote(_read)
-    fitted: Any = ray.remote(_fit).options(num_cpus=TASK_CPUS)
-    aliases = sorted({model for pair in missing for model, _ in pair})
-    places = {
-        alias: {
-            at: slot
-            for slot, at in enumerate(
-                sorted(
-                    {layer + 1 for (model, layer), _ in missing if model == alias}
-                    | {layer for _, (model, layer) in missing if model == alias}
-                )
-            )
-        }
-        for alias in aliases
-    }
-    # Each place is an object of its own, so that a task fetches the two that it needs.
-    rows = {
-        alias: read.options(num_cpus=TASK_CPUS, num_gpus=num_gpus, num_returns=len(wanted) + 1).remote(
-            job, alias, tuple(wanted)
-        )
-        for alias, wanted in places.items()
-    }
-    waiting = {}
-    for pair in missing:
-        (first, handing), (second, receiving) = pair
-        x = rows[first][places[first][handing + 1]]
-        y = rows[second][places[second][receiving]]
-        waiting[pair] = fitted.remote(job.kind, x, y, rows[first][-1])
+    fitted = _start_tasks(inputs, missing)
     noted_at = time.monotonic()
     try:
-        for number, (pair, content) in enumerate(waiting.items(), 1):
-            names[pair] = keep(job, pair, ray.get(content))
+        for number, (pair, content) in enumerate(fitted.items(), 1):
+            names[pair] = keep_alignment(inputs, pair, ray.get(content))
             if time.monotonic() - noted_at >= NOTE_S:
                 noted_at = time.monotonic()
                 note(f"{number} of {len(missing)} alignments are learned.")
@@ -110,27 +95,46 @@ def learn_alignments(
     return names
 
 
-def _read(job: AlignmentJob, alias: str, places: tuple[int, ...]) -> list[Any]:
-    """The activations before each of these layers, as arrays, and which rows are held out."""
-    from workers.training.hm3.activations import prompts_of, read_activations
+def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[LayerPair, Any]:
+    """Start the tasks for these pairs, and return references to the fitted alignments."""
+    # Engines start later, so that a GPU is free.
+    num_gpus = 1 if ray.available_resources().get("GPU", 0) >= 1 else 0
+    read: Any = ray.remote(num_cpus=TASK_CPUS, num_gpus=num_gpus)(_read)
+    fit: Any = ray.remote(num_cpus=TASK_CPUS)(_fit)
+    needed: dict[str, set[int]] = {}
+    for (first, layer), (second, after) in pairs:
+        needed.setdefault(first, set()).add(layer + 1)
+        needed.setdefault(second, set()).add(after)
+    # The activations before each layer are an object of their own, so that a task fetches the two that it needs.
+    rows: dict[tuple[str, int], Any] = {}
+    is_held_out: dict[str, Any] = {}
+    for alias in sorted(needed):
+        before = sorted(needed[alias])
+        *found, is_held_out[alias] = read.options(num_returns=len(before) + 1).remote(inputs, alias, before)
+        rows |= zip([(alias, layer) for layer in before], found, strict=True)
+    return {
+        ((first, layer), (second, after)): fit.remote(
+            inputs.kind, rows[first, layer + 1], rows[second, after], is_held_out[first]
+        )
+        for (first, layer), (second, after) in pairs
+    }
 
-    _one_thread()
-    sources = open_sources(job.family)  # its directory may be temporary
-    prompts = prompts_of(sources.result_dir, job.options, job.tasks, job.positions)
-    activations = read_activations(job.family, job.pool[alias], prompts)
-    return [*(activations.before[place].numpy() for place in places), activations.is_held_out.numpy()]
+
+def _read(inputs: AlignmentInputs, alias: str, before: Sequence[int]) -> list[Any]:
+    """The model's activations before each of these layers, as arrays, and which rows are held out."""
+    torch.set_num_threads(TASK_CPUS)  # equal bits on every machine
+    sources = open_sources(inputs.family)  # its directory may be temporary
+    prompts = prompts_of(sources.result_dir, inputs.options, inputs.tasks, inputs.positions)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    bank = Bank(inputs.family, Placement.MAPPED, device=device)
+    model = TrainableModel(bank, torch.float32, device=device)
+    with torch.no_grad():
+        merge_into(inputs.pool[alias], bank, model.memory)
+    activations = read_activations(model.module, prompts)
+    return [*(activations.before[layer].numpy() for layer in before), activations.is_held_out.numpy()]
 
 
 def _fit(kind: Any, x: Any, y: Any, is_held_out: Any) -> bytes:
-    import torch
-
-    _one_thread()
+    torch.set_num_threads(TASK_CPUS)  # equal bits on every machine
     rows = (torch.tensor(each) for each in (x, y, is_held_out))
-    return fit(kind, *rows).to_bytes()
-
-
-def _one_thread() -> None:
-    """As many as Ray reserves, and equal bits whatever the machine has."""
-    import torch
-
-    torch.set_num_threads(TASK_CPUS)
+    return fit_alignment(kind, *rows).to_bytes()

@@ -1,179 +1,97 @@
-"""A searcher with what it is given between proposals, and where the checkpoints of its policies are kept."""
+"""Checkpoints of policies, stored as artifacts of a study."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-from search_spaces.parameters import Parameters
 from service.errors import Conflict, NotFound
 from service.store.artifacts import ArtifactStore
-from service.tune.searchers import get_searcher
-from service.tune.searchers.base import LearningSearcher, Observation, SearchSetting, SteppingSearcher
-from service.tune.steps import Step, StepKind, StepRequest, StepResult
+from service.store.steps import Step, UpdateStep
+from service.tune.searchers.base import LearningSearcher, SearchSetting
 
-__all__ = ["PolicyCheckpoints", "SearcherState"]
+__all__ = ["PolicyCheckpoints", "checkpoint_digests", "kept_iterations", "read_policy", "store_policy"]
 
 logger = logging.getLogger(__name__)
 
+# An artifact is a directory; a policy's has this file.
 FILE = "policy.pt"
 
 
 class PolicyCheckpoints:
-    """The checkpoints of one study's policies as artifacts. Of each policy the last two are kept, each in a slot of its
-    own: an attempt that ends between the storing of a checkpoint and that of its step leaves what the next one
-    needs."""
+    """The checkpoints of one study's policies, as artifacts.
 
-    def __init__(self, artifacts: ArtifactStore, study_id: str, searcher: LearningSearcher, setting: SearchSetting):
-        self._artifacts = artifacts
-        self._study_id = study_id
-        self._searcher = searcher
-        self._setting = setting
-
-    def put(self, iteration: int, content: bytes) -> None:
-        with TemporaryDirectory() as temporary:
-            (Path(temporary) / FILE).write_bytes(content)
-            slot = self._searcher.slot(iteration, setting=self._setting)
-            self._artifacts.put(self._study_id, slot, Path(temporary), facts={"iteration": iteration})
-
-    def load(self, steps: Sequence[Step]) -> dict[int, bytes]:
-        """Those that are needed after these steps, by iteration. One that is gone, or is not what its step says, is
-        left out: the searcher makes it again."""
-        stated = _stated(steps)
-        found = {}
-        for iteration in self._searcher.kept(len(stated), setting=self._setting):
-            if not (digest := stated[iteration]):
-                continue
-            try:
-                content = self._read(self._searcher.slot(iteration, setting=self._setting))
-            except (NotFound, Conflict, OSError) as error:
-                logger.warning("the policy of iteration %d is learned again: %s", iteration, error)
-                continue
-            if hashlib.sha256(content).hexdigest() == digest:
-                found[iteration] = content
-            else:
-                logger.warning("the policy of iteration %d is learned again: it is not the stored one", iteration)
-        return found
-
-    def _read(self, slot: str) -> bytes:
-        record = self._artifacts.get(self._study_id, slot)
-        with TemporaryDirectory() as temporary:
-            return (self._artifacts.write_to(record, Path(temporary) / slot) / FILE).read_bytes()
-
-
-class SearcherState:
-    """A searcher of any kind, the steps that its study has, and, if it learns, the checkpoints that it needs."""
+    The last two checkpoints of each policy are kept, each in its own artifact. If an attempt ends between storing a
+    checkpoint and storing its step, the previous checkpoint is still available.
+    """
 
     def __init__(
-        self,
-        algorithm: str,
-        parameters: Parameters,
-        setting: SearchSetting,
-        steps: Sequence[Step],
-        checkpoints: Mapping[int, bytes],
+        self, artifacts: ArtifactStore, study_id: str, searcher: LearningSearcher, setting: SearchSetting
     ) -> None:
-        self._searcher = get_searcher(algorithm)
-        self._parameters = parameters
-        self._setting = setting
-        self._steps = list(steps)
-        self._checkpoints = dict(checkpoints)
-        self._call: Mapping[str, Any] = {}
-        self._ahead: _Ahead | None = None
+        self._artifacts = artifacts
+        self._study_id = study_id
+        self._num_policies = searcher.num_policies(setting)
 
-    def propose(self, **call: Any) -> StepRequest | dict[str, Any]:
-        """The configuration of a trial, or the step that is needed for it."""
-        self._call = call
-        if isinstance(self._searcher, LearningSearcher):
-            self._learn_again(**call)
-            return self._searcher.advance(
-                self._parameters,
-                steps=self._steps,
-                setting=self._setting,
-                checkpoints=self._checkpoints,
-                **call,
-            )
-        if isinstance(self._searcher, SteppingSearcher):
-            return self._searcher.advance(self._parameters, steps=self._steps, setting=self._setting, **call)
-        return self._searcher.propose(self._parameters, **call)
+    def put(self, iteration: int, content: bytes) -> None:
+        facts = {"iteration": iteration}
+        store_policy(self._artifacts, self._study_id, self._artifact(iteration), content, facts=facts)
 
-    def propose_after(self, step: Step, **call: Any) -> StepRequest | dict[str, Any]:
-        """The same once `step` is stored."""
-        self._steps.append(step)
-        return self.propose(**call)
+    def load(self, steps: Sequence[Step]) -> dict[int, bytes]:
+        """The checkpoints that are needed after these steps, by iteration.
 
-    def update(self, request: StepRequest, **call: Any) -> tuple[StepResult, bytes | None]:
-        """Compute an UPDATE step. Returns its result, and the checkpoint that is to be stored before it."""
-        self._learn_again(**call)
-        return self._learn(request.iteration, call)
+        A checkpoint that is missing, or differs from the one that its step states, is left out: it is learned again.
+        """
+        digests = checkpoint_digests(steps)
+        found = {}
+        for iteration in kept_iterations(len(digests), self._num_policies):
+            if not (digest := digests[iteration]):
+                continue
+            try:
+                found[iteration] = read_policy(
+                    self._artifacts, self._study_id, self._artifact(iteration), digest=digest
+                )
+            except (NotFound, Conflict, OSError) as error:
+                logger.warning("the policy of iteration %d is learned again: %s", iteration, error)
+        return found
 
-    def learn_ahead(self) -> None:
-        """Compute the next UPDATE before it is asked for, if all that it depends on was known at the last proposal:
-        then the proposal that needs it does not keep engines waiting."""
-        iteration = len(_stated(self._steps))
-        if not isinstance(self._searcher, LearningSearcher) or not self._call:
-            return
-        if self._ahead is None or self._ahead.iteration != iteration:
-            known = self._known(iteration, self._call)
-            if known is not None:
-                self._ahead = _Ahead(iteration, known, *self._learned(iteration, self._call))
+    def _artifact(self, iteration: int) -> str:
+        """The name of the artifact that holds the checkpoint of an iteration until it is no longer needed."""
+        turn, policy = divmod(iteration, self._num_policies)
+        return f"hm3-policy-{policy}-{turn % 2}"
 
-    def _known(self, iteration: int, call: Mapping[str, Any]) -> Sequence[Observation] | None:
-        assert isinstance(self._searcher, LearningSearcher)
-        observations = call["observations"]
-        return self._searcher.learned_from(iteration=iteration, observations=observations, setting=self._setting)
 
-    def _learned(self, iteration: int, call: Mapping[str, Any]) -> tuple[StepResult, bytes | None]:
-        assert isinstance(self._searcher, LearningSearcher), "a searcher asks for an update, and does not learn"
-        return self._searcher.learn(
-            self._parameters,
-            iteration=iteration,
-            seed=call["seed"],
-            observations=call["observations"],
-            setting=self._setting,
-            checkpoints=self._checkpoints,
+def kept_iterations(num_finished: int, num_policies: int) -> range:
+    """The iterations whose checkpoints are needed once `num_finished` iterations are finished."""
+    return range(max(0, num_finished - 2 * num_policies), num_finished)
+
+
+def checkpoint_digests(steps: Sequence[Step]) -> list[str]:
+    """The sha256 of each iteration's checkpoint; "" where nothing was learned."""
+    return [step.result.checkpoint for step in steps if isinstance(step, UpdateStep)]
+
+
+def store_policy(
+    artifacts: ArtifactStore, study_id: str, name: str, content: bytes, *, facts: dict[str, int] | None = None
+) -> None:
+    """Store a policy's checkpoint as the artifact `name` of a study; it replaces an earlier one."""
+    with TemporaryDirectory() as temporary:
+        (Path(temporary) / FILE).write_bytes(content)
+        artifacts.put(study_id, name, Path(temporary), facts=facts or {})
+
+
+def read_policy(artifacts: ArtifactStore, study_id: str, name: str, *, digest: str) -> bytes:
+    """The checkpoint in the artifact `name` of a study, whose sha256 is `digest`.
+
+    Raises NotFound where there is no such artifact, Conflict where it has other content.
+    """
+    with TemporaryDirectory() as temporary:
+        place = artifacts.write_to(artifacts.get(study_id, name), Path(temporary) / "policy")
+        content = (place / FILE).read_bytes()
+    if (found := hashlib.sha256(content).hexdigest()) != digest:
+        raise Conflict(
+            f"artifact {name!r} is not the stored policy: its sha256 is {found[:12]}..., not {digest[:12]}..."
         )
-
-    def _learn(self, iteration: int, call: Mapping[str, Any]) -> tuple[StepResult, bytes | None]:
-        assert isinstance(self._searcher, LearningSearcher), "a searcher asks for an update, and does not learn"
-        ahead = self._ahead
-        if ahead is not None and ahead.iteration == iteration and ahead.known == self._known(iteration, call):
-            result, content = ahead.result, ahead.content
-        else:
-            result, content = self._learned(iteration, call)
-        self._ahead = None
-        if content is not None:
-            self._checkpoints[iteration] = content
-            needed = self._searcher.kept(iteration + 1, setting=self._setting)
-            self._checkpoints = {number: kept for number, kept in self._checkpoints.items() if number >= needed.start}
-        return result, content
-
-    def _learn_again(self, **call: Any) -> None:
-        """Where a checkpoint is gone: learn from all iterations again, in their order."""
-        assert isinstance(self._searcher, LearningSearcher)
-        stated = _stated(self._steps)
-        needed = self._searcher.kept(len(stated), setting=self._setting)
-        if all(number in self._checkpoints for number in needed if stated[number]):
-            return
-        self._checkpoints = {}
-        for iteration in range(len(stated)):
-            self._learn(iteration, call)
-
-
-@dataclass(frozen=True)
-class _Ahead:
-    """An UPDATE that was computed before it was asked for, and the observations that it depends on."""
-
-    iteration: int
-    known: Sequence[Observation]
-    result: StepResult
-    content: bytes | None
-
-
-def _stated(steps: Sequence[Step]) -> list[str]:
-    """The digest of each iteration's checkpoint."""
-    return [step.result.checkpoint for step in steps if step.request.kind is StepKind.UPDATE]
+    return content

@@ -1,5 +1,7 @@
-"""The sources' own correct completions among the stored samples: references where a task's own say nothing about its
-metric."""
+"""The sources' own correct completions among the stored samples: references of gradients.
+
+They are used where losses on a task's reference answers do not go with its metric.
+"""
 
 from __future__ import annotations
 
@@ -7,43 +9,44 @@ from collections.abc import Collection, Mapping, Sequence
 
 from search_spaces.objectives import Objective
 from service.store import Store
-from service.tune.steps import StepRequest, StepResult
+from service.store.steps import CompletionsRequest, CompletionsResult
 from service.types import Origin, TrialRecord, TrialState
 from workers.types import Completions, Split
 
 __all__ = ["Chosen", "SourceCompletions"]
 
 Chosen = Mapping[str, Sequence[tuple[int, int]]]
-"""By objective: sample positions, and the number of the source whose completion is the reference there."""
+"""Sample positions by objective, each with the trial number of the source whose completion is the reference."""
 
-# A cost that is that of the best value but for rounding.
+# Largest cost of a correct completion: the cost of the best value is 0 but for rounding.
 ROUNDING = 1e-9
 
 
 class SourceCompletions:
     """Reads the search samples of one study's sources, all of them scored in full.
 
-    A completion is correct where the sample has the best value of its objective's range. Samples that are options of a
-    multiple choice have none, nor have those of several completions, of which single ones may be wrong, and those
-    that were stored without tokens. Samples of an engine that failed a check are scored again and keep their values; if
-    their tokens differ, a later attempt reads the new ones."""
+    A completion is correct where the sample has the best value of its objective's range. Three kinds of samples have no
+    completion: options of a multiple choice, samples of several completions (single ones may be wrong), and samples
+    stored without tokens. Samples of an engine that failed a check are scored again and keep their values; if their
+    tokens differ, a later attempt reads the new ones.
+    """
 
     def __init__(self, store: Store, study_id: str, objectives: Sequence[Objective]) -> None:
         self._store = store
         self._study_id = study_id
         self._objectives = {objective.name: objective for objective in objectives}
 
-    def find(self, request: StepRequest) -> StepResult:
-        """Of each objective that is asked for, the positions that have one; the first correct source, by number."""
+    def find(self, request: CompletionsRequest) -> CompletionsResult:
+        """The positions with a correct completion of each requested objective, and the first source that has it."""
         found: dict[str, dict[int, int]] = {name: {} for name in request.completions}
         for source in self._sources():
             for name, tokens in self._correct(source, found.keys()).items():
                 for position in tokens:
                     found[name].setdefault(position, source.number)
-        return StepResult(completions={name: tuple(sorted(chosen.items())) for name, chosen in found.items()})
+        return CompletionsResult(completions={name: tuple(sorted(chosen.items())) for name, chosen in found.items()})
 
     def read(self, chosen: Chosen) -> Completions:
-        """The completions that were found."""
+        """The tokens of the chosen completions."""
         wanted = {number for pairs in chosen.values() for _, number in pairs}
         of = {s.number: self._correct(s, chosen.keys()) for s in self._sources() if s.number in wanted}
         return {

@@ -1,4 +1,4 @@
-"""The gradient actor: it computes the steps of a searcher with a transformers model of its own, beside the engines."""
+"""The gradient actor: computes losses and gradients for a searcher with a transformers model, beside the engines."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from search_spaces.methods import METHODS
 from search_spaces.parameters import Float
-from search_spaces.recipe import COEFFICIENT_DECIMALS
+from search_spaces.recipe import COEFFICIENT_DECIMALS, Recipe
 from search_spaces.spaces.base import DifferentiableSpace
-from search_spaces.study.sections import EngineOptions
-from service.tune.steps import StepKind, StepRequest, StepResult
+from search_spaces.study.engine import EngineOptions
+from service.store.steps import GradientRequest, GradientResult, LossesRequest, LossesResult
 from workers.errors import TrialFailed
-from workers.types import Completions, Family, GradientResult, TaskSpec
+from workers.types import Completions, Family, TaskSpec
+from workers.types import GradientResult as CoefficientDerivatives
 
 if TYPE_CHECKING:
     from workers.training.gradients import CoefficientGradients
@@ -22,7 +23,7 @@ __all__ = ["GradientActor", "GradientJob"]
 
 @dataclass(frozen=True)
 class GradientJob:
-    """What a gradient actor works on: the family, the objectives' tasks by name, and the space of the coefficients."""
+    """Input of a gradient actor: the family, the objectives' tasks by name, and the space of the coefficients."""
 
     family: Family
     options: EngineOptions
@@ -31,8 +32,10 @@ class GradientJob:
 
 
 class GradientActor:
-    """Holds the model and the bank; one step at a time. Equal requests have equal results, on one device with one
-    number of threads."""
+    """Holds the trainable model and the bank of source weights, and computes one step at a time.
+
+    Equal requests have equal results, on one device with one number of threads.
+    """
 
     def __init__(self, job: GradientJob) -> None:
         self._job = job
@@ -40,23 +43,30 @@ class GradientActor:
         self._completions: Completions | None = None  # those that are not set yet
 
     def use_completions(self, completions: Completions) -> None:
-        """Those that requests name as references from now on."""
+        """Set the completions that later requests name as references."""
         self._completions = completions
 
-    def run(self, request: StepRequest) -> StepResult:
-        """Losses, and for a GRADIENT the derivatives by every parameter. A loss that is not finite is a failure.
+    def run(self, request: LossesRequest | GradientRequest) -> LossesResult | GradientResult:
+        """Mean losses, and for a gradient the derivatives by every parameter. A loss that is not finite is a failure.
 
-        Raises InvalidModel and InvalidTask if models or task data cannot be used."""
-        gradients = self._gradients()
-        space = self._job.space
-        point = _stated(space, request.point) if request.kind is StepKind.GRADIENT else request.point
-        configuration = dict(zip(space.parameters.names, point, strict=True))
-        recipe = space.to_recipe(configuration)
-        held = StepResult(recipe=recipe.digest, bank=self._job.family.fingerprint)
+        Raises InvalidModel and InvalidTask if models or task data cannot be used.
+        """
+        return self._losses(request) if isinstance(request, LossesRequest) else self._gradient(request)
+
+    def _losses(self, request: LossesRequest) -> LossesResult:
+        gradients, recipe = self._gradients(), self._recipe(request.point)
+        held = LossesResult(recipe=recipe.digest, bank=self._job.family.fingerprint)
         try:
-            if request.kind is StepKind.LOSSES:
-                each = gradients.losses(recipe, request.positions, completions=request.completions)
-                return replace(held, losses={name: sum(found) / len(found) for name, found in each.items()})
+            each = gradients.losses(recipe, request.positions, completions=request.completions)
+        except TrialFailed as error:
+            return replace(held, failure=str(error))
+        return replace(held, losses={name: sum(found) / len(found) for name, found in each.items()})
+
+    def _gradient(self, request: GradientRequest) -> GradientResult:
+        gradients, space = self._gradients(), self._job.space
+        recipe = self._recipe(_with_stated_coefficients(space, request.point))
+        held = GradientResult(recipe=recipe.digest, bank=self._job.family.fingerprint)
+        try:
             result = gradients.loss_and_gradient(
                 recipe,
                 request.positions,
@@ -70,9 +80,16 @@ class GradientActor:
         gradient = tuple(slopes.get(name, 0.0) for name in space.parameters.names)
         return replace(held, losses=result.losses, gradient=gradient, seconds=result.seconds)
 
+    def _recipe(self, point: tuple[float, ...]) -> Recipe:
+        space = self._job.space
+        return space.to_recipe(dict(zip(space.parameters.names, point, strict=True)))
+
     def _gradients(self) -> CoefficientGradients:
-        """Opened by the first step: what an actor's constructor raises is taken for the death of its process, and
-        nobody asks what `use_completions` raises."""
+        """The model, opened by the first step.
+
+        Ray reports an error of an actor's constructor as the death of its process, and nothing reads the result of
+        `use_completions`.
+        """
         if self._opened is None:
             import torch
 
@@ -87,8 +104,8 @@ class GradientActor:
             self._completions = None
         return self._opened
 
-    def _by_parameter(self, result: GradientResult) -> dict[str, float]:
-        """The sums of the derivatives by the coefficients that are one parameter."""
+    def _by_parameter(self, result: CoefficientDerivatives) -> dict[str, float]:
+        """Derivatives by parameter name: each is the sum over the coefficients that the parameter sets."""
         space = self._job.space
         slopes: dict[str, float] = {}
         for tensor, of_models in result.by_source.items():
@@ -102,10 +119,12 @@ class GradientActor:
         return slopes
 
 
-def _stated(space: DifferentiableSpace, point: tuple[float, ...]) -> tuple[float, ...]:
-    """The nearest point at which a recipe states every coefficient; of others there is no derivative. A source at 0,
-    and a shared coefficient at its default, are not part of a recipe's canonical form: these numbers are moved by the
-    smallest step that recipes know."""
+def _with_stated_coefficients(space: DifferentiableSpace, point: tuple[float, ...]) -> tuple[float, ...]:
+    """The nearest point at which a recipe states every coefficient, so that all have derivatives.
+
+    A source at 0, and a shared coefficient at its default, are not part of a recipe's canonical form: these numbers are
+    moved by the smallest step that recipes resolve.
+    """
     declared = METHODS[space.method].coefficient(space.coefficient)
     left_out = 0.0
     if declared is not None and not declared.per_model and declared.default is not None:

@@ -1,5 +1,4 @@
-"""Proposals: the results that one may use, the protocol of what computes them while the driver works, and the storing
-of the steps that it computes for them."""
+"""Proposals as the driver sees them: what they may know, who computes them, and how their steps are stored."""
 
 from __future__ import annotations
 
@@ -9,15 +8,15 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from search_spaces.spaces.base import SearchSpace
-from service.store import JobWriter, StepRecord
+from service.store import JobWriter
+from service.store.steps import NoteStep, Step
 from service.tune.feasibility import Feasibility
 from service.tune.plan import Plan
 from service.tune.schedulers.base import Proposal
 from service.tune.searchers.base import Observation
-from service.tune.steps import Step, StepKind
 from service.types import EventKind, Origin, TrialRecord
 
-__all__ = ["Asking", "Observations", "Proposer", "num_duplicates_in_a_row"]
+__all__ = ["Asking", "Observations", "Proposer"]
 
 
 class Proposer(Protocol):
@@ -28,17 +27,19 @@ class Proposer(Protocol):
         ...
 
     def result(self, *, timeout_s: float) -> Step | dict[str, Any] | None:
-        """The submitted proposal's configuration, a step that was computed for it, or None if neither is ready within
-        `timeout_s`. After a step, it goes on when `stored` is called."""
+        """The submitted proposal's configuration, or a step that was computed for it; None if neither is ready.
+
+        After a step, the computation continues when `stored` is called.
+        """
         ...
 
     def stored(self, step: Step) -> None:
-        """The step that `result` returned is stored."""
+        """Continue the proposal after `step`, which has been stored."""
         ...
 
 
 class Asking:
-    """The proposal that the searcher works on, if there is one."""
+    """The proposal that the searcher is computing, if any."""
 
     def __init__(self, proposer: Proposer, writer: JobWriter) -> None:
         self._proposer = proposer
@@ -53,11 +54,12 @@ class Asking:
     def result(self, *, timeout_s: float) -> tuple[Proposal, dict[str, Any], float] | None:
         """The proposal, its configuration and the seconds it took; None if it is not ready within `timeout_s`.
 
-        Steps that are ready are stored. Raises StaleAttempt."""
+        Steps that are ready are stored. Raises StaleAttempt.
+        """
         assert self.proposal is not None
         deadline = time.monotonic() + timeout_s
         answer = self._proposer.result(timeout_s=timeout_s)
-        while isinstance(answer, Step):
+        while answer is not None and not isinstance(answer, dict):
             self._store(answer)
             self._proposer.stored(answer)
             answer = self._proposer.result(timeout_s=max(0.0, deadline - time.monotonic()))
@@ -67,13 +69,13 @@ class Asking:
         return proposal, answer, time.monotonic() - self._asked_at
 
     def _store(self, step: Step) -> None:
-        self._writer.add_step(StepRecord(step.number, step.proposal, step.request.num_charged, step.to_json()))
-        if step.request.kind is StepKind.NOTE:
+        self._writer.add_step(step)
+        if isinstance(step, NoteStep):
             self._writer.add_event(EventKind.SEARCH_NOTE, {"trial": step.proposal, "text": step.request.label})
 
 
 class Observations:
-    """The results that a proposal may know."""
+    """Builds the observations of a proposal from the stored trials."""
 
     def __init__(self, space: SearchSpace, plan: Plan, feasibility: Feasibility) -> None:
         self._space = space
@@ -83,7 +85,7 @@ class Observations:
         self._baselines: dict[int, Mapping[str, Any] | None] = {}
 
     def of(self, proposal: Proposal, trials: Mapping[int, TrialRecord]) -> tuple[Observation, ...]:
-        """Without trials that the space cannot express."""
+        """The observations that a proposal may know, without trials that the space cannot express."""
         plan, found = self._plan, []
         for number, rung in proposal.visible:
             trial = trials[number]
@@ -109,19 +111,7 @@ class Observations:
         return tuple(found)
 
     def _of_baseline(self, trial: TrialRecord) -> Mapping[str, Any] | None:
-        """The configuration of a recipe that was not proposed, found once."""
+        """The configuration of a baseline, None if the space cannot express it; computed once."""
         if trial.number not in self._baselines:
             self._baselines[trial.number] = self._space.from_recipe(replace(trial.recipe, keeps_equal=False))
         return self._baselines[trial.number]
-
-
-def num_duplicates_in_a_row(trials: Sequence[TrialRecord], first: Mapping[str, int]) -> int:
-    """How many of the newest `trials` are proposals whose recipe an earlier trial has.
-
-    `first` is the number of the first trial of each recipe's digest."""
-    count = 0
-    for trial in reversed(trials):
-        if trial.origin is not Origin.SEARCH or first[trial.recipe.digest] == trial.number:
-            break
-        count += 1
-    return count

@@ -1,9 +1,9 @@
-"""When trials are promoted from rung to rung, and which results a proposal may know.
+"""Schedulers: when trials are promoted from rung to rung, and which results a proposal may know.
 
 - `base`: the table of rungs and brackets that every scheduler keeps
 - `successive_halving`: Hyperband, ASHA, and one rung without promotion
 - `racing`: comparisons with the best trials on the same samples
-- `bound`: when a trial is behind another one, but for a known error rate
+- `bound`: whether a trial is behind another one, with a known error rate
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ def rung_table(
     violation: Callable[[int, int], float],
     differences: Callable[[int, int, int], Sequence[NDArray[Any]]],
 ) -> RungTable:
-    """The table of a study's scheduler, without trials. `violation` is that of `RungTable`, `differences` that of
-    `Bound`."""
+    """The table of a study's scheduler, without trials.
+
+    `violation` is that of `RungTable`, `differences` that of `Bound`.
+    """
     own: dict[str, Any] = {}
     if plan.error_rate is not None:
         populations = tuple(plan.rung_samples[-1].get(objective.name, 1) for objective in plan.objectives)

@@ -1,12 +1,12 @@
 """The table of rungs and brackets: which trial is evaluated at which rung next, and which are promoted.
 
-The table is rebuilt from the store's trials, rungs and brackets at every start, and knows neither SQL nor Ray. A
+The table is rebuilt from the stored trials, rungs and brackets at every start, and knows neither SQL nor Ray. A
 scheduler is a subclass, which decides when a rung promotes and which results a proposal may know.
 
-A search is repeatable, for any number of replicas and after any interruption, because nothing depends on the order in
-which results arrive. The members of a rung have a fixed order, that of their promotion, and the first k of them decide
-once those k are evaluated; a proposal depends on a fixed prefix of the schedule. Evaluations may still overlap, so
-engines have work while a rung waits for a result.
+A search gives the same trials for any number of replicas and after any interruption, because nothing depends on the
+order in which results arrive. The members of a rung have a fixed order, that of their promotion, and decisions are made
+on the first k members once these k are evaluated. A proposal depends on a fixed prefix of the schedule. Evaluations may
+still overlap, so engines have work while a rung waits for a result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Entry:
     """A trial in the table."""
 
     number: int
-    bracket: int | None  # None: a source or published recipe, evaluated once at full budget
+    bracket: int | None  # None: a baseline, evaluated once at full budget
     next_rung: int  # where it is evaluated next, or was evaluated last if `is_waiting`
     costs: dict[int, tuple[float, ...]] = field(default_factory=dict)  # rung -> cost per objective
     is_failed: bool = False
@@ -43,7 +43,8 @@ class Rung:
     """A rung of one bracket.
 
     `members` maps its trials, in the order of their arrival, to the newest trial whose first result was needed to
-    promote them; these never decrease along the order. The first `num_decided` members have been decided on."""
+    promote them; the latter never decrease along the order. Decisions on the first `num_decided` members are made.
+    """
 
     index: int
     members: dict[int, int] = field(default_factory=dict)
@@ -53,8 +54,11 @@ class Rung:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The next configuration to request: its trial number, its bracket, and the results it may know, as pairs of
-    (trial, rung). `opens` is its bracket if it is the first in it: the bracket is stored as open before."""
+    """The next configuration to request: its trial number, its bracket, and the results that it may know.
+
+    `visible` are the results, as (trial, rung); `failed` and `pending` are trial numbers. `opens` is the bracket if the
+    trial is the first in it: the bracket is stored before the trial.
+    """
 
     number: int
     bracket: int
@@ -66,8 +70,10 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision at a rung of a bracket: the trials promoted to the next rung, and the trials that end as pruned;
-    `reason` says why where a scheduler has several rules."""
+    """A decision at a rung of a bracket: the trials promoted to the next rung, and the trials that end as pruned.
+
+    `reason` is set where a scheduler has several rules.
+    """
 
     bracket: int
     rung: int
@@ -80,10 +86,9 @@ class RungTable(ABC):
     """Rungs and brackets of one study.
 
     The brackets of `cycle` repeat until `max_trials` configurations are proposed. The first `num_baselines` trials are
-    source and published recipes, evaluated once, at the last rung. Proposals may run `max_staleness` trials ahead of
-    evaluations; with `waits_for_baselines`, each knows the results of all source and published recipes. `violation`
-    says by how much a trial violates constraints at a rung that it has a result of; it is asked when a decision is made
-    on a proposed trial.
+    baselines, evaluated once, at the last rung. Proposals may run `max_staleness` trials ahead of evaluations; with
+    `waits_for_baselines`, each knows the results of all baselines. `violation(trial, rung)` is the trial's violation of
+    constraints at a rung for which it has a result; it is called when a decision is made on a proposed trial.
     """
 
     def __init__(
@@ -117,16 +122,18 @@ class RungTable(ABC):
 
     @abstractmethod
     def _num_promoted_early(self, num_decided: int) -> int:
-        """How many of a rung's first `num_decided` members are promoted while others may still arrive."""
+        """The number of a rung's first `num_decided` members that are promoted while others may still arrive."""
 
     @abstractmethod
     def _later_evaluations(self, number: int, bracket: int) -> Sequence[tuple[int, int]] | None:
-        """(trial, rung) of the evaluations after the trials' first ones that proposal `number` of `bracket` must know;
-        it waits for those that are not done. None: they are not decided yet."""
+        """The evaluations, as (trial, rung), that proposal `number` of `bracket` must know beside first evaluations.
+
+        The proposal waits for those that are not done. Returns None if they cannot be determined yet.
+        """
 
     @abstractmethod
     def position(self) -> tuple[int, int] | None:
-        """(bracket, rung) that the search is at, for progress displays; None if it is at several."""
+        """The current (bracket, rung), for progress displays; None if there are several."""
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -143,7 +150,7 @@ class RungTable(ABC):
             self._rungs[bracket][0].members[number] = number
 
     def record(self, number: int, rung: int, costs: tuple[float, ...]) -> tuple[Decision, ...]:
-        """A trial was evaluated at a rung. Returns the decisions that follow."""
+        """Record that a trial was evaluated at a rung. Returns the decisions that follow."""
         entry = self._entries[number]
         entry.costs[rung] = costs
         entry.next_rung = rung
@@ -154,20 +161,21 @@ class RungTable(ABC):
         return self._decide_for(entry)
 
     def know(self, number: int, costs: Mapping[int, tuple[float, ...]]) -> None:
-        """What a trial that is evaluated at the last rung only would have cost at the lower ones."""
+        """Add the costs at lower rungs, by rung, of a trial that is evaluated at the last rung only."""
         self._at_looks[number] = dict(costs)
 
     def fail(self, number: int) -> tuple[Decision, ...]:
-        """The trial failed. Returns the decisions that follow."""
+        """Record that the trial failed. Returns the decisions that follow."""
         entry = self._entries[number]
         entry.is_failed = entry.is_finished = True
         entry.is_waiting = False
         return self._decide_for(entry)
 
     def end_search(self) -> tuple[int, ...]:
-        """No more proposals: a limit is reached, or the searcher repeats known configurations. Open rungs still finish.
+        """Stop proposals: a limit is reached, or the searcher repeats known configurations. Open rungs still finish.
 
-        Returns the brackets that were not full; their size is now the number of their members."""
+        Returns the brackets that were not full; their size is now the number of their members.
+        """
         self._is_search_over = True
         short = [index for index, members in self._members.items() if len(members) < self.size(index)]
         for index in short:
@@ -203,7 +211,7 @@ class RungTable(ABC):
             yield entry.number, entry.next_rung
 
     def next_rung(self, number: int) -> int:
-        """Where the trial is evaluated next."""
+        """The rung at which the trial is evaluated next."""
         return self._entries[number].next_rung
 
     def proposal(self) -> Proposal | None:
@@ -212,7 +220,7 @@ class RungTable(ABC):
             return None
         number = len(self._entries)
         if number < self._num_baselines:
-            raise AssertionError("sources and published trials come first")
+            raise AssertionError("baselines come first")
         visible_up_to = max(number - self._max_staleness, self._last_awaited)
         known = [entry for entry in self._entries.values() if entry.number <= visible_up_to]
         if not all(entry.costs or entry.is_failed for entry in known):
@@ -246,10 +254,10 @@ class RungTable(ABC):
         return sum(entry.bracket is not None for entry in self._entries.values())
 
     def waiting(self) -> Mapping[int, int]:
-        """Trials evaluated at a rung whose promotion is undecided: number -> rung."""
+        """Trials that are evaluated at a rung and whose promotion is undecided: number -> rung."""
         return {entry.number: entry.next_rung for entry in self._entries.values() if entry.is_waiting}
 
-    # -- inside ----------------------------------------------------------------------------------------------------
+    # -- internal --------------------------------------------------------------------------------------------------
 
     def _bracket_of_next(self) -> tuple[int, Bracket | None]:
         """The bracket of the next proposal, and its shape if it is not open yet."""
@@ -270,7 +278,7 @@ class RungTable(ABC):
         return () if entry.bracket is None else self.decide(entry.bracket)
 
     def _promote_early(self, rung: Rung, above: Rung) -> tuple[int, ...]:
-        """Decide on the evaluated members, one after the other in their order."""
+        """Decide on the evaluated members, one after the other, in their order."""
         promoted: list[int] = []
         for number, cause in list(rung.members.items())[rung.num_decided :]:
             if not self._entries[number].is_evaluated(rung.index):
@@ -283,7 +291,7 @@ class RungTable(ABC):
         """Promote the rest once the rung has all its members."""
         if not rung.members:
             return ()
-        # Failed trials are members of the rung: they are not promoted, but count towards how many trials are.
+        # Failed trials are members of the rung: they are not promoted, but count in the number of trials that are.
         num_best = self._brackets[bracket].num_promoted(len(rung.members))
         return tuple(self._promote(rung, above, num_best, cause=self._members[bracket][-1]))
 

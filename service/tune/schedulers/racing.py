@@ -1,9 +1,9 @@
 """Racing: a candidate is compared with the best trials on the same samples, and stopped when it is behind.
 
-A look is a rung: a fixed number of samples of every objective. Birattari et al., "A racing algorithm for configuring
-metaheuristics" (2002), stop a candidate at a statistical test; here it is stopped as soon as it is behind, which keeps
-a worse candidate from costing more than a few samples, at the risk of losing a better one that begins badly. With a
-`Bound`, it is stopped when that risk is known to be small.
+Candidates are compared at each rung, which is a fixed number of samples of every objective. Birattari et al., "A racing
+algorithm for configuring metaheuristics" (2002), stop a candidate by a statistical test. Here it is stopped as soon as
+it is behind: a worse candidate costs few samples, at the risk of losing a better one that starts badly. With a `Bound`,
+a candidate is stopped when that risk is known to be small.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ __all__ = ["RacingTable"]
 
 
 class RacingTable(RungTable):
-    """Each trial is a bracket of its own, and goes on while no rival is ahead of it on the samples of the look: no
-    rival has a smaller cost, or with several objectives, none dominates it; with constraints, one that violates them
-    less is ahead. With a `bound`, the trial is stopped when a rival is ahead of it by that bound.
+    """Rung table in which each trial is a bracket of its own, and continues while no rival is ahead of it at its rung.
 
-    The rivals of trial n are the non-dominated of the trials up to n - max_staleness that were scored in full; its
-    proposal waits until those have ended, and sees all their results. So a race does not depend on the order in which
-    results arrive.
+    A rival is ahead if it has a smaller cost, or with several objectives, if it dominates the trial; with constraints,
+    a rival that violates them less is ahead. With a `bound`, a trial is stopped when a rival is ahead of it by that
+    bound.
+
+    The rivals of trial n are the non-dominated ones of the trials up to n - max_staleness that were scored in full. Its
+    proposal waits until these trials have ended, and sees all their results, so a race does not depend on the order in
+    which results arrive.
     """
 
     def __init__(self, *, bound: Bound | None = None, **settings: Any) -> None:
@@ -59,16 +61,16 @@ class RacingTable(RungTable):
         return any(self._bound.is_behind(entry.number, rival.number, rung, **shares) for rival in rivals)
 
     def _decide_for(self, entry: Entry) -> tuple[Decision, ...]:
-        # When a search is resumed, results come in another order: those of rivals after those of the races.
+        # When a search is resumed, results come in another order: those of rivals after those of the trials they stop.
         waiting = [other.bracket for other in self._entries.values() if other.is_waiting and other.bracket is not None]
         return tuple(decision for bracket in waiting for decision in self.decide(bracket))
 
     def _are_known(self, number: int) -> bool:
-        """Whether all that may be rivals have ended."""
+        """Whether all trials that may be rivals have ended."""
         return all(e.is_finished for e in self._entries.values() if e.number <= number - self._max_staleness)
 
     def _rivals(self, number: int, rung: int) -> Iterator[Candidate]:
-        """As they are at the look."""
+        """The rivals of a trial, with their costs at the rung."""
         full = [
             self._candidate(other, self.last_rung, other.costs[self.last_rung])
             for other in self._entries.values()
@@ -90,4 +92,4 @@ class RacingTable(RungTable):
         return [(entry.number, rung) for entry in known for rung in entry.costs]
 
     def position(self) -> None:
-        """None: trials are at different rungs at the same time."""
+        """Always None, because trials are at different rungs at the same time."""

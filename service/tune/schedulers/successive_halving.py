@@ -12,12 +12,12 @@ __all__ = ["AshaTable", "HyperbandTable"]
 
 
 class HyperbandTable(RungTable):
-    """Synchronous: a rung promotes once, when no further member can arrive from its bracket.
+    """Rung table with synchronous promotion: a rung promotes once, when no further member can arrive from its bracket.
 
     Proposal n in bracket b sees
-        - every rung of the trials in brackets up to b - 2 (the bracket opens when those are closed), and
-        - the first evaluation of all trials numbered up to n - max_staleness (it waits for those).
-    Later rungs of bracket b - 1 and everything newer stay hidden even if they are known, so the evaluations of two
+        - every rung of the trials in brackets up to b - 2 (bracket b opens when these are closed), and
+        - the first evaluation of all trials numbered up to n - max_staleness (the proposal waits for these).
+    Later rungs of bracket b - 1 and all newer results stay hidden even if they are known, so the evaluations of two
     brackets may overlap.
     """
 
@@ -32,7 +32,7 @@ class HyperbandTable(RungTable):
         return [(trial, rung) for trial in trials for rung in self._entries[trial].costs]
 
     def position(self) -> tuple[int, int] | None:
-        """The oldest open bracket, at the lowest rung that still has trials."""
+        """The oldest open bracket, and its lowest rung that still has trials."""
         for index in sorted(self._brackets) if self.last_rung > 0 else ():
             entries = [self._entries[number] for number in self._members[index]]
             if open_rungs := [entry.next_rung for entry in entries if not entry.is_finished]:
@@ -41,17 +41,17 @@ class HyperbandTable(RungTable):
 
 
 class AshaTable(RungTable):
-    """Asynchronous: every result promotes those of the best 1/eta of a rung that were not promoted before.
+    """Asynchronous promotion: every result promotes the trials of the best 1/eta of a rung that are not promoted yet.
 
     Departures from the paper, which make the search independent of the order of results:
-        - A rung counts its members in the order of their arrival, not of their evaluation: the first k decide when all
-          k are evaluated. A slow one delays the promotions behind it (and, `max_staleness` trials later, proposals),
-          but nothing waits for a bracket. Promotions are those of the paper with one worker.
-        - The paper's search never ends. This one does; then a rung that has promoted no trial promotes its best, so
+        - A rung counts its members in the order of their arrival, not of their evaluation: decisions on the first k are
+          made when all k are evaluated. A slow member delays the promotions after it (and, `max_staleness` trials
+          later, proposals), but nothing waits for a bracket. Promotions are those of the paper with one worker.
+        - The paper's search never ends. When this one ends, a rung that has promoted no trial promotes its best, so
           that the full budget is reached, and the remaining trials are pruned. Trials added to a search that had ended
           form another bracket.
 
-    Proposal n sees the i-th evaluation (1-based) of a trial, and waits for it, if results of trials up to
+    Proposal n sees the i-th evaluation (from 1) of a trial, and waits for it, if results of trials up to
     n - i * max_staleness caused it. Later evaluations of a trial take longer than its first, so the factor is i.
     """
 
@@ -68,4 +68,4 @@ class AshaTable(RungTable):
         ]
 
     def position(self) -> None:
-        """None: all rungs are evaluated at the same time."""
+        """Always None, because all rungs are evaluated at the same time."""

@@ -1,152 +1,160 @@
-"""The interface of a searcher: a pure function from results to the next configuration.
+"""The interface of a searcher: a pure function from what is known to the next configuration.
 
-Searchers keep no state between proposals. Proposal n depends only on the seed, n and the observations, so a resumed
-search proposes what an uninterrupted one would have proposed. A searcher that needs more than scores is such a function
-too: it asks for a step, whose result is stored and given to it in the next call, until it has a configuration.
+Searchers keep no state between proposals. Proposal n depends only on its context, so a resumed search proposes what an
+uninterrupted one would have proposed. A searcher that needs more than scores is such a function too: it answers with a
+step to compute, and finds the result in the context of its next call, until it has a configuration.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from search_spaces.parameters import Parameters
-from search_spaces.study.sections import GradientOptions, PolicyOptions
-from service.tune.steps import Step, StepRequest, StepResult
+from search_spaces.preferences import equal_preference
+from search_spaces.study.search import Search
+from service.store.steps import Step, StepRequest, UpdateResult
 from workers.types import Family
 
-__all__ = ["LearningSearcher", "Observation", "SearchSetting", "Searcher", "SteppingSearcher"]
+__all__ = [
+    "LearningSearcher",
+    "Observation",
+    "ProposalContext",
+    "SearchSetting",
+    "Searcher",
+    "proposal_generator",
+]
+
+# In a small space most draws are known configurations; after this many draws, a known one is proposed.
+_MAX_DRAWS = 64
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What is known of a trial at one rung.
+    """The result of a trial at one rung.
 
     `costs` has one cost per objective, smaller is better; None if the candidate failed. `fidelity` is the rung's share
     of the full budget, in (0, 1]; a failure has that of the last rung. `standard_errors` are those of the costs, None
-    where unknown. A constraint holds where its value is at most 0. `is_proposed` is False for sources and published
-    recipes."""
+    where unknown. A constraint holds where its value is at most 0. `is_proposed` is False for baselines.
+    """
 
     configuration: Mapping[str, Any]
     fidelity: float
     costs: tuple[float, ...] | None
     number: int = field(kw_only=True)
-    """The trial's."""
+    """Trial number."""
     rung: int = field(kw_only=True)
     standard_errors: tuple[float | None, ...] = field(default=(), kw_only=True)
     constraints: tuple[float, ...] = field(default=(), kw_only=True)
     is_proposed: bool = field(default=True, kw_only=True)
 
 
-class Searcher(Protocol):
-    """One search algorithm."""
-
-    def propose(
-        self,
-        parameters: Parameters,
-        *,
-        number: int,
-        seed: int,
-        observations: Sequence[Observation],
-        pending: Sequence[Mapping[str, Any]] = (),
-    ) -> dict[str, Any]:
-        """The configuration of trial `number`: valid in `parameters`, with inactive parameters left out.
-
-        `observations` have each trial at each of its rungs. `pending` are earlier proposals whose results this one must
-        not know; any number of them may be outstanding."""
-        ...
-
-
 @dataclass(frozen=True)
 class SearchSetting:
-    """What a stepping searcher knows of its study: the objectives in order, how many search samples each has, how many
-    trials came before the first proposal, its options, and the study's preference vectors (weights of the objectives
-    that sum to one; none: they are equal). `first_fitted`: by objective the first of the sample positions to fit, where
-    these are not all; trials are scored on those before. `policy` and `family` are for searchers that train a policy:
-    its options, and the models whose layers' weights describe them (None: they are described by their places alone).
-    `start`: the checkpoint that each of its policies begins with; none: new ones."""
+    """What searchers with options of their own know of their study.
 
-    objectives: tuple[str, ...]
-    num_samples: Mapping[str, int]
-    num_baselines: int
-    options: GradientOptions
+    `objectives` are the names in order, `num_samples` the search samples of each, `num_baselines` the number of trials
+    before the first proposal. `options` is the section `search` of the study file, which has the options of each
+    searcher. `preferences` are the study's preference vectors, empty where it has none. `first_fitted`: for each
+    objective, the first sample position that losses and gradients may use, where trials are scored on the positions
+    before it. `family` and `start` are for searchers that train a policy: the models whose weights describe the layers
+    (None: layers are described by their positions alone), and the checkpoint from which each policy starts (empty: new
+    policies).
+    """
+
+    objectives: tuple[str, ...] = ()
+    num_samples: Mapping[str, int] = field(default_factory=dict)
+    num_baselines: int = 0
+    options: Search = field(default_factory=Search)
     preferences: tuple[tuple[float, ...], ...] = ()
     first_fitted: Mapping[str, int] = field(default_factory=dict)
-    policy: PolicyOptions = field(default_factory=PolicyOptions)
     family: Family | None = None
     start: tuple[bytes, ...] = ()
 
+    @property
+    def vectors(self) -> tuple[tuple[float, ...], ...]:
+        """The study's preference vectors; one of equal weights where it has none."""
+        return self.preferences or (equal_preference(len(self.objectives)),)
+
     def fitted(self, name: str) -> range:
-        """The positions of the objective's samples that losses and gradients may be of."""
+        """The positions of the objective's samples that losses and gradients may use."""
         return range(self.first_fitted.get(name, 0), self.num_samples[name])
 
 
-@runtime_checkable
-class SteppingSearcher(Protocol):
-    """A search algorithm that computes steps for its proposals."""
+@dataclass(frozen=True)
+class ProposalContext:
+    """All that a searcher may use to propose the configuration of trial `number`.
 
-    def advance(
-        self,
-        parameters: Parameters,
-        *,
-        number: int,
-        seed: int,
-        observations: Sequence[Observation],
-        pending: Sequence[Mapping[str, Any]] = (),
-        steps: Sequence[Step] = (),
-        setting: SearchSetting,
-    ) -> StepRequest | dict[str, Any]:
-        """The next step to compute for the proposal of trial `number`, or its configuration.
+    `observations` have each trial at each of its rungs. `pending` are earlier proposals whose results this one must not
+    know; any number of them may be outstanding. `steps` are all steps of the study, in order. `checkpoints` are those
+    of the last two iterations of each policy, by iteration, for a searcher that learns.
+    """
 
-        `steps` are all that the study has, in order. All else is as in `Searcher.propose`."""
+    parameters: Parameters
+    number: int = field(kw_only=True)
+    seed: int = field(kw_only=True)
+    observations: Sequence[Observation] = field(default=(), kw_only=True)
+    pending: Sequence[Mapping[str, Any]] = field(default=(), kw_only=True)
+    steps: Sequence[Step] = field(default=(), kw_only=True)
+    setting: SearchSetting = field(default_factory=SearchSetting, kw_only=True)
+    checkpoints: Mapping[int, bytes] = field(default_factory=dict, kw_only=True)
+
+    def generator(self) -> np.random.Generator:
+        """A new random generator: a function of the seed and the trial number alone."""
+        return proposal_generator(seed=self.seed, number=self.number)
+
+    def known_configurations(self) -> list[Mapping[str, Any]]:
+        """Configurations that need not be proposed again: those of all trials, once each, then the pending ones."""
+        return [*{o.number: o.configuration for o in self.observations}.values(), *self.pending]
+
+    def sample_unseen(self, rng: np.random.Generator) -> dict[str, Any]:
+        """A configuration drawn uniformly; a known one only where no unknown one is found in a few draws."""
+        known = self.known_configurations()
+        for _ in range(_MAX_DRAWS):
+            configuration = self.parameters.sample(rng)
+            if configuration not in known:
+                break
+        return configuration
+
+
+class Searcher(Protocol):
+    """One search algorithm."""
+
+    def advance(self, context: ProposalContext, /) -> StepRequest | dict[str, Any]:
+        """The configuration of trial `context.number`, or the next step to compute before it can be proposed.
+
+        A configuration is valid in `context.parameters`, with inactive parameters left out. Most searchers need no
+        steps and answer with a configuration at once.
+        """
         ...
 
 
 @runtime_checkable
-class LearningSearcher(Protocol):
-    """A search algorithm that improves networks between proposals. Its UPDATE steps are computed by itself: what it has
-    learned after iteration i is a checkpoint, a function of the seed and of the results of the trials up to that
-    iteration. So a checkpoint that is lost can be made again."""
+class LearningSearcher(Searcher, Protocol):
+    """A search algorithm that trains policies between proposals.
 
-    def advance(
-        self,
-        parameters: Parameters,
-        *,
-        number: int,
-        seed: int,
-        observations: Sequence[Observation],
-        pending: Sequence[Mapping[str, Any]] = (),
-        steps: Sequence[Step] = (),
-        setting: SearchSetting,
-        checkpoints: Mapping[int, bytes],
-    ) -> StepRequest | dict[str, Any]:
-        """As `SteppingSearcher.advance`. `checkpoints` are those that `kept` names, by iteration."""
+    It computes its update steps itself. The checkpoint of iteration i is a function of the seed and of the results of
+    the trials up to that iteration, so a lost checkpoint can be computed again.
+    """
+
+    def learn(self, context: ProposalContext, /, *, iteration: int) -> tuple[UpdateResult, bytes | None]:
+        """The update of `iteration`, and its checkpoint; None where nothing is learned from it."""
         ...
 
-    def learn(
-        self,
-        parameters: Parameters,
-        *,
-        iteration: int,
-        seed: int,
-        observations: Sequence[Observation],
-        setting: SearchSetting,
-        checkpoints: Mapping[int, bytes],
-    ) -> tuple[StepResult, bytes | None]:
-        """The UPDATE of `iteration`, and its checkpoint; None where nothing is learned from it."""
+    def learned_from(self, context: ProposalContext, /, *, iteration: int) -> Sequence[Observation] | None:
+        """The observations that the update of `iteration` depends on; None while some of them are not known."""
         ...
 
-    def learned_from(
-        self, *, iteration: int, observations: Sequence[Observation], setting: SearchSetting
-    ) -> Sequence[Observation] | None:
-        """The observations that the UPDATE of `iteration` depends on; None while some of them are not known."""
+    def num_policies(self, setting: SearchSetting) -> int:
+        """The number of policies, which take turns: iteration i trains policy i modulo this number."""
         ...
 
-    def slot(self, iteration: int, *, setting: SearchSetting) -> str:
-        """The name of the artifact that holds the checkpoint of an iteration until it is no longer needed."""
-        ...
 
-    def kept(self, num_finished: int, *, setting: SearchSetting) -> range:
-        """The iterations whose checkpoints are needed once `num_finished` are finished."""
-        ...
+def proposal_generator(*, seed: int, number: int) -> np.random.Generator:
+    """The random generator of proposal `number`: a function of the two numbers alone, on every machine."""
+    digest = hashlib.sha256(f"{seed}:{number}".encode()).digest()
+    return np.random.default_rng(int.from_bytes(digest))

@@ -1,25 +1,22 @@
-"""CMA-ES: the covariance matrix of the search distribution adapts to the best trials. By the package cmaes, which
-Optuna's sampler is made of.
+"""CMA-ES: a search distribution whose covariance matrix adapts to the best trials.
 
 Hansen, "The CMA evolution strategy: a tutorial" (2016); Ros and Hansen, "A simple modification in CMA-ES" (2008) for
-its diagonal form, which spaces of many parameters use. The distribution starts at the best source or published recipe
-and gets all proposed trials, in their order, for every proposal; each counts with the highest rung that it has
-reached.
+its diagonal form, which spaces of many parameters use. The implementation is the package cmaes, on which Optuna's
+sampler is based. The distribution starts at the best baseline. For every proposal it receives all proposed trials
+again, in their order; each counts with its result at the highest rung that it has reached.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from search_spaces.parameters import Parameters
-from service.tune.searchers.base import Observation
+from service.tune.searchers.base import Observation, ProposalContext
 from service.tune.searchers.encoding import Encoding, Rows
-from service.tune.searchers.history import by_trial, known_configurations, merit
-from service.tune.searchers.random import proposal_generator, sample_unseen
+from service.tune.searchers.history import by_trial, merit
 
 __all__ = ["SEARCHER", "CmaEsSearcher"]
 
@@ -29,34 +26,29 @@ _MAX_DRAWS = 16
 
 @dataclass(frozen=True)
 class CmaEsSearcher:
-    """One objective, numbers only. A generation is the next trials that make one, whatever generation they were drawn
-    from: proposals may run ahead of results."""
+    """CMA-ES for one objective and numeric parameters only.
 
-    # As a share of each parameter's range. It starts at a good recipe: with 0.2 its first generations were far worse in
-    # spaces of 18 and 114 parameters (tests/benchmarks/bench_searchers.py).
+    A generation is filled by the next trials in order, also with trials drawn from an earlier one: proposals may run
+    ahead of results.
+    """
+
+    # A share of each parameter's range. The search starts at a good recipe: with 0.2, the first generations were far
+    # worse in spaces of 18 and 114 parameters (tests/benchmarks/bench_searchers.py).
     first_sigma: float = 0.1
     max_full: int = 100  # parameters up to which all correlations are learned
 
-    def propose(
-        self,
-        parameters: Parameters,
-        *,
-        number: int,
-        seed: int,
-        observations: Sequence[Observation],
-        pending: Sequence[Mapping[str, Any]] = (),
-    ) -> dict[str, Any]:
-        rng = proposal_generator(seed=seed, number=number)
-        known = known_configurations(observations, pending)
-        encoding = Encoding(parameters)
-        strategy = self._replay(encoding, by_trial(observations), num_parameters=len(parameters))
+    def advance(self, context: ProposalContext) -> dict[str, Any]:
+        rng = context.generator()
+        num_parameters = len(context.parameters)
+        encoding = Encoding(context.parameters)
+        strategy = self._replay(encoding, by_trial(context.observations), num_parameters=num_parameters)
         strategy.reseed_rng(int(rng.integers(2**32)))
-        known_rows = encoding.encode(known)
+        known_rows = encoding.encode(context.known_configurations())
         for _ in range(_MAX_DRAWS):
-            row = encoding.normalise(strategy.ask()[np.newaxis, : len(parameters)])
+            row = encoding.normalise(strategy.ask()[np.newaxis, :num_parameters])
             if encoding.first_unknown(row, known_rows) is not None:
                 return encoding.decode(row[0])
-        return sample_unseen(parameters, rng, known)
+        return context.sample_unseen(rng)
 
     def _replay(self, encoding: Encoding, trials: Sequence[Observation], *, num_parameters: int) -> Any:
         told = [trial for trial in trials if trial.is_proposed]

@@ -1,22 +1,20 @@
 """Differential evolution, DE/rand/1/bin: Storn and Price, J. Global Optimization 11, 1997.
 
-Steady state: trial n competes for place n modulo the population's size, whose member is the best trial that did so.
-Each trial counts with the highest rung that it has reached.
+The population is in a steady state: trial n competes for member n modulo the population's size, which is the best trial
+that competed for it. Each trial counts with its result at the highest rung that it has reached.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from search_spaces.parameters import Parameters
-from service.tune.searchers.base import Observation
+from service.tune.searchers.base import Observation, ProposalContext
 from service.tune.searchers.encoding import Encoding, Rows
-from service.tune.searchers.history import by_trial, known_configurations, merit
-from service.tune.searchers.random import proposal_generator, sample_unseen
+from service.tune.searchers.history import by_trial, merit
 
 __all__ = ["SEARCHER", "DifferentialEvolution"]
 
@@ -26,38 +24,32 @@ _NUM_CHILDREN = 16
 
 @dataclass(frozen=True)
 class DifferentialEvolution:
-    """One objective. Choices and inactive parameters are places in [0, 1] like numbers are."""
+    """Differential evolution for one objective.
+
+    Choices and inactive parameters are numbers in [0, 1], as numeric parameters are.
+    """
 
     population_size: int = 20
     scale: float = 0.5  # F in the paper
     crossover_rate: float = 0.9  # CR in the paper
 
-    def propose(
-        self,
-        parameters: Parameters,
-        *,
-        number: int,
-        seed: int,
-        observations: Sequence[Observation],
-        pending: Sequence[Mapping[str, Any]] = (),
-    ) -> dict[str, Any]:
-        rng = proposal_generator(seed=seed, number=number)
-        known = known_configurations(observations, pending)
-        trials = by_trial(observations)
+    def advance(self, context: ProposalContext) -> dict[str, Any]:
+        rng = context.generator()
+        trials = by_trial(context.observations)
         members = self._members(trials)
         if len(trials) < self.population_size or len(members) < 4:  # a child has a target and three others
-            return sample_unseen(parameters, rng, known)
-        encoding = Encoding(parameters)
+            return context.sample_unseen(rng)
+        encoding = Encoding(context.parameters)
         places = list(members)
         rows = encoding.fill(encoding.encode(member.configuration for member in members.values()), rng)
-        place = number % self.population_size
+        place = context.number % self.population_size
         target = places.index(place) if place in members else int(rng.integers(len(places)))
         children = encoding.normalise(np.vstack([self._child(rows, target, rng) for _ in range(_NUM_CHILDREN)]))
-        child = encoding.first_unknown(children, encoding.encode(known))
-        return sample_unseen(parameters, rng, known) if child is None else encoding.decode(child)
+        child = encoding.first_unknown(children, encoding.encode(context.known_configurations()))
+        return context.sample_unseen(rng) if child is None else encoding.decode(child)
 
     def _members(self, trials: Sequence[Observation]) -> dict[int, Observation]:
-        """The best trial of each place that has one."""
+        """The population's current members by their place; places without a successful trial have none."""
         members: dict[int, Observation] = {}
         for trial in trials:
             place = trial.number % self.population_size

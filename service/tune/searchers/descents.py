@@ -1,7 +1,8 @@
-"""The descents of a search by gradients: one for each preference vector, in an order in which neighbours follow.
+"""The descents of a search by gradients: one for each preference vector, ordered so that each follows a neighbour.
 
-The first is at the preference vector nearest to equal weights. Each later one is at the vector nearest to those that
-had theirs, and starts at the end of the nearest: a short one is enough there. Distances are Euclidean.
+The first descent is for the preference vector nearest to equal weights. Each later descent is for the vector nearest to
+the vectors of earlier ones, and starts at the end of the nearest earlier descent, so that few steps are enough.
+Distances are Euclidean.
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ from functools import lru_cache
 
 import numpy as np
 
-from search_spaces.study.sections import GradientOptions
+from search_spaces.preferences import equal_preference
+from search_spaces.study.search import GradientOptions
 
 __all__ = ["Descent", "descents_of", "place_of"]
 
-# Distances are compared to so many decimals: neighbours on a lattice are equally far.
+# Decimals to which distances are compared: neighbours on a lattice are equally far.
 DECIMALS = 9
 
 
 @dataclass(frozen=True)
 class Descent:
-    """`num_steps` gradients at one preference vector; `num_points` of its points become trials, evenly spaced, the
-    last is its end. `neighbours` are the earlier descents, the nearest first. The learning rate falls linearly from
-    `learning_rate` at the first step."""
+    """A descent of `num_steps` gradients for one preference vector.
+
+    `num_points` of its points, evenly spaced up to its end, become trials. `neighbours` are the earlier descents, the
+    nearest first. The learning rate falls linearly from `learning_rate` at the first step.
+    """
 
     preference: tuple[float, ...]
     neighbours: tuple[int, ...]
@@ -33,31 +37,16 @@ class Descent:
     learning_rate: float
 
     def num_steps_to(self, point: int) -> int:
-        """How many gradients lead to its trial `point`, from 0."""
+        """The number of gradients up to point `point`, from 0."""
         return -(-self.num_steps * (point + 1) // self.num_points)
 
 
-def descents_of(
-    options: GradientOptions, *, num_objectives: int, preferences: Sequence[Sequence[float]] = ()
-) -> tuple[Descent, ...]:
-    """The descents in their order; without preference vectors, one at equal weights.
-
-    `options.points` are shared equally, the rest are the first descent's; each has one at least."""
-    vectors = tuple(map(tuple, preferences)) or ((1 / num_objectives,) * num_objectives,)
-    return _descents(options, vectors)
-
-
-def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
-    """Which descent, and which of its points, proposal `index` is; None if it comes after all."""
-    for number, descent in enumerate(descents):
-        if index < descent.num_points:
-            return number, index
-        index -= descent.num_points
-    return None
-
-
 @lru_cache(maxsize=8)
-def _descents(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]) -> tuple[Descent, ...]:
+def descents_of(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]) -> tuple[Descent, ...]:
+    """The descents in their order, one for each preference vector.
+
+    `options.points` are shared equally, and the first descent has the remainder; each has at least one.
+    """
     steps, count = options.steps, len(vectors)
     warm_steps = max(1, steps // 4) if options.warm_steps is None else options.warm_steps
     num_points = min(max(1, options.points // count), warm_steps)
@@ -75,12 +64,24 @@ def _descents(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]) 
     )
 
 
+def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
+    """The descent, and the point of it, that proposal `index` is; None if the proposal follows all descents."""
+    for number, descent in enumerate(descents):
+        if index < descent.num_points:
+            return number, index
+        index -= descent.num_points
+    return None
+
+
 def _order(vectors: np.ndarray) -> list[tuple[int, tuple[int, ...]]]:
-    """Each vector's index in the order of descents, and the places in this order of those before it, nearest first;
-    of equally near ones, the one with the lower place."""
+    """The index of each vector, in the order of descents, with the earlier descents, nearest first.
+
+    Of equally near ones, the earlier descent comes first.
+    """
     apart = np.linalg.norm(vectors[:, None] - vectors[None], axis=2).round(DECIMALS)
-    equal = np.full(vectors.shape[1], 1 / vectors.shape[1])
-    nearest = np.linalg.norm(vectors - equal, axis=1).round(DECIMALS)  # to equal weights, then to those in the order
+    equal = equal_preference(vectors.shape[1])
+    # The distance to equal weights at first, then that to the nearest vector in the order.
+    nearest = np.linalg.norm(vectors - np.array(equal), axis=1).round(DECIMALS)
     order: list[int] = []
     found: list[tuple[int, tuple[int, ...]]] = []
     for _ in vectors:

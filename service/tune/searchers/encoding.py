@@ -1,9 +1,9 @@
 """Configurations as rows of numbers, for searchers that learn from them.
 
-A column is a parameter, in the order of the space. Values lie in [0, 1]: a real number by its place in its range, a
-whole number or a choice by the middle of its cell; INACTIVE marks a parameter that does not exist in that row. In a
-space with a structure, every row that is made here stands for a repaired configuration, and is drawn as the space
-draws. Arrays are [num_rows, num_parameters], float64.
+A column is a parameter, in the order of the space. Values are in [0, 1]: a real number is encoded by its position in
+its range, a whole number or a choice by the middle of its cell. INACTIVE marks a parameter that does not exist in that
+row. In a space with a structure, every row that is made here encodes a repaired configuration, and rows are drawn as
+the space draws. Arrays are [num_rows, num_parameters], float64.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Encoding:
         return np.where(np.isnan(numbers), INACTIVE, (numbers - self._low + self._half) / self._span)
 
     def _numbers(self, configuration: Mapping[str, Any]) -> list[Any]:
-        """Numbers as they are, choices by their index, NaN for inactive parameters."""
+        """The values of all parameters: numbers as they are, choices by their index, NaN for inactive parameters."""
         values = [configuration.get(name, math.nan) for name in self._names]
         for column, index_of in self._choices.items():
             if self._names[column] in configuration:
@@ -64,7 +64,7 @@ class Encoding:
         return values
 
     def _encoded(self, condition: Condition) -> Rows:
-        """The encoded values of its parent under which a condition holds."""
+        """The encoded values of a condition's parent for which the condition holds."""
         column = self._names.index(condition.parent)
         values = [value for value in condition.values if self._parameters[column].contains(value)]
         return self.encode({condition.parent: value} for value in values)[:, column]
@@ -74,14 +74,16 @@ class Encoding:
         return {p.name: _decode(p, float(u)) for p, u in zip(self._parameters, row, strict=True) if u != INACTIVE}
 
     def sample(self, num_rows: int, rng: np.random.Generator) -> Rows:
-        """Rows drawn uniformly, or as the space's structure draws."""
+        """Rows drawn uniformly, or from the distribution of the space's structure."""
         if self._space.structure is not None:
             return self.encode(self._space.sample(rng) for _ in range(num_rows))
         return self.normalise(rng.random((num_rows, len(self._parameters))))
 
     def sample_tied(self, num_rows: int, rng: np.random.Generator) -> Rows:
-        """Rows drawn uniformly among those that give all parameters of one role the same value; none where no two
-        parameters share a role."""
+        """Rows drawn uniformly among those in which all parameters of one role have the same value.
+
+        There are none where no two parameters share a role.
+        """
         if len(set(self._role)) == len(self._role):
             num_rows = 0
         return self.normalise(rng.random((num_rows, len(self._parameters)))[:, self._role])
@@ -92,7 +94,7 @@ class Encoding:
         return self._is_categorical
 
     def fill(self, rows: Rows, rng: np.random.Generator) -> Rows:
-        """`rows` with numbers drawn uniformly for inactive parameters, so that rows can be added and subtracted."""
+        """`rows` with uniform draws for inactive parameters, so that rows can be added and subtracted."""
         return np.where(rows == INACTIVE, rng.random(rows.shape), rows)
 
     def first_unknown(self, rows: Rows, known: Rows) -> Rows | None:
@@ -101,8 +103,10 @@ class Encoding:
         return next((row for row, key in zip(rows, self.keys(rows), strict=True) if key not in seen), None)
 
     def values_by_role(self, num_levels: int) -> list[Rows]:
-        """A few values of each role, in the order of `tied`: every choice, and at most `num_levels` numbers from one
-        end of the range to the other."""
+        """A few values of each role, in the order of `tied`.
+
+        They are all choices, and at most `num_levels` numbers from one end of the range to the other.
+        """
         levels = np.linspace(0.0, 1.0, num_levels)
         first = [column for column, role in enumerate(self._role) if column == role]
         return [
@@ -116,11 +120,12 @@ class Encoding:
         return self.normalise(values[:, index])
 
     def mutate(self, rows: Rows, rng: np.random.Generator, *, rate: float | Rows, step: float) -> Rows:
-        """Neighbours of `rows`: each parameter moves with probability `rate`, one for all or one for each parameter,
-        and at least one active parameter does.
+        """Neighbours of `rows`: each parameter moves with probability `rate`, and at least one active parameter does.
 
+        `rate` is one number for all parameters, or a row with one for each.
         A number moves by a normal step of standard deviation `step`, a share of its range, and is clipped to it; a
-        choice is drawn uniformly, and so are parameters that become active."""
+        choice is drawn uniformly, and so are parameters that become active.
+        """
         is_active = rows != INACTIVE
         fresh = rng.random(rows.shape)
         moves = rng.random(rows.shape) < rate
@@ -135,8 +140,10 @@ class Encoding:
         return [row.tobytes() for row in np.round(rows * 1e6).astype(np.int64)]
 
     def normalise(self, rows: Rows) -> Rows:
-        """Rows of numbers in [0, 1] as rows of this encoding: discrete values in the middle of their cell, inactive
-        parameters marked, configurations repaired. `rows` stays as it is."""
+        """Rows of any numbers in [0, 1] as rows of this encoding; `rows` is not changed.
+
+        Discrete values are moved to the middle of their cell, inactive parameters marked, configurations repaired.
+        """
         cells = np.where(self._is_discrete, self._num_cells, 1.0)
         middles = (np.minimum(np.floor(rows * cells), cells - 1) + 0.5) / cells
         rows = np.where(self._is_discrete, middles, rows)

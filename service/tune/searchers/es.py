@@ -2,23 +2,21 @@
 
 Rechenberg's one-fifth rule in the form of Kern et al., "Learning probability distributions in continuous evolutionary
 algorithms" (Natural Computing 3, 2004), section 4. Half of the numbers move in each mutant. The trials are replayed in
-their order for every proposal; each counts with the highest rung that it has reached.
+their order for every proposal; each counts with its result at the highest rung that it has reached.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from search_spaces.parameters import Parameters
-from service.tune.searchers.base import Observation
+from service.tune.searchers.base import Observation, ProposalContext
 from service.tune.searchers.encoding import Encoding
-from service.tune.searchers.history import by_trial, known_configurations, merit
-from service.tune.searchers.random import proposal_generator, sample_unseen
+from service.tune.searchers.history import by_trial, merit
 
 __all__ = ["SEARCHER", "EvolutionStrategy"]
 
@@ -28,7 +26,10 @@ _NUM_MUTANTS = 16
 
 @dataclass(frozen=True)
 class EvolutionStrategy:
-    """One objective. A choice moves with probability `step`: as steps become small, choices are kept."""
+    """The (1+1) evolution strategy, for one objective.
+
+    A choice moves with probability `step`, so choices are kept as steps become small.
+    """
 
     rate: float = 0.5  # the probability that a number moves
     first_step: float = 0.15  # standard deviation of a move, as a share of the parameter's range
@@ -36,26 +37,18 @@ class EvolutionStrategy:
     largest_step: float = 0.5
     success_factor: float = math.exp(0.8)  # one success in five keeps the step: four failures undo it
 
-    def propose(
-        self,
-        parameters: Parameters,
-        *,
-        number: int,
-        seed: int,
-        observations: Sequence[Observation],
-        pending: Sequence[Mapping[str, Any]] = (),
-    ) -> dict[str, Any]:
-        rng = proposal_generator(seed=seed, number=number)
-        known = known_configurations(observations, pending)
-        parent, step = self._replay(by_trial(observations))
+    def advance(self, context: ProposalContext) -> dict[str, Any]:
+        rng = context.generator()
+        parent, step = self._replay(by_trial(context.observations))
         if parent is not None:
-            encoding = Encoding(parameters)
+            encoding = Encoding(context.parameters)
             rate = np.where(encoding.is_categorical, step, self.rate)
             rows = np.repeat(encoding.encode([parent.configuration]), _NUM_MUTANTS, axis=0)
             mutants = encoding.mutate(rows, rng, rate=rate, step=step)
-            if (mutant := encoding.first_unknown(mutants, encoding.encode(known))) is not None:
+            known = encoding.encode(context.known_configurations())
+            if (mutant := encoding.first_unknown(mutants, known)) is not None:
                 return encoding.decode(mutant)
-        return sample_unseen(parameters, rng, known)
+        return context.sample_unseen(rng)
 
     def _replay(self, trials: Iterable[Observation]) -> tuple[Observation | None, float]:
         """The best trial, None if all have failed, and the step size after all of them."""

@@ -1,36 +1,29 @@
-"""Gaussian process: expected improvement, of the hypervolume where there are several objectives. By Optuna.
+"""Optuna's Gaussian process with expected improvement; of the hypervolume where there are several objectives.
 
 Jones et al., J. Global Optimization 13, 1998; Ament et al., "Unexpected improvements to expected improvement" (NeurIPS
-2023). A process is fitted for every proposal: with hundreds of parameters that takes long.
+2023). A process is fitted for every proposal, which takes long with hundreds of parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from search_spaces.parameters import Parameters
-from service.tune.searchers.base import Observation
+from service.tune.searchers.base import ProposalContext
 
 __all__ = ["SEARCHER", "GpSearcher"]
 
 
 @dataclass(frozen=True)
 class GpSearcher:
-    """For spaces without conditions. Noise is fitted too; how exact each result is stays unknown to it."""
+    """Gaussian process search of spaces without conditions.
+
+    Noise is fitted too; the standard errors of results are not used.
+    """
 
     num_initial: int = 10  # trials with results before the process is used
 
-    def propose(
-        self,
-        parameters: Parameters,
-        *,
-        number: int,
-        seed: int,
-        observations: Sequence[Observation],
-        pending: Sequence[Mapping[str, Any]] = (),
-    ) -> dict[str, Any]:
+    def advance(self, context: ProposalContext) -> dict[str, Any]:
         from optuna.samplers import GPSampler
 
         from service.tune.searchers.optuna_study import propose
@@ -38,15 +31,7 @@ class GpSearcher:
         def sampler_of(seed: int) -> GPSampler:
             return GPSampler(n_startup_trials=self.num_initial, warn_independent_sampling=False, seed=seed)
 
-        return propose(
-            sampler_of,
-            parameters,
-            number=number,
-            seed=seed,
-            observations=observations,
-            pending=pending,
-            num_initial=self.num_initial,
-        )
+        return propose(sampler_of, context, num_initial=self.num_initial)
 
 
 SEARCHER = GpSearcher()

@@ -1,64 +1,54 @@
 """Grid search: every combination of a few values, in an order drawn by the seed, then of more values.
 
-Parameters of one role share their value, so a space of many layer groups is searched as if it had one. In the
-space HM3 the grid is that of passthrough merges: of one block of a model's consecutive layers, then of two blocks, and
-so on, each as long as a few draws find a new one.
+Parameters of one role share their value, so a space of many layer groups is searched as if it had one. In a space of
+layer paths, the grid is that of passthrough merges: of one block of a model's consecutive layers, then of two blocks,
+and so on. The number of blocks grows when a few draws find no new merge.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from search_spaces.parameters import Configuration, Parameters
+from search_spaces.parameters import Configuration
 from search_spaces.spaces.layer_paths import LayerPaths
-from service.tune.searchers.base import Observation
+from service.tune.searchers.base import ProposalContext, proposal_generator
 from service.tune.searchers.encoding import Encoding, Rows
-from service.tune.searchers.history import known_configurations
-from service.tune.searchers.random import proposal_generator, sample_unseen
 
 __all__ = ["SEARCHER", "GridSearcher"]
 
-# Points of a large grid that are drawn for a proposal, and passthrough merges of each number of blocks.
+# Draws for a proposal: points of a large grid, or passthrough merges of each number of blocks.
 _NUM_DRAWN = 64
 
 
 @dataclass(frozen=True)
 class GridSearcher:
-    """Of the observations it uses only which configurations are known already."""
+    """Grid search, which uses only the known configurations, not their results."""
 
     first_levels: int = 5  # values of a number: the ends of its range, and evenly between
     finer: int = 4  # how often the distance between values is halved when a grid is exhausted
-    max_points: int = 5_000  # combinations that are listed; of a larger grid they are drawn
+    max_points: int = 5_000  # size up to which all combinations of a grid are listed; those of a larger one are drawn
 
-    def propose(
-        self,
-        parameters: Parameters,
-        *,
-        number: int,
-        seed: int,
-        observations: Sequence[Observation],
-        pending: Sequence[Mapping[str, Any]] = (),
-    ) -> dict[str, Any]:
-        known = known_configurations(observations, pending)
-        rng = proposal_generator(seed=seed, number=number)
-        if isinstance(parameters.structure, LayerPaths):
-            return _passthrough(parameters.structure, rng, known) or sample_unseen(parameters, rng, known)
-        encoding = Encoding(parameters)
+    def advance(self, context: ProposalContext) -> dict[str, Any]:
+        known, rng = context.known_configurations(), context.generator()
+        paths = context.parameters.structure
+        if isinstance(paths, LayerPaths):
+            return _passthrough(paths, rng, known) or context.sample_unseen(rng)
+        encoding = Encoding(context.parameters)
         known_rows = encoding.encode(known)
         for halvings in range(self.finer + 1):
             levels = (self.first_levels - 1) * 2**halvings + 1
-            points = self._points(encoding, levels, number, seed, rng)
+            points = self._points(encoding, levels, context.number, context.seed, rng)
             if (point := encoding.first_unknown(points, known_rows)) is not None:
                 return encoding.decode(point)
-        return sample_unseen(parameters, rng, known)
+        return context.sample_unseen(rng)
 
     def _points(self, encoding: Encoding, levels: int, number: int, seed: int, rng: np.random.Generator) -> Rows:
-        """Points of a grid: all, in the seed's order from place `number` on, or some that are drawn."""
+        """Points of a grid: all of them, in an order drawn by the seed that starts at `number`, or some drawn ones."""
         values = encoding.values_by_role(levels)
         shape = [len(options) for options in values]
         num_points = math.prod(shape)

@@ -1,43 +1,43 @@
-"""What the observations say about each trial, and which of two trials is better, for searchers that take a result as
-it is and do not learn how rungs differ."""
+"""The result of each trial at its highest rung, and an order of trials.
+
+These are for searchers that use a result as it is, and do not learn how rungs differ.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from typing import TypeAlias
 
 from service.tune.searchers.base import Observation
 
-__all__ = ["Merit", "by_trial", "known_configurations", "merit", "violation"]
+__all__ = ["Merit", "by_trial", "merit", "violation"]
 
 # Smaller is better, compared from left to right.
 Merit: TypeAlias = tuple[int, float, float]
 
 
 def by_trial(observations: Iterable[Observation]) -> tuple[Observation, ...]:
-    """Each trial at the highest rung that it has a result of, by trial number. A trial that failed has failed,
-    whatever it reached before."""
+    """The observation of each trial at its highest rung, by trial number.
+
+    A trial that failed counts as failed, also if it has results at lower rungs.
+    """
     newest: dict[int, Observation] = {}
     for observation in sorted(observations, key=lambda o: (o.number, o.costs is None, o.rung)):
         newest[observation.number] = observation
     return tuple(newest.values())
 
 
-def known_configurations(
-    observations: Iterable[Observation], pending: Sequence[Mapping[str, Any]]
-) -> list[Mapping[str, Any]]:
-    """What need not be proposed again: each trial's configuration once, then the pending ones."""
-    return [*{o.number: o.configuration for o in observations}.values(), *pending]
-
-
 def violation(observation: Observation) -> float:
-    """By how much constraints are violated, in total; 0 if the candidate is feasible."""
+    """The total violation of constraints; 0 if the candidate is feasible."""
     return sum(max(0.0, value) for value in observation.constraints)
 
 
 def merit(observation: Observation, cost: float | None = None) -> Merit:
-    """The order of candidates: feasible ones by `cost`, by default that of the only objective, then infeasible ones by
-    their violation, then failures. Deb, "An efficient constraint handling method for genetic algorithms" (2000)."""
+    """Sort key of candidates: feasible ones by `cost`, then infeasible ones by their violation, then failures.
+
+    The default of `cost` is that of the first objective. Deb, "An efficient constraint handling method for genetic
+    algorithms" (2000).
+    """
     if observation.costs is None:
         return (2, 0.0, 0.0)
     excess = violation(observation)

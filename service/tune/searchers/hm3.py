@@ -1,13 +1,13 @@
 """HM3: a policy that builds layer paths, learned from the trials' results (`workers.training.hm3`).
 
-Every trial is an episode. An UPDATE step stands between the iterations; the policies are read from checkpoints, so that
-the searcher keeps no state. The training of the last call is kept: it has the episodes of its iteration, which are
-played together. The outcome of an episode is R = sum_k lambda_k f_k - beta_1 T, where f_k is 1 - the cost
-of objective k (a metric in [0, 1] itself) and T the number of layers. A candidate that failed counts with the worst
-result of each objective among those known.
+Every trial is an episode, and an update follows each iteration. Policies are read from checkpoints, so that the
+searcher keeps no state that matters; the training of the last call is cached, because the episodes of an iteration are
+played together. The outcome of an episode is R = sum_k lambda_k f_k - beta_1 T, where f_k is 1 - the cost of objective
+k (the metric itself, if it is in [0, 1]) and T the number of layers. A candidate that failed counts with the worst
+known result of each objective.
 
-An iteration learns from its own trials and from those that earlier iterations of its policy learned from, whatever else
-is known: so a search is the same with any number of replicas.
+An iteration learns from its own trials and from those that earlier iterations of its policy learned from, and from no
+other results, so a search is the same with any number of replicas.
 """
 
 from __future__ import annotations
@@ -20,67 +20,47 @@ import numpy as np
 
 from search_spaces.parameters import Parameters
 from search_spaces.spaces.layer_paths import MERGED, LayerPaths
-from service.tune.searchers.base import Observation, SearchSetting
-from service.tune.steps import Step, StepKind, StepRequest, StepResult
+from service.store.steps import StepRequest, UpdateRequest, UpdateResult, UpdateStep
+from service.tune.searchers.base import Observation, ProposalContext, SearchSetting
 from workers.types import Family
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from workers.training.hm3.training import Training
+    from workers.training.hm3.training import PolicyTraining
 
 __all__ = ["SEARCHER", "Hm3Searcher", "paths_of", "training_of"]
 
-# Weights that differ by less are the same.
+# Weights that differ by less than this are equal.
 SAME_WEIGHT = 1e-6
 
 
 class Hm3Searcher:
-    """See the module's docstring; `service.tune.searchers.base.LearningSearcher` for the methods."""
+    """A `LearningSearcher`; see the module's docstring."""
 
     def __init__(self) -> None:
-        self._last: tuple[Parameters, int, SearchSetting, Training] | None = None
+        self._last: tuple[Parameters, int, SearchSetting, PolicyTraining] | None = None
 
-    def advance(
-        self,
-        parameters: Parameters,
-        *,
-        number: int,
-        seed: int,
-        observations: Sequence[Observation],
-        pending: Sequence[Mapping[str, Any]] = (),
-        steps: Sequence[Step] = (),
-        setting: SearchSetting,
-        checkpoints: Mapping[int, bytes],
-    ) -> StepRequest | dict[str, Any]:
-        training = self._training(parameters, seed, setting, checkpoints)
-        episode = number - setting.num_baselines
-        num_finished = sum(step.request.kind is StepKind.UPDATE for step in steps)
+    def advance(self, context: ProposalContext) -> StepRequest | dict[str, Any]:
+        training = self._training_of(context)
+        episode = context.number - context.setting.num_baselines
+        num_finished = sum(isinstance(step, UpdateStep) for step in context.steps)
         if num_finished < training.num_needed(episode):
-            return _request(training, num_finished, setting)
-        played = training.play(episode)
-        vector = training.preferences.index(played.preference) if paths_of(parameters).num_preferences > 1 else 0
-        return paths_of(parameters).configuration(played.path, preference=vector)
+            return _request(training, num_finished, context.setting)
+        played, paths = training.play(episode), paths_of(context.parameters)
+        vector = training.preferences.index(played.preference) if paths.num_preferences > 1 else 0
+        return paths.configuration(played.path, preference=vector)
 
-    def learn(
-        self,
-        parameters: Parameters,
-        *,
-        iteration: int,
-        seed: int,
-        observations: Sequence[Observation],
-        setting: SearchSetting,
-        checkpoints: Mapping[int, bytes],
-    ) -> tuple[StepResult, bytes | None]:
+    def learn(self, context: ProposalContext, *, iteration: int) -> tuple[UpdateResult, bytes | None]:
         import torch
 
-        training = self._training(parameters, seed, setting, checkpoints)
+        setting, training = context.setting, self._training_of(context)
         numbers = training.numbers_in(iteration)
-        results = _results(observations, [setting.num_baselines + number for number in numbers])
-        paths = [paths_of(parameters).path(configuration) for configuration, _ in results]
+        results = _results(context.observations, [setting.num_baselines + number for number in numbers])
+        paths = [paths_of(context.parameters).path(configuration) for configuration, _ in results]
         lengths = [len(path) for path in paths]
         values = np.array([values for _, values in results])
-        penalties = setting.policy.length_penalty * np.array(lengths, dtype=np.float64)
+        penalties = setting.options.hm3.length_penalty * np.array(lengths, dtype=np.float64)
         outcomes = values - penalties[:, None]
         vectors = np.array([training.preference_of(number) for number in numbers])
         statistics = {
@@ -90,7 +70,7 @@ class Hm3Searcher:
         }
         found = training.learn(iteration, torch.tensor(outcomes, dtype=torch.float32), paths=paths)
         if found is None:
-            return StepResult(statistics=statistics), None
+            return UpdateResult(statistics=statistics), None
         statistics |= {
             "policy_loss": found.policy_loss,
             "value_loss": found.value_loss,
@@ -98,16 +78,18 @@ class Hm3Searcher:
             "kl": found.kl,
         }
         content = training.saved[iteration]
-        return StepResult(statistics=statistics, checkpoint=hashlib.sha256(content).hexdigest()), content
+        return UpdateResult(statistics=statistics, checkpoint=hashlib.sha256(content).hexdigest()), content
 
-    def learned_from(
-        self, *, iteration: int, observations: Sequence[Observation], setting: SearchSetting
-    ) -> Sequence[Observation] | None:
-        """As of `LearningSearcher`: all episodes up to the iteration's last, and what is known of the sources."""
-        num_episodes = (iteration + 1) * setting.policy.episodes
-        known = {each.number: each for each in observations if each.number < setting.num_baselines + num_episodes}
+    def learned_from(self, context: ProposalContext, *, iteration: int) -> Sequence[Observation] | None:
+        """All episodes up to the iteration's last, and what is known of the baselines; None while one is not known."""
+        setting = context.setting
+        num_episodes = (iteration + 1) * setting.options.hm3.episodes
+        known = {o.number: o for o in context.observations if o.number < setting.num_baselines + num_episodes}
         is_known = sum(number >= setting.num_baselines for number in known) == num_episodes
         return [known[number] for number in sorted(known)] if is_known else None
+
+    def num_policies(self, setting: SearchSetting) -> int:
+        return 1 if setting.options.hm3.policy == "conditioned" else len(setting.vectors)
 
     def proposals(
         self,
@@ -119,8 +101,10 @@ class Hm3Searcher:
         setting: SearchSetting,
         checkpoints: Mapping[int, bytes],
     ) -> list[dict[str, Any]]:
-        """At most `count` configurations that the last checkpoint proposes for a preference vector, the best first,
-        without learning. Raises ValueError where there is none, or where it is for another vector."""
+        """At most `count` configurations for a preference vector from the last checkpoint, the best first.
+
+        Nothing is learned. Raises ValueError where there is no checkpoint, or only for other vectors.
+        """
         training = training_of(parameters, seed, setting, checkpoints)
         usable = [i for i in checkpoints if training.options.is_conditioned or _is_for(training, i, preference)]
         if not checkpoints:
@@ -136,61 +120,44 @@ class Hm3Searcher:
         found = training.proposals(checkpoints[max(usable)], preference=preference, count=count)
         return [paths.configuration(path) for path in found]
 
-    def _training(
-        self, parameters: Parameters, seed: int, setting: SearchSetting, checkpoints: Mapping[int, bytes]
-    ) -> Training:
-        """That of the last call with these checkpoints, if it was of the same search."""
+    def _training_of(self, context: ProposalContext) -> PolicyTraining:
+        """The training with the context's checkpoints: that of the last call, if it was of the same search."""
+        parameters, seed, setting = context.parameters, context.seed, context.setting
         last = self._last
         if last is None or last[0] is not parameters or last[1] != seed or last[2] is not setting:
-            last = (parameters, seed, setting, training_of(parameters, seed, setting, checkpoints))
+            last = (parameters, seed, setting, training_of(parameters, seed, setting, context.checkpoints))
             self._last = last
-        last[3].saved = dict(checkpoints)
+        last[3].saved = dict(context.checkpoints)
         return last[3]
-
-    def slot(self, iteration: int, *, setting: SearchSetting) -> str:
-        num_policies = _num_policies(setting)
-        return f"hm3-policy-{iteration % num_policies}-{iteration // num_policies % 2}"
-
-    def kept(self, num_finished: int, *, setting: SearchSetting) -> range:
-        return range(max(0, num_finished - 2 * _num_policies(setting)), num_finished)
 
 
 SEARCHER = Hm3Searcher()
 
 
 def paths_of(parameters: Parameters) -> LayerPaths:
-    """The layer paths that the parameters of a space stand for. Preflight has refused other spaces."""
+    """The layer paths that the parameters of a space encode. Preflight has refused other spaces."""
     assert isinstance(parameters.structure, LayerPaths), "hm3 searches layer paths"
     return parameters.structure
 
 
-def _is_for(training: Training, iteration: int, preference: tuple[float, ...]) -> bool:
+def _is_for(training: PolicyTraining, iteration: int, preference: tuple[float, ...]) -> bool:
     own = training.preference_of(training.numbers_in(iteration)[0])
     return all(abs(a - b) < SAME_WEIGHT for a, b in zip(own, preference, strict=True))
 
 
-def _preferences(setting: SearchSetting) -> tuple[tuple[float, ...], ...]:
-    num = len(setting.objectives)
-    return setting.preferences or ((1 / num,) * num,)
-
-
-def _num_policies(setting: SearchSetting) -> int:
-    return 1 if setting.policy.policy == "conditioned" else len(_preferences(setting))
-
-
 def training_of(
     parameters: Parameters, seed: int, setting: SearchSetting, checkpoints: Mapping[int, bytes]
-) -> Training:
+) -> PolicyTraining:
     from workers.training.hm3.learner import LearnerOptions
     from workers.training.hm3.networks import NetworkOptions
-    from workers.training.hm3.training import Training, TrainingOptions
+    from workers.training.hm3.training import PolicyTraining, PolicyTrainingOptions
 
-    paths, options = paths_of(parameters), setting.policy
+    paths, options = paths_of(parameters), setting.options.hm3
     descriptors = None if setting.family is None else _descriptors(setting.family, paths)
     is_conditioned = options.policy == "conditioned"
-    return Training(
+    return PolicyTraining(
         paths,
-        TrainingOptions(
+        PolicyTrainingOptions(
             episodes=options.episodes,
             warm_up=options.warm_up,
             k=options.neighbours,
@@ -217,7 +184,7 @@ def training_of(
             ),
         ),
         seed=seed,
-        preferences=_preferences(setting),
+        preferences=setting.vectors,
         descriptors=descriptors,
         saved=checkpoints,
         start=setting.start,
@@ -225,8 +192,11 @@ def training_of(
 
 
 def _descriptors(family: Family, paths: LayerPaths) -> Tensor:
-    """Of the pool's layers. Merged ones are described by the mean of the models that they stand beside: which vector
-    they are merged by, a policy knows as its preference."""
+    """The descriptors of the pool's layers.
+
+    Merged layers are described by the mean of the models in the pool. The vector by which they are merged is known to a
+    policy as its preference.
+    """
     import torch
 
     from workers.training.hm3.descriptors import layer_descriptors
@@ -235,19 +205,19 @@ def _descriptors(family: Family, paths: LayerPaths) -> Tensor:
     return torch.cat([found, found.mean(dim=0, keepdim=True)]) if MERGED in paths.models else found
 
 
-def _request(training: Training, iteration: int, setting: SearchSetting) -> StepRequest:
+def _request(training: PolicyTraining, iteration: int, setting: SearchSetting) -> UpdateRequest:
     label = f"iteration {iteration}"
     if training.num_policies == 1:
-        return StepRequest(StepKind.UPDATE, label, iteration=iteration)
+        return UpdateRequest(label=label, iteration=iteration)
     preference = training.preference_of(training.numbers_in(iteration)[0])
     shares = dict(zip(setting.objectives, preference, strict=True))
-    return StepRequest(StepKind.UPDATE, label, preference=shares, iteration=iteration)
+    return UpdateRequest(label=label, preference=shares, iteration=iteration)
 
 
 def _results(
     observations: Sequence[Observation], numbers: Sequence[int]
 ) -> list[tuple[Mapping[str, Any], tuple[float, ...]]]:
-    """The configuration of each of the trials, and the value of each objective, larger is better."""
+    """The configuration of each trial in `numbers`, and the value of each objective, larger is better."""
     known = {observation.number: observation for observation in observations if observation.number <= numbers[-1]}
     scored = [tuple(1 - cost for cost in o.costs) for o in known.values() if o.costs is not None]
     worst = tuple(map(min, zip(*scored, strict=True)))

@@ -1,51 +1,51 @@
 """Points halfway between two trials of a front.
 
-Coefficients between those of two good compromises are mostly a good compromise between the two: merges are averages of
-models, and losses of models that were fine-tuned from one base change smoothly along the line between them (linear mode
-connectivity: Frankle et al., ICML 2020; of fronts: Rame et al., "Rewarded soups", NeurIPS 2023). So where a front has a
-gap, a trial in its middle costs one evaluation, and no gradient.
+Coefficients halfway between those of two good compromises mostly give a good compromise between the two: merges are
+averages of models, and losses of models that were fine-tuned from one base change smoothly along the line between them
+(linear mode connectivity: Frankle et al., ICML 2020; for fronts: Rame et al., "Rewarded soups", NeurIPS 2023). So a
+trial in the middle of a gap of the front costs one evaluation and no gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 
 from search_spaces.objectives import Candidate, constrained_front, crowding_distances, hypervolume
-from search_spaces.parameters import Parameters
-from service.tune.searchers.base import Observation
+from service.tune.searchers.base import Observation, ProposalContext
 from service.tune.searchers.encoding import Encoding
-from service.tune.searchers.history import by_trial, known_configurations, violation
+from service.tune.searchers.history import by_trial, violation
 
 __all__ = ["midpoint"]
 
-# Of more trials than this the least crowded are paired, so that proposals stay fast. Hypervolumes of many objectives
-# take long.
+# Largest numbers of trials that are paired, the least crowded ones, so that proposals stay fast: in general, and from
+# MANY_OBJECTIVES on, where hypervolumes take long.
 MAX_PARENTS, MAX_PARENTS_OF_MANY, MANY_OBJECTIVES = 64, 12, 6
 
 
-def midpoint(
-    parameters: Parameters, *, observations: Sequence[Observation], pending: Sequence[Mapping[str, Any]] = ()
-) -> dict[str, Any] | None:
-    """Of all pairs of trials on the front, the middle of the one that would add most to its hypervolume if costs there
-    were the mean of the pair's; None if no pair is left whose middle would add anything.
+def midpoint(context: ProposalContext) -> dict[str, Any] | None:
+    """The midpoint of two trials of the front that would add most to the front's hypervolume; None if none would add.
 
-    The front is that of the trials at the highest rung that any has reached. All parameters are numbers."""
-    encoding = Encoding(parameters)
-    known = encoding.encode(known_configurations(observations, pending))
+    The costs of a midpoint are estimated as the means of the pair's costs.
+    The front is that of the trials at the highest rung that any has reached. All parameters are numbers.
+    """
+    encoding = Encoding(context.parameters)
+    known = encoding.encode(context.known_configurations())
     taken = set(encoding.keys(known))
-    parents = _parents(observations)
+    parents = _parents(context.observations)
     costs = [parent.costs for parent in parents if parent.costs is not None]
     rows = encoding.encode(parent.configuration for parent in parents)
     pairs = list(combinations(range(len(parents)), 2))
-    middles = encoding.normalise(np.array([(rows[a] + rows[b]) / 2 for a, b in pairs]).reshape(-1, len(parameters)))
+    middles = encoding.normalise(
+        np.array([(rows[a] + rows[b]) / 2 for a, b in pairs]).reshape(-1, len(context.parameters))
+    )
     expected = [tuple(((np.array(costs[a]) + np.array(costs[b])) / 2).tolist()) for a, b in pairs]
     keys = encoding.keys(middles)
-    # A middle whose trial runs counts as if it had turned out as expected.
-    waiting = set(encoding.keys(encoding.encode(pending)))
+    # A midpoint whose trial is running counts with its estimated costs.
+    waiting = set(encoding.keys(encoding.encode(context.pending)))
     costs += [cost for cost, key in zip(expected, keys, strict=True) if key in waiting]
     reached = hypervolume(costs)
     gains = [

@@ -1,40 +1,39 @@
 """MOEA/D-DE: Li and Zhang, IEEE TEC 13(2), 2009.
 
-Each member of the population combines the objectives under weights of its own (Tchebycheff function), and a child
+Each member of the population combines the objectives with weights of its own (Tchebycheff function), and a child
 replaces members whose weights are similar. Trial n is a child of member n modulo the population's size. The trials are
-replayed in their order for every proposal; each counts with the highest rung that it has reached.
+replayed in their order for every proposal; each counts with its result at the highest rung that it has reached.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.parameters import Parameters
 from search_spaces.preferences import simplex_lattice
-from service.tune.searchers.base import Observation
+from service.tune.searchers.base import Observation, ProposalContext, proposal_generator
 from service.tune.searchers.encoding import Encoding, Rows
-from service.tune.searchers.history import by_trial, known_configurations, violation
-from service.tune.searchers.random import proposal_generator, sample_unseen
+from service.tune.searchers.history import by_trial, violation
 
 __all__ = ["SEARCHER", "MoeadSearcher"]
 
 # Children drawn for a proposal; the first whose configuration is new is proposed.
 _NUM_CHILDREN = 16
 
-# In place of a weight of 0, as is usual: the objective still breaks ties.
+# Used instead of a weight of 0, as is usual: the objective still breaks ties.
 _SMALLEST_WEIGHT = 1e-6
 
 
 @dataclass(frozen=True)
 class MoeadSearcher:
-    """Population, crossover and mutation as in the baseline that merging papers report; the rest as in the paper.
+    """MOEA/D-DE, with the population, crossover and mutation of the baseline that merging papers report.
 
-    Choices and inactive parameters are places in [0, 1] like numbers are."""
+    The rest is as in the paper. Choices and inactive parameters are numbers in [0, 1], as numeric parameters are.
+    """
 
     population_size: int = 30
     crossover_rate: float = 0.9  # CR
@@ -45,27 +44,19 @@ class MoeadSearcher:
     neighbour_share: float = 0.9  # delta: the probability that parents, and members that are replaced, are neighbours
     max_replaced: int = 2  # n_r: how many members a child replaces
 
-    def propose(
-        self,
-        parameters: Parameters,
-        *,
-        number: int,
-        seed: int,
-        observations: Sequence[Observation],
-        pending: Sequence[Mapping[str, Any]] = (),
-    ) -> dict[str, Any]:
-        rng = proposal_generator(seed=seed, number=number)
-        known = known_configurations(observations, pending)
-        scored = [trial for trial in by_trial(observations) if trial.costs is not None]
+    def advance(self, context: ProposalContext) -> dict[str, Any]:
+        rng = context.generator()
+        scored = [trial for trial in by_trial(context.observations) if trial.costs is not None]
         if len(scored) < self.population_size:
-            return sample_unseen(parameters, rng, known)
-        members, neighbours = self._replay(scored, seed=seed)
-        encoding = Encoding(parameters)
+            return context.sample_unseen(rng)
+        members, neighbours = self._replay(scored, seed=context.seed)
+        encoding = Encoding(context.parameters)
         rows = encoding.fill(encoding.encode(member.configuration for member in members), rng)
-        place = number % self.population_size
+        place = context.number % self.population_size
         children = [self._child(rows, place, neighbours[place], rng) for _ in range(_NUM_CHILDREN)]
-        child = encoding.first_unknown(encoding.normalise(np.vstack(children)), encoding.encode(known))
-        return sample_unseen(parameters, rng, known) if child is None else encoding.decode(child)
+        known = encoding.encode(context.known_configurations())
+        child = encoding.first_unknown(encoding.normalise(np.vstack(children)), known)
+        return context.sample_unseen(rng) if child is None else encoding.decode(child)
 
     def _replay(self, scored: Sequence[Observation], *, seed: int) -> tuple[list[Observation], NDArray[np.intp]]:
         """The member of each place after all trials, and the places nearest to each place, itself first."""
@@ -79,7 +70,7 @@ class MoeadSearcher:
         every = np.arange(self.population_size)
         members = np.zeros(self.population_size, dtype=np.intp)
         for index, trial in enumerate(scored):
-            # A source or published recipe belongs to no place, nor do the draws that the population starts from.
+            # Baselines belong to no place, nor do the draws that the population starts from.
             is_child = trial.is_proposed and index >= self.population_size
             rng = proposal_generator(seed=seed, number=trial.number)
             is_near = is_child and rng.random() < self.neighbour_share

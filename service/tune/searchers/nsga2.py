@@ -1,37 +1,30 @@
-"""NSGA-II: a genetic algorithm that keeps the front and its spread. By Optuna.
+"""Optuna's NSGA-II: a genetic algorithm that keeps the front and its spread.
 
-Deb et al., IEEE TEC 6(2), 2002, with its simulated binary crossover and polynomial mutation. A generation is the next
-trials that fill it, in their order; the generations are rebuilt for every proposal.
+Deb et al., IEEE TEC 6(2), 2002, with its simulated binary crossover and polynomial mutation. A generation is filled by
+the next trials in order; the generations are rebuilt for every proposal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from search_spaces.parameters import Parameters
-from service.tune.searchers.base import Observation
+from service.tune.searchers.base import ProposalContext
 
 __all__ = ["SEARCHER", "NsgaSearcher"]
 
 
 @dataclass(frozen=True)
 class NsgaSearcher:
-    """For spaces without conditions. Choices are crossed uniformly, and mutate to any other."""
+    """NSGA-II or NSGA-III for spaces without conditions.
+
+    Choices are crossed uniformly, and mutate to any other choice.
+    """
 
     sampler: Literal["NSGAIISampler", "NSGAIIISampler"]
     population_size: int = 20
 
-    def propose(
-        self,
-        parameters: Parameters,
-        *,
-        number: int,
-        seed: int,
-        observations: Sequence[Observation],
-        pending: Sequence[Mapping[str, Any]] = (),
-    ) -> dict[str, Any]:
+    def advance(self, context: ProposalContext) -> dict[str, Any]:
         import optuna.samplers
         from optuna.samplers.nsgaii import PolynomialMutation, SBXCrossover
 
@@ -47,15 +40,7 @@ class NsgaSearcher:
             )
             return sampler
 
-        return propose(
-            sampler_of,
-            parameters,
-            number=number,
-            seed=seed,
-            observations=observations,
-            pending=pending,
-            num_initial=self.population_size,
-        )
+        return propose(sampler_of, context, num_initial=self.population_size)
 
 
 SEARCHER = NsgaSearcher("NSGAIISampler")

@@ -1,7 +1,7 @@
-"""Proposals by Optuna's samplers: for each proposal a study in memory gets all trials anew.
+"""Proposals by Optuna's samplers: for each proposal, a new study in memory is given all trials.
 
-A trial counts with the highest rung that it has reached, a failure as the worst value observed. Samplers see earlier
-proposals without results as running trials. Akiba et al., "Optuna" (KDD 2019).
+A trial counts with its result at the highest rung that it has reached, a failure with the worst observed value.
+Samplers see earlier proposals without results as running trials. Akiba et al., "Optuna" (KDD 2019).
 """
 
 from __future__ import annotations
@@ -20,43 +20,39 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from search_spaces.parameters import Categorical, Float, Integer, Parameter, Parameters
-from service.tune.searchers.base import Observation
+from service.tune.searchers.base import Observation, ProposalContext
 from service.tune.searchers.encoding import Encoding
-from service.tune.searchers.history import by_trial, known_configurations
-from service.tune.searchers.random import proposal_generator, sample_unseen
+from service.tune.searchers.history import by_trial
 
 __all__ = ["propose"]
 
-# When a trial ran; no sampler used here looks at it.
+# Times of all trials; no sampler that is used here reads them.
 _TIME = datetime(2000, 1, 1)
 
 
 def propose(
     sampler_of: Callable[[int], BaseSampler],
-    parameters: Parameters,
+    context: ProposalContext,
     *,
-    number: int,
-    seed: int,
-    observations: Sequence[Observation],
-    pending: Sequence[Mapping[str, Any]],
     num_initial: int,
 ) -> dict[str, Any]:
-    """A sampler's proposal, or a random one where it proposes what is known. `sampler_of` makes a sampler with the
-    seed given to it, which learns from `num_initial` trials or more."""
-    rng = proposal_generator(seed=seed, number=number)
-    known = known_configurations(observations, pending)
-    trials = by_trial(observations)
-    # Samplers draw uniformly at first; a space with a structure has draws of its own.
+    """A sampler's proposal, or a random one where the sampler proposes a known configuration.
+
+    `sampler_of` makes a sampler from a seed; the sampler learns once there are `num_initial` trials.
+    """
+    rng, parameters = context.generator(), context.parameters
+    trials = by_trial(context.observations)
+    # Samplers draw uniformly at first; a space with a structure draws in its own way.
     is_first = parameters.structure is not None and len(trials) < num_initial
     if is_first or all(trial.costs is None for trial in trials):
-        return sample_unseen(parameters, rng, known)
+        return context.sample_unseen(rng)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        configuration = _ask(sampler_of(int(rng.integers(2**32))), parameters, trials, pending)
+        configuration = _ask(sampler_of(int(rng.integers(2**32))), parameters, trials, context.pending)
     configuration = dict(parameters.repair(configuration))
     rows = Encoding(parameters)
-    is_known = rows.first_unknown(rows.encode([configuration]), rows.encode(known)) is None
-    return sample_unseen(parameters, rng, known) if is_known else configuration
+    is_known = rows.first_unknown(rows.encode([configuration]), rows.encode(context.known_configurations())) is None
+    return context.sample_unseen(rng) if is_known else configuration
 
 
 def _ask(
@@ -65,7 +61,7 @@ def _ask(
     trials: Sequence[Observation],
     pending: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    optuna.logging.set_verbosity(optuna.logging.ERROR)  # no word about each study
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # no message about each study
     distributions = {parameter.name: _distribution(parameter) for parameter in parameters}
     costs, constraints = _without_failures(trials)
     storage = optuna.storages.InMemoryStorage()
@@ -97,7 +93,7 @@ def _without_failures(trials: Sequence[Observation]) -> tuple[Any, Any]:
 
 
 class _ToldTrial(FrozenTrial):
-    """A trial that the storage may keep as it is: copying hundreds of parameters would take most of the time."""
+    """A trial that is not copied deeply by the storage: copying hundreds of parameters would take most of the time."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ToldTrial:
         return copy.copy(self)

@@ -2,52 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
+from service.tune.searchers.base import ProposalContext
 
-from search_spaces.parameters import Parameters
-from service.tune.searchers.base import Observation
-
-__all__ = ["SEARCHER", "RandomSearcher", "proposal_generator", "sample_unseen"]
-
-# In a small space most draws are known configurations; after this many draws, a known one is proposed.
-_MAX_DRAWS = 64
+__all__ = ["SEARCHER", "RandomSearcher"]
 
 
 class RandomSearcher:
-    """Draws uniformly; of the observations it uses only which configurations are known already."""
+    """Random search, which uses only the known configurations, not their results."""
 
-    def propose(
-        self,
-        parameters: Parameters,
-        *,
-        number: int,
-        seed: int,
-        observations: Sequence[Observation],
-        pending: Sequence[Mapping[str, Any]] = (),
-    ) -> dict[str, Any]:
-        known = [*(observation.configuration for observation in observations), *pending]
-        return sample_unseen(parameters, proposal_generator(seed=seed, number=number), known)
+    def advance(self, context: ProposalContext) -> dict[str, Any]:
+        return context.sample_unseen(context.generator())
 
 
 SEARCHER = RandomSearcher()
-
-
-def proposal_generator(*, seed: int, number: int) -> np.random.Generator:
-    """The random state of proposal `number`: a function of the two numbers alone, on every machine."""
-    digest = hashlib.sha256(f"{seed}:{number}".encode()).digest()
-    return np.random.default_rng(int.from_bytes(digest))
-
-
-def sample_unseen(
-    parameters: Parameters, rng: np.random.Generator, known: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """A configuration drawn uniformly, and not among the known ones if a few draws find such a one."""
-    for _ in range(_MAX_DRAWS):
-        configuration = parameters.sample(rng)
-        if configuration not in known:
-            break
-    return configuration

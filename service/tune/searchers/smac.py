@@ -2,75 +2,66 @@
 
 Lindauer et al., SMAC3, JMLR 23(54), 2022 (forest, expected improvement, interleaved random proposals); Knowles, ParEGO,
 IEEE TEC 10(1), 2006, and Su and Geiping, "Fine, I'll Merge It Myself" (2025), section 3.3.2 (several objectives). The
-forest and the acquisition function are SMAC's. Rungs, promotion and state are not SMAC's here: the forest is trained
-for every proposal, with the fidelity as one more feature.
+forest and the acquisition function are SMAC's. Its rungs, promotion and state are not used: the forest is trained for
+every proposal, with the fidelity as one more feature.
 
-SMAC's own maximiser is not used. Its local search counts an inactive parameter as changed (NaN differs from NaN) and
-skips every neighbour that changes more than one parameter, so in a conditional space it never leaves its starting
+SMAC's own maximiser is not used either. Its local search counts an inactive parameter as changed (NaN differs from NaN)
+and skips every neighbour that changes more than one parameter. So in a conditional space it never leaves its starting
 points, and it can never change a method, because that changes which parameters exist.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from search_spaces.parameters import Parameters
 from search_spaces.preferences import augmented_chebyshev, simplex_lattice
-from service.tune.searchers.base import Observation
+from service.tune.searchers.base import Observation, ProposalContext
 from service.tune.searchers.encoding import Encoding, Rows
 from service.tune.searchers.history import violation
-from service.tune.searchers.random import proposal_generator, sample_unseen
 
 __all__ = ["SEARCHER", "SmacSearcher"]
 
 
 @dataclass(frozen=True)
 class SmacSearcher:
-    """Learns from the results of all rungs. An infeasible candidate counts as worse than all feasible ones, the more it
-    violates the constraints the worse.
+    """Learns from the results of all rungs.
 
-    The defaults were chosen with tests/benchmarks/bench_searchers.py."""
+    An infeasible candidate counts as worse than all feasible ones, the more so the more it violates the constraints.
+    The defaults were chosen with tests/benchmarks/bench_searchers.py.
+    """
 
-    num_initial: int = 8  # configurations with results before the forest is used, sources and published ones included
-    # Proposals drawn uniformly, so that no region is excluded for ever. SMAC draws 0.2 of them; shares from 0 to 0.2
-    # made no difference beyond the spread between seeds.
+    num_initial: int = 8  # configurations with results, baselines included, before the forest is used
+    # Share of proposals drawn uniformly, so that no region is excluded forever. SMAC's share is 0.2; shares from 0 to
+    # 0.2 made no difference beyond the spread between seeds.
     random_share: float = 0.1
     num_trees: int = 10
-    max_weight_vectors: int = 100  # of the lattice from which ParEGO draws one for each proposal
-    # Candidates for the largest expected improvement. Further local search from the best of them made results worse:
-    # the forest is accurate near scored configurations only.
+    max_weight_vectors: int = 100  # size of the lattice from which ParEGO draws a vector for each proposal
+    # Candidates for the largest expected improvement. A further local search from the best of them made results worse:
+    # the forest is accurate only near scored configurations.
     num_uniform: int = 1000
     # Tied merges use the same values in all layer and component groups. They are a small part of a space of many
-    # groups, but most published recipes are tied, and few results suffice to learn which tied merges are good.
+    # groups, but most published recipes are tied, and few results are enough to learn which tied merges are good.
     num_tied: int = 500
-    tied_share: float = 0.25  # share of proposals that take the best tied merge only
+    tied_share: float = 0.25  # share of proposals whose only candidates are tied merges
     num_parents: int = 10
     num_mutants: int = 50  # of each parent
     mutation_rate: float = 0.1
     mutation_step: float = 0.15
 
-    def propose(
-        self,
-        parameters: Parameters,
-        *,
-        number: int,
-        seed: int,
-        observations: Sequence[Observation],
-        pending: Sequence[Mapping[str, Any]] = (),
-    ) -> dict[str, Any]:
-        rng = proposal_generator(seed=seed, number=number)
-        known = [*(observation.configuration for observation in observations), *pending]
-        encoding = Encoding(parameters)
+    def advance(self, context: ProposalContext) -> dict[str, Any]:
+        rng, observations = context.generator(), context.observations
+        known = [*(observation.configuration for observation in observations), *context.pending]
+        encoding = Encoding(context.parameters)
         known_rows = encoding.encode(known)
         known_keys = encoding.keys(known_rows)
         scored = {key for key, o in zip(known_keys, observations, strict=False) if o.costs is not None}
         if len(scored) < self.num_initial or rng.random() < self.random_share:
-            return sample_unseen(parameters, rng, known)
+            return context.sample_unseen(rng)
         rows = known_rows[: len(observations)]
         fidelities = np.array([observation.fidelity for observation in observations])
         costs = self._scalarise(observations, rng)
@@ -103,8 +94,10 @@ class SmacSearcher:
         return acquisition
 
     def _scalarise(self, observations: Sequence[Observation], rng: np.random.Generator) -> Rows:
-        """One cost per observation: each objective brought to [0, 1] by its observed range, a failure at its worst
-        value, and several objectives joined by the augmented Tchebycheff function (section 3.3.2, equation 3)."""
+        """One cost per observation: each objective scaled to [0, 1] by its observed range, failures at the worst.
+
+        Several objectives are joined by the augmented Tchebycheff function (section 3.3.2, equation 3).
+        """
         num_objectives = len(next(o.costs for o in observations if o.costs is not None))
         table = np.array([o.costs if o.costs is not None else (np.nan,) * num_objectives for o in observations])
         low, high = np.nanmin(table, axis=0), np.nanmax(table, axis=0)
@@ -139,7 +132,7 @@ class SmacSearcher:
 
 @dataclass(frozen=True)
 class _Acquisition:
-    """Expected improvement at the full budget over the best configuration observed, by the forest's prediction."""
+    """Expected improvement at the full budget, over the observed configuration that the forest predicts to be best."""
 
     forest: Any
     function: Any
@@ -159,8 +152,10 @@ def _at_full_budget(rows: Rows) -> Rows:
 
 @lru_cache(maxsize=4)
 def _columns(num: int) -> Any:
-    """A space of `num` numbers in [0, 1]. The rows are encoded already, so all that the forest learns from its space is
-    the number of columns; the last one is the fidelity."""
+    """A space of `num` numbers in [0, 1], the last one of which is the fidelity.
+
+    The rows are encoded already, so the forest only needs the number of columns of its space.
+    """
     from ConfigSpace import ConfigurationSpace
 
     return ConfigurationSpace({f"column{i}": (0.0, 1.0) for i in range(num)})

@@ -1,4 +1,4 @@
-"""TPE: candidates that are likely under the good trials and unlikely under the others. By Optuna.
+"""Optuna's TPE: candidates that are likely under the good trials and unlikely under the others.
 
 Bergstra et al., "Algorithms for hyper-parameter optimization" (NeurIPS 2011); Watanabe, arXiv 2304.11127 (2023) for the
 form with all parameters at once; Ozaki et al., GECCO 2020, for several objectives.
@@ -6,31 +6,21 @@ form with all parameters at once; Ozaki et al., GECCO 2020, for several objectiv
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from search_spaces.parameters import Parameters
-from service.tune.searchers.base import Observation
+from service.tune.searchers.base import ProposalContext
 
 __all__ = ["SEARCHER", "TpeSearcher"]
 
 
 @dataclass(frozen=True)
 class TpeSearcher:
-    """Parameters that always exist together are drawn together."""
+    """TPE search, which samples parameters that always exist together jointly."""
 
     num_initial: int = 10  # trials with results before the estimators are used
 
-    def propose(
-        self,
-        parameters: Parameters,
-        *,
-        number: int,
-        seed: int,
-        observations: Sequence[Observation],
-        pending: Sequence[Mapping[str, Any]] = (),
-    ) -> dict[str, Any]:
+    def advance(self, context: ProposalContext) -> dict[str, Any]:
         from optuna.samplers import TPESampler
 
         from service.tune.searchers.optuna_study import propose
@@ -38,15 +28,7 @@ class TpeSearcher:
         def sampler_of(seed: int) -> TPESampler:
             return TPESampler(n_startup_trials=self.num_initial, multivariate=True, group=True, seed=seed)
 
-        return propose(
-            sampler_of,
-            parameters,
-            number=number,
-            seed=seed,
-            observations=observations,
-            pending=pending,
-            num_initial=self.num_initial,
-        )
+        return propose(sampler_of, context, num_initial=self.num_initial)
 
 
 SEARCHER = TpeSearcher()

@@ -1,7 +1,11 @@
+from __future__ import annotations
+
 import json
 import math
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,12 +17,13 @@ from search_spaces.recipe import Merge, Source
 from search_spaces.spaces.lfs_ranges import SEARCHED_METHODS
 
 
-def merge(method, *models, seed=None, **coefficients):
+def merge(method: str, *models: str, seed: int | None = None, **coefficients: float | tuple[float, ...]) -> Merge:
     named = {name.rstrip("_"): value for name, value in coefficients.items()}
     return Merge(method, tuple(map(Source, models)), named, seed)
 
 
-def test_every_method_names_its_coefficients_once_and_its_rules_among_them():
+def test_coefficients_are_named_once() -> None:
+    """Every method names each coefficient once, and its rules refer to these names."""
     for name, method in METHODS.items():
         names = [coefficient.name for coefficient in method.coefficients]
         assert method.name == name
@@ -40,11 +45,12 @@ LFS_ORDER = [
 ]
 
 
-def test_the_order_of_methods_in_a_search_does_not_change():
+def test_the_order_of_methods_in_a_search_does_not_change() -> None:
     assert [name for name in SEARCHED_METHODS if name in LFS_ORDER] == LFS_ORDER
 
 
-def test_every_coefficient_is_searched_within_what_it_accepts_or_has_a_default():
+def test_searched_range_is_accepted() -> None:
+    """Every coefficient is searched within its accepted range or has a default."""
     for method in METHODS.values():
         for coefficient in method.coefficients:
             match coefficient.searched:
@@ -59,15 +65,17 @@ def test_every_coefficient_is_searched_within_what_it_accepts_or_has_a_default()
                     assert coefficient.default is not None
 
 
-def test_weights_of_a_pair_are_searched_only_where_there_is_a_pair():
+def test_pair_weights_need_a_pair() -> None:
+    """Weights of a pair are searched only by methods of two sources."""
     for method in METHODS.values():
         if any(isinstance(coefficient.searched, PairShare) for coefficient in method.coefficients):
             assert [coefficient.name for coefficient in method.coefficients] == ["weight"]
             assert method.source_choice == "pair"
 
 
-def test_methods_with_the_same_counterpart_have_its_parameters_and_differ_in_what_selects_them():
-    variants = {}
+def test_methods_of_one_counterpart() -> None:
+    """Methods with one counterpart share its parameters and differ in those that select them."""
+    variants: dict[str, list[Any]] = {}
     for method in METHODS.values():
         if method.mergekit is not None:
             variants.setdefault(method.mergekit.method, []).append(method.mergekit)
@@ -79,14 +87,15 @@ def test_methods_with_the_same_counterpart_have_its_parameters_and_differ_in_wha
         assert len(set(choices)) == len(choices)
 
 
-def test_where_a_counterpart_is_exact_in_places_the_difference_is_said():
+def test_partly_exact_counterpart() -> None:
+    """A counterpart that is exact only in places describes its difference."""
     for method in METHODS.values():
         if method.mergekit is not None and method.mergekit.exact_at:
             assert method.mergekit_difference
             assert set(method.mergekit.exact_at) <= {coefficient.name for coefficient in method.coefficients}
 
 
-def test_reading_the_declarations_needs_no_numpy_and_no_pydantic():
+def test_reading_the_declarations_needs_no_numpy_and_no_pydantic() -> None:
     program = (
         "import json, sys, search_spaces.recipe\n"
         "print(json.dumps([name for name in ('numpy', 'pydantic', 'torch') if name in sys.modules]))"
@@ -95,7 +104,7 @@ def test_reading_the_declarations_needs_no_numpy_and_no_pydantic():
     assert json.loads(done.stdout) == []
 
 
-def test_a_new_module_of_the_package_is_found_without_a_list(tmp_path, monkeypatch):
+def test_a_new_module_of_the_package_is_found_without_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "added.py").write_text(
         "from search_spaces.methods.base import MergeMethod\n"
         "POSITION = 0\n"
@@ -138,18 +147,18 @@ def test_a_new_module_of_the_package_is_found_without_a_list(tmp_path, monkeypat
         (merge("multislerp", "a", "b", weight=(0.5, -0.5)), r"weights \(0.5, -0.5\) sum to zero; they must not"),
     ],
 )
-def test_what_a_method_does_not_take_is_refused(wrong, message):
+def test_what_a_method_does_not_take_is_refused(wrong: Merge, message: str) -> None:
     with pytest.raises(InvalidRecipe, match=f"^merge: .*{message}"):
         wrong.check()
 
 
-def test_the_ends_of_a_constraint_are_accepted():
+def test_the_ends_of_a_constraint_are_accepted() -> None:
     merge("della", "a", lambda_=1.0, density=0.3, epsilon=0.3, seed=0).check()
     merge("della", "a", lambda_=1.0, density=0.7, epsilon=0.3, seed=0).check()
     merge("breadcrumbs", "a", lambda_=1.0, density=0.9, gamma=0.1).check()
 
 
-def test_a_coefficient_that_is_left_out_has_its_default():
+def test_a_coefficient_that_is_left_out_has_its_default() -> None:
     given = merge("ramplus_tl", "a", "b", r=0.3)
     given.check()
     assert (given.number("r"), given.number("alpha"), given.number("epsilon")) == (0.3, 0.2, 1e-5)

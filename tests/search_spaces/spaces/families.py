@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from search_spaces.spaces import SPACES
-from search_spaces.spaces.base import Part, SearchedModels, SearchSpace, TensorPlace
+from search_spaces.spaces.base import Part, SearchedModels, TensorLocation
 
 IN_LAYERS: tuple[tuple[Part, str], ...] = (
     ("attention", "self_attn.o_proj.weight"),
@@ -28,10 +28,10 @@ def models(
     max_layers: int | None = None,
 ) -> SearchedModels:
     """A family of Llama-like models. Fingerprints are in another order than aliases, so that canonical order shows."""
-    tensors = {EMBEDDING: TensorPlace("embedding", None, EMBEDDING)}
+    tensors = {EMBEDDING: TensorLocation("embedding", None, EMBEDDING)}
     for layer in range(num_layers):
-        tensors |= {f"model.layers.{layer}.{name}": TensorPlace(part, layer, name) for part, name in in_layers}
-    tensors |= {name: TensorPlace("head", None, name) for name in ((NORM,) if is_tied else (HEAD, NORM))}
+        tensors |= {f"model.layers.{layer}.{name}": TensorLocation(part, layer, name) for part, name in in_layers}
+    tensors |= {name: TensorLocation("head", None, name) for name in ((NORM,) if is_tied else (HEAD, NORM))}
     return SearchedModels(
         base="base",
         experts=tuple(experts),
@@ -44,7 +44,7 @@ def models(
     )
 
 
-def space(kind: str, family: SearchedModels | None = None, **options: Any) -> SearchSpace:
-    """The space of this kind over a family, by default `models()`."""
+def space(kind: str, family: SearchedModels | None = None, **options: Any) -> Any:
+    """The space of this kind over a family, by default `models()`; its class depends on the kind."""
     required = {"model": "math"} if kind == "sfs" and family is None else {}
     return SPACES[kind](kind=kind, **{**required, **options}).build(family or models())

@@ -1,18 +1,23 @@
 """DIS: orders of candidates, paths within the limit, draws near the sources, and what is refused."""
 
+from __future__ import annotations
+
 import itertools
 import math
 import re
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search_spaces.baselines import sources_and_published
+from search_spaces.baselines import all_baselines
 from search_spaces.errors import InvalidConfiguration, InvalidStudy
 from search_spaces.parameters import Categorical, Float, Integer
+from search_spaces.recipe import Recipe
+from search_spaces.spaces.base import SearchedModels, SearchSpace
 from search_spaces.spaces.dis import DisSection
 from search_spaces.spaces.dis_paths import MAX_ORDERS, SCALES, first_order, num_orders, order_at, place_of
 from tests.search_spaces.spaces.families import models, space
@@ -20,16 +25,16 @@ from tests.search_spaces.spaces.families import models, space
 ORDERS = [(1, 1), (1, 3), (3, 1), (2, 2), (3, 2), (4, 1), (2, 3)]
 
 
-def dis(family=None, **options):
+def dis(family: SearchedModels | None = None, **options: Any) -> Any:
     return space("dis", family, **options)
 
 
-def path(recipe):
+def path(recipe: Recipe) -> list[tuple[Any, ...]]:
     """The model, layer and scale of each layer."""
     return [(*layer.mlp.sources[0].__dict__.values(), layer.scale) for layer in recipe.layers]
 
 
-def uniform(space, seed):
+def uniform(space: SearchSpace, seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     return space.parameters.build(lambda parameter: parameter.sample(rng))
 
@@ -38,7 +43,8 @@ def uniform(space, seed):
 
 
 @pytest.mark.parametrize(("num_candidates", "repeats"), ORDERS)
-def test_orders_are_the_permutations_of_a_multiset_in_lexicographic_order(num_candidates, repeats):
+def test_orders_are_multiset_permutations(num_candidates: int, repeats: int) -> None:
+    """Orders are the permutations of a multiset in lexicographic order."""
     copies = [c for c in range(num_candidates) for _ in range(repeats)]
     expected = sorted(set(itertools.permutations(copies)))
     assert num_orders(num_candidates, repeats) == len(expected)  # P = (D M R)! / (R!)^(M D), section 3.2.2
@@ -47,12 +53,12 @@ def test_orders_are_the_permutations_of_a_multiset_in_lexicographic_order(num_ca
 
 
 @pytest.mark.parametrize(("num_candidates", "repeats"), [(1, 2), (3, 1), (2, 2), (3, 2)])
-def test_a_path_is_spelled_by_the_first_of_its_orders(num_candidates, repeats):
-    spellings = {}
+def test_a_path_is_spelled_by_the_first_of_its_orders(num_candidates: int, repeats: int) -> None:
+    spellings: dict[Any, Any] = {}
     for place in range(num_orders(num_candidates, repeats)):
         order = order_at(place, num_candidates, repeats)
         for bits in itertools.product((False, True), repeat=num_candidates * repeats):
-            seen = Counter()
+            seen: Counter[Any] = Counter()
             used = []
             for candidate in order:
                 if bits[candidate * repeats + seen[candidate]]:
@@ -66,7 +72,7 @@ def test_a_path_is_spelled_by_the_first_of_its_orders(num_candidates, repeats):
         assert order == min(order for order, own in found if own == bits)
 
 
-def test_a_path_with_more_than_r_copies_is_refused():
+def test_a_path_with_more_than_r_copies_is_refused() -> None:
     with pytest.raises(ValueError, match="more than 2 times"):
         first_order((0, 0, 0), 1, 2)
 
@@ -74,7 +80,7 @@ def test_a_path_with_more_than_r_copies_is_refused():
 # Configurations.
 
 
-def test_a_block_hands_on_its_last_layer_times_its_scale():
+def test_a_block_hands_on_its_last_layer_times_its_scale() -> None:
     own = dis(models(num_layers=2, max_layers=3))
     chosen = dict.fromkeys(own.parameters.names, False) | {"b1.order": 0, "b2.order": 0, "b1.scale": 1.25}
     chosen |= {"b1.use.0.math": True, "b1.use.0.text": True, "b2.use.1.code": True}
@@ -82,7 +88,7 @@ def test_a_block_hands_on_its_last_layer_times_its_scale():
     assert "b2.scale" not in own.parameters  # the final norm takes it off again
 
 
-def test_parameters_of_a_block_are_bits_an_order_and_a_scale():
+def test_parameters_of_a_block_are_bits_an_order_and_a_scale() -> None:
     own = dis(models(num_layers=6), depth_granularity=2, models=("math", "base"))
     found = {p.name: p for p in own.parameters if p.name[:2] == "b2"}
     bits = [f"b2.use.{layer}.{model}" for layer in (2, 3) for model in ("math", "base")]
@@ -92,11 +98,12 @@ def test_parameters_of_a_block_are_bits_an_order_and_a_scale():
     assert found["b2.scale"] == Float("b2.scale", 0.5, 1.5, default=1.0)
 
 
-def test_one_model_without_repeats_has_one_order_and_no_parameter_of_it():
+def test_single_order_has_no_parameter() -> None:
+    """One model without repeats has one order, and no parameter for it."""
     assert [p.name for p in dis(models=("math",)).parameters][:2] == ["b1.use.0.math", "b1.scale"]
 
 
-def test_more_orders_than_a_million_are_keys():
+def test_more_orders_than_a_million_are_keys() -> None:
     few, many = dis(depth_granularity=4, models=("math", "code")), dis(depth_granularity=4)
     assert few.paths.num_orders == math.factorial(8) <= MAX_ORDERS < many.paths.num_orders
     assert "b1.order" in few.parameters
@@ -105,7 +112,8 @@ def test_more_orders_than_a_million_are_keys():
     assert {(key.low, key.high) for key in keys} == {(0.0, 1.0)}
 
 
-def test_a_configuration_is_a_path_of_the_chosen_layers_in_their_order():
+def test_configuration_is_a_path() -> None:
+    """A configuration is a path of the chosen layers in their order."""
     own = dis(models(num_layers=2))
     chosen = dict.fromkeys(own.parameters.names, False) | {"b1.order": 0, "b1.scale": 0.75}
     chosen |= {"b2.use.1.math": True, "b2.use.1.text": True, "b2.order": 5}  # text, code, math
@@ -116,19 +124,20 @@ def test_a_configuration_is_a_path_of_the_chosen_layers_in_their_order():
     assert recipe.head.sources[0].model == "math"
 
 
-def test_blocks_of_several_layers_reorder_and_repeat_them():
+def test_blocks_of_several_layers_reorder_and_repeat_them() -> None:
     options = {"depth_granularity": 2, "repeats": 2, "models": ("math",)}
     own, roomy = dis(models(num_layers=2), **options), dis(models(num_layers=2, max_layers=4), **options)
-    chosen = {f"b1.use.{layer}.{copy}.math": True for layer in (0, 1) for copy in (1, 2)}
+    chosen: dict[str, Any] = {f"b1.use.{layer}.{copy}.math": True for layer in (0, 1) for copy in (1, 2)}
     chosen["b1.order"] = place_of((1, 0, 0, 1), 2, 2)
     found = [(layer, scale) for _, layer, scale in path(roomy.to_recipe(chosen))]
     assert found == [(1, 1.0), (0, 1.0), (0, 1.0), (1, 1.0)]
     assert len(own.to_recipe(chosen).layers) == own.max_layers == 3
 
 
-def test_a_block_without_layers_is_left_out_where_layers_are_not_retained():
+def test_empty_block_is_left_out() -> None:
+    """A block without layers is left out where layers are not retained."""
     own = dis(models(num_layers=3), layer_retention=False)
-    none = dict.fromkeys(own.parameters.names, False) | {f"b{b}.order": 0 for b in (1, 2, 3)}
+    none: dict[str, Any] = dict.fromkeys(own.parameters.names, False) | {f"b{b}.order": 0 for b in (1, 2, 3)}
     none |= {f"b{b}.scale": 1.5 for b in (1, 2)}
     some = none | {"b1.use.0.code": True, "b2.use.1.code": True}
     assert path(own.to_recipe(some)) == [("code", 0, 1.5), ("code", 1, 1.0)]
@@ -139,7 +148,8 @@ def test_a_block_without_layers_is_left_out_where_layers_are_not_retained():
 
 
 @pytest.mark.parametrize("options", [{}, {"layer_retention": False}, {"depth_granularity": 2, "repeats": 2}])
-def test_a_path_that_is_too_deep_is_repaired_by_leaving_out_layers(options):
+def test_deep_path_is_shortened(options: dict[str, Any]) -> None:
+    """The repair of a path that is too deep leaves out layers."""
     own = dis(models(num_layers=8, max_layers=9), **options)
     for seed in range(50):
         drawn = uniform(own, seed)
@@ -151,10 +161,10 @@ def test_a_path_that_is_too_deep_is_repaired_by_leaving_out_layers(options):
         assert len(limited) == min(9, len(whole))
 
 
-def test_equal_paths_have_one_configuration():
+def test_equal_paths_have_one_configuration() -> None:
     own = dis(models(num_layers=2, max_layers=4))
     rest = {name: False for name in own.parameters.names if name.startswith("b2.use")} | {"b2.order": 0}
-    found = {}
+    found: dict[Any, Any] = {}
     bits = ("b1.use.0.math", "b1.use.0.code", "b1.use.0.text")
     for used in itertools.product((False, True), repeat=3):
         for order in range(6):
@@ -169,10 +179,11 @@ def test_equal_paths_have_one_configuration():
 
 
 @pytest.mark.parametrize("options", [{}, {"depth_granularity": 2}, {"depth_granularity": 4, "repeats": 2}])
-def test_every_source_is_a_configuration_of_the_space_and_no_published_merge_is(options):
+def test_sources_are_configurations(options: dict[str, Any]) -> None:
+    """Every source is a configuration of the space, and no published merge is."""
     family = models()
     own = dis(family, **options)
-    for origin, label, recipe in sources_and_published(
+    for origin, label, recipe in all_baselines(
         base="base", experts=family.experts, fingerprints=family.fingerprints, num_layers=4
     ):
         found = own.from_recipe(recipe)
@@ -182,16 +193,16 @@ def test_every_source_is_a_configuration_of_the_space_and_no_published_merge_is(
             assert {value for name, value in found.items() if name.endswith("order")} <= {0}
 
 
-def test_a_source_whose_layers_no_block_may_use_is_not_contained():
+def test_a_source_whose_layers_no_block_may_use_is_not_contained() -> None:
     family = models()
     own = dis(family, models=("math",))
-    sources = sources_and_published(base="base", experts=family.experts, fingerprints=family.fingerprints, num_layers=4)
+    sources = all_baselines(base="base", experts=family.experts, fingerprints=family.fingerprints, num_layers=4)
     assert [label for _, label, recipe in sources if own.from_recipe(recipe)] == ["base", "expert:math"]
     bare = dis(family, layer_retention=False)
     assert bare.from_recipe(sources[0].recipe) is None
 
 
-def test_draws_are_near_one_source_in_its_own_order():
+def test_draws_are_near_one_source_in_its_own_order() -> None:
     own = dis(models(num_layers=40))
     depths, distances, scales = [], [], []
     for seed in range(200):
@@ -212,20 +223,20 @@ def test_draws_are_near_one_source_in_its_own_order():
 
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), num_layers=st.sampled_from((1, 2, 6)), room=st.integers(0, 4))
-def test_no_draw_is_too_deep(seed, num_layers, room):
+def test_no_draw_is_too_deep(seed: int, num_layers: int, room: int) -> None:
     own = dis(models(num_layers=num_layers, max_layers=num_layers + room))
     recipe = own.to_recipe(own.parameters.sample(np.random.default_rng(seed)))
     assert num_layers <= len(recipe.layers) <= num_layers + room
 
 
-def test_without_scales_none_is_searched():
+def test_without_scales_none_is_searched() -> None:
     own = dis(scales=False)
     assert not [p for p in own.parameters if p.name.endswith("scale")]
     assert {layer.scale for layer in own.to_recipe(uniform(own, 0)).layers} == {1.0}
     assert own.from_recipe(dis().to_recipe(uniform(dis(), 0))) is None
 
 
-def test_an_order_that_does_not_exist_is_refused():
+def test_an_order_that_does_not_exist_is_refused() -> None:
     own = dis()
     with pytest.raises(InvalidConfiguration, match=r"b1.order=6 is not accepted; give a whole number in \[0, 5\]"):
         own.to_recipe({**uniform(own, 0), "b1.order": 6})
@@ -234,7 +245,7 @@ def test_an_order_that_does_not_exist_is_refused():
 # Presets and bad input.
 
 
-def test_presets_are_the_published_configurations():
+def test_presets_are_the_published_configurations() -> None:
     first, second = dis(preset="d1m3r1"), dis(preset="d1m1r2", models=("math",))
     assert (first.paths.num_blocks, first.paths.num_copies, first.paths.num_orders) == (4, 3, 6)
     assert (second.paths.num_blocks, second.paths.num_copies, second.paths.num_orders) == (4, 2, 1)
@@ -256,7 +267,7 @@ def test_presets_are_the_published_configurations():
         ({"preset": "d1m3r1"}, models(("a", "b")), "preset: d1m3r1 takes 3 models; the study has only 2 experts"),
     ],
 )
-def test_what_does_not_fit_the_models_is_refused(options, family, message):
+def test_what_does_not_fit_the_models_is_refused(options: dict[str, Any], family: SearchedModels, message: str) -> None:
     with pytest.raises(InvalidStudy) as refused:
         dis(family, **options)
     (problem,) = refused.value.problems
@@ -274,7 +285,7 @@ def test_what_does_not_fit_the_models_is_refused(options, family, message):
         ({"preset": "d1m3r1", "scales": False}, "search_space.scales", "means scales: true, but false is given"),
     ],
 )
-def test_contradictions_are_told(options, field, message):
+def test_contradictions_are_told(options: dict[str, Any], field: str, message: str) -> None:
     (problem,) = DisSection(kind="dis", **options).contradictions()
     assert problem.field == field
     assert message in problem.message

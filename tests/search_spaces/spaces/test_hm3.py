@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from search_spaces.baselines import sources_and_published
+from search_spaces.baselines import all_baselines
 from search_spaces.errors import InvalidStudy
 from search_spaces.parameters import Parameters
 from search_spaces.recipe import Recipe, Source
@@ -31,7 +31,8 @@ shapes = pytest.mark.parametrize("paths", SHAPES, ids=str)
 
 def every_path(paths: LayerPaths) -> set[tuple[int, ...]]:
     """Built step by step by what may follow."""
-    found, open_paths = set(), [()]
+    found: set[tuple[int, ...]] = set()
+    open_paths: list[tuple[int, ...]] = [()]
     while open_paths:
         path = open_paths.pop()
         if paths.may_end(path):
@@ -54,7 +55,8 @@ def keeps_to_limits(paths: LayerPaths, path: tuple[int, ...]) -> bool:
 
 
 @shapes
-def test_step_by_step_every_path_within_the_limits_is_built_and_no_other(paths: LayerPaths) -> None:
+def test_steps_build_every_path(paths: LayerPaths) -> None:
+    """Steps build every path within the limits and no other."""
     lengths = range(1, paths.max_length + 1)
     every = {path for n in lengths for path in itertools.product(range(paths.num_steps), repeat=n)}
     expected = {path for path in every if keeps_to_limits(paths, path)}
@@ -78,7 +80,8 @@ def test_a_path_and_its_configuration_are_one(paths: LayerPaths) -> None:
 
 
 @shapes
-def test_what_is_drawn_parameter_by_parameter_becomes_a_path_of_that_length(paths: LayerPaths) -> None:
+def test_drawn_parameters_become_a_path(paths: LayerPaths) -> None:
+    """Parameters drawn one by one become a path of the drawn length."""
     parameters = Parameters(paths.parameters(), structure=paths)
     rng = np.random.default_rng(0)
     for _ in range(100):
@@ -128,7 +131,7 @@ def test_more_blocks_than_layers_there_are_not() -> None:
 def test_the_experts_are_paths_of_the_space() -> None:
     family = models(num_layers=6)
     own = space("hm3", family)
-    known = sources_and_published(base="base", experts=family.experts, fingerprints=family.fingerprints, num_layers=6)
+    known = all_baselines(base="base", experts=family.experts, fingerprints=family.fingerprints, num_layers=6)
     found = {label: own.from_recipe(recipe) for _, label, recipe in known}
     assert [label for label, configuration in found.items() if configuration] == [
         "expert:math",
@@ -152,9 +155,11 @@ def test_lengths_follow_from_the_sources_or_the_limit() -> None:
 # Alignments.
 
 
-def test_alignments_stand_between_layers_that_do_not_follow_each_other() -> None:
+def test_alignments_join_distant_layers() -> None:
+    """Alignments are placed between layers that do not follow each other."""
     own = space("hm3", models(("math", "text")), alignment="moments")
-    assert isinstance(own, AlignedSpace)
+    is_aligned = isinstance(own, AlignedSpace)
+    assert is_aligned
     of_pairs = {*own.pairs}
     assert len(of_pairs) == len(own.pairs)
     assert (("math", 1), ("text", 2)) in of_pairs
@@ -217,11 +222,12 @@ VECTORS = ({"math": 0.5, "code": 0.25, "text": 0.25}, {"math": 0.0, "code": 1.0,
 WITH_VECTORS = replace(models(), preferences=VECTORS)
 
 
-def merged_by(method: str, number: int = 0, **options: Any) -> Recipe:
+def merged_by(method: Any, number: int = 0, **options: Any) -> Recipe:
     """The whole merged model of a vector."""
     own = space("hm3", WITH_VECTORS, merged=MergedOptions(method=method, **options))
     assert own.paths.models[-1] == MERGED
-    return own.to_recipe(own.paths.configuration(range(12, 16), preference=number))
+    recipe: Recipe = own.to_recipe(own.paths.configuration(range(12, 16), preference=number))
+    return recipe
 
 
 def test_a_merged_model_of_each_vector_is_one_more_in_the_pool() -> None:
@@ -240,7 +246,8 @@ def test_a_merged_model_of_each_vector_is_one_more_in_the_pool() -> None:
     assert own.describe().text.endswith("; merged is merged by one of 2 preference vectors: task_arithmetic")
 
 
-def test_a_path_without_merged_layers_is_the_same_under_every_vector() -> None:
+def test_unmerged_path_ignores_preferences() -> None:
+    """A path without merged layers is the same under every preference vector."""
     own = space("hm3", WITH_VECTORS, merged=MergedOptions())
     assert own.paths.configuration(range(4), preference=1)[PREFERENCE] == 0
     assert own.parameters.repair({**own.paths.configuration(range(4)), PREFERENCE: 1})[PREFERENCE] == 0
@@ -248,7 +255,8 @@ def test_a_path_without_merged_layers_is_the_same_under_every_vector() -> None:
     assert own.to_recipe(own.paths.configuration(range(4))) == plain.to_recipe(plain.paths.configuration(range(4)))
 
 
-def test_the_embedding_and_the_head_follow_the_path_into_the_merged_model() -> None:
+def test_embedding_and_head_follow_the_path() -> None:
+    """The embedding and the head follow the path into the merged model."""
     found = merged_by("task_arithmetic")
     assert found.embedding.method == found.head.method == "task_arithmetic"
     assert {source.layer for source in (*found.embedding.sources, *found.head.sources)} == {None}
@@ -273,11 +281,12 @@ def test_coefficients_come_from_the_vector(method: str, coefficients: dict[str, 
     assert merge.seed == (0 if method == "dare_ties_l1" else None)
 
 
-def test_methods_without_weights_leave_experts_out_and_strength_and_density_are_options() -> None:
+def test_methods_without_weights() -> None:
+    """Methods without weights leave experts out; strength and density are options."""
     assert [source.model for source in merged_by("pcb", 1).layers[0].mlp.sources] == ["code"]
     alone = merged_by("consensus_ta", 1).layers[0].mlp
     assert [source.model for source in alone.sources] == ["code"]
-    assert (alone.number("lambda"), alone.number("agreement")) == (pytest.approx(1.2), 1.0), "it has the others' shares"
+    assert (alone.number("lambda"), alone.number("agreement")) == pytest.approx((1.2, 1.0)), "it has the others' shares"
     merge = merged_by("ties_weighted", strength=1.5, density=0.3).layers[0].mlp
     assert (merge.number("lambda"), merge.per_source("density")) == (1.5, (0.3, 0.3, 0.3))
 
@@ -287,7 +296,7 @@ def test_without_vectors_there_is_one_merged_model() -> None:
     assert own.paths.num_preferences == 1
     assert PREFERENCE not in own.parameters.names
     family = models()
-    known = sources_and_published(base="base", experts=family.experts, fingerprints=family.fingerprints, num_layers=4)
+    known = all_baselines(base="base", experts=family.experts, fingerprints=family.fingerprints, num_layers=4)
     labels = [label for _, label, recipe in known if own.from_recipe(recipe) is not None]
     assert labels == ["expert:math", "expert:code", "expert:text", "task arithmetic 0.4"]
 
@@ -363,7 +372,9 @@ def test_objectives_may_have_experts_of_other_names() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(family, options, place, message) -> None:  # type: ignore[no-untyped-def]
+def test_what_does_not_fit_is_refused(
+    family: SearchedModels | None, options: dict[str, Any], place: str, message: str
+) -> None:
     with pytest.raises(InvalidStudy, match=re.escape(message)) as refused:
         space("hm3", family, **options)
     assert place in {problem.field for problem in refused.value.problems}

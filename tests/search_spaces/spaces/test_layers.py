@@ -12,7 +12,8 @@ def recipe() -> Recipe:
     return Recipe(models, "base", (LayerRecipe(merge, merge, merge),), outside, outside)
 
 
-def test_a_merge_with_a_base_of_its_own_keeps_that_model_under_another_alias() -> None:
+def test_own_base_has_another_alias() -> None:
+    """A merge with its own base keeps that model under another alias."""
     renamed = with_own_aliases(
         recipe(), base="start", fingerprints={"start": "b" * 64, "one": "m" * 64, "two": "t" * 64}
     )

@@ -1,23 +1,28 @@
 """The layerwise space: which coefficients there are, and the recipes that they stand for."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 import pytest
 
-from search_spaces.baselines import sources_and_published
+from search_spaces.baselines import all_baselines
 from search_spaces.errors import InvalidStudy
+from search_spaces.parameters import Parameters
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from search_spaces.spaces import layerwise
-from search_spaces.spaces.base import DifferentiableSpace
+from search_spaces.spaces.base import DifferentiableSpace, SearchedModels
 from tests.search_spaces.spaces.families import EMBEDDING, HEAD, IN_LAYERS, NORM, models, space
 
 EXPERTS = ("math", "code", "text")
 
 
-def everywhere(parameters, value):
+def everywhere(parameters: Parameters, value: float) -> dict[str, float]:
     return dict.fromkeys(parameters.names, value)
 
 
-def tensor(layer, suffix):
+def tensor(layer: int, suffix: str) -> str:
     return f"model.layers.{layer}.{suffix}"
 
 
@@ -36,7 +41,7 @@ def tensor(layer, suffix):
         ({"granularity": "layer_group", "layer_groups": 2}, ["embedding", "g1", "g2", "head"]),
     ],
 )
-def test_each_piece_has_a_coefficient_per_expert(options, pieces):
+def test_each_piece_has_a_coefficient_per_expert(options: dict[str, Any], pieces: list[str]) -> None:
     parameters = space("layerwise", models(num_layers=3), **options).parameters
     assert parameters.names == tuple(f"{piece}.{expert}" for piece in pieces for expert in EXPERTS)
     assert {(parameter.low, parameter.high, parameter.default_value) for parameter in parameters} == {
@@ -45,7 +50,8 @@ def test_each_piece_has_a_coefficient_per_expert(options, pieces):
     assert {name: name.rpartition(".")[2] for name in parameters.names} == parameters.roles
 
 
-def test_every_tensor_is_the_base_and_the_experts_task_vectors_times_its_own_coefficients():
+def test_tensor_is_base_and_task_vectors() -> None:
+    """Every tensor is the base plus the experts' task vectors times the tensor's own coefficients."""
     searched = space("layerwise", models(num_layers=2))
     configuration = searched.parameters.sample(np.random.default_rng(0))
     recipe = searched.to_recipe(configuration)
@@ -67,11 +73,10 @@ def test_every_tensor_is_the_base_and_the_experts_task_vectors_times_its_own_coe
     }
 
 
-def test_sources_and_task_arithmetic_are_contained_with_equal_digests():
+def test_sources_are_contained() -> None:
+    """The space contains sources and task arithmetic with equal digests."""
     family = models()
-    known = sources_and_published(
-        base="base", experts=EXPERTS, fingerprints=family.fingerprints, num_layers=family.num_layers
-    )
+    known = all_baselines(base="base", experts=EXPERTS, fingerprints=family.fingerprints, num_layers=family.num_layers)
     for granularity in ("tensor", "component", "layer", "layer_group"):
         searched = space("layerwise", granularity=granularity)
         found = {label: searched.from_recipe(recipe) for _, label, recipe in known}
@@ -86,7 +91,8 @@ def test_sources_and_task_arithmetic_are_contained_with_equal_digests():
         assert not searched.to_recipe(found["task arithmetic 1/n"]).tensors
 
 
-def test_a_recipe_beyond_the_range_or_finer_than_the_space_is_not_contained():
+def test_foreign_recipe_is_not_contained() -> None:
+    """The space contains no recipe that is beyond its range or finer than its groups."""
     recipe = space("layerwise", range=(-1, 2)).to_recipe(
         everywhere(space("layerwise").parameters, 0.5) | {f"{tensor(1, 'mlp.up_proj.weight')}.math": 1.75}
     )
@@ -95,7 +101,7 @@ def test_a_recipe_beyond_the_range_or_finer_than_the_space_is_not_contained():
     assert space("layerwise", range=(-1, 2)).from_recipe(recipe)[f"{tensor(1, 'mlp.up_proj.weight')}.math"] == 1.75
 
 
-def test_ties_and_dare_keep_the_same_elements_in_every_recipe():
+def test_ties_and_dare_keep_the_same_elements_in_every_recipe() -> None:
     for options, fixed, seed in (
         ({"method": "ties_peft"}, {"density": 0.2}, None),
         ({"method": "ties_peft", "density": 0.5}, {"density": 0.5}, None),
@@ -111,8 +117,11 @@ def test_ties_and_dare_keep_the_same_elements_in_every_recipe():
         assert searched.to_recipe(everywhere(searched.parameters, 0.0)).embedding.method == "passthrough"
 
 
-def test_parts_without_tensors_are_merged_as_the_rest_of_their_layer():
-    """So that equal coefficients everywhere give the published recipes, whatever the models lack."""
+def test_parts_without_tensors() -> None:
+    """Parts without tensors are merged as the rest of their layer.
+
+    So that equal coefficients everywhere give the published recipes, whatever the models lack.
+    """
     searched = space("layerwise", models(in_layers=IN_LAYERS[:-1]), granularity="component")
     assert not any(".norm." in name for name in searched.parameters.names)
     recipe = searched.to_recipe(everywhere(searched.parameters, 0.25))
@@ -122,7 +131,8 @@ def test_parts_without_tensors_are_merged_as_the_rest_of_their_layer():
     }
 
 
-def test_a_slot_is_the_parameter_of_an_experts_task_vector_in_a_tensor():
+def test_slot_is_a_parameter() -> None:
+    """A slot is the parameter of an expert's task vector in a tensor."""
     for options in ({}, {"granularity": "component"}, {"granularity": "layer"}, {"granularity": "layer_group"}):
         family = models()
         searched = space("layerwise", family, **options)
@@ -140,31 +150,34 @@ def test_a_slot_is_the_parameter_of_an_experts_task_vector_in_a_tensor():
                 assert numbers == dict.fromkeys(EXPERTS, 0.25) | {expert: 0.75}
 
 
-def of_tensors(recipe, family):
+def of_tensors(recipe: Recipe, family: SearchedModels) -> dict[str, Merge]:
     """The merge of each tensor."""
     found = {}
     for name, place in family.tensors.items():
-        parts = {"embedding": recipe.embedding, "head": recipe.head}
-        part = parts.get(place.part) or recipe.layers[place.layer].component(place.part)
+        if place.part == "embedding" or place.part == "head":
+            part = recipe.embedding if place.part == "embedding" else recipe.head
+        else:
+            assert place.layer is not None
+            part = recipe.layers[place.layer].component(place.part)
         found[name] = recipe.tensors.get(name, part)
     return found
 
 
-def test_a_tied_head_has_the_parameters_of_the_embedding():
+def test_a_tied_head_has_the_parameters_of_the_embedding() -> None:
     searched = space("layerwise", models(is_tied=True))
     assert searched.slots(HEAD) == searched.slots(EMBEDDING) == tuple((e, f"{EMBEDDING}.{e}") for e in EXPERTS)
     with pytest.raises(KeyError, match=r"model\.layers\.9"):
         searched.slots(tensor(9, "mlp.up_proj.weight"))
 
 
-def test_auto_is_by_tensor_unless_there_are_very_many(monkeypatch):
+def test_auto_is_by_tensor_unless_there_are_very_many(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(space("layerwise").parameters) == len(models().tensors) * len(EXPERTS)
     monkeypatch.setattr(layerwise, "MAX_TENSOR_COEFFICIENTS", 60)
     assert space("layerwise").parameters.names == space("layerwise", granularity="component").parameters.names
     assert len(space("layerwise", granularity="tensor").parameters) == len(models().tensors) * len(EXPERTS)
 
 
-def test_the_description_says_what_has_coefficients_of_its_own():
+def test_the_description_says_what_has_coefficients_of_its_own() -> None:
     described = space("layerwise", models(num_layers=3)).describe()
     assert [group.label for group in described.layer_groups] == ["layer 1", "layer 2", "layer 3"]
     assert described.component_groups == {name: (part,) for part, name in IN_LAYERS}
@@ -174,14 +187,14 @@ def test_the_description_says_what_has_coefficients_of_its_own():
     assert described.component_groups == {"layer": ("attention", "mlp", "norm")}
 
 
-def test_more_layer_groups_than_layers_are_refused():
+def test_more_layer_groups_than_layers_are_refused() -> None:
     with pytest.raises(InvalidStudy, match=r"^search_space.layer_groups: 5 for a model of 4 layers; use 1 to 4"):
         space("layerwise", granularity="layer_group", layer_groups=5)
     with pytest.raises(InvalidStudy, match="layer_groups: 4 for a model of 2 layers; use 1 to 2"):
         space("layerwise", models(num_layers=2), granularity="layer_group")
 
 
-def test_a_merge_of_other_layers_is_not_contained():
+def test_a_merge_of_other_layers_is_not_contained() -> None:
     family = models(num_layers=2)
     crossed = Merge("task_arithmetic", (Source("math", 1),), {"lambda": 0.5})
     outside = Merge("task_arithmetic", (Source("math"),), {"lambda": 0.5})
@@ -190,7 +203,7 @@ def test_a_merge_of_other_layers_is_not_contained():
     assert space("layerwise", family).from_recipe(recipe) is None
 
 
-def test_a_scale_per_layer_is_searched_besides_where_asked_for():
+def test_a_scale_per_layer_is_searched_besides_where_asked_for() -> None:
     own = space("layerwise", granularity="layer", layer_scales=True)
     plain = space("layerwise", granularity="layer")
     assert own.parameters.names == (*plain.parameters.names, "scale:0", "scale:1", "scale:2")

@@ -1,13 +1,17 @@
+from __future__ import annotations
+
 import hashlib
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 from search_spaces.errors import InvalidStudy
 from search_spaces.methods import METHODS
+from search_spaces.parameters import Categorical
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from search_spaces.spaces.layers import split_layers
 from search_spaces.spaces.lfs import LfsMethod, LfsSpace
@@ -18,7 +22,13 @@ EXPERTS = ("math", "code", "text")
 FINGERPRINTS = {"base": "0", "math": "1", "code": "2", "text": "3"}
 
 
-def space(experts=EXPERTS, num_layers=2, layer_groups=1, component_groups=1, **arguments):
+def space(
+    experts: tuple[str, ...] = EXPERTS,
+    num_layers: int = 2,
+    layer_groups: int = 1,
+    component_groups: int = 1,
+    **arguments: Any,
+) -> LfsSpace:
     return LfsSpace(
         base="base",
         experts=experts,
@@ -30,11 +40,11 @@ def space(experts=EXPERTS, num_layers=2, layer_groups=1, component_groups=1, **a
     )
 
 
-def use(*experts):
+def use(*experts: str) -> dict[str, bool]:
     return {f"g1.use.{expert}": expert in experts for expert in EXPERTS}
 
 
-def head(lfs, configuration):
+def head(lfs: LfsSpace, configuration: Mapping[str, Any]) -> Merge:
     return lfs.to_recipe(configuration).head
 
 
@@ -42,19 +52,19 @@ def head(lfs, configuration):
     ("num_layers", "num_groups", "sizes"),
     [(40, 4, [10, 10, 10, 10]), (7, 3, [3, 2, 2]), (6, 4, [2, 2, 1, 1]), (3, 3, [1, 1, 1]), (5, 1, [5])],
 )
-def test_groups_are_as_even_as_possible(num_layers, num_groups, sizes):
+def test_groups_are_as_even_as_possible(num_layers: int, num_groups: int, sizes: list[int]) -> None:
     groups = split_layers(num_layers, num_groups)
     assert [group.stop - group.start for group in groups] == sizes
     assert groups[-1].stop == num_layers
 
 
-def test_groups_are_labelled_as_people_count_layers():
+def test_groups_are_labelled_as_people_count_layers() -> None:
     assert [group.label for group in split_layers(4, 3)] == ["layers 1-2", "layer 3", "layer 4"]
 
 
-def test_paper_preset_is_the_published_space():
+def test_paper_preset_is_the_published_space() -> None:
     lfs = space(num_layers=40, layer_groups=4, component_groups=3, preset="paper")
-    ranges = {(p.name.split(".", 2)[-1], p.low, p.high) for p in lfs.parameters if hasattr(p, "low")}
+    ranges = {(p.name.split(".", 2)[-1], p.low, p.high) for p in lfs.parameters if not isinstance(p, Categorical)}
     assert ranges == {
         ("task_arithmetic.lambda", 0.0, 1.0),
         ("ties.lambda", 0.0, 1.0),
@@ -86,7 +96,7 @@ def test_paper_preset_is_the_published_space():
         ),
     ],
 )
-def test_what_contradicts_the_paper_preset_is_refused(arguments, message):
+def test_what_contradicts_the_paper_preset_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidStudy, match=message):
         space(num_layers=8, preset="paper", **arguments)
 
@@ -102,53 +112,57 @@ def test_what_contradicts_the_paper_preset_is_refused(arguments, message):
         ({"experts": ()}, "models.experts: there are no experts"),
     ],
 )
-def test_a_space_that_cannot_be_is_refused(arguments, message):
+def test_a_space_that_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidStudy, match=message):
         space(**arguments)
 
 
-def test_task_arithmetic_has_one_lambda_for_the_experts_that_take_part():
+def test_task_arithmetic_has_one_lambda() -> None:
+    """Task arithmetic has one lambda for the experts that take part."""
     configuration = {"g1.method": "task_arithmetic", **use("math", "text"), "g1.layer.task_arithmetic.lambda": 0.25}
     assert head(space(), configuration) == Merge("task_arithmetic", (Source("math"), Source("text")), {"lambda": 0.25})
 
 
-def test_ties_has_a_lambda_and_a_share_to_keep():
+def test_ties_has_a_lambda_and_a_share_to_keep() -> None:
     configuration = {"g1.method": "ties", **use("code"), "g1.layer.ties.lambda": 0.5, "g1.layer.ties.k": 0.3}
     assert head(space(), configuration) == Merge("ties", (Source("code"),), {"lambda": 0.5, "k": 0.3})
 
 
-def test_linear_weights_are_stored_on_the_simplex():
+def test_linear_weights_are_stored_on_the_simplex() -> None:
     weights = {"g1.layer.linear.weight.math": 0.3, "g1.layer.linear.weight.code": 0.9}
     merge = head(space(), {"g1.method": "linear", **use("math", "code"), **weights})
     assert merge == Merge("linear", (Source("math"), Source("code")), {"weight": (0.25, 0.75)})
 
 
-def test_linear_weights_that_are_all_zero_mean_equal_weights():
+def test_linear_weights_that_are_all_zero_mean_equal_weights() -> None:
     weights = {"g1.layer.linear.weight.math": 0.0, "g1.layer.linear.weight.code": 0.0}
     merge = head(space(), {"g1.method": "linear", **use("math", "code"), **weights})
     assert merge.per_source("weight") == (0.5, 0.5)
 
 
-def test_a_single_expert_is_averaged_with_the_base():
+def test_a_single_expert_is_averaged_with_the_base() -> None:
     configuration = {"g1.method": "linear", **use("code"), "g1.layer.linear.weight.code": 0.7}
     merge = head(space(), configuration)
     assert merge == Merge("linear", (Source("base"), Source("code")), {"weight": (0.3, 0.7)})
 
 
 @pytest.mark.parametrize(("pair", "sources"), [("math+text", ("math", "text")), ("base+code", ("base", "code"))])
-def test_slerp_merges_its_pair_or_one_expert_with_the_base(pair, sources):
+def test_slerp_merges_its_pair_or_one_expert_with_the_base(pair: str, sources: tuple[str, ...]) -> None:
     merge = head(space(), {"g1.method": "slerp", "g1.slerp.pair": pair, "g1.layer.slerp.t": 0.4})
     assert merge == Merge("slerp", tuple(map(Source, sources)), {"t": 0.4})
 
 
-def test_slerp_pairs_are_all_pairs_of_experts_and_each_expert_with_the_base():
-    assert space().parameters["g1.slerp.pair"].choices == (
+def test_slerp_pairs() -> None:
+    """SLERP pairs are all pairs of experts and each expert with the base."""
+    pair = space().parameters["g1.slerp.pair"]
+    assert isinstance(pair, Categorical)
+    assert pair.choices == (
         *("math+code", "math+text", "code+text"),
         *("base+math", "base+code", "base+text"),
     )
 
 
-def test_no_bit_set_means_all_experts_take_part():
+def test_no_bit_set_means_all_experts_take_part() -> None:
     lambda_ = {"g1.layer.task_arithmetic.lambda": 0.25}
     nobody = space().to_recipe({"g1.method": "task_arithmetic", **use(), **lambda_})
     everybody = space().to_recipe({"g1.method": "task_arithmetic", **use(*EXPERTS), **lambda_})
@@ -157,14 +171,14 @@ def test_no_bit_set_means_all_experts_take_part():
     assert uniform == Merge("linear", tuple(map(Source, EXPERTS)), {"weight": 1 / 3})
 
 
-def test_every_non_empty_set_of_experts_is_drawn():
+def test_every_non_empty_set_of_experts_is_drawn() -> None:
     lfs, rng = space(methods=("ties",)), np.random.default_rng(0)
     drawn = Counter(tuple(source.model for source in head(lfs, lfs.parameters.sample(rng)).sources) for _ in range(400))
     assert len(drawn) == 7
     assert drawn.most_common(1)[0][0] == EXPERTS
 
 
-def test_with_one_expert_there_is_nothing_to_choose_from():
+def test_with_one_expert_there_is_nothing_to_choose_from() -> None:
     lfs = space(experts=("math",))
     assert lfs.parameters.names == (
         "g1.method",
@@ -177,7 +191,8 @@ def test_with_one_expert_there_is_nothing_to_choose_from():
     assert head(lfs, {"g1.method": "slerp", "g1.layer.slerp.t": 0.5}).sources == (Source("base"), Source("math"))
 
 
-def test_embedding_follows_the_first_group_and_head_the_last_with_the_norms_numbers():
+def test_embedding_and_head_follow_groups() -> None:
+    """The embedding follows the first group and the head the last, with the norms' numbers."""
     lfs = space(num_layers=3, layer_groups=2, component_groups=3, methods=("task_arithmetic",))
     numbers = {
         f"g{g}.{c}.task_arithmetic.lambda": 0.1 * g + w
@@ -192,7 +207,8 @@ def test_embedding_follows_the_first_group_and_head_the_last_with_the_norms_numb
     assert [layer.attention.number("lambda") for layer in recipe.layers] == [0.12, 0.12, 0.22]
 
 
-def test_method_per_component_gives_each_component_its_own_method():
+def test_method_per_component() -> None:
+    """With a method per component, each component has its own method."""
     lfs = space(component_groups=3, method_per="component")
     configuration = {
         **use("math", "code"),
@@ -209,8 +225,8 @@ def test_method_per_component_gives_each_component_its_own_method():
     assert [merge.method for merge in (layer.mlp, layer.attention, layer.norm)] == ["ties", "slerp", "task_arithmetic"]
 
 
-def everywhere(merge, num_layers=2):
-    def at(layer):
+def everywhere(merge: Merge, num_layers: int = 2) -> Recipe:
+    def at(layer: int) -> Merge:
         return Merge(merge.method, tuple(Source(s.model, layer) for s in merge.sources), merge.coefficients)
 
     layers = tuple(LayerRecipe(at(layer), at(layer), at(layer)) for layer in range(num_layers))
@@ -230,7 +246,7 @@ def everywhere(merge, num_layers=2):
     ],
 )
 @pytest.mark.parametrize("method_per", ["layer_group", "component"])
-def test_a_recipe_the_space_contains_is_found(merge, method_per):
+def test_a_recipe_the_space_contains_is_found(merge: Merge, method_per: str) -> None:
     lfs, recipe = space(component_groups=3, method_per=method_per), everywhere(merge)
     configuration = lfs.from_recipe(recipe)
     assert configuration is not None
@@ -248,18 +264,19 @@ def test_a_recipe_the_space_contains_is_found(merge, method_per):
         Merge("nuslerp", (Source("text"), Source("math")), {"weight": 0.5}),
     ],
 )
-def test_a_recipe_outside_the_space_is_not_found(merge):
+def test_a_recipe_outside_the_space_is_not_found(merge: Merge) -> None:
     assert space().from_recipe(everywhere(merge)) is None
 
 
-def test_a_recipe_whose_layers_differ_within_a_group_is_not_found():
+def test_differing_group_is_not_found() -> None:
+    """A recipe whose layers differ within a group is not found."""
     recipe = everywhere(Merge("passthrough", (Source("text"),)))
     swapped = Recipe(FINGERPRINTS, "base", recipe.layers[::-1], recipe.embedding, recipe.head)
     assert space().from_recipe(swapped) is None
     assert space(layer_groups=2).from_recipe(recipe) is not None
 
 
-def test_a_method_left_out_of_the_space_is_not_found():
+def test_a_method_left_out_of_the_space_is_not_found() -> None:
     recipe = everywhere(Merge("ties", (Source("math"),), {"lambda": 1.0, "k": 0.5}))
     assert space().from_recipe(recipe) is not None
     assert space(methods=("linear", "slerp")).from_recipe(recipe) is None
@@ -281,14 +298,16 @@ def test_parameters_of_one_role_differ_in_their_groups_only() -> None:
     assert set(space.parameters.roles) == set(space.parameters.names)
 
 
-def test_every_merge_method_can_be_searched_and_written_in_a_study() -> None:
+def test_every_method_can_be_searched() -> None:
+    """Every merge method can be searched and written in a study."""
     assert set(SEARCHED_METHODS) == set(METHODS)
     assert get_args(LfsMethod) == tuple(SEARCHED_METHODS)
 
 
 @pytest.mark.parametrize("method", SEARCHED_METHODS)
 @pytest.mark.parametrize("experts", [EXPERTS, EXPERTS[:2], EXPERTS[:1]], ids=len)
-def test_every_method_decodes_to_merges_it_takes_and_reads_them_back(method, experts):
+def test_method_reads_its_merges_back(method: str, experts: tuple[str, ...]) -> None:
+    """Every method decodes to merges that it accepts and reads them back."""
     lfs = space(experts, component_groups=3, methods=(method,))
     rng = np.random.default_rng(0)
     for _ in range(8):
@@ -302,7 +321,7 @@ def test_every_method_decodes_to_merges_it_takes_and_reads_them_back(method, exp
 
 
 @pytest.mark.parametrize("method", SEARCHED_METHODS)
-def test_the_ends_of_every_range_are_accepted(method):
+def test_the_ends_of_every_range_are_accepted(method: str) -> None:
     lfs = space(methods=(method,))
     for end in ("low", "high"):
         configuration = {p.name: getattr(p, end, p.default_value) for p in lfs.parameters}
@@ -312,37 +331,40 @@ def test_the_ends_of_every_range_are_accepted(method):
         assert lfs.to_recipe(found).digest == recipe.digest
 
 
-def test_methods_of_an_ordered_pair_have_both_orders():
-    assert space(("math", "code"), methods=("nearswap",)).parameters["g1.nearswap.pair"].choices == (
+def test_methods_of_an_ordered_pair_have_both_orders() -> None:
+    pair = space(("math", "code"), methods=("nearswap",)).parameters["g1.nearswap.pair"]
+    assert isinstance(pair, Categorical)
+    assert pair.choices == (
         *("math+code", "code+math"),
         *("base+math", "base+code"),
     )
 
 
-def test_methods_of_a_single_model_choose_among_all():
+def test_methods_of_a_single_model_choose_among_all() -> None:
     configuration = {"g1.passthrough.model": "base", "g1.layer.passthrough.scale": 0.5}
     merge = head(space(methods=("passthrough",)), configuration)
     assert merge == Merge("passthrough", (Source("base"),), {"scale": 0.5})
 
 
-def test_numbers_per_expert_are_equal_where_nobody_was_selected():
+def test_numbers_per_expert_are_equal_where_nobody_was_selected() -> None:
     numbers = {"g1.layer.ties_weighted.density": 0.5}
     merge = head(space(methods=("ties_weighted",)), {**use(), **numbers})
     assert merge == Merge("ties_weighted", tuple(map(Source, EXPERTS)), {"weight": 1.0, "density": 0.5})
 
 
-def test_consensus_needs_no_more_models_than_take_part():
+def test_consensus_needs_no_more_models_than_take_part() -> None:
     numbers = {"g1.layer.consensus_ta.lambda": 0.5, "g1.layer.consensus_ta.mask_lambda": 0.4}
     lfs = space(methods=("consensus_ta",))
     assert head(lfs, {**use("math"), **numbers}).number("agreement") == 1
     assert head(lfs, {**use("math", "text"), **numbers}).number("agreement") == 2
 
 
-def test_model_stock_of_one_expert_is_that_expert():
+def test_model_stock_of_one_expert_is_that_expert() -> None:
     assert head(space(methods=("model_stock",)), use("code")) == Merge("passthrough", (Source("code"),))
 
 
-def test_with_lambdas_per_model_each_expert_has_its_share_of_a_scale():
+def test_lambda_per_model() -> None:
+    """With a lambda per model, each expert has its share of a scale."""
     lfs = space(methods=("task_arithmetic",), lambdas="per_model")
     bits = {f"g1.use.{expert}": True for expert in EXPERTS}
     key = "g1.layer.task_arithmetic"
@@ -356,7 +378,7 @@ def test_with_lambdas_per_model_each_expert_has_its_share_of_a_scale():
     assert found == pytest.approx({EXPERTS[0]: total / 4, EXPERTS[2]: total * 3 / 4})
 
 
-def test_equal_weights_are_the_one_lambda_that_is_published():
+def test_equal_weights_are_the_one_lambda_that_is_published() -> None:
     shared, per_model = space(methods=("task_arithmetic",)), space(methods=("task_arithmetic",), lambdas="per_model")
     published = shared.to_recipe({f"g1.use.{e}": True for e in EXPERTS} | {"g1.layer.task_arithmetic.lambda": 0.7})
     configuration = per_model.from_recipe(published)
@@ -365,7 +387,7 @@ def test_equal_weights_are_the_one_lambda_that_is_published():
     assert per_model.to_recipe(configuration) == published
 
 
-def test_the_published_space_has_one_lambda():
+def test_the_published_space_has_one_lambda() -> None:
     with pytest.raises(InvalidStudy, match="preset: paper means lambdas=shared, but per_model is given"):
         space(num_layers=40, layer_groups=4, component_groups=3, preset="paper", lambdas="per_model")
 
@@ -381,9 +403,12 @@ def test_the_published_space_has_one_lambda():
         ),
     ],
 )
-def test_a_seed_gives_the_recipes_that_it_always_gave(options, digest):
-    """Stored studies go on with these: a change of parameters or their order would change what a seed means. The
-    digests are those of format 1, which recipes that cut at a rank had before."""
+def test_a_seed_gives_the_recipes_that_it_always_gave(options: dict[str, Any], digest: str) -> None:
+    """A seed gives the same recipes in all versions, as stored studies are resumed with them.
+
+    A change of parameters or of their order would change them. The digests are those of format 1, which recipes that
+    cut at a rank had before.
+    """
     lfs = families.space("lfs", families.models(num_layers=8), **options)
     recipes = [lfs.to_recipe(lfs.parameters.sample(np.random.default_rng(seed))) for seed in range(50)]
     drawn = (replace(recipe, keeps_equal=True).digest for recipe in recipes)

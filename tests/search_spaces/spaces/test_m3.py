@@ -1,13 +1,17 @@
 """The M3 space: its directions have the paper's distributions, its merges the paper's coefficients."""
 
+from __future__ import annotations
+
 import itertools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from search_spaces.baselines import sources_and_published
+from search_spaces.baselines import all_baselines
 from search_spaces.errors import InvalidStudy
 from search_spaces.recipe import Merge, Source
 from search_spaces.spaces.m3 import dirichlet_quantiles, dirichlet_shares
@@ -17,13 +21,13 @@ ALPHAS = (0.2, 0.4, 0.5, 1.0, 2.0, 3.0, 5.0)
 TWO = models(("math", "code"))
 
 
-def in_order(merge, name, experts=("math", "code", "text")):
+def in_order(merge: Merge, name: str, experts: Sequence[str] = ("math", "code", "text")) -> tuple[float, ...]:
     """Coefficient `name` of each expert."""
     own = dict(zip((source.model for source in merge.sources), merge.per_source(name), strict=True))
     return tuple(own.get(expert, 0.0) for expert in experts)
 
 
-def test_two_experts_have_a_beta_direction_and_a_scale():
+def test_two_experts_have_a_beta_direction_and_a_scale() -> None:
     searched = space("m3", TWO)
     parameters = searched.parameters
     assert parameters.names == ("method", "alpha", "quantile.math", "scale", "k")
@@ -38,7 +42,7 @@ def test_two_experts_have_a_beta_direction_and_a_scale():
         assert in_order(merge, "lambda", ("math", "code")) == pytest.approx((1.5 * share, 1.5 * (1 - share)), abs=1e-6)
 
 
-def test_the_merges_are_the_papers():
+def test_the_merges_are_the_papers() -> None:
     searched = space("m3", TWO)
     direction = {"alpha": 1.0, "quantile.math": 0.25}
     sources = (Source("code"), Source("math"))  # in the order of fingerprints
@@ -63,9 +67,9 @@ def test_the_merges_are_the_papers():
 
 @pytest.mark.parametrize("num_experts", [2, 3, 5])
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_uniform_draws_give_the_symmetric_dirichlet_distribution(num_experts, alpha):
+def test_uniform_draws_give_the_symmetric_dirichlet_distribution(num_experts: int, alpha: float) -> None:
     rng = np.random.default_rng(0)
-    drawn = np.array([dirichlet_shares(rng.uniform(size=num_experts - 1), alpha) for _ in range(800)])
+    drawn = np.array([dirichlet_shares(rng.uniform(size=num_experts - 1).tolist(), alpha) for _ in range(800)])
     assert np.allclose(drawn.sum(axis=1), 1)
     for share in drawn.T:  # each share alone has a Beta distribution
         marginal = stats.beta(alpha, (num_experts - 1) * alpha)
@@ -76,7 +80,7 @@ def test_uniform_draws_give_the_symmetric_dirichlet_distribution(num_experts, al
         assert covariances == pytest.approx(expected, abs=0.02)
 
 
-def test_the_parameters_of_the_space_are_those_quantiles():
+def test_the_parameters_of_the_space_are_those_quantiles() -> None:
     searched = space("m3", directions=("dirichlet",), methods=("linear",))
     for seed in range(20):
         configuration = searched.parameters.sample(np.random.default_rng(seed))
@@ -86,12 +90,12 @@ def test_the_parameters_of_the_space_are_those_quantiles():
 
 
 @pytest.mark.parametrize("shares", [(0.2, 0.3, 0.5), (1.0, 0.0, 0.0), (0.0, 0.0, 1.0), (0.5, 0.5), (0.0, 1.0)])
-def test_quantiles_are_the_inverse_of_shares(shares):
+def test_quantiles_are_the_inverse_of_shares(shares: tuple[float, ...]) -> None:
     for alpha in ALPHAS:
         assert dirichlet_shares(dirichlet_quantiles(shares, alpha), alpha) == pytest.approx(shares, abs=1e-9)
 
 
-def test_a_p_series_favours_the_first_of_an_order():
+def test_a_p_series_favours_the_first_of_an_order() -> None:
     searched = space("m3", methods=("task_arithmetic",), directions=("p_series",))
     assert searched.parameters.names == ("p", "order", "scale")
     assert searched.parameters["p"].choices == (0.0, 1.0, 2.0, 3.0)
@@ -110,8 +114,8 @@ def test_a_p_series_favours_the_first_of_an_order():
     assert even == Merge("task_arithmetic", even.sources, {"lambda": 0.4})
 
 
-def test_directions_follow_from_the_number_of_experts():
-    def directions(number, **options):
+def test_directions_follow_from_the_number_of_experts() -> None:
+    def directions(number: int, **options: Any) -> list[str]:
         names = space("m3", models(tuple("abcdef"[:number])), **options).parameters.names
         return ["dirichlet"] * ("alpha" in names) + ["p_series"] * ("p" in names)
 
@@ -127,25 +131,25 @@ def test_directions_follow_from_the_number_of_experts():
         directions(6, directions=("p_series",))
 
 
-def test_one_expert_has_a_scale_alone_and_no_average():
+def test_one_expert_has_a_scale_alone_and_no_average() -> None:
     assert space("m3", models(("math",)), methods=("task_arithmetic",)).parameters.names == ("scale",)
     with pytest.raises(InvalidStudy, match="the average of one expert is that expert; name another method"):
         space("m3", models(("math",)), methods=("linear",))
 
 
-def test_experts_averages_and_task_arithmetic_are_contained():
+def test_experts_averages_and_task_arithmetic_are_contained() -> None:
     beyond = {"task arithmetic 0.7", "task arithmetic 1.0"}  # with three experts, scales of 2.1 and 3
     for experts, larger in ((("math", "code"), set()), (("math", "code", "text"), beyond)):
         family = models(experts)
         searched = space("m3", family)
-        known = sources_and_published(
+        known = all_baselines(
             base="base", experts=experts, fingerprints=family.fingerprints, num_layers=family.num_layers
         )
         lacking = {label for _, label, recipe in known if searched.from_recipe(recipe) is None}
         assert lacking == {"base", "TIES k 0.2 lambda 1.0"} | larger  # a scale of 0, and TIES with a lower k
 
 
-def test_a_recipe_that_differs_between_layers_is_not_contained():
+def test_a_recipe_that_differs_between_layers_is_not_contained() -> None:
     family = models()
     recipe = space("layerwise", family).to_recipe(dict.fromkeys(space("layerwise", family).parameters.names, 1 / 3))
     assert space("m3", family).from_recipe(recipe) is not None
@@ -155,7 +159,7 @@ def test_a_recipe_that_differs_between_layers_is_not_contained():
     assert space("m3", family).from_recipe(recipe) is None
 
 
-def test_rounded_numbers_are_read_back_at_the_ends_of_the_scale():
+def test_rounded_numbers_are_read_back_at_the_ends_of_the_scale() -> None:
     searched = space("m3", methods=("task_arithmetic",))
     for scale, quantile in itertools.product((0.5, 2.0), (0.123, 0.77)):
         configuration = {"direction": "dirichlet", "alpha": 2.0, "quantile.math": quantile, "quantile.code": 0.4}

@@ -1,10 +1,14 @@
 """What every search space must do, run on each of them; a new space is done when it passes."""
 
+from __future__ import annotations
+
+import hashlib
 import itertools
 import json
 import pickle
 from dataclasses import replace
-from typing import get_args
+from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -13,9 +17,9 @@ from hypothesis import strategies as st
 
 from search_spaces.errors import InvalidConfiguration, InvalidStudy
 from search_spaces.parameters import Float, Integer
-from search_spaces.recipe import Recipe, Source
+from search_spaces.recipe import Merge, Recipe, Source
 from search_spaces.spaces import SPACES
-from search_spaces.spaces.base import SpaceSection
+from search_spaces.spaces.base import SearchedModels, SearchSpace, SpaceSection
 from search_spaces.spaces.hm3 import MergedOptions
 from search_spaces.spaces.lfs_ranges import SEARCHED_METHODS
 from tests.search_spaces.spaces.families import IN_LAYERS, models, space
@@ -24,7 +28,7 @@ ALL = tuple(SEARCHED_METHODS)
 VECTORS = ({"math": 1.0, "code": 0.0, "text": 0.0}, {"math": 0.2, "code": 0.3, "text": 0.5})
 
 
-def described(kind, family=None, **options):
+def described(kind: str, family: SearchedModels | None = None, **options: Any) -> tuple[SpaceSection, SearchedModels]:
     """A section of a study file, and the models that a space is built over."""
     return SPACES[kind](kind=kind, **options), family or models()
 
@@ -94,12 +98,28 @@ seeds = given(seed=st.integers(0, 2**32 - 1))
 few = settings(max_examples=20)
 
 
-def test_every_kind_of_space_is_an_example_here():
+def test_every_kind_of_space_is_an_example_here() -> None:
     assert {space.kind for space in BUILT.values()} == set(SPACES)
 
 
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_recipe_hashes(name: str) -> None:
+    """Recipes and digests do not change between releases.
+
+    Stored studies are resumed by their recipes' JSON and digests. The hashes are stored.
+
+    A new example is added to `recipe_hashes.json`; a hash in that file never changes.
+    """
+    hashed = hashlib.sha256()
+    for seed in range(10):
+        recipe = BUILT[name].to_recipe(draw(BUILT[name], seed))
+        hashed.update(json.dumps([recipe.digest, recipe.to_json()], sort_keys=True).encode())
+    known = json.loads(Path(__file__).with_name("recipe_hashes.json").read_text())
+    assert hashed.hexdigest() == known[name]
+
+
 @pytest.mark.parametrize("kind", SPACES)
-def test_a_kind_of_space_is_declared_by_a_section_of_that_kind(kind):
+def test_a_kind_of_space_is_declared_by_a_section_of_that_kind(kind: str) -> None:
     section = SPACES[kind]
     assert issubclass(section, SpaceSection)
     assert get_args(section.model_fields["kind"].annotation) == (kind,)
@@ -112,21 +132,22 @@ def test_a_kind_of_space_is_declared_by_a_section_of_that_kind(kind):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_recipes_use_the_methods_that_the_section_announces(name):
+def test_recipes_use_the_methods_that_the_section_announces(name: str) -> None:
     section, _ = EXAMPLES[name]
     recipes = [BUILT[name].to_recipe(draw(BUILT[name], seed)) for seed in range(10)]
     used = {merge.method for recipe in recipes for merge in recipe.merges()}
     assert used - {"passthrough"} <= set(section.merge_methods)
 
 
-def draw(space, seed):
+def draw(space: SearchSpace, seed: int) -> dict[str, Any]:
     return space.parameters.sample(np.random.default_rng(seed))
 
 
 @spaces
 @few
 @seeds
-def test_every_configuration_decodes_to_a_canonical_recipe_that_survives_json(space, seed):
+def test_decoded_recipe_is_canonical(space: SearchSpace, seed: int) -> None:
+    """Every configuration decodes to a canonical recipe that survives JSON."""
     recipe = space.to_recipe(draw(space, seed))
     again = Recipe.from_json(json.loads(json.dumps(recipe.to_json())))
     assert again == recipe
@@ -136,7 +157,8 @@ def test_every_configuration_decodes_to_a_canonical_recipe_that_survives_json(sp
 @spaces
 @few
 @seeds
-def test_a_recipe_is_read_back_as_a_configuration_of_the_same_merge(space, seed):
+def test_recipe_is_read_back(space: SearchSpace, seed: int) -> None:
+    """A recipe is read back as a configuration of the same merge."""
     recipe = space.to_recipe(draw(space, seed))
     found = space.from_recipe(recipe)
     assert found is not None
@@ -147,7 +169,7 @@ def test_a_recipe_is_read_back_as_a_configuration_of_the_same_merge(space, seed)
 @spaces
 @few
 @seeds
-def test_a_repaired_configuration_is_the_one_of_its_merge(space, seed):
+def test_a_repaired_configuration_is_the_one_of_its_merge(space: SearchSpace, seed: int) -> None:
     rng = np.random.default_rng(seed)
     drawn = space.parameters.build(lambda parameter: parameter.sample(rng))
     repaired = space.parameters.repair(drawn)
@@ -160,20 +182,22 @@ def test_a_repaired_configuration_is_the_one_of_its_merge(space, seed):
 
 
 @spaces
-def test_same_seed_gives_the_same_recipe_and_another_seed_another(space):
+def test_seed_decides_the_recipe(space: SearchSpace) -> None:
+    """The same seed gives the same recipe, another seed another one."""
     assert space.to_recipe(draw(space, 3)) == space.to_recipe(draw(space, 3))
     assert len({space.to_recipe(draw(space, seed)).digest for seed in range(20)}) > 10
 
 
 @spaces
-def test_what_its_parameters_refuse_is_refused(space):
+def test_what_its_parameters_refuse_is_refused(space: SearchSpace) -> None:
     drawn = (draw(space, seed) for seed in range(20))  # some methods take no numbers
     kind = Float if any(isinstance(parameter, Float) for parameter in space.parameters) else Integer
     numbers = {parameter.name for parameter in space.parameters if isinstance(parameter, kind)}
     configuration = next(found for found in drawn if numbers & found.keys())
     name = min(numbers & configuration.keys())
-    value = configuration[name]
-    for wrong in (space.parameters[name].high + 0.5, space.parameters[name].low - 0.5, "high", float("nan")):
+    value, parameter = configuration[name], space.parameters[name]
+    assert isinstance(parameter, kind)
+    for wrong in (parameter.high + 0.5, parameter.low - 0.5, "high", float("nan")):
         with pytest.raises(InvalidConfiguration, match=rf"{name}={wrong!r} is not accepted; give a (whole )?number in"):
             space.to_recipe({**configuration, name: wrong})
     with pytest.raises(InvalidConfiguration, match=rf"'{name}' is missing"):
@@ -184,7 +208,8 @@ def test_what_its_parameters_refuse_is_refused(space):
 @pytest.mark.parametrize("name", EXAMPLES)
 @few
 @seeds
-def test_every_layer_is_merged_from_its_own_layer_of_known_models(name, seed):
+def test_layer_is_merged_from_its_own(name: str, seed: int) -> None:
+    """Every layer is merged from the same layer of known models."""
     (section, _), space = EXAMPLES[name], BUILT[name]
     recipe = space.to_recipe(draw(space, seed))
     description = space.describe()
@@ -198,19 +223,19 @@ def test_every_layer_is_merged_from_its_own_layer_of_known_models(name, seed):
 
 
 @spaces
-def test_a_recipe_of_other_models_or_depth_is_not_contained(space):
+def test_a_recipe_of_other_models_or_depth_is_not_contained(space: SearchSpace) -> None:
     recipe = space.to_recipe(draw(space, 0))
     assert space.from_recipe(replace(recipe, models=dict.fromkeys(recipe.models, "other"))) is None
     assert space.from_recipe(replace(recipe, layers=(*recipe.layers, recipe.layers[0]))) is None
 
 
 @spaces
-def test_a_recipe_with_its_models_under_other_names_is_contained(space):
+def test_a_recipe_with_its_models_under_other_names_is_contained(space: SearchSpace) -> None:
     recipe = space.to_recipe(draw(space, 0))
     names = {alias: f"my {alias}" for alias in recipe.models}
-    models = recipe.models | {names[alias]: fingerprint for alias, fingerprint in recipe.models.items()}
+    models = {**recipe.models, **{names[alias]: fingerprint for alias, fingerprint in recipe.models.items()}}
 
-    def rename(merge):
+    def rename(merge: Merge) -> Merge:
         return replace(merge, sources=tuple(Source(names[source.model], source.layer) for source in merge.sources))
 
     renamed = replace(recipe, models=models, base=names[recipe.base]).rewritten(rename)
@@ -222,13 +247,13 @@ def test_a_recipe_with_its_models_under_other_names_is_contained(space):
 
 
 @spaces
-def test_a_space_can_be_sent_to_another_process(space):
+def test_a_space_can_be_sent_to_another_process(space: SearchSpace) -> None:
     again = pickle.loads(pickle.dumps(space))
     assert again.to_recipe(draw(again, 5)) == space.to_recipe(draw(space, 5))
 
 
 @spaces
-def test_layer_groups_cover_the_model_in_order(space):
+def test_layer_groups_cover_the_model_in_order(space: SearchSpace) -> None:
     groups = space.describe().layer_groups
     assert groups[0].start == 0
     assert all(before.stop == after.start for before, after in itertools.pairwise(groups))

@@ -1,4 +1,8 @@
+from __future__ import annotations
+
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -6,13 +10,13 @@ from search_spaces.errors import InvalidStudy
 from search_spaces.study.yaml import read_document
 
 
-def read(tmp_path, content, name="study.yaml"):
+def read(tmp_path: Path, content: str | bytes, name: str = "study.yaml") -> Any:
     file = tmp_path / name
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     return read_document(file)
 
 
-def test_scalars_are_read_as_yaml_1_2_has_them(tmp_path):
+def test_scalars_are_read_as_yaml_1_2_has_them(tmp_path: Path) -> None:
     text = "{a: no, b: 12:30, c: 1e-3, d: 010, e: 0x10, f: ~, g: true, h: 2024-01-01, i: -.5, j: 1_000, k: +7, l: }"
     assert read(tmp_path, text) == {
         "a": "no",
@@ -30,12 +34,12 @@ def test_scalars_are_read_as_yaml_1_2_has_them(tmp_path):
     }
 
 
-def test_json_and_yaml_give_the_same(tmp_path):
+def test_json_and_yaml_give_the_same(tmp_path: Path) -> None:
     text = '{"name": "x", "list": [1, 2.5, null, "a"]}'
     assert read(tmp_path, text, "study.json") == read(tmp_path, text, "study.yaml")
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path):
+def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
     assert read(tmp_path, b"\xef\xbb\xbfname: x") == {"name": "x"}
 
 
@@ -67,14 +71,16 @@ BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("a
         ("a: " + "9" * 5000, "s.yaml", "Exceeds the limit"),
     ],
 )
-def test_what_is_not_one_clear_mapping_is_refused_with_its_place(tmp_path, content, name, message):
+def test_what_is_not_one_clear_mapping_is_refused_with_its_place(
+    tmp_path: Path, content: str | bytes, name: str, message: str
+) -> None:
     with pytest.raises(InvalidStudy, match=message) as caught:
         read(tmp_path, content, name)
     assert str(tmp_path / name) in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["s.json", "s.yaml"])
-def test_a_repeated_key_is_found_among_very_many(tmp_path, name):
+def test_a_repeated_key_is_found_among_very_many(tmp_path: Path, name: str) -> None:
     lines = [f'"k{i:06d}": 0' for i in range(3_000 if name == "s.yaml" else 30_000)]
     started = time.process_time()
     place = f"line {len(lines) + 2}, column 1"
@@ -91,12 +97,13 @@ def test_a_repeated_key_is_found_among_very_many(tmp_path, name):
         ('{"b": [{"c": 1}, {"c": 1}],\n "d": 1, "d": {"e": 1, "e": 2}}', "line 2, column 10: key 'd'"),
     ],
 )
-def test_the_place_of_a_repeated_key_is_that_of_its_second_appearance(tmp_path, content, place):
+def test_place_of_a_repeated_key(tmp_path: Path, content: str | bytes, place: str) -> None:
+    """The place of a repeated key is that of its second appearance."""
     with pytest.raises(InvalidStudy, match=f"{place} is given twice"):
         read(tmp_path, content, "s.json")
 
 
-def test_what_cannot_be_read_is_refused(tmp_path):
+def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidStudy, match=r"nowhere\.yaml: cannot be read: No such file"):
         read_document(tmp_path / "nowhere.yaml")
     with pytest.raises(InvalidStudy, match="cannot be read: Is a directory"):

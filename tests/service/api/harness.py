@@ -9,9 +9,15 @@ from typing import Any, Self
 
 from search_spaces.objectives import Objective
 from search_spaces.study.file import Study
+from search_spaces.study.objectives import ObjectiveSpec
 from service.api import create_app
-from service.api.preflight_process import Preflight, PreflightOutcome, read_finetune, read_request
+from service.api.preflight_process import Preflight, accepted
 from service.disk import artifacts_dir
+from service.jobs.base import Accepted, JobKind, RequestContext
+from service.jobs.finetune.request import check_finetune_files, check_server_paths
+from service.jobs.search.progress import ProgressSnapshot
+from service.jobs.search.request import read_study
+from service.resolved_study import ResolvedStudy
 from service.results.record import RunRecord
 from service.results.selection import held_out
 from service.schemas.api import (
@@ -23,14 +29,10 @@ from service.schemas.api import (
 )
 from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
-from service.studies.preflight.finetune import resolved_finetune
-from service.studies.progress import ProgressSnapshot
 from service.types import (
     EventKind,
-    JobKind,
     JobRecord,
     JobState,
-    ResolvedStudy,
     RungRecord,
     TrialRecord,
     TrialState,
@@ -45,6 +47,21 @@ FAMILY = Path(__file__).parents[3] / "workers" / "tiny_family"
 HOLDOUT_SAMPLES = 12
 
 
+def quick_study(document: Mapping[str, Any], context: RequestContext) -> Accepted:
+    study = read_study(document, context)
+    return Accepted(study.name, study.canonical(), resolved(study).to_json())
+
+
+def quick_finetune(document: Mapping[str, Any], context: RequestContext) -> Accepted:
+    pipeline = parse_pipeline(document)
+    check_server_paths(pipeline)
+    check_finetune_files(pipeline, context.access)
+    return Accepted(pipeline.name, pipeline.canonical(), {})
+
+
+QUICK = {"search": quick_study, "finetune": quick_finetune}
+
+
 class QuickPreflight:
     """Checks only what the study file itself tells."""
 
@@ -54,14 +71,9 @@ class QuickPreflight:
     def stop(self) -> None:
         pass
 
-    async def examine(
-        self, content: bytes, *, is_json: bool, kind: JobKind = JobKind.SEARCH, client: str = ""
-    ) -> PreflightOutcome:
-        if kind is JobKind.FINETUNE:
-            pipeline = read_finetune(content, is_json=is_json)
-            return PreflightOutcome(pipeline.name, pipeline.canonical(), resolved_finetune())
-        study = read_request(content, is_json=is_json)
-        return PreflightOutcome(study.name, study.canonical(), resolved(study))
+    async def accept(self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "") -> Accepted:
+        quick = replace(kind, accept=QUICK[kind.name])
+        return accepted(content, quick, is_json=is_json, context=RequestContext())
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
         return "float32"
@@ -96,7 +108,11 @@ def resolved(study: Study) -> ResolvedStudy:
         holdout_tasks={},
         rung_samples=tuple(dict.fromkeys((spec.name for spec in study.objectives), size) for size in RUNGS),
         max_staleness=4,
-        objectives=tuple(Objective(spec.name, spec.metric, "maximize", None) for spec in study.objectives),
+        objectives=tuple(
+            Objective(spec.name, spec.metric, "maximize", None)
+            for spec in study.objectives
+            if isinstance(spec, ObjectiveSpec)
+        ),
         version="0.1.0",
     )
 
@@ -129,7 +145,9 @@ def document(name: str = "math-text-lookup", **changes: Any) -> dict[str, Any]:
 
 def stored_study(store: Store, *, name: str = "math-text-lookup", key: str | None = None) -> JobRecord:
     study = Study.model_validate(document(name))
-    return store.create_job(name=name, document=study.canonical(), resolved=resolved(study), idempotency_key=key)
+    return store.create_job(
+        kind="search", name=name, document=study.canonical(), accepted=resolved(study).to_json(), idempotency_key=key
+    )
 
 
 def finished_study(store: Store, *, num_trials: int = 12, name: str = "math-text-lookup") -> JobRecord:
@@ -217,21 +235,26 @@ def analysed_fleet(name: str, *losses: float) -> FleetAnalysisDocument:
         }
         for alias in ("math", "text")
     ]
-    rows = [[losses[0], losses[1]], [losses[2], losses[3]]]
-    rest: Any = {"losses": {}, "spread": 0.0, "num_experts": 2}
-    merges: list[MergeLossDocument] = [
-        {"method": "weight averaging", "coefficient": None, "mean": losses[0], **rest},
-        {"method": "TIES", "coefficient": 0.5, "mean": losses[1], **rest},
-    ]
+    rows: list[list[float | None]] = [[losses[0], losses[1]], [losses[2], losses[3]]]
+
+    def merge(method: str, coefficient: float | None, mean: float) -> MergeLossDocument:
+        return {
+            "method": method,
+            "coefficient": coefficient,
+            "losses": {},
+            "mean": mean,
+            "spread": 0.0,
+            "num_experts": 2,
+        }
+
+    merges = [merge("weight averaging", None, losses[0]), merge("TIES", 0.5, losses[1])]
     landscape: LandscapeDocument = {"experts": ["math", "text"], "coefficients": [0.0, 1.0], "losses": rows}
     return {"name": name, "task_vectors": vectors, "landscape": landscape, "merges": merges}
 
 
 def stored_finetune(store: Store, *, name: str = "family", **changes: Any) -> JobRecord:
     pipeline = parse_pipeline(finetuning(name, **changes))
-    return store.create_job(
-        name=name, document=pipeline.canonical(), resolved=resolved_finetune(), kind=JobKind.FINETUNE
-    )
+    return store.create_job(kind="finetune", name=name, document=pipeline.canonical(), accepted={})
 
 
 def finished_finetune(

@@ -36,8 +36,9 @@ from service.types import (
 )
 from tests.service.api.harness import FAMILY, ApiServer, finished_study, stored_study
 from tests.workers.recipes import aligned, path, random_alignment
-from workers.engines.transformers.backend import merged_model
-from workers.merging.alignments import unaligned, write_alignment
+from workers.alignments.files import write_alignment
+from workers.alignments.recipes import unaligned
+from workers.engines.transformers.merged_models import merged_model
 from workers.merging.bank import Bank
 
 pytestmark = pytest.mark.slow  # exports are written
@@ -46,15 +47,17 @@ TIMEOUT_S = 180.0
 
 
 def family_study(store: Store) -> JobRecord:
-    """A finished study of the shipped family: its sources and published recipes, number 6 best."""
+    """A finished study of the shipped family with its baselines, of which number 6 is best."""
     preflight = examine(load_study(FAMILY / "study.yaml"))
     study = preflight.study
-    record = store.create_job(name=study.name, document=study.canonical(), resolved=preflight.resolved())
+    record = store.create_job(
+        kind="search", name=study.name, document=study.canonical(), accepted=preflight.resolved().to_json()
+    )
     writer = store.open_attempt(record.id)
     for number, (_, label, recipe) in enumerate(preflight.baselines()):
         writer.add_trial(TrialRecord(number, Origin.PUBLISHED, label, TrialState.WAITING, recipe))
-        values = dict.fromkeys(preflight.tasks, 0.9 if number == 6 else 0.1)
-        finished = RungRecord(2, preflight.rung_samples[-1], values, dict.fromkeys(values, 0.01))
+        values = dict.fromkeys(preflight.tasks.search, 0.9 if number == 6 else 0.1)
+        finished = RungRecord(2, preflight.budget.rung_samples[-1], values, dict.fromkeys(values, 0.01))
         writer.finish_rung(number, finished, samples_reused=0, state=TrialState.COMPLETE)
     writer.set_state(JobState.COMPLETE)
     return store.job(record.id)
@@ -79,13 +82,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
         yield server
 
 
-def test_a_trial_with_alignments_is_downloaded_as_a_checkpoint_with_its_model_class(
+def test_aligned_trial_is_downloaded(
     http: httpx.Client, server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A trial with alignments is downloaded as a checkpoint with its model class."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     record = family_study(server.store)
     place = alignments_dir(job_dir(server.data_dir, record.id))
-    family = replace(examine(load_study(FAMILY / "study.yaml")).family, alignments_dir=str(place))
+    family = replace(examine(load_study(FAMILY / "study.yaml")).models.family, alignments_dir=str(place))
     hidden = int(AutoConfig.from_pretrained(FAMILY / "base").hidden_size)
     steps = [("math", 0), ("text", 1), *(("text", layer) for layer in range(2, 8))]
     recipe = aligned(path(family, steps), write_alignment(str(place), random_alignment("projection", hidden)))
@@ -176,7 +180,8 @@ def test_what_are_no_weights_is_refused(
     assert server.store.exports(record.id) == ()
 
 
-def test_an_export_that_failed_may_be_tried_again_and_says_why_it_failed(http: httpx.Client, server: ApiServer) -> None:
+def test_failed_export_may_be_retried(http: httpx.Client, server: ApiServer) -> None:
+    """A failed export says why it failed and may be tried again."""
     record = finished_study(server.store, num_trials=3)  # its fingerprints are of no real files
     name = export_id(record.id, 1, "bfloat16")
     path = f"/v1/studies/{record.id}/exports"
@@ -229,9 +234,8 @@ def test_an_export_belongs_to_its_study(http: httpx.Client, server: ApiServer) -
     assert http.get(f"/v1/studies/{other.id}/exports").json() == {"exports": []}
 
 
-def test_an_export_whose_files_were_removed_says_so_and_may_be_asked_for_again(
-    http: httpx.Client, server: ApiServer
-) -> None:
+def test_removed_export_may_be_repeated(http: httpx.Client, server: ApiServer) -> None:
+    """An export whose files were removed says so and may be requested again."""
     record = finished_study(server.store, num_trials=3)
     name = export_id(record.id, 1, "float32")
     server.store.add_export(ExportRecord(name, record.id, 1, "float32", ExportState.COMPLETE, 1.0))
@@ -240,8 +244,8 @@ def test_an_export_whose_files_were_removed_says_so_and_may_be_asked_for_again(
     assert answer.status_code == 410, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
     assert answer.json()["detail"] == (
-        f"export {name}: its files are no longer on the server; request trial 1 in float32 again, "
-        "and it is written again"
+        f"export {name}: its files are no longer on the server; request trial 1 in float32 again "
+        "to have it written again"
     )
     shown = http.get(f"{path}/{name}")
     assert shown.status_code == 200
@@ -283,7 +287,7 @@ def test_stopping_the_server_leaves_an_export_to_be_begun_again(tmp_path: Path) 
 def test_an_archive_is_as_long_as_it_said(tmp_path: Path, sizes: list[int]) -> None:
     directory = tmp_path / "model"
     directory.mkdir()
-    expected = {}
+    expected: dict[str, Any] = {}
     for index, size in enumerate(sizes):
         name = f"file-{index}-{'long' * 60 if index == 1 else ''}"
         (directory / name).write_bytes(expected.setdefault(f"model/{name}", bytes([index + 65]) * size))

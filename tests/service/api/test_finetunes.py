@@ -6,6 +6,7 @@ import fcntl
 import io
 import json
 import tarfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import pytest
 import yaml
 
 from search_spaces.errors import InvalidStudy
-from service.api.preflight_process import examine_here
 from service.disk import artifacts_dir, job_dir
 from service.errors import StaleAttempt
-from service.jobs.training_study import collect_sources
+from service.jobs.base import RequestContext
+from service.jobs.finetune.request import accept
+from service.jobs.finetune.study import collect_sources
 from service.store.artifacts import BLOBS, ArtifactStore
 from service.studies.chains import SOURCES
-from service.types import EventKind, JobKind, JobState, ResolvedStudy
+from service.types import EventKind, JobState
 from tests.builders import tiny_llama
 from tests.service.api.harness import (
     ApiServer,
@@ -41,7 +43,7 @@ def test_a_fleet_is_created_and_found_where_its_location_says(http: httpx.Client
     assert answer.headers["location"] == created["links"]["self"] == f"/v1/finetunes/{created['id']}"
     assert http.get(answer.headers["location"]).json() == created
     assert (created["name"], created["state"], created["attempt"]) == ("family", "CREATED", 0)
-    expert = {"method": "mergopt", "progress": None, "bytes": None, "links": {}}
+    expert: dict[str, Any] = {"method": "mergopt", "progress": None, "bytes": None, "links": {}}
     assert created["experts"] == {"math": expert, "text": expert}
     assert server.cluster.num_wakes == 1
     for link in set(created["links"]) - {"events"}:
@@ -91,7 +93,9 @@ def test_what_is_wrong_is_named_with_its_field(
     assert any(at.startswith(field) and message in told for at, told in problems.items()), problems
 
 
-def test_the_files_of_a_pipelines_study_are_checked_as_those_of_a_study(http: httpx.Client) -> None:
+def test_pipeline_study_files_are_checked(http: httpx.Client) -> None:
+    """The files of a pipeline's study are checked as those of a study."""
+
     def sent(file: str) -> httpx.Response:
         task = {"name": "math", "task": {"file": file}, "metric": "exact_match"}
         study = {"name": "merge", "fidelity": {"scheduler": "none"}, "objectives": [task]}
@@ -115,7 +119,8 @@ def test_bodies_have_the_limits_of_studies(http: httpx.Client) -> None:
     assert http.post("/v1/finetunes", json=finetuning(), headers={"Origin": "http://elsewhere"}).status_code == 403
 
 
-def test_the_check_reads_base_data_and_tasks_and_nothing_outside_the_allowed_directories(tmp_path: Path) -> None:
+def test_check_keeps_to_allowed_directories(tmp_path: Path) -> None:
+    """The check reads base, data and tasks, and nothing outside the allowed directories."""
     base, data = tmp_path / "models" / "base", tmp_path / "models" / "data.jsonl"
     base.parent.mkdir()
     tiny_llama(base)
@@ -130,9 +135,7 @@ def test_the_check_reads_base_data_and_tasks_and_nothing_outside_the_allowed_dir
     }
 
     def check(access: FileAccess | None, **changes: Any) -> Any:
-        return examine_here(
-            json.dumps({**whole, **changes}).encode(), is_json=True, kind=JobKind.FINETUNE, access=access
-        )
+        return accept({**whole, **changes}, RequestContext(access))
 
     def problems(access: FileAccess | None, **changes: Any) -> dict[str, str]:
         with pytest.raises(InvalidStudy) as refused:
@@ -141,11 +144,11 @@ def test_the_check_reads_base_data_and_tasks_and_nothing_outside_the_allowed_dir
 
     allowed = FileAccess((str(base.parent),))
     outcome = check(allowed)
-    assert outcome.resolved.access == allowed
+    assert outcome.facts["access"] == asdict(allowed)
     weights = (base / "model.safetensors").stat().st_size
-    assert 0.9 * weights < 2 * outcome.resolved.artifact_bytes < weights, "float32, and bfloat16 without the header"
-    assert ResolvedStudy.from_json(outcome.resolved.to_json()).artifact_bytes == outcome.resolved.artifact_bytes
-    assert check(None, adapter={"rank": 1}).resolved.artifact_bytes < outcome.resolved.artifact_bytes
+    assert 0.9 * weights < 2 * outcome.artifact_bytes < weights, "float32, and bfloat16 without the header"
+    assert outcome.stored_facts()["artifact_bytes"] == outcome.artifact_bytes
+    assert check(None, adapter={"rank": 1}).artifact_bytes < outcome.artifact_bytes
     elsewhere = problems(FileAccess((str(tmp_path / "other"),)), method={"scale": "auto", "fit_to": [str(base)]})
     assert set(elsewhere) == {"base", "data.file", "method.fit_to.0", "evaluation.objectives.0.task.file"}
     assert all("is not below a directory that studies may read" in message for message in elsewhere.values())
@@ -154,10 +157,10 @@ def test_the_check_reads_base_data_and_tasks_and_nothing_outside_the_allowed_dir
     (base / "link").unlink()
     for name in ("owner/data", str(base.parent)):
         assert "--trust-dir" in problems(allowed, data={"dataset": name})["data.dataset"]
-    experts = {name: {} for name in ("math", "text")}
+    experts: dict[str, dict[str, Any]] = {name: {} for name in ("math", "text")}
     fleet = {**{key: value for key, value in whole.items() if key != "evaluation"}, "experts": experts, "analysis": {}}
     with pytest.raises(InvalidStudy, match="has no evaluation, whose reference answers") as refused:
-        examine_here(json.dumps(fleet).encode(), is_json=True, kind=JobKind.FINETUNE, access=None)
+        accept(fleet, RequestContext(None))
     assert [problem.field for problem in refused.value.problems] == [f"experts.{name}.evaluation" for name in experts]
     data.write_text("{\n")
     broken = problems(None)
@@ -305,10 +308,9 @@ def test_copies_of_experts_go_with_the_study_that_reads_them(http: httpx.Client,
     for name in ("expert-0123", "expert-4567", "89ab-float32"):
         (sources / name).mkdir(parents=True)
     models = {"base": "/base", "experts": {"math": str(sources / ".." / SOURCES / "expert-4567")}}
-    resolved = stored_study(server.store).resolved
-    study = server.store.create_job(name="reader", document={"models": models}, resolved=resolved)
+    study = server.store.create_job(kind="search", name="reader", document={"models": models}, accepted={})
     begun = server.store.create_job(
-        name="pipeline", document={"base": "/base", "study": {}}, resolved=resolved, kind=JobKind.FINETUNE
+        kind="finetune", name="pipeline", document={"base": "/base", "study": {}}, accepted={}
     )
     assert http.delete(f"/v1/finetunes/{record.id}").status_code == 200
     assert len(list(sources.iterdir())) == 3, "a pipeline may be about to use them"

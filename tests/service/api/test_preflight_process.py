@@ -17,8 +17,12 @@ import pytest
 
 from search_spaces.errors import InvalidStudy
 from search_spaces.study.file import Study, load_study
-from service.api.preflight_process import PreflightOutcome, PreflightProcess, examine_here, read_request
+from service.api.preflight_process import PreflightProcess, accept_here
 from service.api.problems import Unavailable
+from service.jobs.base import Accepted, RequestContext
+from service.jobs.search.kind import SEARCH
+from service.jobs.search.request import read_study
+from service.resolved_study import ResolvedStudy
 from service.studies.preflight.examine import examine
 from tests.service.api.harness import FAMILY, ApiServer, document
 
@@ -41,7 +45,8 @@ def http(server: ApiServer) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.slow
-def test_a_study_gets_the_document_and_resolution_of_the_command_line(http: httpx.Client, server: ApiServer) -> None:
+def test_resolution_equals_the_command_lines(http: httpx.Client, server: ApiServer) -> None:
+    """A posted study has the document and resolution of the command line."""
     file = FAMILY / "study.yaml"
     study = load_study(file)
     answer = http.post("/v1/studies", json=study.canonical())
@@ -50,7 +55,7 @@ def test_a_study_gets_the_document_and_resolution_of_the_command_line(http: http
     assert record.document == study.canonical()
     assert answer.json()["algorithm"] == "gradient"
     assert answer.json()["algorithm_reason"].startswith("merges in this space have gradients")
-    assert record.resolved == examine(study).resolved()
+    assert ResolvedStudy.of(record) == examine(study).resolved()
     assert Study.model_validate(record.document) == study
 
 
@@ -88,8 +93,10 @@ def test_the_server_answers_at_once_while_a_study_is_examined(http: httpx.Client
 
 @pytest.mark.slow
 def test_a_killed_preflight_is_begun_again_once() -> None:
-    async def killed(num_kills: int) -> PreflightOutcome:
-        call = asyncio.create_task(preflight.examine(json.dumps(document()).encode(), is_json=True))
+    preflight = PreflightProcess()
+
+    async def killed(num_kills: int) -> Accepted:
+        call = asyncio.create_task(preflight.accept(json.dumps(document()).encode(), is_json=True, kind=SEARCH))
         for _ in range(num_kills):
             pid = await running(preflight)
             os.kill(pid, signal.SIGKILL)
@@ -97,7 +104,6 @@ def test_a_killed_preflight_is_begun_again_once() -> None:
                 await asyncio.sleep(0.01)
         return await call
 
-    preflight = PreflightProcess()
     with pytest.raises(Unavailable, match=r"could not be checked .* try again"):
         asyncio.run(killed(2))
     assert asyncio.run(killed(1)).name == "math-text-lookup"
@@ -127,7 +133,7 @@ def test_relative_paths_are_refused_by_name(path: tuple[Any, ...], field: str, v
         place = place[part]
     place[path[-1]] = value
     with pytest.raises(InvalidStudy) as caught:
-        read_request(json.dumps(body).encode(), is_json=True)
+        read_study(body, RequestContext())
     (problem,) = caught.value.problems
     assert problem.field == field
     assert problem.message == f"{value}: is relative; give an absolute path on the server"
@@ -135,11 +141,11 @@ def test_relative_paths_are_refused_by_name(path: tuple[Any, ...], field: str, v
 
 def test_hub_ids_pass_and_directories_of_the_server_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = document(models={"base": "owner/name", "experts": {"math": "name"}})
-    assert read_request(json.dumps(body).encode(), is_json=True).models.base == "owner/name"
+    assert read_study(body, RequestContext()).models.base == "owner/name"
     (tmp_path / "name").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InvalidStudy, match=r"models\.experts\.math: name: is relative"):
-        read_request(json.dumps(body).encode(), is_json=True)
+        read_study(body, RequestContext())
 
 
 @pytest.mark.parametrize("task", ["tasks/a.yaml", "a.yml"])
@@ -147,7 +153,7 @@ def test_relative_task_files_are_refused(task: str) -> None:
     body = document()
     body["objectives"][0]["task"] = task
     with pytest.raises(InvalidStudy, match=f"objectives.0.task: {task}: is relative"):
-        read_request(json.dumps(body).encode(), is_json=True)
+        read_study(body, RequestContext())
 
 
 def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
@@ -156,13 +162,15 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
         body = document()
         body["objectives"][0]["task"]["file"] = file
         with pytest.raises(InvalidStudy, match=f"objectives.0.task.file: {file}: is not a file"):
-            read_request(json.dumps(body).encode(), is_json=True)
+            read_study(body, RequestContext())
 
 
-def test_a_study_that_breaks_the_preflight_is_refused_with_what_happened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_preflight_refuses_the_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A study that ends the preflight process is refused with what happened."""
+
     def broken(study: Study, **_: Any) -> None:
         raise ZeroDivisionError("by nothing")
 
-    monkeypatch.setattr("service.api.preflight_process.examine", broken)
+    monkeypatch.setattr("service.jobs.search.prepare.examine", broken)
     with pytest.raises(InvalidStudy, match=r"^the study could not be checked: ZeroDivisionError: by nothing$"):
-        examine_here(json.dumps(document()).encode(), is_json=True)
+        accept_here(json.dumps(document()).encode(), is_json=True, kind="search", context=RequestContext())

@@ -156,7 +156,8 @@ def test_a_body_of_50_mb_is_refused_before_it_was_read(server: ApiServer) -> Non
     assert b"the body has 52428800 bytes or more; send at most 1048576" in answer
 
 
-def test_a_body_of_unknown_length_is_refused_once_it_is_too_large(server: ApiServer) -> None:
+def test_large_chunked_body_is_refused(server: ApiServer) -> None:
+    """A body of unknown length is refused once it is too large."""
     memory = psutil.Process()
     before = memory.memory_info().rss
 
@@ -172,7 +173,8 @@ def test_a_body_of_unknown_length_is_refused_once_it_is_too_large(server: ApiSer
     assert memory.memory_info().rss - before < 30 * 2**20
 
 
-def test_a_client_that_goes_away_in_its_body_leaves_nothing_behind(server: ApiServer, http: httpx.Client) -> None:
+def test_aborted_body_leaves_nothing(server: ApiServer, http: httpx.Client) -> None:
+    """A client that disconnects within its body leaves nothing behind."""
     for _ in range(5):
         with socket.create_connection(server.url.removeprefix("http://").split(":")) as connection:  # type: ignore[arg-type]
             head = f"POST /v1/studies {HTTP}Content-Type: {JSON}\r\nContent-Length: 500\r\n\r\n"

@@ -13,13 +13,14 @@ import pytest
 
 from search_spaces.constraints import parse_constraint
 from search_spaces.study.file import Study
-from service.results.files import pareto, summary, trial_document, trial_documents
+from service.results.documents import pareto, trial_document, trial_documents
 from service.results.load import run_record
 from service.results.preference import choices
 from service.results.report import render_report
 from service.results.selection import accuracy_objectives, best_trial, full_budget_trials
 from service.results.series import CHARTS
-from service.schemas.files import schemas
+from service.results.summary import summary
+from service.schemas.json_schemas import schemas
 from service.types import EventKind, JobRecord, JobState, TrialState
 from tests.service.api.harness import ApiServer, document, finished_study, resolved, rung, stored_study, write_trial
 from tests.service.paths_study import plain_study
@@ -96,7 +97,10 @@ def test_a_trial_says_which_constraints_it_violates(http: httpx.Client, server: 
     constraint = parse_constraint("text >= base + 0.05")
     objectives = [replace(o, constraints=(constraint,) * (o.name == "text")) for o in made.objectives]
     record = server.store.create_job(
-        name="constrained", document=study.canonical(), resolved=replace(resolved(study), objectives=tuple(objectives))
+        kind="search",
+        name="constrained",
+        document=study.canonical(),
+        accepted=replace(resolved(study), objectives=tuple(objectives)).to_json(),
     )
     writer = server.store.open_attempt(record.id)
     for trial in made.trials:
@@ -132,9 +136,8 @@ def test_weights_pick_a_trial_of_the_front(get: Any, http: httpx.Client, server:
         assert (answer.status_code, answer.json()["problems"]) == (422, [{"field": "prefer", "message": message}])
 
 
-def test_the_report_is_the_page_of_the_result_files_and_runs_nothing(
-    http: httpx.Client, server: ApiServer, study: JobRecord
-) -> None:
+def test_report_is_the_result_files_page(http: httpx.Client, server: ApiServer, study: JobRecord) -> None:
+    """The report is the page of the result files and runs no script."""
     answer = http.get(f"/v1/studies/{study.id}/report")
     assert answer.text == render_report(run_record(server.store, study.id))
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
@@ -150,15 +153,15 @@ def test_every_plot_there_is_can_be_had(get: Any, http: httpx.Client) -> None:
         assert http.get(plot["link"]).json()["plot"] == plot["name"]
 
 
-def test_the_history_holds_every_finished_rung_and_the_best_so_far(
-    get: Any, server: ApiServer, study: JobRecord
-) -> None:
+def test_history_holds_every_rung(get: Any, server: ApiServer, study: JobRecord) -> None:
+    """The history holds every finished rung and the best so far."""
     run = run_record(server.store, study.id)
     plot = get("/plots/history")
     assert [series["name"] for series in plot["series"]] == ["mean", "math", "text", "lookup"]
     for series in plot["series"]:
         assert len(series["points"]) == sum(len(trial.rungs) for trial in run.trials)
         values = [point["value"] for point in series["record"]]
+        assert values
         assert values == sorted(set(values))
         assert values[-1] == max(point["value"] for point in series["points"] if point["is_full"])
     best = best_trial(run.trials, run.objectives)

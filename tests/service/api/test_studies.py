@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from service.errors import StaleAttempt
-from service.types import JobKind, JobState
+from service.resolved_study import ResolvedStudy
+from service.types import JobState
 from tests.service.api.harness import ApiServer, document, finished_study, rung, stored_study
 
 UNKNOWN = "0" * 32
@@ -26,7 +27,7 @@ def test_a_study_is_created_and_found_where_its_location_says(http: httpx.Client
     assert http.get(answer.headers["location"]).json() == created
     assert (created["name"], created["state"], created["attempt"]) == ("math-text-lookup", "CREATED", 0)
     assert (created["trials"], created["progress"], created["job"]) == ({}, None, None)
-    assert created["algorithm"] == server.store.job(created["id"]).resolved.algorithm
+    assert created["algorithm"] == server.store.job(created["id"]).accepted["algorithm"]
     assert server.cluster.num_wakes == 1
     for link in set(created["links"]) - {"events"}:
         assert http.get(created["links"][link]).status_code == 200, link
@@ -79,7 +80,7 @@ def test_without_a_key_every_request_makes_a_study(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("key", ["", "two words", "x" * 256, "h\xe9"])
 def test_keys_that_are_no_names_are_refused(http: httpx.Client, key: str) -> None:
-    headers = {"Idempotency-Key": key.encode("latin-1")}
+    headers = {b"Idempotency-Key": key.encode("latin-1")}
     answer = http.post("/v1/studies", json=document(), headers=headers)
     assert answer.status_code == 422
     assert answer.json()["problems"][0]["field"] == "Idempotency-Key"
@@ -118,7 +119,9 @@ def test_a_study_tells_how_far_it_is(http: httpx.Client, server: ApiServer) -> N
 
 def test_a_job_of_another_kind_is_no_study(http: httpx.Client, server: ApiServer) -> None:
     study = stored_study(server.store)
-    training = server.store.create_job(name="math", document={}, resolved=study.resolved, kind=JobKind.FINETUNE)
+    training = server.store.create_job(
+        kind="finetune", name="math", document={}, accepted=ResolvedStudy.of(study).to_json()
+    )
     assert [listed["id"] for listed in http.get("/v1/studies").json()["studies"]] == [study.id]
     answer = http.get(f"/v1/studies/{training.id}")
     assert (answer.status_code, answer.json()["detail"]) == (
@@ -176,7 +179,8 @@ def test_what_has_ended_cannot_be_cancelled(http: httpx.Client, server: ApiServe
     assert server.store.job(record.id).attempt == 1
 
 
-def test_a_failed_study_is_resumed_once_and_its_drivers_are_counted_anew(http: httpx.Client, server: ApiServer) -> None:
+def test_failed_study_is_resumed_once(http: httpx.Client, server: ApiServer) -> None:
+    """A failed study is resumed once, and the count of its drivers starts again."""
     record = stored_study(server.store)
     for _ in range(5):
         writer = server.store.open_attempt(record.id)

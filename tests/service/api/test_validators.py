@@ -17,12 +17,13 @@ import pytest
 from search_spaces.errors import InvalidStudy
 from service.api.preflight_process import (
     Limits,
-    PreflightOutcome,
     PreflightProcess,
+    accept_here,
     default_access,
-    examine_here,
 )
+from service.jobs.base import Accepted, RequestContext
 from service.jobs.driver import drive
+from service.resolved_study import ResolvedStudy
 from service.studies.export import export_trial
 from service.types import JobState
 from tests.conftest import write_choices
@@ -51,7 +52,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 def refused(body: dict[str, Any], access: FileAccess) -> dict[str, str]:
     """The problems by field."""
     with pytest.raises(InvalidStudy) as caught:
-        examine_here(json.dumps(body).encode(), is_json=True, access=access)
+        accept_here(json.dumps(body).encode(), is_json=True, kind="search", context=RequestContext(access))
     return {problem.field: problem.message for problem in caught.value.problems}
 
 
@@ -115,9 +116,8 @@ def test_hub_models_need_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.Monk
     )
 
 
-def test_by_default_studies_read_the_data_and_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_default_readable_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, studies may read the data directory and the working directory."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
@@ -125,21 +125,24 @@ def test_by_default_studies_read_the_data_and_the_working_directory(
     assert access == FileAccess(tuple(str(tmp_path / name) for name in ("data", "work", "hub")))
 
 
-def test_drivers_and_exports_check_again_by_what_the_study_was_accepted_with(server: ApiServer, tmp_path: Path) -> None:
-    """The base becomes a link to another place after the study was accepted."""
+def test_later_checks_use_the_accepted_rules(server: ApiServer, tmp_path: Path) -> None:
+    """Drivers and exports check again by the rules with which the study was accepted.
+
+    The base becomes a link to another place after the study was accepted.
+    """
     shutil.copytree(FAMILY / "base", tmp_path / "models" / "base")
     access = FileAccess((str(FAMILY), str(tmp_path / "models")))
     body = changed("models.base", str(tmp_path / "models" / "base"))
-    outcome = examine_here(json.dumps(body).encode(), is_json=True, access=access)
+    outcome = accept_here(json.dumps(body).encode(), is_json=True, kind="search", context=RequestContext(access))
     records = [
-        server.store.create_job(name=outcome.name, document=outcome.document, resolved=resolved)
-        for resolved in (outcome.resolved, family_study(server.store).resolved)
+        server.store.create_job(kind="search", name=outcome.name, document=outcome.document, accepted=facts)
+        for facts in (outcome.facts, family_study(server.store).accepted)
     ]
-    assert [record.resolved.access for record in records] == [access, None]
+    assert [ResolvedStudy.of(record).access for record in records] == [access, None]
     shutil.move(tmp_path / "models" / "base", tmp_path / "moved")
     (tmp_path / "models" / "base").symlink_to(tmp_path / "moved")
     record = server.store.job(records[0].id)
-    assert record.resolved.access == access
+    assert ResolvedStudy.of(record).access == access
     assert drive(server.store, record.id, work_dir=tmp_path / "work") == 0
     ended = server.store.job(record.id)
     assert ended.state is JobState.FAILED
@@ -159,7 +162,12 @@ def test_functions_of_task_files_need_trust(tmp_path: Path) -> None:
     problems = refused(body, FileAccess((str(FAMILY), str(tmp_path))))
     assert set(problems) == {"objectives.0.task"}
     assert "--trust-dir" in problems["objectives.0.task"]
-    examine_here(json.dumps(body).encode(), is_json=True, access=FileAccess((str(FAMILY),), (str(tmp_path),)))
+    accept_here(
+        json.dumps(body).encode(),
+        is_json=True,
+        kind="search",
+        context=RequestContext(FileAccess((str(FAMILY),), (str(tmp_path),))),
+    )
 
 
 # Over HTTP.
@@ -175,15 +183,15 @@ class CountingPreflight(PreflightProcess):
 
     num_arrived = 0
 
-    async def examine(self, content: bytes, **options: Any) -> PreflightOutcome:
+    async def accept(self, content: bytes, **options: Any) -> Accepted:
         self.num_arrived += 1
-        return await super().examine(content, **options)
+        return await super().accept(content, **options)
 
 
 @pytest.fixture(scope="module")
 def preflight(readable: Path) -> CountingPreflight:
     access = FileAccess((str(FAMILY), str(readable)))
-    return CountingPreflight(access, limits=Limits(cpu_s=10, time_s=TIMEOUT_S), num_validators=2)
+    return CountingPreflight(RequestContext(access), limits=Limits(cpu_s=10, time_s=TIMEOUT_S), num_validators=2)
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +252,7 @@ def test_a_request_that_computes_too_long_or_too_much_is_refused(strict: ApiServ
         answer = post(strict, changed("objectives.0.task", task), client="10.0.0.3")
         assert answer.status_code == 422, answer.text
         (problem,) = answer.json()["problems"]
-        assert problem["message"].startswith("checking the study takes more than ")
+        assert problem["message"].startswith("checking the job takes more than ")
         assert limit in problem["message"]
     assert post(strict, document(), client="10.0.0.3").status_code == 201
 

@@ -23,7 +23,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def started() -> None:
         raise AssertionError("Ray would have been started")
 
-    monkeypatch.setattr("service.studies.local_run.ray_session", started)
+    monkeypatch.setattr("service.jobs.resources.ray_session", started)
     before = "vllm" in sys.modules, ray_is_up()
     yield
     assert ("vllm" in sys.modules, ray_is_up()) == before

@@ -16,15 +16,31 @@ import yaml
 
 from search_spaces.study.file import load_study
 from service.cli.main import main
+from service.jobs.search.local_run import DATABASE
 from service.store import Store
-from service.studies.local_run import DATABASE
 from service.studies.preflight.examine import examine
 from tests.service.site import Site
 from tests.service.sums import score_baselines, sums_study, write_sums
 from workers.types import Family
 
 # What values of a document are replaced by, to spoil it.
-MUTANTS = (None, True, -1, 0, 10**30, 1e400, "", "x", "\0", "../..", [], {}, [[]], {"a": {"b": []}}, "/proc/self/mem")
+MUTANTS: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    10**30,
+    1e400,
+    "",
+    "x",
+    "\0",
+    "../..",
+    [],
+    {},
+    [[]],
+    {"a": {"b": []}},
+    "/proc/self/mem",
+)
 
 
 @dataclass
@@ -97,14 +113,19 @@ class Workplace(Terminal):
         return Path(shutil.copytree(self.models / alias, self.directory / f"{alias}-copy"))
 
     def begin(self, *, scored: bool = False) -> None:
-        """A run as the store has it after its start; `scored`: with the source and published recipes at full budget and
-        one searched trial that failed."""
+        """Store a run as it is after its start.
+
+        `scored` adds the baselines at full budget, and one searched trial that failed.
+        """
         self.run_dir.mkdir(exist_ok=True)
         study = load_study(self.write())
         preflight = examine(study)
         store = Store(f"sqlite:///{self.run_dir / DATABASE}")
         record = store.create_job(
-            name=study.name, document=study.canonical(), resolved=replace(preflight.resolved(), version="0")
+            kind="search",
+            name=study.name,
+            document=study.canonical(),
+            accepted=replace(preflight.resolved(), version="0").to_json(),
         )
         if scored:
             score_baselines(store.open_attempt(record.id), preflight.baselines())

@@ -5,7 +5,7 @@ import io
 import pytest
 
 from service.cli.export_progress import ExportView
-from workers.export.checkpoint import Progress
+from workers.export.shards import Progress
 
 GIB = 2**30
 

@@ -12,14 +12,15 @@ import yaml
 from service.cli import finetune as finetune_view
 from service.cli import verbs
 from service.cli.main import main
+from service.jobs import resources
 from tests.builders import tiny_llama
-from tests.service.jobs.test_finetune import leave_ray_out
+from tests.service.jobs.finetune.test_training import HERE
 from workers.tiny_family import family_dir
 
 
 @pytest.fixture
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    leave_ray_out(monkeypatch)
+    monkeypatch.setattr(resources, "OWN", HERE)
     tiny_llama(tmp_path / "base")
     for name in ("math", "text"):
         rows = [json.dumps({"prompt": f"{name}{i}=", "completion": str(i)}) for i in range(12)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from search_spaces.baselines import sources_and_published
+from search_spaces.baselines import all_baselines
 from tests.service.cli.terminals import Workplace, model_options, spoilt
 from tests.workers.recipes import arithmetic
 from workers.types import Family
@@ -51,7 +51,7 @@ def test_merge_refuses_another_model_than_the_recipe_means(place: Workplace, fam
 
 
 def test_a_recipe_that_names_only_the_base_is_the_base(place: Workplace, family: Family) -> None:
-    known = sources_and_published(base="base", experts=("math",), fingerprints=family.fingerprints, num_layers=2)
+    known = all_baselines(base="base", experts=("math",), fingerprints=family.fingerprints, num_layers=2)
     (recipe,) = (known.recipe for known in known if known.label == "base")
     assert list(recipe.models) == ["base"]
     out = place.directory / "merged"

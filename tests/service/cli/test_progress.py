@@ -1,5 +1,7 @@
 """Live progress: plain lines, JSON lines, and a panel on a terminal."""
 
+from __future__ import annotations
+
 import io
 import json
 import re
@@ -10,15 +12,15 @@ import pytest
 from rich.console import Console
 
 from service.cli.progress import ProgressStyle, ProgressView
+from service.jobs.search.progress import ProgressSnapshot
 from service.results.format import duration
-from service.studies.progress import ProgressSnapshot
 from service.types import TrialState
 
 
 class Clock:
     now = 100.0
 
-    def __call__(self):
+    def __call__(self) -> float:
         return self.now
 
 
@@ -39,21 +41,21 @@ SNAPSHOT = ProgressSnapshot(
 
 
 class Terminal(io.StringIO):
-    def isatty(self):
+    def isatty(self) -> bool:
         return True
 
 
 @pytest.fixture
-def clock():
+def clock() -> Clock:
     return Clock()
 
 
-def lines(clock, style=ProgressStyle.LINES):
+def lines(clock: Clock, style: ProgressStyle = ProgressStyle.LINES) -> tuple[ProgressView, io.StringIO]:
     stream = io.StringIO()
     return ProgressView(style, stream=stream, interval_s=10, clock=clock), stream
 
 
-def test_a_line_appears_every_interval_and_not_more_often(clock):
+def test_a_line_appears_every_interval_and_not_more_often(clock: Clock) -> None:
     view, stream = lines(clock)
     for _ in range(100):
         view.update(SNAPSHOT)
@@ -61,7 +63,7 @@ def test_a_line_appears_every_interval_and_not_more_often(clock):
     assert len(stream.getvalue().splitlines()) == 4
 
 
-def test_line_says_where_the_search_stands(clock):
+def test_line_says_where_the_search_stands(clock: Clock) -> None:
     view, stream = lines(clock)
     view.update(SNAPSHOT)
     clock.now += 10
@@ -72,7 +74,7 @@ def test_line_says_where_the_search_stands(clock):
     )
 
 
-def test_new_stage_is_shown_at_once_and_measured_afresh(clock):
+def test_new_stage_is_shown_at_once_and_measured_afresh(clock: Clock) -> None:
     view, stream = lines(clock)
     view.update(replace(SNAPSHOT, stage="starting engines", samples_scored=0))
     clock.now += 3
@@ -82,7 +84,7 @@ def test_new_stage_is_shown_at_once_and_measured_afresh(clock):
     assert "/s" not in shown[1]  # the 1000 samples of an earlier attempt came in no time
 
 
-def test_rate_forgets_what_is_older_than_its_window(clock):
+def test_rate_forgets_what_is_older_than_its_window(clock: Clock) -> None:
     view, stream = lines(clock)
     for second in range(200):
         scored = 1000 * min(second, 100) + 10 * max(0, second - 100)
@@ -91,7 +93,7 @@ def test_rate_forgets_what_is_older_than_its_window(clock):
     assert " 10/s" in stream.getvalue().splitlines()[-1]
 
 
-def test_last_snapshot_is_shown_when_the_view_closes(clock):
+def test_last_snapshot_is_shown_when_the_view_closes(clock: Clock) -> None:
     view, stream = lines(clock)
     with view:
         view.update(SNAPSHOT)
@@ -100,7 +102,7 @@ def test_last_snapshot_is_shown_when_the_view_closes(clock):
     assert [line.rsplit(" ", 2)[1] for line in stream.getvalue().splitlines()] == ["1000/4000", "4000/4000"]
 
 
-def test_json_lines_hold_the_snapshot_and_notes(clock):
+def test_json_lines_hold_the_snapshot_and_notes(clock: Clock) -> None:
     view, stream = lines(clock, ProgressStyle.JSON)
     view.update(SNAPSHOT)
     view.note("trial 7 failed: NaN")
@@ -111,12 +113,12 @@ def test_json_lines_hold_the_snapshot_and_notes(clock):
     assert note == {"event": "note", "elapsed_s": 0.0, "text": "trial 7 failed: NaN"}
 
 
-def test_style_follows_the_stream():
+def test_style_follows_the_stream() -> None:
     assert ProgressView(stream=io.StringIO()).style is ProgressStyle.LINES
     assert ProgressView(stream=Terminal()).style is ProgressStyle.PANEL
 
 
-def test_panel_shows_states_rungs_best_and_notes():
+def test_panel_shows_states_rungs_best_and_notes() -> None:
     stream = Terminal()
     with ProgressView(stream=stream) as view:
         for _ in range(200):  # notes and redraws from two threads
@@ -128,28 +130,29 @@ def test_panel_shows_states_rungs_best_and_notes():
     assert text.count("trial 7 failed: NaN [logits]") == 200
 
 
-def test_a_search_without_brackets_shows_its_rungs_only(clock):
+def test_a_search_without_brackets_shows_its_rungs_only(clock: Clock) -> None:
     anywhere = replace(SNAPSHOT, bracket=None, num_brackets=None, rung=None)
     view, stream = lines(clock)
     view.update(anywhere)
     assert "(2 failed), best #12" in stream.getvalue()
-    panel = Console(file=io.StringIO(), width=96)
+    drawn = io.StringIO()
+    panel = Console(file=drawn, width=96)
     shown = ProgressView(stream=Terminal())
     shown.update(anywhere)
     panel.print(shown)
-    assert re.search(r"rungs +30 → 90 → 270 ", panel.file.getvalue())
-    assert "bracket" not in panel.file.getvalue()
+    assert re.search(r"rungs +30 → 90 → 270 ", drawn.getvalue())
+    assert "bracket" not in drawn.getvalue()
 
 
-def test_panel_fits_a_narrow_terminal():
+def test_panel_fits_a_narrow_terminal() -> None:
     view = ProgressView(stream=Terminal())
     view.update(SNAPSHOT)
-    narrow = Console(file=io.StringIO(), width=40)
-    narrow.print(view)
-    assert max(map(len, narrow.file.getvalue().splitlines())) == 40
+    drawn = io.StringIO()
+    Console(file=drawn, width=40).print(view)
+    assert max(map(len, drawn.getvalue().splitlines())) == 40
 
 
-def test_update_is_cheap():
+def test_update_is_cheap() -> None:
     view = ProgressView(ProgressStyle.LINES, stream=io.StringIO())
     started = time.perf_counter()
     for _ in range(10_000):
@@ -158,16 +161,16 @@ def test_update_is_cheap():
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (250, "4m10s"), (7500, "2h05m")])
-def test_duration_reads_as_people_say_it(seconds, text):
+def test_duration_reads_as_people_say_it(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_a_snapshot_survives_json_and_keys_of_later_versions():
+def test_a_snapshot_survives_json_and_keys_of_later_versions() -> None:
     document = json.loads(json.dumps(SNAPSHOT.to_json()))
     assert ProgressSnapshot.from_json({**document, "mood": "good"}) == SNAPSHOT
 
 
-def test_time_worked_before_counts_as_elapsed(clock):
+def test_time_worked_before_counts_as_elapsed(clock: Clock) -> None:
     stream = io.StringIO()
     ProgressView(ProgressStyle.LINES, stream=stream, worked_s=3600, clock=clock).update(SNAPSHOT)
     assert stream.getvalue().startswith("[1h00m] searching: ")

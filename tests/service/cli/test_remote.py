@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from service.cli.remote import DEFAULT_SERVER, SERVER_VARIABLE
-from service.results.files import pareto, trial_document
+from service.results.documents import pareto, trial_document
 from service.results.load import run_record
 from service.types import JobState, Origin, TrialRecord, TrialState
 from tests.service.api.harness import ApiServer
@@ -88,7 +88,7 @@ def test_a_server_without_studies_says_so(terminal: ServerTerminal, tmp_path: Pa
         assert (code, out.splitlines()[0].strip()) == (0, "Studies")
         assert terminal.run("studies", "--server", server.url, "--json")[1] == "[]\n"
         code, _, err = terminal.run("show", "abc", "--server", server.url)
-    assert (code, err) == (2, "mergesearch: study 'abc': the server has no study of that id or name; it has 0\n")
+    assert (code, err) == (2, "mergesearch: job 'abc': the server has no job of that id or name; it has 0\n")
 
 
 def test_show_tells_all_of_a_study(site: Site, finished: str, terminal: ServerTerminal) -> None:
@@ -125,14 +125,12 @@ def test_a_study_is_meant_by_the_beginning_of_its_id_or_its_name(site: Site, ter
     assert terminal.document("show", first[:10])["id"] == first
     second = site.create(name)
     message = terminal.refused("show", name)
-    assert message.startswith(f"study {name!r}: 2 studies match, give a longer id: ")
+    assert message.startswith(f"job {name!r}: 2 jobs match, give a longer id: ")
     assert first in message
     assert second in message
     for verb in (["watch"], ["cancel"], ["delete"], ["log"], ["trials"], ["pareto"]):
         assert terminal.refused(*verb, name) == message
-        assert terminal.refused(*verb, "nobody").startswith(
-            "study 'nobody': the server has no study of that id or name"
-        )
+        assert terminal.refused(*verb, "nobody").startswith("job 'nobody': the server has no job of that id or name")
 
 
 # Results.
@@ -215,7 +213,7 @@ def test_what_cannot_be_exported_is_refused(
     out = tmp_path / "merged"
     for trial in ("99", "bset", "1.5", "٣٣"):
         assert "is not accepted; give" in terminal.refused("export", finished, trial, "--out", out)
-    running = site.begin(site.new_name()).study_id
+    running = site.begin(site.new_name()).job_id
     assert "models are exported once it is COMPLETE" in terminal.refused("export", running, "best", "--out", out)
     assert list(tmp_path.iterdir()) == []
 
@@ -259,7 +257,7 @@ def test_delete_removes_a_study_that_has_ended(site: Site, terminal: ServerTermi
     assert "only a study that has ended can be deleted: cancel it first" in terminal.refused("delete", name)
     terminal.shown("cancel", name)
     assert terminal.shown("delete", name) == f"deleted: {name}: {study}\n"
-    assert "the server has no study of that id or name" in terminal.refused("show", study)
+    assert "the server has no job of that id or name" in terminal.refused("show", study)
     second = site.create(name)
     terminal.shown("cancel", name)
     assert terminal.document("delete", name) == {"deleted": second}
@@ -268,9 +266,10 @@ def test_delete_removes_a_study_that_has_ended(site: Site, terminal: ServerTermi
 # Which server, which directory.
 
 
-def test_the_server_is_that_of_the_option_then_of_the_environment(
+def test_server_option_precedes_environment(
     site: Site, finished: str, terminal: ServerTerminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The option names the server; without it, the environment does."""
     monkeypatch.setenv(SERVER_VARIABLE, site.url)
     assert terminal.run("show", finished)[0] == 0
     monkeypatch.setenv(SERVER_VARIABLE, "http://127.0.0.1:1")
@@ -285,9 +284,8 @@ def test_the_server_is_that_of_the_option_then_of_the_environment(
     )
 
 
-def test_without_either_the_default_is_tried_and_the_message_says_so(
-    terminal: ServerTerminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_default_server_is_named(terminal: ServerTerminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without option and variable, the default server is tried, and the message says so."""
     assert DEFAULT_SERVER == "http://127.0.0.1:8080"
     monkeypatch.setattr("service.cli.remote.DEFAULT_SERVER", "http://127.0.0.1:1")
     hint = (
@@ -307,9 +305,10 @@ def test_without_either_the_default_is_tried_and_the_message_says_so(
     assert (code, json.loads(err)["error"]) == (1, "ServerUnreachable")
 
 
-def test_a_directory_is_meant_where_there_is_one_unless_a_server_is_named(
+def test_directory_precedes_server(
     site: Site, terminal: ServerTerminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """An existing directory is used unless a server is named."""
     monkeypatch.chdir(tmp_path)
     name = site.new_name()
     study = site.create(name)

@@ -34,7 +34,7 @@ def test_check_prints_the_plan_and_starts_and_leaves_nothing(place: Workplace) -
     assert "models    base + 2 experts of" in out
     assert "rungs     4 -> 12 -> 36 samples of each objective, 1 objective; scheduler: hyperband\n" in out
     assert re.search(r"^disk      0\.0 GiB for an exported model, \d+\.\d GiB free$", out, re.MULTILINE)
-    assert "trials    10 sources and published recipes, 6 searched" in out
+    assert "trials    10 baselines (sources and published recipes), 6 searched" in out
     assert "search    random: the study names it\n" in out
     assert not place.run_dir.exists()
 
@@ -78,7 +78,8 @@ def test_no_experts(place: Workplace) -> None:
     assert place.refused_study(models__experts={}) == "models.experts: is empty; give at least 1"
 
 
-def test_a_tensor_of_another_shape_names_tensor_model_and_both_shapes(place: Workplace) -> None:
+def test_other_shape_is_described(place: Workplace) -> None:
+    """The message about a tensor of another shape names tensor, model and both shapes."""
     name, expert = "model.layers.1.mlp.up_proj.weight", place.copied("math")
     tensors = load_file(expert / "model.safetensors")
     rows, columns = tensors[name].shape
@@ -108,7 +109,8 @@ def test_a_damaged_configuration_is_told(place: Workplace, content: bytes) -> No
 
 
 @pytest.mark.slow
-def test_a_configuration_that_does_not_count_layers_says_what_transformers_takes_it_to_say(place: Workplace) -> None:
+def test_uncounted_layers_are_described(place: Workplace) -> None:
+    """A configuration without a layer count is reported with the count that transformers assumes."""
     base = place.copied("base")
     config = json.loads((base / "config.json").read_text())
     del config["num_hidden_layers"]
@@ -126,7 +128,8 @@ def test_a_base_without_tokenizer(place: Workplace) -> None:
     )
 
 
-def test_weights_that_are_not_finite_are_told_by_tensor_and_model(place: Workplace) -> None:
+def test_infinite_weights_are_located(place: Workplace) -> None:
+    """Weights that are not finite are reported with tensor and model."""
     base, expert = place.copied("base"), place.copied("math")
     name = "model.layers.1.mlp.up_proj.weight"
     for directory, value in ((base, float("nan")), (expert, float("inf"))):
@@ -187,7 +190,7 @@ def test_names_and_numbers_in_the_study_file(place: Workplace, where: str, value
 def test_a_policy_needs_layer_paths_one_rung_and_some_iterations(place: Workplace) -> None:
     message = place.refused_study(search={"algorithm": "hm3", "max_trials": 47})
     assert message.splitlines() == [
-        "search_space.kind: hm3 learns layer paths, which a space of kind lfs has none of; write kind: hm3",
+        "search_space.kind: hm3 learns layer paths; a space of kind lfs has none; write kind: hm3",
         "fidelity.scheduler: hyperband: hm3 needs the reward of every path at one budget; write scheduler: none",
         "search.max_trials: 47 is too few for 1 policies with 1 iterations of 16 episodes to warm up, one to learn "
         "from and one to play; give at least 48, or fewer episodes",
@@ -328,7 +331,8 @@ def test_study_files_that_cannot_be_read(place: Workplace, make: Callable[[Path]
 
 
 @pytest.mark.slow
-def test_whatever_is_written_in_a_study_file_is_a_plan_or_a_message(place: Workplace) -> None:
+def test_study_file_gives_plan_or_message(place: Workplace) -> None:
+    """Every study file, whatever its text, gives a plan or a message."""
     draw = random.Random(0)
     codes = []
     for _ in range(60):

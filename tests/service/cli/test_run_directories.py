@@ -10,14 +10,15 @@ import torch
 from safetensors.torch import load_file
 
 from service.disk import locked
+from service.jobs.search.local_run import DATABASE
 from service.store import Store
-from service.studies.local_run import DATABASE
 from tests.service.cli.terminals import Workplace
 
 # Directories of runs.
 
 
-def test_another_study_in_the_directory_is_told_by_the_fields_that_differ(place: Workplace) -> None:
+def test_other_study_names_differing_fields(place: Workplace) -> None:
+    """The refusal of another study's directory names the fields that differ."""
     place.begin()
     message = place.refused("run", place.write(search__seed=7, search__max_trials=5), "--out", place.run_dir)
     assert message == (
@@ -34,11 +35,13 @@ def test_models_or_data_that_changed_since_the_run_began(place: Workplace) -> No
     assert message.startswith("study 'small': tasks of sums have changed since it was started; ")
 
 
-def test_a_second_run_on_one_directory_is_refused_naming_the_process(place: Workplace) -> None:
+def test_second_run_is_refused(place: Workplace) -> None:
+    """A second run on one directory is refused, and the message names the process."""
     with locked(place.run_dir):
         message = place.refused("run", place.write(), "--out", place.run_dir)
     assert message == (
-        f"{place.run_dir}: process {os.getpid()} is at work here; wait for it, stop it, or give another directory"
+        f"{place.run_dir}: process {os.getpid()} is using this directory; "
+        "wait for it, stop it, or give another directory"
     )
 
 
@@ -96,7 +99,8 @@ def test_trials_and_front_are_listed_for_people_and_programs(place: Workplace) -
     assert place.run("pareto", place.run_dir)[0] == 0
 
 
-def test_export_writes_the_trial_that_is_named_and_refuses_others(place: Workplace) -> None:
+def test_export_writes_the_named_trial(place: Workplace) -> None:
+    """Export writes the named trial and refuses others."""
     place.begin(scored=True)
     out = place.directory / "merged"
     for trial in ("9", "-1", "1.5", "bset", "٣٣"):

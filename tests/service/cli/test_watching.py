@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from service.results.files import summary
 from service.results.load import run_record
+from service.results.summary import summary
 from service.store import JobWriter
 from service.types import JobState, Origin, TrialRecord, TrialState
 from tests.service.cli.terminals import ServerTerminal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 import time
@@ -24,9 +25,10 @@ from service.client import (
     flows,
 )
 from service.errors import Conflict, NotFound
-from service.results.files import pareto, summary, trial_document
+from service.results.documents import pareto, trial_document
 from service.results.load import run_record
 from service.results.report import render_report
+from service.results.summary import summary
 from service.types import ExportRecord, ExportState, JobState, Origin
 from tests.service.client.asker import Asker
 from tests.service.http_server import HttpServer
@@ -37,7 +39,8 @@ pytestmark = pytest.mark.slow  # each starts an HTTP server
 # Studies.
 
 
-def test_a_study_file_is_submitted_with_paths_that_mean_the_same_on_the_server(site: Site, ask: Asker) -> None:
+def test_submitted_paths_are_absolute(site: Site, ask: Asker) -> None:
+    """A study file is submitted with paths that mean the same on the server."""
     name = site.new_name()
     file = site.study_file(name)
     document = ask("submit", file)
@@ -87,7 +90,7 @@ def test_a_relative_path_in_a_mapping_is_refused_by_name(site: Site, ask: Asker)
 
 @pytest.mark.parametrize("value", [float("nan"), {1, 2}, object()])
 def test_what_is_not_plain_data_is_not_sent(site: Site, ask: Asker, value: object) -> None:
-    with pytest.raises(InvalidStudy, match="the study is not plain data: "):
+    with pytest.raises(InvalidStudy, match="the document is not plain data: "):
         ask("submit", {**site.document, "limits": value})
 
 
@@ -139,11 +142,11 @@ def test_a_study_is_found_by_id_beginning_and_name(site: Site, ask: Asker) -> No
     for reference in (study, study[:12], name):
         assert ask("find", reference)["id"] == study
     other = site.create(name)
-    with pytest.raises(Conflict, match=rf"study '{name}': 2 studies match, .*{study} .*{other} "):
+    with pytest.raises(Conflict, match=rf"job '{name}': 2 jobs match, .*{study} .*{other} "):
         ask("find", name)
     assert ask("find", other)["id"] == other
     for reference in ("nobody", "", "F"):
-        with pytest.raises(NotFound, match=f"study '{reference}': the server has no study of that id or name; it has "):
+        with pytest.raises(NotFound, match=f"job '{reference}': the server has no job of that id or name; it has "):
             ask("find", reference)
 
 
@@ -260,7 +263,8 @@ def test_events_come_while_they_happen(site: Site) -> None:
         assert [event.kind for event in events] == ["state", "end"]
 
 
-def test_no_event_is_missed_or_told_twice_when_the_server_is_stopped_and_started(site: Site, ask: Asker) -> None:
+def test_restart_loses_and_repeats_no_event(site: Site, ask: Asker) -> None:
+    """A restart of the server loses no event and repeats none."""
     writer = site.begin(site.new_name())
     own = HttpServer(site.app)
     interrupted = threading.Event()
@@ -337,7 +341,7 @@ def test_weights_pick_the_trial_that_is_exported(site: Site, finished: str, ask:
 
 
 def test_what_cannot_be_exported_is_refused(site: Site, finished: str, ask: Asker, tmp_path: Path) -> None:
-    running = site.begin(site.new_name()).study_id
+    running = site.begin(site.new_name()).job_id
     for study, trial, dtype, status, message in (
         (finished, 99, None, 422, "trial: 99 is not accepted"),
         (finished, "bset", None, 422, "trial: 'bset' is not accepted"),
@@ -355,14 +359,22 @@ def test_what_cannot_be_exported_is_refused(site: Site, finished: str, ask: Aske
 # Both clients.
 
 
-def test_both_clients_have_the_same_methods_with_their_documentation() -> None:
+def test_clients_have_the_same_methods() -> None:
+    """Both clients have the same documented methods."""
     blocking = {name for name in vars(Client) if not name.startswith("_")} - {"close"}
     awaited = {name for name in vars(AsyncClient) if not name.startswith("_")} - {"aclose"}
     assert blocking == awaited
     for kind in (Client, AsyncClient):
         for name in blocking:
-            assert getattr(kind, name).__doc__, name
-            assert getattr(kind, name).__name__ == name
+            method = getattr(kind, name)
+            signature = inspect.signature(method)
+            assert (method.__module__, method.__qualname__) == (kind.__module__, f"{kind.__name__}.{name}")
+            documentation = inspect.getdoc(method) or ""
+            assert "\nExamples:\n    >>> " in documentation, name
+            for parameter in [*signature.parameters.values()][1:]:
+                assert f"\n    {parameter.name}: " in documentation, name
+                assert parameter.annotation is not inspect.Parameter.empty, name
+            assert signature.return_annotation is not inspect.Signature.empty, name
 
 
 def test_many_threads_may_use_one_client(site: Site, finished: str) -> None:

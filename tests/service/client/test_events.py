@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ REASON = "NaN in line\u2028separator\u0085 ü"
 LOST = TransportError("http://server", "Connection refused", was_cut=False)
 
 
-def frame(kind: str, document: dict, number: int | None = None, *, end: str = "\n") -> bytes:
+def frame(kind: str, document: dict[str, Any], number: int | None = None, *, end: str = "\n") -> bytes:
     lines = [] if number is None else [f"id: {number}"]
     return end.join([*lines, f"event: {kind}", f"data: {json.dumps(document, ensure_ascii=False)}", "", ""]).encode()
 
@@ -48,19 +49,21 @@ def read(events: EventReader, *parts: bytes) -> list[Event]:
     return [event for part in parts for event in events.feed(part)]
 
 
-def answered(status: int, document: dict | None = None, **headers: str) -> Response:
+def answered(status: int, document: dict[str, Any] | None = None, **headers: str) -> Response:
     if document is not None:
         headers["content-type"] = "application/problem+json"
     return Response("http://server/events", status, headers, json.dumps(document).encode())
 
 
-def test_events_come_as_they_were_sent_wherever_the_bytes_are_cut() -> None:
+def test_events_survive_any_cut() -> None:
+    """Events arrive as they were sent wherever the bytes are cut."""
     for cut in range(len(STREAM)):
         assert read(reader(), STREAM[:cut], STREAM[cut:]) == EVENTS
     assert read(reader(), *(bytes([byte]) for byte in STREAM)) == EVENTS
 
 
-def test_lines_may_end_as_http_lines_do_and_data_may_have_several() -> None:
+def test_line_ends_and_several_data_lines() -> None:
+    """Lines may end with CR LF, and data may have several lines."""
     stream = b'event: progress\r\ndata: {"a":\r\ndata:  1}\r\n\r\n'
     assert read(reader(), stream) == [Event("progress", None, None, {"a": 1})]
 
@@ -110,7 +113,8 @@ def test_a_server_that_was_never_there_is_reported_at_once() -> None:
         reader().pause_s(answered(502))
 
 
-def test_a_server_that_went_away_is_looked_for_with_growing_pauses_until_patience_ends() -> None:
+def test_reconnections_have_growing_pauses() -> None:
+    """Reconnections to a lost server have growing pauses until patience ends."""
     clock = Clock()
     events = reader(clock=clock)
     read(events, happened(3))

@@ -91,4 +91,4 @@ def test_a_server_without_fine_tunings_has_studies(ask: Asker) -> None:
     study = {"id": "5f" * 16, "name": "old", "state": "RUNNING"}
     app.get("/v1/studies")(lambda: {"studies": [study]})
     with HttpServer(lambda: app) as server:
-        assert ask.at(server.url)("find", "old") == study
+        assert ask.at(server.url)("find", "old") == {"kind": "search", **study}

@@ -22,8 +22,8 @@ from service.client import (
     ExportFailed,
     InvalidAnswer,
     ServerUnreachable,
-    clients,
     requests,
+    transport,
 )
 from service.errors import NotFound
 from tests.service.client.asker import Asker
@@ -34,8 +34,10 @@ pytestmark = pytest.mark.slow  # each starts an HTTP server
 
 
 class Scripted:
-    """An application that answers each request with the next of `answers`: (status, headers, body), the last one for
-    ever; `requests` are those it got."""
+    """Application that answers each request with the next of `answers`: (status, headers, body).
+
+    The last answer is repeated. `requests` are those received.
+    """
 
     def __init__(self, *answers: tuple[int, dict[str, str], bytes]) -> None:
         self._answers = list(answers)
@@ -168,9 +170,10 @@ OK = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 11\r
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_request_that_was_cut_off_is_sent_again_under_the_same_key(site: Site, ask: Asker) -> None:
+def test_cut_request_keeps_its_key(site: Site, ask: Asker) -> None:
+    """A request that was cut off is sent again under the same key."""
     with cutting(b"", OK[:-5], OK) as (requests, url):
-        assert ask.at(url)("submit", site.document) == {"id": "a"}
+        assert ask.at(url)("submit", site.document) == {"kind": "search", "id": "a"}
     assert len(requests) == 3
     keys = {line for r in requests for line in r.lower().split(b"\r\n") if line.startswith(b"idempotency-key:")}
     assert len(keys) == 1
@@ -195,7 +198,7 @@ def test_a_server_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_stream_that_falls_silent_is_taken_up_again(site: Site, ask: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "SILENCE_S", 0.3)
+    monkeypatch.setattr(transport, "SILENCE_S", 0.3)
     event = b'id: 4\nevent: note\ndata: {"time": "2031-05-04T12:00:00Z", "payload": {}}\n\n'
     asked: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -63,7 +63,7 @@ def cluster(store: Store, jobs: Jobs, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def create(store: Store, name: str) -> str:
-    return store.create_job(name=name, document={}, resolved=resolved_study()).id
+    return store.create_job(kind="search", name=name, document={}, accepted=resolved_study().to_json()).id
 
 
 def rounds(cluster: RayCluster, number: int = 1) -> None:
@@ -71,9 +71,10 @@ def rounds(cluster: RayCluster, number: int = 1) -> None:
         cluster._round()
 
 
-def test_a_refused_job_is_its_own_studys_failure_and_delays_no_other(
+def test_refused_job_fails_its_study_alone(
     store: Store, jobs: Jobs, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A refused job fails its own study and delays no other."""
     jobs.refuses = "odd"
     odd, other = create(store, "odd"), create(store, "other")
     rounds(cluster, 5)
@@ -99,9 +100,10 @@ def test_a_refused_job_is_its_own_studys_failure_and_delays_no_other(
     assert jobs.submitted[-1].startswith("odd-")
 
 
-def test_a_cluster_that_takes_no_jobs_is_not_ready_and_no_study_fails(
+def test_cluster_without_jobs_is_not_ready(
     store: Store, jobs: Jobs, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A cluster that accepts no jobs is not ready, and no study fails."""
     monkeypatch.setattr(reconciler, "SUBMISSION_GRACE_S", 0.0)
     jobs.refuses = ""
     jobs.error = "Request failed with status code 500: No available agent to submit job, please try again later."
@@ -117,9 +119,10 @@ def test_a_cluster_that_takes_no_jobs_is_not_ready_and_no_study_fails(
     assert list(jobs.states.values()) == ["RUNNING"]
 
 
-def test_a_study_that_waits_says_for_what_and_goes_on_however_long_it_took(
+def test_waiting_study_says_for_what(
     store: Store, jobs: Jobs, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A waiting study says for what, and continues however long it waited."""
     study = create(store, "a")
     for number in range(1, 3 * MAX_CONSECUTIVE_FAILURES):
         with monkeypatch.context() as patch:
@@ -159,14 +162,13 @@ def test_a_resumed_study_gets_a_driver_at_once(store: Store, jobs: Jobs, cluster
     assert len(jobs.submitted) == 2
 
 
-def test_only_so_many_studies_run_and_one_that_waits_for_its_next_driver_is_none_of_them(
-    store: Store, jobs: Jobs, cluster: RayCluster
-) -> None:
+def test_waiting_study_takes_no_place(store: Store, jobs: Jobs, cluster: RayCluster) -> None:
+    """A limited number of studies runs; one that waits for its next driver does not count."""
     studies = [create(store, f"s{number}") for number in range(MAX_RUNNING + 2)]
     rounds(cluster, 2)
     assert len(jobs.submitted) == MAX_RUNNING
     for study in studies[MAX_RUNNING:]:
-        assert cluster.waiting_for(store.job(study)) == f"one of the {MAX_RUNNING} studies before it to end"
+        assert cluster.waiting_for(store.job(study)) == f"one of the {MAX_RUNNING} jobs before it to end"
     store.open_attempt(studies[0]).set_waiting("no engine")
     jobs.states[jobs.submitted[0]] = "FAILED"
     rounds(cluster)
@@ -177,9 +179,10 @@ def test_only_so_many_studies_run_and_one_that_waits_for_its_next_driver_is_none
     assert len(jobs.submitted) == MAX_RUNNING + 2
 
 
-def test_a_driver_without_progress_is_stopped_and_the_next_one_is_told_why(
+def test_idle_driver_is_replaced(
     store: Store, jobs: Jobs, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A driver without progress is stopped, and the next one receives the reason."""
     monkeypatch.setattr(reconciler, "BACK_OFF_S", 0.0)
     told: list[str] = []
     monkeypatch.setattr(cluster, "_submit", lambda study, number, because: told.append(str(because)) or True)

@@ -1,4 +1,4 @@
-"""What a study needs, decided from what SQL and the cluster say."""
+"""What a job needs, decided from what SQL and the cluster say."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from service.cluster.reconciler import (
     MAX_CONSECUTIVE_FAILURES,
     MAX_RUNNING,
     START_GRACE_S,
+    Action,
+    Decision,
     RayCluster,
-    Step,
-    next_step,
+    decide,
     submission_id,
 )
 from service.store import Store
 from service.types import JobRecord, JobState
-from tests.service.resolved import resolved_study
 
 NOW = 1_000_000.0
-RESOLVED = resolved_study()
-STUDY = JobRecord("0123456789abcdef", "math-code", JobState.RUNNING, {}, RESOLVED, NOW - 5000, submissions=1)
+STUDY = JobRecord("0123456789abcdef", "math-code", JobState.RUNNING, {}, {}, NOW - 5000, "search", submissions=1)
 
 
 def study(*, submitted_s_ago: float, heard_s_ago: float | None = None) -> JobRecord:
@@ -42,7 +41,7 @@ def study(*, submitted_s_ago: float, heard_s_ago: float | None = None) -> JobRec
 
 
 def action(record: JobRecord, job: str | None, consecutive_failures: int = 0) -> str:
-    return next_step(record, job, consecutive_failures=consecutive_failures, now=NOW).action
+    return decide(record, job, consecutive_failures=consecutive_failures, now=NOW).action
 
 
 def test_a_new_study_gets_a_driver() -> None:
@@ -61,13 +60,16 @@ def test_a_driver_that_starts_slowly_is_left_alone() -> None:
 
 def test_a_driver_that_hangs_is_stopped_and_replaced() -> None:
     record = study(submitted_s_ago=900, heard_s_ago=LOST_AFTER_S + 1)
-    step = next_step(record, "RUNNING", consecutive_failures=0, now=NOW)
-    assert (step.action, step.because) == ("stop", f"its driver sent no heartbeat for {LOST_AFTER_S + 1:.0f} s")
+    decision = decide(record, "RUNNING", consecutive_failures=0, now=NOW)
+    assert (decision.action, decision.because) == ("stop", f"its driver sent no heartbeat for {LOST_AFTER_S + 1:.0f} s")
     assert action(record, "STOPPED") == "submit"
 
 
-def test_a_new_driver_is_not_judged_by_the_heartbeat_of_the_one_before() -> None:
-    """Between taking the study over and its first heartbeat."""
+def test_new_driver_has_its_own_heartbeat() -> None:
+    """A new driver is not judged by its predecessor's heartbeat.
+
+    Between taking the study over and its first heartbeat.
+    """
     for submitted_s_ago in (5, LOST_AFTER_S + 60):
         record = replace(study(submitted_s_ago=submitted_s_ago, heard_s_ago=2 * submitted_s_ago + 60), attempt=1)
         assert action(record, "RUNNING") == "wait"
@@ -75,21 +77,23 @@ def test_a_new_driver_is_not_judged_by_the_heartbeat_of_the_one_before() -> None
     assert action(record, "RUNNING") == "stop"
 
 
-def test_a_driver_that_is_alive_and_does_not_get_on_is_stopped_and_replaced() -> None:
+def test_stuck_driver_is_replaced() -> None:
+    """A living driver without progress is stopped and replaced."""
     record = replace(study(submitted_s_ago=900, heard_s_ago=2), patience_s=300.0)
     assert action(replace(record, progressed_at=NOW - 301), "RUNNING") == "wait"  # 299 s when it said so
     hung = replace(record, progressed_at=NOW - 303)
-    step = next_step(hung, "RUNNING", consecutive_failures=0, now=NOW)
-    assert (step.action, step.because) == ("stop", "its driver made no progress for 301 s")
+    decision = decide(hung, "RUNNING", consecutive_failures=0, now=NOW)
+    assert (decision.action, decision.because) == ("stop", "its driver made no progress for 301 s")
     assert action(hung, "STOPPED") == "submit"
     of_the_one_before = replace(hung, submitted_at=NOW - 1)
     assert action(of_the_one_before, "RUNNING") == "wait"
 
 
-def test_drivers_that_wait_come_ever_later_and_the_study_is_never_given_up() -> None:
+def test_waiting_drivers_are_never_given_up() -> None:
+    """Drivers that wait start at growing intervals, and the study is never given up."""
     record = replace(study(submitted_s_ago=250, heard_s_ago=200), reason="the hub cannot be reached")
     for consecutive_waits in (1, 5, 50, 5000):
-        step = next_step(
+        decision = decide(
             record,
             "FAILED",
             consecutive_failures=MAX_CONSECUTIVE_FAILURES + 1,
@@ -97,20 +101,20 @@ def test_drivers_that_wait_come_ever_later_and_the_study_is_never_given_up() -> 
             now=NOW,
         )
         if consecutive_waits > 1:
-            assert (step.action, step.until) == ("wait", NOW + 50), consecutive_waits
-        assert step.because == "its driver ended (Ray job FAILED): the hub cannot be reached"
+            assert (decision.action, decision.until) == ("wait", NOW + 50), consecutive_waits
+        assert decision.because == "its driver ended (Ray job FAILED): the hub cannot be reached"
     assert action(replace(record, submitted_at=NOW - 301), "FAILED", 0) == "submit"
 
 
 def test_a_refused_job_is_submitted_again_later_under_its_name() -> None:
-    def step(submitted_s_ago: float, consecutive_failures: int) -> Step:
+    def decided(submitted_s_ago: float, consecutive_failures: int) -> Decision:
         record = study(submitted_s_ago=submitted_s_ago)
-        return next_step(record, None, consecutive_failures=consecutive_failures, now=NOW, refusal="bad name")
+        return decide(record, None, consecutive_failures=consecutive_failures, now=NOW, refusal="bad name")
 
     because = "Ray refused its driver's job: bad name"
-    assert step(7, 2) == Step("wait", because, until=NOW + 1)
-    assert step(9, 2) == Step("submit", because, again=True)
-    given_up = step(9, MAX_CONSECUTIVE_FAILURES)
+    assert decided(7, 2) == Decision(Action.WAIT, because, until=NOW + 1)
+    assert decided(9, 2) == Decision(Action.SUBMIT, because, again=True)
+    given_up = decided(9, MAX_CONSECUTIVE_FAILURES)
     assert (given_up.action, str(given_up.because).endswith(because)) == ("give up", True)
 
 
@@ -121,38 +125,42 @@ def test_a_driver_that_never_begins_is_stopped() -> None:
 @pytest.mark.parametrize("job", ["FAILED", "STOPPED", "SUCCEEDED"])
 def test_a_driver_that_ended_before_its_study_is_replaced(job: str) -> None:
     said = "exit code 9"
-    step = next_step(study(submitted_s_ago=100, heard_s_ago=1), job, consecutive_failures=0, now=NOW, message=said)
-    assert (step.action, step.because) == ("submit", f"its driver ended (Ray job {job}): exit code 9")
+    decision = decide(study(submitted_s_ago=100, heard_s_ago=1), job, consecutive_failures=0, now=NOW, message=said)
+    assert (decision.action, decision.because) == ("submit", f"its driver ended (Ray job {job}): exit code 9")
 
 
 def test_what_a_driver_said_itself_counts_unless_another_said_it() -> None:
     record = replace(study(submitted_s_ago=100, heard_s_ago=1), reason="no engine")
-    step = next_step(record, "FAILED", consecutive_failures=0, now=NOW, message="exit code 1")
-    assert step.because == "its driver ended (Ray job FAILED): no engine"
-    step = next_step(replace(record, attempt=0), "FAILED", consecutive_failures=0, now=NOW, message="no agent")
-    assert step.because == "its driver ended (Ray job FAILED): no agent"
+    decision = decide(record, "FAILED", consecutive_failures=0, now=NOW, message="exit code 1")
+    assert decision.because == "its driver ended (Ray job FAILED): no engine"
+    decision = decide(replace(record, attempt=0), "FAILED", consecutive_failures=0, now=NOW, message="no agent")
+    assert decision.because == "its driver ended (Ray job FAILED): no agent"
 
 
 def test_a_cluster_that_forgot_the_job_gets_it_again() -> None:
-    step = next_step(study(submitted_s_ago=100, heard_s_ago=1), None, consecutive_failures=0, now=NOW)
-    assert step.action == "submit"
-    assert step.because == "the cluster does not know its driver's job: Ray was restarted"
+    decision = decide(study(submitted_s_ago=100, heard_s_ago=1), None, consecutive_failures=0, now=NOW)
+    assert decision.action == "submit"
+    assert decision.because == "the cluster does not know its driver's job: Ray was restarted"
 
 
-def test_a_submission_that_reached_no_cluster_is_made_again_under_its_name() -> None:
+def test_lost_submission_is_repeated() -> None:
+    """A submission that reached no cluster is repeated under its name."""
     assert action(study(submitted_s_ago=2), None) == "wait"
-    assert next_step(study(submitted_s_ago=20), None, consecutive_failures=1, now=NOW) == Step("submit", again=True)
+    assert decide(study(submitted_s_ago=20), None, consecutive_failures=1, now=NOW) == Decision(
+        Action.SUBMIT, again=True
+    )
 
 
-def test_drivers_that_achieve_nothing_come_ever_later_and_then_no_more() -> None:
+def test_useless_drivers_end() -> None:
+    """Drivers without results start at growing intervals, then no more."""
     for consecutive_failures in range(MAX_CONSECUTIVE_FAILURES):
         pause_s = BACK_OFF_S * 2**consecutive_failures
         assert action(study(submitted_s_ago=pause_s - 0.5), "FAILED", consecutive_failures) == "wait"
         assert action(study(submitted_s_ago=pause_s + 0.5), "FAILED", consecutive_failures) == "submit"
     record = replace(study(submitted_s_ago=5, heard_s_ago=1), reason="no engine")
-    step = next_step(record, "FAILED", consecutive_failures=MAX_CONSECUTIVE_FAILURES, now=NOW)
-    assert step.action == "give up"
-    assert step.because == (
+    decision = decide(record, "FAILED", consecutive_failures=MAX_CONSECUTIVE_FAILURES, now=NOW)
+    assert decision.action == "give up"
+    assert decision.because == (
         f"{MAX_CONSECUTIVE_FAILURES} drivers in a row ended without a result; the last one: "
         "its driver ended (Ray job FAILED): no engine"
     )
@@ -222,7 +230,7 @@ class Dashboard:
 @pytest.mark.slow
 def test_only_so_many_studies_have_a_driver_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, dashboard = Store(f"sqlite:///{tmp_path / 'studies.db'}"), Dashboard()
-    studies = [store.create_job(name=f"s{i}", document={}, resolved=RESOLVED) for i in range(MAX_RUNNING + 2)]
+    studies = [store.create_job(kind="search", name=f"s{i}", document={}, accepted={}) for i in range(MAX_RUNNING + 2)]
 
     def wait_for(num_submitted: int) -> None:
         deadline = time.monotonic() + 30
@@ -244,7 +252,7 @@ def test_only_so_many_studies_have_a_driver_at_a_time(tmp_path: Path, monkeypatc
             waiting = [cluster.waiting_for(study) for study in store.jobs()]
             assert (
                 waiting
-                == ["its driver to start"] * MAX_RUNNING + [f"one of the {MAX_RUNNING} studies before it to end"] * 2
+                == ["its driver to start"] * MAX_RUNNING + [f"one of the {MAX_RUNNING} jobs before it to end"] * 2
             )
             store.open_attempt(studies[1].id).set_state(JobState.COMPLETE)
             wait_for(MAX_RUNNING + 1)

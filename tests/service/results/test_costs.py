@@ -15,14 +15,17 @@ from rich.console import Console
 
 from search_spaces.objectives import hypervolume
 from service.cli.tables import holdout_table, pareto_table
-from service.results.files import pareto, summary, write_results
+from service.resolved_study import ChainedSource, ResolvedStudy
+from service.results.documents import pareto
+from service.results.files import write_results
 from service.results.load import run_record
 from service.results.record import RunRecord
 from service.results.report import render_report
 from service.results.selection import best_trial, costs_of, finalists
 from service.results.series import CHARTS
-from service.schemas.files import schemas
-from service.types import ChainedSource, Origin, TrialState
+from service.results.summary import summary
+from service.schemas.json_schemas import schemas
+from service.types import Origin, TrialState
 from tests.service.paths_study import MAX_LAYERS, OBJECTIVES, SIZE, paths_study
 
 
@@ -32,7 +35,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
 
 
 @pytest.mark.parametrize("scheduler", ["hyperband", "asha", "racing", "none"])
-def test_every_rung_has_the_exact_costs_of_its_recipe_and_no_samples_of_them(tmp_path: Path, scheduler: Any) -> None:
+def test_rungs_have_exact_costs(tmp_path: Path, scheduler: Any) -> None:
+    """Every rung has the exact costs of its recipe and no samples of them."""
     changes = {"rung_samples": ({"math": 36, "text": 36},)} if scheduler == "none" else {}
     store, study = paths_study(tmp_path, scheduler=scheduler, **changes)
     trials = store.trials(study)
@@ -43,7 +47,9 @@ def test_every_rung_has_the_exact_costs_of_its_recipe_and_no_samples_of_them(tmp
             assert rung.values["size"] == 100 + 10 * len(trial.recipe.layers)
             assert rung.standard_errors["depth"] == rung.standard_errors["size"] == 0.0
             assert set(rung.num_samples) == {"math", "text"}
-    assert all(trial.values for trial in trials if trial.state is TrialState.COMPLETE)
+    complete = [trial for trial in trials if trial.state is TrialState.COMPLETE]
+    assert complete
+    assert all(trial.rungs and trial.values for trial in complete)
 
 
 def test_costs_take_part_in_the_front_and_its_hypervolume(run: RunRecord) -> None:
@@ -51,6 +57,7 @@ def test_costs_take_part_in_the_front_and_its_hypervolume(run: RunRecord) -> Non
     assert [o["name"] for o in document["objectives"]] == ["math", "depth", "text", "size"]
     front = [run.trials[row["trial"]] for row in document["front"]]
     assert document["hypervolume"] == pytest.approx(hypervolume([costs_of(trial, OBJECTIVES) for trial in front]))
+    assert front
     for trial in front:
         costs = costs_of(trial, OBJECTIVES)
         assert costs[1] == len(trial.recipe.layers) / MAX_LAYERS
@@ -81,6 +88,8 @@ def test_the_held_out_table_has_the_costs_as_they_are(run: RunRecord) -> None:
         "standard_error": 0.0,
     }
     reference = summary(run)["holdout_reference"]
+    assert reference is not None
+    assert rows.keys() > {reference}
     for row in rows.values():
         difference = row["values"]["size"]["value"] - rows[reference]["values"]["size"]["value"]
         if row["trial"] != reference:
@@ -111,7 +120,7 @@ def test_held_out_rows_say_how_fast_their_merges_were(run: RunRecord) -> None:
 def test_the_selection_bias_is_of_scored_objectives_only(run: RunRecord) -> None:
     document = summary(run)
     for name in ("selection_bias_by_objective", "selection_bias_against_baselines", "split_difference"):
-        assert set(document[name]) - {"mean"} == {"math", "text"}  # type: ignore[literal-required]
+        assert set(document[name]) - {"mean"} == {"math", "text"}
     page = render_report(run)
     (table,) = re.findall(r"<h3[^>]*>Selection bias of .*?</table>", page, re.DOTALL)
     assert re.findall(r'<th scope="row">(\w+)</th>', table) == ["math", "text", "mean"]
@@ -133,7 +142,8 @@ def test_files_tables_plots_and_report_show_them(run: RunRecord, tmp_path: Path)
     assert " 140 " in shown.getvalue()  # four layers of ten parameters, and a hundred
 
 
-def test_the_summary_says_how_many_recipes_are_distinct_and_what_was_saved(run: RunRecord) -> None:
+def test_summary_counts_distinct_recipes(run: RunRecord) -> None:
+    """The summary says how many recipes are distinct and how many samples were saved."""
     document = summary(run)
     proposed = [trial for trial in run.trials if trial.origin is Origin.SEARCH]
     assert document["recipes"]["proposed"] == len(proposed) == 20
@@ -149,7 +159,10 @@ def test_the_summary_says_how_many_recipes_are_distinct_and_what_was_saved(run: 
     assert samples["saved"] == 1 - samples["scored"] / samples["full_budget"]
     assert document["lineage"] == {}
     source = ChainedSource("c0ffee", "first", 7, "d1", "/somewhere")
-    chained = replace(run, study=replace(run.study, resolved=replace(run.study.resolved, chained={"lfs": source})))
+    chained = replace(
+        run,
+        study=replace(run.study, accepted=replace(ResolvedStudy.of(run.study), chained={"lfs": source}).to_json()),
+    )
     own = {"study": "c0ffee", "name": "first", "trial": 7, "recipe_digest": "d1"}
     assert summary(chained)["lineage"] == {"lfs": own}
     jsonschema.validate(json.loads(json.dumps(summary(chained))), schemas()["summary"])

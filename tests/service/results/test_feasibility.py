@@ -14,22 +14,24 @@ from rich.table import Table
 from search_spaces.constraints import parse_constraint
 from search_spaces.objectives import Objective
 from service.cli.tables import holdout_table, pareto_table, trials_table
+from service.results.documents import pareto, trial_documents
 from service.results.feasibility import total_violation, violations
-from service.results.files import pareto, summary, trial_documents, trials_jsonl
+from service.results.files import trials_jsonl
 from service.results.record import RunRecord
 from service.results.report import render_report
 from service.results.selection import best_trial, criteria, finalists, full_budget_trials, pareto_front
 from service.results.series.history import history
-from service.schemas.files import schemas
+from service.results.summary import summary
+from service.schemas.json_schemas import schemas
 from service.types import Origin, TrialRecord, TrialState
 from tests.service.results.test_holdout import recipe
 from tests.service.synthetic_run import run_record
 
 
 def rendered(table: Table) -> str:
-    console = Console(file=io.StringIO(), width=400)
-    console.print(table)
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    stream = io.StringIO()
+    Console(file=stream, width=400).print(table)
+    return stream.getvalue()
 
 
 def objectives(*constraints: str) -> tuple[Objective, ...]:
@@ -79,7 +81,8 @@ def test_where_none_keeps_to_all_the_least_violation_comes_first() -> None:
     assert selected("text >= 0.95", "math >= 0.55") == (5, [5])
 
 
-def test_a_violation_is_told_in_the_metrics_unit_and_added_up_as_shares_of_the_ranges() -> None:
+def test_violation_has_the_metrics_unit() -> None:
+    """A violation is shown in the metric's unit and summed as shares of the ranges."""
     loss = Objective("loss", "word_perplexity", "minimize", (0.0, 40.0), (parse_constraint("loss <= base + 1"),))
     base = replace(TRIALS[0], values={"loss": 10.0})
     assert violations({"loss": 15.0}, [loss], [base]) == {"loss <= base + 1": 4.0}
@@ -119,11 +122,17 @@ def test_documents_mark_what_is_violated(run: RunRecord) -> None:
     documents = trial_documents(run)
     marked = {document["number"]: document["violations"] for document in documents}
     assert marked[base.number]["text >= base + 0.05"] == pytest.approx(0.05)
-    for found in full_budget_trials(run.trials):
+    full = full_budget_trials(run.trials)
+    assert len(full) > 1
+    for found in full:
         lack = round(base.values["text"] + 0.05 - found.values["text"], 12)
         assert ("text >= base + 0.05" in marked[found.number]) == (lack > 0)
-    assert all(not document["violations"] for document in documents if not document["values"])
-    for line in trials_jsonl(run).splitlines():
+    unscored = [document for document in documents if not document["values"]]
+    assert unscored
+    assert not any(document["violations"] for document in unscored)
+    lines = trials_jsonl(run).splitlines()
+    assert len(lines) == len(documents)
+    for line in lines:
         jsonschema.validate(json.loads(line), schemas()["trial"])
     found, front = (json.loads(json.dumps(document)) for document in (summary(run), pareto(run)))
     jsonschema.validate(found, schemas()["summary"])
@@ -152,6 +161,7 @@ def test_people_are_told_what_is_violated(run: RunRecord) -> None:
 
 def test_a_trial_that_violates_a_constraint_sets_no_record(run: RunRecord) -> None:
     kept = {document["number"] for document in trial_documents(run) if not document["violations"]}
+    assert history(run).series
     for series in history(run).series:
         assert series.record
         assert {point.trial for point in series.record} <= kept

@@ -1,32 +1,39 @@
 """The files a run leaves, each against its schema, and what is best."""
 
+from __future__ import annotations
+
 import io
 import json
 import os
 import stat
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 from search_spaces.objectives import Objective, non_dominated_ranks
 from service.cli.tables import holdout_table, pareto_table, search_line, trials_table, verification_line
-from service.results.files import pareto, summary, trials_jsonl, write_results
-from service.results.record import EngineFigures, SearchFigures
+from service.results.documents import pareto
+from service.results.files import trials_jsonl, write_results
+from service.results.record import EngineFigures, RunRecord, SearchFigures
 from service.results.selection import best_trial, costs_of, finalists, full_budget_trials, pareto_front
-from service.schemas.files import schemas
+from service.results.summary import summary
+from service.schemas.json_schemas import schemas
 from service.types import Origin, TrialState
-from tests.service.synthetic_run import RUNGS, run_record
+from tests.service.synthetic_run import RUNGS, best_of, run_record
 from workers.types import VerificationReport
 
 
 @pytest.fixture(scope="module")
-def run():
+def run() -> RunRecord:
     return run_record()
 
 
-def test_every_file_is_valid_under_its_schema(run, tmp_path):
+def test_every_file_is_valid_under_its_schema(run: RunRecord, tmp_path: Path) -> None:
     files = {file.name: file for file in write_results(tmp_path, run, report="<html></html>")}
     assert sorted(files) == ["pareto.json", "report.html", "summary.json", "trials.jsonl"]
     shapes = schemas()
@@ -46,7 +53,7 @@ def test_every_file_is_valid_under_its_schema(run, tmp_path):
     )
 
 
-def test_all_that_a_recipe_can_say_is_in_its_schema(run):
+def test_all_that_a_recipe_can_say_is_in_its_schema(run: RunRecord) -> None:
     plain = run.trials[20].recipe
     vocabulary = {"tokens": {"<end>": {"token": "</s>", "force": True}}, "multiple_of": 64, "by_id": True}
     merge = replace(plain.head, base=plain.head.sources[0])
@@ -67,14 +74,14 @@ def test_all_that_a_recipe_can_say_is_in_its_schema(run):
 
 
 @pytest.mark.parametrize("name", ["study", "trial", "summary", "pareto", "recipe"])
-def test_schemas_are_schemas_and_reject_an_empty_document(name):
+def test_schemas_are_schemas_and_reject_an_empty_document(name: str) -> None:
     schema = schemas()[name]
     jsonschema.Draft202012Validator.check_schema(schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({}, schema)
 
 
-def test_files_of_a_study_that_has_not_scored_anything_are_valid(run, tmp_path):
+def test_files_of_a_study_that_has_not_scored_anything_are_valid(run: RunRecord, tmp_path: Path) -> None:
     empty = replace(run, trials=(), holdout=(), verifications=(), engine=EngineFigures(), samples_per_second=None)
     write_results(tmp_path, empty)
     document = json.loads((tmp_path / "summary.json").read_text())
@@ -85,7 +92,7 @@ def test_files_of_a_study_that_has_not_scored_anything_are_valid(run, tmp_path):
     assert json.loads((tmp_path / "pareto.json").read_text())["front"] == []
 
 
-def test_writing_replaces_whole_files_and_leaves_nothing_else(run, tmp_path):
+def test_writing_replaces_whole_files_and_leaves_nothing_else(run: RunRecord, tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text("old")
     write_results(tmp_path, run)
     first = (tmp_path / "summary.json").read_text()
@@ -97,13 +104,14 @@ def test_writing_replaces_whole_files_and_leaves_nothing_else(run, tmp_path):
     assert stat.S_IMODE((tmp_path / "summary.json").stat().st_mode) == 0o666 & ~mask
 
 
-def test_numbers_that_json_lacks_are_refused_before_anything_is_written(run, tmp_path):
+def test_numbers_outside_json_are_refused(run: RunRecord, tmp_path: Path) -> None:
+    """Numbers that JSON lacks are refused before a file is written."""
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_results(tmp_path / "out", replace(run, wall_clock_s=float("nan")))
     assert not (tmp_path / "out").exists()
 
 
-def test_a_trial_line_holds_its_rungs_and_values(run):
+def test_a_trial_line_holds_its_rungs_and_values(run: RunRecord) -> None:
     trial = next(t for t in run.trials if t.origin is Origin.SEARCH and t.state is TrialState.COMPLETE)
     line = json.loads(trials_jsonl(run).splitlines()[trial.number])
     assert line["number"] == trial.number
@@ -112,8 +120,8 @@ def test_a_trial_line_holds_its_rungs_and_values(run):
     assert line["values"] == line["rungs"][-1]["values"] == dict(trial.values)
 
 
-def test_summary_counts_trials_samples_and_failures(run):
-    got = summary(run)
+def test_summary_counts_trials_samples_and_failures(run: RunRecord) -> None:
+    got: Any = summary(run)
     assert sum(got["trials"].values()) == len(run.trials) == 69
     assert got["trials"]["FAIL"] == len(got["failures"]) == 3
     assert got["failures"][0]["reason"].startswith("NaN in the logits")
@@ -124,27 +132,29 @@ def test_summary_counts_trials_samples_and_failures(run):
     assert got["engine"]["swap_s"]["median"] <= got["engine"]["swap_s"]["p95"] <= got["engine"]["swap_s"]["max"]
 
 
-def test_full_budget_counts_a_recipe_once_however_often_it_was_proposed(run):
+def test_full_budget_counts_recipes_once(run: RunRecord) -> None:
+    """Full budget counts a recipe once, however often it was proposed."""
     twice = replace(run, trials=(*run.trials, replace(run.trials[0], number=100, samples_scored=0)))
     assert summary(twice)["samples"]["full_budget"] == summary(run)["samples"]["full_budget"]
 
 
-def test_best_has_the_highest_mean_of_full_budget_trials_only(run):
-    best = best_trial(run.trials, run.objectives)
+def test_best_has_the_highest_mean_of_full_budget_trials_only(run: RunRecord) -> None:
+    best = best_of(run)
     assert best.state is TrialState.COMPLETE
     means = {t.number: sum(t.values.values()) / 3 for t in full_budget_trials(run.trials)}
     assert means[best.number] == max(means.values())
 
 
-def test_a_lucky_pruned_trial_is_neither_best_nor_on_the_front(run):
+def test_a_lucky_pruned_trial_is_neither_best_nor_on_the_front(run: RunRecord) -> None:
     pruned = next(trial for trial in run.trials if trial.state is TrialState.PRUNED)
     lucky = replace(pruned, rungs=(replace(pruned.rungs[0], values=dict.fromkeys(run.full_budget, 1.0)),))
     trials = (*run.trials, replace(lucky, number=900))
-    assert best_trial(trials, run.objectives) == best_trial(run.trials, run.objectives)
+    assert best_trial(trials, run.objectives) == best_of(run)
     assert pareto_front(trials, run.objectives) == pareto_front(run.trials, run.objectives)
 
 
-def test_finalists_are_the_front_with_the_best_first_and_at_most_8(run):
+def test_finalists_are_the_front(run: RunRecord) -> None:
+    """Finalists are the front, the best first, and at most 8."""
     objectives = run.objectives
     got = finalists(run.trials, objectives)
     assert got[0] == best_trial(run.trials, objectives)
@@ -157,20 +167,23 @@ def test_finalists_are_the_front_with_the_best_first_and_at_most_8(run):
     assert len(finalists(many, unit)) == 8
 
 
-def test_best_of_equals_is_the_first(run):
-    best = best_trial(run.trials, run.objectives)
+def test_best_of_equals_is_the_first(run: RunRecord) -> None:
+    best = best_of(run)
     assert best_trial((replace(best, number=500), best), run.objectives) is best
 
 
-def test_best_without_accuracy_objectives_has_the_lowest_mean_cost(run):
+def test_best_has_the_lowest_mean_cost(run: RunRecord) -> None:
+    """Without accuracy objectives, the best trial has the lowest mean cost."""
     objectives = (Objective("loss", "perplexity", "minimize", (0, 100)),)
     trials = [
         replace(t, values={"loss": v}) for t, v in zip(full_budget_trials(run.trials), (30, 10, 20), strict=False)
     ]
-    assert best_trial(trials, objectives).values == {"loss": 10}
+    best = best_trial(trials, objectives)
+    assert best is not None
+    assert best.values == {"loss": 10}
 
 
-def test_front_is_what_no_full_budget_trial_dominates(run):
+def test_front_is_what_no_full_budget_trial_dominates(run: RunRecord) -> None:
     trials = full_budget_trials(run.trials)
     ranks = non_dominated_ranks([costs_of(trial, run.objectives) for trial in trials])
     expected = {trial.number for trial, rank in zip(trials, ranks, strict=True) if rank == 0}
@@ -178,20 +191,20 @@ def test_front_is_what_no_full_budget_trial_dominates(run):
     assert 1 < len(expected) < len(trials)
 
 
-def test_front_of_one_objective_is_the_best_value():
+def test_front_of_one_objective_is_the_best_value() -> None:
     run = run_record(num_objectives=1)
     front = pareto_front(run.trials, run.objectives)
     best = max(t.values["math"] for t in full_budget_trials(run.trials))
     assert {t.values["math"] for t in front} == {best}
 
 
-def test_front_holds_a_recipe_once(run):
+def test_front_holds_a_recipe_once(run: RunRecord) -> None:
     first = pareto_front(run.trials, run.objectives)[0]
     again = replace(first, number=900)
     assert 900 not in {trial.number for trial in pareto_front((*run.trials, again), run.objectives)}
 
 
-def test_pareto_states_directions_and_a_reference_point(run):
+def test_pareto_states_directions_and_a_reference_point(run: RunRecord) -> None:
     got = pareto(run)
     assert got["objectives"][0] == {"name": "math", "direction": "maximize", "metric": "exact_match"}
     assert got["reference_point"] == [1.1, 1.1, 1.1]
@@ -199,8 +212,8 @@ def test_pareto_states_directions_and_a_reference_point(run):
     assert {row["trial"] for row in got["front"]} == {t.number for t in pareto_front(run.trials, run.objectives)}
 
 
-def test_selection_bias_is_search_mean_minus_held_out_mean(run):
-    got = summary(run)
+def test_selection_bias_is_search_mean_minus_held_out_mean(run: RunRecord) -> None:
+    got: Any = summary(run)
     row = next(row for row in got["holdout"] if row["trial"] == got["best"]["trial"])
     on_search = sum(got["best"]["values"].values()) / 3
     assert got["selection_bias"] == pytest.approx(on_search - row["mean"]["value"])
@@ -208,7 +221,7 @@ def test_selection_bias_is_search_mean_minus_held_out_mean(run):
     assert low < got["selection_bias_by_objective"]["math"]["value"] < high
 
 
-def test_verification_adds_up_and_names_disagreement(run):
+def test_verification_adds_up_and_names_disagreement(run: RunRecord) -> None:
     got = summary(run)["verification"]
     assert (got["status"], got["trials"], got["samples"], got["equal"]) == ("within tolerance", 3, 144, 141)
     assert (got["tokens"], got["logprobs"], got["reason"]) == (930, 2100, None)
@@ -217,7 +230,7 @@ def test_verification_adds_up_and_names_disagreement(run):
     assert summary(broken)["verification"]["status"] == "disagreement"
 
 
-def test_verification_of_nothing_is_not_verified_and_says_why(run):
+def test_verification_of_nothing_is_not_verified_and_says_why(run: RunRecord) -> None:
     digest = run.verifications[0].recipe_digest
     nothing = VerificationReport(digest, 0, 0, 0.0, 0.3, (), 0)
     got = summary(replace(run, verifications=(nothing,) * 3))["verification"]
@@ -234,8 +247,8 @@ def test_verification_of_nothing_is_not_verified_and_says_why(run):
     assert summary(off)["verification"]["reason"] == "switched off in the study file"
 
 
-def test_terminal_says_what_was_verified_or_why_not(run):
-    def line(changed):
+def test_terminal_says_what_was_verified_or_why_not(run: RunRecord) -> None:
+    def line(changed: RunRecord) -> str:
         return verification_line(summary(changed)["verification"]).plain
 
     assert line(run) == (
@@ -248,8 +261,10 @@ def test_terminal_says_what_was_verified_or_why_not(run):
     assert "tokens of 9 samples not stored, texts compared" in line(replace(run, verifications=(old,)))
 
 
-def test_terminal_says_which_searcher_proposed_why_and_at_what_cost(run):
-    def text(search):
+def test_terminal_names_the_searcher(run: RunRecord) -> None:
+    """The terminal says which searcher proposed, why and at what cost."""
+
+    def text(search: SearchFigures) -> str:
         return search_line(summary(replace(run, search=search))["search"]).plain
 
     scored = sum(trial.samples_scored for trial in run.trials if trial.origin is Origin.SEARCH)
@@ -265,14 +280,14 @@ def test_terminal_says_which_searcher_proposed_why_and_at_what_cost(run):
     assert "charged" not in of_early_version
 
 
-def shown(table, width=160):
-    console = Console(file=io.StringIO(), width=width)
-    console.print(table)
-    return console.file.getvalue()
+def shown(table: Table, width: int = 160) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=width).print(table)
+    return stream.getvalue()
 
 
-def test_tables_show_front_holdout_and_trials(run):
-    document = summary(run)
+def test_tables_show_front_holdout_and_trials(run: RunRecord) -> None:
+    document: Any = summary(run)
     best = document["best"]
     front = shown(pareto_table(pareto(run)))
     assert "math ↑" in front

@@ -59,7 +59,8 @@ def ones(rate: float, size: int = 400) -> np.ndarray:
 # What is compared.
 
 
-def test_a_merge_that_is_better_than_both_is_told_with_its_intervals() -> None:
+def test_better_merge_has_intervals() -> None:
+    """A merge that is better than both sources is reported with its intervals."""
     rows = {0: {"math": ones(0.5)}, 5: {"math": ones(0.6)}, 1: {"math": ones(0.8)}}
     tests = compared(rows, finalists=[1], published=[5])
     assert [(test.origin, test.rival, test.better) for test in tests] == [("source", 0, (1,)), ("published", 5, (1,))]
@@ -69,7 +70,8 @@ def test_a_merge_that_is_better_than_both_is_told_with_its_intervals() -> None:
     assert text.endswith("in math on held-out data; intervals are paired by document.")
 
 
-def test_nothing_found_is_told_with_the_difference_and_its_interval() -> None:
+def test_nothing_found_has_an_interval() -> None:
+    """A search that found nothing reports the difference and its interval."""
     tests = compared({0: {"math": ones(0.5)}, 1: {"math": ones(0.5025)}}, finalists=[1])
     low, high = tests[0].differences[1].ci95
     assert low < 0 < high
@@ -89,7 +91,8 @@ def test_a_merge_may_be_better_than_one_rival_only() -> None:
     assert "nor than the best published recipe" in text
 
 
-def test_a_finalist_that_was_not_the_best_on_search_data_may_be_the_one_that_is_better() -> None:
+def test_other_finalist_may_be_better() -> None:
+    """A finalist that was not the best on search data may be the better one."""
     rows = {0: {"math": ones(0.5)}, 1: {"math": ones(0.5)}, 2: {"math": ones(0.7)}}
     (test,) = compared(rows, finalists=[1, 2])
     assert (list(test.differences), test.better) == ([1, 2], (2,))
@@ -104,7 +107,8 @@ def test_the_rival_is_the_best_of_its_kind_there() -> None:
     assert test.differences[1].value == pytest.approx(-0.1)
 
 
-def test_without_a_proposed_finalist_or_held_out_values_the_sentence_says_so() -> None:
+def test_missing_finalist_or_holdout_is_said() -> None:
+    """The sentence says that a proposed finalist or held-out values are missing."""
     assert compared({0: {"math": ones(0.5)}}, finalists=[]) == ()
     text = finding_text((), (MATH,), best=trial(3, Origin.PUBLISHED), was_scored=True)
     assert text == (
@@ -114,7 +118,8 @@ def test_without_a_proposed_finalist_or_held_out_values_the_sentence_says_so() -
         assert "was not tested on held-out data" in finding_text((), (MATH,), best=best, was_scored=was_scored)
 
 
-def test_smaller_may_be_better_and_several_metrics_without_a_mean_count_by_their_ranges() -> None:
+def test_minimised_and_ranged_metrics() -> None:
+    """Smaller may be better, and metrics without a mean count by their ranges."""
     draw = np.random.default_rng(0)
     noise = draw.normal(0, 1, 200)
     rows = {0: {"loss": 20 + noise}, 1: {"loss": 16 + noise + draw.normal(0, 0.1, 200)}}
@@ -141,8 +146,11 @@ def test_an_objective_without_holdout_data_is_left_out(store: Store) -> None:
     assert ", in math on held-out data" in finding["text"]
 
 
-def test_two_metrics_of_the_same_documents_are_paired_by_document() -> None:
-    """They agree on every sample, so their mean is known no better than each of them."""
+def test_metrics_are_paired_by_document() -> None:
+    """Two metrics of the same documents are paired by document.
+
+    They agree on every sample, so their mean is known no better than each of them.
+    """
     draw = np.random.default_rng(1)
     samples = {number: (draw.random(300) < rate).astype(float) for number, rate in ((0, 0.5), (1, 0.6))}
     rows = {number: {"math": values, "text": values} for number, values in samples.items()}
@@ -159,8 +167,10 @@ def test_two_metrics_of_the_same_documents_are_paired_by_document() -> None:
 
 
 def share_of_claims(num_finalists: int, *, num_studies: int = 400, size: int = 200) -> tuple[float, float]:
-    """Of studies in which all candidates are equally good: the share in which some merge is called better, with the
-    correction, and with the intervals of single comparisons."""
+    """Share of studies in which some merge is called better, although all candidates are equally good.
+
+    The first share is with the correction, the second with the intervals of single comparisons.
+    """
     draw = np.random.default_rng(num_finalists)
     corrected = uncorrected = 0
     for _ in range(num_studies):
@@ -175,7 +185,8 @@ def share_of_claims(num_finalists: int, *, num_studies: int = 400, size: int = 2
     return corrected / num_studies, uncorrected / num_studies
 
 
-def test_equal_candidates_are_called_better_in_at_most_one_study_of_twenty() -> None:
+def test_equal_candidates_rarely_look_better() -> None:
+    """Equal candidates are called better in at most one study of twenty."""
     corrected, uncorrected = share_of_claims(8)
     # An interval is two-sided, so 2.5 % are expected at most; 400 studies vary by 0.8 %.
     assert corrected <= 0.05
@@ -186,7 +197,9 @@ def test_equal_candidates_are_called_better_in_at_most_one_study_of_twenty() -> 
 def test_a_study_whose_experts_equal_the_base_finds_nothing(store: Store) -> None:
     """Every model has the base's skills: what the search selects is luck."""
     same = dict.fromkeys(FINGERPRINTS, FINGERPRINTS["base"])
-    study = store.create_job(name="equal", document={"engine": {"replicas": 1}}, resolved=resolved_study()).id
+    study = store.create_job(
+        kind="search", name="equal", document={"engine": {"replicas": 1}}, accepted=resolved_study().to_json()
+    ).id
     plan = make_plan(study, scheduler="none", max_trials=30, holdout_samples={"math": 200, "text": 200})
     space = lfs_space(fingerprints=same)
     coordinator = Coordinator(

@@ -1,5 +1,7 @@
-"""The held-out stage from stored samples: what is shown when something is missing, odd or scored twice, and what the
-figures mean. Studies are in a real database, as a driver would have written them."""
+"""The held-out stage from stored samples, some of them missing, odd or scored twice.
+
+Studies are in a real database, as a driver would have written them.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,13 @@ import pytest
 
 from search_spaces.objectives import Objective
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
-from service.results.files import pareto, summary, trials_jsonl
+from service.results.documents import pareto
+from service.results.files import trials_jsonl
 from service.results.load import run_record
 from service.results.report import render_report
 from service.results.selection import criteria
-from service.schemas.files import schemas
+from service.results.summary import summary
+from service.schemas.json_schemas import schemas
 from service.store import JobWriter, Store
 from service.types import EventKind, Origin, RungRecord, TrialRecord, TrialState
 from tests.service.resolved import resolved_study
@@ -35,14 +39,17 @@ TEXT = Objective("text", "exact_match", "maximize")
 
 def recipe(number: int) -> Recipe:
     merge = Merge("linear", (Source("base"), Source("math")), {"weight": (1 - number / 100, number / 100)})
-    layer = LayerRecipe(*(replace(merge, sources=(Source("base", 0), Source("math", 0))) for _ in range(3)))
+    part = replace(merge, sources=(Source("base", 0), Source("math", 0)))
+    layer = LayerRecipe(part, part, part)
     return Recipe({"base": "b0", "math": "m1"}, "base", (layer,), embedding=merge, head=merge)
 
 
 class Study:
     """A study in a store; trials are at full budget, the first `num_baselines` of them sources."""
 
-    def __init__(self, store: Store, objectives: tuple[Objective, ...], *, files: Mapping[str, str] | None = None):
+    def __init__(
+        self, store: Store, objectives: tuple[Objective, ...], *, files: Mapping[str, str] | None = None
+    ) -> None:
         def section(split: str) -> list[dict[str, Any]]:
             names = [objective.name for objective in objectives]
             return [{"name": n, "task": {"file": f"{(files or {}).get(n, n)}_{split}.jsonl"}} for n in names]
@@ -50,7 +57,10 @@ class Study:
         document = {"engine": {"replicas": 1}, "objectives": section("search"), "holdout": section("holdout")}
         full = dict.fromkeys((objective.name for objective in objectives), N)
         resolved = resolved_study(objectives=objectives, rung_samples=(full,))
-        self.store, self.id = store, store.create_job(name="test", document=document, resolved=resolved).id
+        self.store, self.id = (
+            store,
+            store.create_job(kind="search", name="test", document=document, accepted=resolved.to_json()).id,
+        )
         self.writer: JobWriter = store.open_attempt(self.id)
 
     def add(self, number: int, search: Values, holdout: Values | None, *, origin: Origin = Origin.SEARCH) -> None:
@@ -105,12 +115,16 @@ def both(math: np.ndarray, text: np.ndarray | None = None) -> dict[str, np.ndarr
 # Two metrics of the same documents.
 
 
-def test_two_metrics_of_the_same_documents_do_not_count_them_twice(store: Store) -> None:
-    """They agree on every sample here, so their mean is known no better than each of them."""
+def test_shared_documents_count_once(store: Store) -> None:
+    """Two metrics of the same documents do not count them twice.
+
+    They agree on every sample here, so their mean is known no better than each of them.
+    """
     study = Study(store, (MATH, TEXT), files={"math": "data", "text": "data"})
     study.add(0, both(binary(0.5, 1)), both(binary(0.45, 2)), origin=Origin.SOURCE)
     study.add(1, both(binary(0.7, 3)), both(binary(0.6, 4)))
     document, _, _ = study.documents()
+    assert [row["trial"] for row in document["holdout"]] == [0, 1]
     for row in document["holdout"]:
         assert row["mean"]["ci95"] == pytest.approx(row["values"]["math"]["ci95"])
         assert row["mean"]["standard_error"] == pytest.approx(row["values"]["math"]["standard_error"])
@@ -137,7 +151,8 @@ def failed_on_holdout(store: Store) -> Study:
     return study
 
 
-def test_a_winner_that_fails_on_holdout_leaves_the_table_of_the_others(store: Store) -> None:
+def test_failing_winner_keeps_the_table(store: Store) -> None:
+    """A winner that fails on held-out data leaves the other rows of the table."""
     study = failed_on_holdout(store)
     assert study.documents()[0]["holdout"] == []  # it may still be scored
     study.writer.add_event(EventKind.HOLDOUT_FAILED, {"trial": 2, "reason": "NaN in the logits"})
@@ -167,9 +182,8 @@ def test_a_winner_that_was_scored_after_all_is_compared_as_ever(store: Store) ->
 
 @pytest.mark.parametrize("metric", ["score", "word_perplexity"])
 @pytest.mark.parametrize("split", list(Split))
-def test_a_sample_outside_the_range_is_told_at_its_trial_and_hides_nothing_else(
-    store: Store, split: Split, metric: str
-) -> None:
+def test_sample_outside_the_range_is_shown(store: Store, split: Split, metric: str) -> None:
+    """A sample outside the range is reported at its trial and hides nothing else."""
     odd = Objective("odd", metric, "minimize", (0.0, 10.0))
     study = Study(store, (MATH, odd))
     for number, origin in enumerate((Origin.SOURCE, Origin.SOURCE, Origin.SEARCH)):
@@ -201,9 +215,8 @@ def test_a_mean_outside_the_default_range_hides_nothing_else(store: Store) -> No
 
 
 @pytest.mark.parametrize("value", [0.3, 400.0])
-def test_one_sample_of_a_metric_that_is_not_binary_has_an_interval_and_no_standard_error(
-    store: Store, value: float
-) -> None:
+def test_one_sample_has_no_standard_error(store: Store, value: float) -> None:
+    """One sample of a metric that is not binary has an interval and no standard error."""
     odd = Objective("odd", "score", "maximize", (0.0, 10.0))
     study = Study(store, (odd,))
     one = {"odd": np.array([value])}
@@ -223,8 +236,10 @@ def test_one_sample_of_a_metric_that_is_not_binary_has_an_interval_and_no_standa
 
 
 def uneven_splits(store: Store, *, luck: float) -> Study:
-    """Four baselines, and a best trial that is as good as on holdout data plus `luck` on search data. The search data
-    are easier by 0.1 for all."""
+    """Four baselines, and a best trial that is better by `luck` on search data than on holdout data.
+
+    The search data are easier by 0.1 for all.
+    """
     study = Study(store, (MATH, TEXT))
     for number in range(4):
         rates = [(0.4 + 0.05 * number + easier, 10 * number + i) for i, easier in enumerate((0.1, 0.0))]
@@ -244,11 +259,13 @@ def test_the_difference_between_splits_is_no_selection_bias(store: Store) -> Non
     assert "of the baselines" in report
 
 
-def test_selection_bias_and_split_difference_add_up_to_search_minus_holdout(store: Store) -> None:
+def test_differences_add_up(store: Store) -> None:
+    """Selection bias and split difference add up to search minus held-out value."""
     document, _, report = uneven_splits(store, luck=0.15).documents()
     bias, difference = document["selection_bias_against_baselines"], document["split_difference"]
     assert bias["mean"]["value"] == pytest.approx(0.15)
     assert bias["mean"]["value"] + difference["mean"]["value"] == pytest.approx(document["selection_bias"])
+    assert set(document["selection_bias_by_objective"]) == {"math", "text"}
     for name, gap in document["selection_bias_by_objective"].items():
         assert bias[name]["value"] + difference[name]["value"] == pytest.approx(gap["value"])
     assert f"+{bias['mean']['value']:.3f}" in report
@@ -257,7 +274,8 @@ def test_selection_bias_and_split_difference_add_up_to_search_minus_holdout(stor
 # The front on held-out data.
 
 
-def test_the_front_has_a_hypervolume_on_held_out_data_beside_the_searchs(store: Store) -> None:
+def test_front_has_a_holdout_hypervolume(store: Store) -> None:
+    """The front has a hypervolume on held-out data beside that on search data."""
     study = Study(store, (MATH, TEXT))
     study.add(0, both(binary(0.3, 1)), both(binary(0.3, 2)), origin=Origin.SOURCE)
     study.add(1, both(binary(0.9, 3), binary(0.5, 4)), both(binary(0.8, 5), binary(0.4, 6)))
@@ -272,13 +290,14 @@ def test_the_front_has_a_hypervolume_on_held_out_data_beside_the_searchs(store: 
     low, high = found["ci95"]
     assert low < found["value"] < high < found["value"] + 0.3
     assert front == study.documents()[1]  # the same draw every time
-    assert f"hypervolume {found['value']:.3f} (95&nbsp;% {low:.3f} to {high:.3f})" in report
+    assert f"a hypervolume of {found['value']:.3f} (95&nbsp;% {low:.3f} to {high:.3f})" in report
 
 
 # What promotes, and what is best.
 
 
-def test_summary_and_report_say_why_a_promoted_trial_need_not_be_the_best(store: Store) -> None:
+def test_promotion_is_explained(store: Store) -> None:
+    """Summary and report say why a promoted trial need not be the best."""
     study = Study(store, (MATH, TEXT))
     study.add(0, both(binary(0.3, 1)), both(binary(0.3, 2)), origin=Origin.SOURCE)
     document, _, report = study.documents()

@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from service.results.load import run_record
-from service.results.record import GradientRecord, SearchFigures
-from service.store import StepRecord, Store
-from service.tune.steps import Step, StepKind, StepRequest, StepResult
+from service.results.record import SearchFigures
+from service.store import Store
+from service.store.steps import (
+    GradientRequest,
+    GradientResult,
+    GradientStep,
+    LossesRequest,
+    LossesResult,
+    LossesStep,
+    NoteRequest,
+    NoteResult,
+    NoteStep,
+    UpdateRequest,
+    UpdateResult,
+    UpdateStep,
+)
 from service.types import EventKind
 from tests.service.resolved import resolved_study
 
 
-def test_the_searcher_its_notes_and_the_cost_of_its_steps_are_those_stored(tmp_path: Path) -> None:
+def test_searcher_record_is_the_stored_one(tmp_path: Path) -> None:
+    """The searcher, its notes and the cost of its steps are those stored."""
     store = Store(f"sqlite:///{tmp_path / 'study.db'}")
     resolved = resolved_study(algorithm="gradient", algorithm_reason="all objectives have references")
     document = {"engine": {"replicas": 1}}
-    writer = store.open_attempt(store.create_job(name="test", document=document, resolved=resolved).id)
-    for number, charged in enumerate((48, 0, 144)):  # losses, a note, a gradient
-        writer.add_step(StepRecord(number, 9 + number // 2, charged, {}))
+    writer = store.open_attempt(
+        store.create_job(kind="search", name="test", document=document, accepted=resolved.to_json()).id
+    )
+    positions = {"math": tuple(range(48))}
+    losses = LossesRequest(label="trial 0", point=(0.5,), positions=positions)
+    gradient = GradientRequest(label="", descent=0, point=(0.5,), positions=positions, weights={"math": 1.0})
+    writer.add_step(LossesStep(0, 9, losses, LossesResult()))
+    writer.add_step(NoteStep(1, 9, NoteRequest(label="gradients are used", decision="gradient"), NoteResult()))
+    writer.add_step(GradientStep(2, 10, gradient, GradientResult()))
     writer.add_event(EventKind.SEARCH_NOTE, {"trial": 9, "text": "gradients are used"})
     expected = SearchFigures(
         "gradient", "all objectives have references", ("gradients are used",), steps=2, charges={9: 48, 10: 144}
@@ -28,21 +47,24 @@ def test_the_searcher_its_notes_and_the_cost_of_its_steps_are_those_stored(tmp_p
     store.close()
 
 
-def test_the_gradients_of_descents_are_read_from_the_steps(tmp_path: Path) -> None:
+def test_gradients_and_updates_are_those_stored(tmp_path: Path) -> None:
     store = Store(f"sqlite:///{tmp_path / 'study.db'}")
-    study = store.create_job(name="test", document={"engine": {"replicas": 1}}, resolved=resolved_study())
-    writer = store.open_attempt(study.id)
-    losses = StepRequest(StepKind.LOSSES, "trial 0", (0.5,), {"math": (0, 1)})
-    gradient = replace(losses, kind=StepKind.GRADIENT, label="descent 0", weights={"math": 2.0})
-    weighted = replace(gradient, label="descent 1", preference={"math": 1.0, "text": 0.0})
-    results = (StepResult({"math": 0.5}), StepResult({"math": 0.25}, (0.1,)), StepResult(failure="the loss is nan"))
-    for number, (request, result) in enumerate(zip((losses, gradient, weighted), results, strict=True)):
-        document = Step(number, 9, request, result).to_json()
-        if number == 1:
-            del document["request"]["preference"]  # as earlier versions stored it
-        writer.add_step(StepRecord(number, 9, request.num_charged, document))
-    assert run_record(store, study.id).gradients == (
-        GradientRecord("descent 0", 9, {"math": 0.25}, {"math": 2.0}),
-        GradientRecord("descent 1", 9, {}, {"math": 2.0}, {"math": 1.0, "text": 0.0}, "the loss is nan"),
+    study = store.create_job(
+        kind="search", name="test", document={"engine": {"replicas": 1}}, accepted=resolved_study().to_json()
     )
+    writer = store.open_attempt(study.id)
+    request = GradientRequest(label="descent 1", descent=1, point=(0.5,), positions={}, weights={"math": 2.0})
+    steps = (
+        LossesStep(
+            0, 9, LossesRequest(label="trial 0", point=(0.5,), positions={}), LossesResult(losses={"math": 1.0})
+        ),
+        GradientStep(1, 9, request, GradientResult(losses={"math": 0.25}, gradient=(0.1,))),
+        GradientStep(2, 9, request, GradientResult(failure="the loss is nan")),
+        UpdateStep(3, 9, UpdateRequest(label="iteration 0", iteration=0), UpdateResult(statistics={"length": 5.0})),
+    )
+    for step in steps:
+        writer.add_step(step)
+    found = run_record(store, study.id)
+    assert found.gradients == steps[1:3]
+    assert found.updates == steps[3:]
     store.close()

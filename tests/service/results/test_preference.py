@@ -67,7 +67,8 @@ def test_held_out_values_decide_where_the_front_has_them() -> None:
     assert choices(run_of(FRONT, {9: (1.0, 1.0)})).preferred({"text": 1})["split"] == "search"  # not of the front
 
 
-def test_of_equals_in_what_matters_the_better_rest_decides_and_then_the_number() -> None:
+def test_ties_are_decided_by_the_rest() -> None:
+    """Other objectives decide between equal trials, and then the number."""
     assert choices(run_of(FRONT, {3: (0.7, 0.5), 4: (0.7, 0.6)})).preferred({"math": 1})["trial"] == 4
     assert choices(run_of(FRONT, {3: (0.7, 0.6), 4: (0.7, 0.6)})).preferred({"math": 1})["trial"] == 3
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from service.errors import Conflict, NotFound
+from service.resolved_study import ResolvedStudy
 from service.store import Store
 from service.store.artifacts import BLOBS, ArtifactStore
-from service.types import JobState, ResolvedStudy
+from service.types import JobState
 
 NOTHING = ResolvedStudy({}, 0, {}, {}, (), 0, (), "0")
 
@@ -24,7 +25,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def study(store: Store) -> str:
-    return store.create_job(name="a", document={}, resolved=NOTHING).id
+    return store.create_job(kind="search", name="a", document={}, accepted=NOTHING.to_json()).id
 
 
 @pytest.fixture
@@ -55,9 +56,8 @@ def test_a_directory_comes_back_as_it_was(artifacts: ArtifactStore, study: str, 
     }
 
 
-def test_equal_files_are_stored_once_and_equal_directories_have_one_digest(
-    artifacts: ArtifactStore, study: str, tmp_path: Path
-) -> None:
+def test_equal_files_are_stored_once(artifacts: ArtifactStore, study: str, tmp_path: Path) -> None:
+    """Equal files are stored once, and equal directories have one digest."""
     one = artifacts.put(study, "one", model(tmp_path / "1", b"123"))
     artifacts.put(study, "two", model(tmp_path / "2", b"456"))
     same = artifacts.put(study, "three", model(tmp_path / "3", b"123"))
@@ -91,7 +91,7 @@ def test_a_changed_or_missing_file_is_refused_and_leaves_nothing(
 
 
 def test_what_no_artifact_has_is_collected(artifacts: ArtifactStore, store: Store, study: str, tmp_path: Path) -> None:
-    other = store.create_job(name="b", document={}, resolved=NOTHING).id
+    other = store.create_job(kind="search", name="b", document={}, accepted=NOTHING.to_json()).id
     artifacts.put(study, "expert", model(tmp_path / "1", b"123"))
     kept = artifacts.put(other, "expert", model(tmp_path / "2", b"456"))
     assert artifacts.collect() == 0

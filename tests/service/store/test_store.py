@@ -17,13 +17,16 @@ import sqlalchemy as sa
 
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from service.errors import Conflict, NotFound, StaleAttempt
-from service.store import BracketRecord, JobWriter, StepRecord, Store, schema
+from service.resolved_study import ResolvedStudy
+from service.store import BracketRecord, JobWriter, Store, schema
+from service.store.steps import LossesRequest, LossesResult, LossesStep
 from service.types import EventKind, ExportRecord, ExportState, JobState, Origin, RungRecord, TrialRecord, TrialState
 from tests.service.resolved import resolved_study
 from workers.types import Evidence, SampleResult, ScoreResult, Split
 
 MERGE = Merge("linear", (Source("base"), Source("math")), {"weight": (0.25, 0.75)})
-LAYER = LayerRecipe(*(Merge("passthrough", (Source("math", 0),)) for _ in range(3)))
+PART = Merge("passthrough", (Source("math", 0),))
+LAYER = LayerRecipe(PART, PART, PART)
 RECIPE = Recipe({"base": "b0", "math": "m1"}, "base", (LAYER,), embedding=MERGE, head=MERGE)
 TRIAL = TrialRecord(3, Origin.SEARCH, "trial:3", TrialState.WAITING, RECIPE, {"g0.method": "linear"}, bracket=1)
 RESOLVED = resolved_study(commits={"owner/math": "c0ffee"})
@@ -48,7 +51,9 @@ BEGINNING = 2
 
 @pytest.fixture
 def writer(store: Store) -> JobWriter:
-    return store.open_attempt(store.create_job(name="test", document={"seed": 1}, resolved=RESOLVED).id)
+    return store.open_attempt(
+        store.create_job(kind="search", name="test", document={"seed": 1}, accepted=RESOLVED.to_json()).id
+    )
 
 
 def chunk(positions: range, *, value: float = 1.0, objective: str = "math", recipe: Recipe = RECIPE) -> ScoreResult:
@@ -60,8 +65,11 @@ def chunk(positions: range, *, value: float = 1.0, objective: str = "math", reci
 # Studies.
 
 
-def test_a_study_is_found_again_by_another_store_on_the_same_database(store: Store, url: str) -> None:
-    created = store.create_job(name="test", document={"seed": 1, "models": {"a": "b"}}, resolved=RESOLVED)
+def test_another_store_finds_the_study(store: Store, url: str) -> None:
+    """Another store on the same database finds the study."""
+    created = store.create_job(
+        kind="search", name="test", document={"seed": 1, "models": {"a": "b"}}, accepted=RESOLVED.to_json()
+    )
     other = Store(url)
     assert other.job(created.id) == created
     assert created.state is JobState.CREATED
@@ -69,23 +77,26 @@ def test_a_study_is_found_again_by_another_store_on_the_same_database(store: Sto
 
 
 def test_studies_come_oldest_first(store: Store) -> None:
-    created = [store.create_job(name=name, document={}, resolved=RESOLVED) for name in ("c", "a", "b")]
+    created = [
+        store.create_job(kind="search", name=name, document={}, accepted=RESOLVED.to_json()) for name in ("c", "a", "b")
+    ]
     assert store.jobs() == tuple(created)
 
 
 def test_an_unknown_study_is_not_found(store: Store) -> None:
     for call in (store.job, store.open_attempt):
-        with pytest.raises(NotFound, match=r"study 'nope': no such study in sqlite:///.*study\.db"):
+        with pytest.raises(NotFound, match=r"job 'nope': no such job in sqlite:///.*study\.db"):
             call("nope")
 
 
-def test_state_reason_time_and_document_change_and_the_resolved_study_stays(store: Store, writer: JobWriter) -> None:
+def test_resolved_study_stays(store: Store, writer: JobWriter) -> None:
+    """State, reason, time and document change; the resolved study stays."""
     writer.set_state(JobState.STOPPED, "interrupted")
     writer.heartbeat(wall_clock_s=12.5)
     writer.set_document({"seed": 2})
     record = store.job(writer.job_id)
     assert (record.state, record.reason, record.wall_clock_s) == (JobState.STOPPED, "interrupted", 12.5)
-    assert (record.document, record.resolved) == ({"seed": 2}, RESOLVED)
+    assert (record.document, ResolvedStudy.of(record)) == ({"seed": 2}, RESOLVED)
 
 
 def test_a_database_of_another_schema_version_is_refused(store: Store, url: str) -> None:
@@ -110,7 +121,8 @@ def test_a_trial_comes_back_as_it_was_written(store: Store, writer: JobWriter) -
     assert store.trials(writer.job_id) == (plain, TRIAL)
 
 
-def test_trials_come_in_order_of_their_number_with_rungs_in_order(store: Store, writer: JobWriter) -> None:
+def test_trials_and_rungs_are_ordered(store: Store, writer: JobWriter) -> None:
+    """Trials come in the order of their numbers, with their rungs in order."""
     for number in (12, 3, 7):
         writer.add_trial(replace(TRIAL, number=number))
     for rung in (1, 0, 2):
@@ -129,7 +141,9 @@ def test_a_trial_number_is_never_used_twice(store: Store, writer: JobWriter) -> 
 
 
 def test_studies_of_one_database_do_not_mix(store: Store, writer: JobWriter) -> None:
-    other = store.open_attempt(store.create_job(name="other", document={}, resolved=RESOLVED).id)
+    other = store.open_attempt(
+        store.create_job(kind="search", name="other", document={}, accepted=RESOLVED.to_json()).id
+    )
     for each, value in ((writer, 1.0), (other, 0.0)):
         each.add_trial(TRIAL)
         each.record_chunk(3, Split.SEARCH, chunk(range(2), value=value))
@@ -137,14 +151,15 @@ def test_studies_of_one_database_do_not_mix(store: Store, writer: JobWriter) -> 
         each.set_document_named("engine", [value])
     writer.finish_trials([3], TrialState.FAIL, "broken")
     writer.resize_bracket(0, 1)
-    assert store.trials(other.study_id)[0].state is TrialState.RUNNING
-    assert store.sample_values(other.study_id, Split.SEARCH) == {RECIPE.digest: {"math": {0: 0.0, 1: 0.0}}}
-    assert store.brackets(other.study_id) == (BracketRecord(0, 0, 9),)
-    assert store.document(other.study_id, "engine") == [0.0]
-    assert len(store.evidence(other.study_id)) == 1
+    assert store.trials(other.job_id)[0].state is TrialState.RUNNING
+    assert store.sample_values(other.job_id, Split.SEARCH) == {RECIPE.digest: {"math": {0: 0.0, 1: 0.0}}}
+    assert store.brackets(other.job_id) == (BracketRecord(0, 0, 9),)
+    assert store.document(other.job_id, "engine") == [0.0]
+    assert len(store.evidence(other.job_id)) == 1
 
 
-def test_values_are_those_of_the_last_rung_and_only_of_complete_trials(store: Store, writer: JobWriter) -> None:
+def test_values_are_of_the_last_rung(store: Store, writer: JobWriter) -> None:
+    """Values are those of the last rung, and of complete trials only."""
     full = RungRecord(1, {"math": 8}, {"math": 0.75}, {"math": 0.125})
     for number in (3, 4):
         writer.add_trial(replace(TRIAL, number=number))
@@ -213,7 +228,8 @@ def test_tokens_are_counted_where_all_samples_have_them(store: Store, writer: Jo
     assert store.num_tokens(writer.job_id, Split.SEARCH) == {}
 
 
-def test_holdout_samples_are_kept_apart_and_cost_the_search_nothing(store: Store, writer: JobWriter) -> None:
+def test_holdout_samples_are_kept_apart(store: Store, writer: JobWriter) -> None:
+    """Held-out samples are stored apart and are not charged to the search."""
     writer.add_trial(replace(TRIAL, state=TrialState.COMPLETE))
     writer.record_chunk(3, Split.SEARCH, chunk(range(2), value=1.0))
     writer.record_chunk(3, Split.HOLDOUT, chunk(range(2), value=0.0))
@@ -254,15 +270,21 @@ def test_events_and_values_of_some_kinds_and_recipes_are_those(store: Store, wri
     assert set(store.sample_values(writer.job_id, Split.SEARCH, recipes=("other", RECIPE.digest))) == {RECIPE.digest}
 
 
+def losses_step(number: int, *, loss: float = 0.5) -> LossesStep:
+    request = LossesRequest(label="trial 0", point=(0.5,), positions={"math": (0, 1)})
+    return LossesStep(number, 3, request, LossesResult(losses={"math": loss}))
+
+
 def test_steps_of_a_searcher_are_stored_once(store: Store, writer: JobWriter) -> None:
     assert store.steps(writer.job_id) == ()
-    steps = (StepRecord(0, 3, 144, {"loss": 0.1}), StepRecord(1, 3, 48, {"loss": 1 / 3}))
-    for step in (*steps, replace(steps[0], document={"loss": 9.0})):
+    steps = (losses_step(0, loss=0.1), losses_step(1, loss=1 / 3))
+    for step in (*steps, losses_step(0, loss=9.0)):
         writer.add_step(step)
     assert store.steps(writer.job_id) == steps
 
 
-def test_samples_are_void_that_an_engine_scored_after_its_last_good_canary(store: Store, writer: JobWriter) -> None:
+def test_samples_after_a_canary_are_void(store: Store, writer: JobWriter) -> None:
+    """Samples that an engine scored after its last good canary are void."""
     writer.add_trial(TRIAL)
 
     def scored(positions: range, replica: str, canaries: int) -> ScoreResult:
@@ -332,10 +354,11 @@ def test_a_named_document_is_replaced_and_absent_until_written(store: Store, wri
 # Events.
 
 
-def test_event_ids_grow_over_all_studies_and_a_reader_goes_on_after_the_last_it_saw(
-    store: Store, writer: JobWriter
-) -> None:
-    other = store.open_attempt(store.create_job(name="other", document={}, resolved=RESOLVED).id)
+def test_event_ids_grow(store: Store, writer: JobWriter) -> None:
+    """Event ids grow over all studies, and a reader continues after the last that it saw."""
+    other = store.open_attempt(
+        store.create_job(kind="search", name="other", document={}, accepted=RESOLVED.to_json()).id
+    )
     for number in range(3):
         writer.add_event("note", {"n": number})
         other.add_event("note", {"n": -number})
@@ -343,7 +366,7 @@ def test_event_ids_grow_over_all_studies_and_a_reader_goes_on_after_the_last_it_
     assert [event.payload["n"] for event in events] == [0, 1, 2]
     ids = [event.id for event in events]
     assert ids == sorted(set(ids))
-    assert set(ids).isdisjoint(event.id for event in store.events(other.study_id))
+    assert set(ids).isdisjoint(event.id for event in store.events(other.job_id))
     assert [event.payload["n"] for event in store.events(writer.job_id, after=ids[0])] == [1, 2]
     assert store.events(writer.job_id, after=ids[-1]) == ()
 
@@ -375,7 +398,7 @@ WRITES: dict[str, Callable[[JobWriter], None]] = {
     "set_document_named": lambda w: w.set_document_named("holdout", {}),
     "record_engine_fault": lambda w: w.record_engine_fault("replica-1", 0, "x"),
     "add_event": lambda w: w.add_event("x", {}),
-    "add_step": lambda w: w.add_step(StepRecord(0, 3, 144, {"x": 1})),
+    "add_step": lambda w: w.add_step(losses_step(0)),
 }
 
 
@@ -422,7 +445,9 @@ def test_writers_of_two_threads_take_turns_and_lose_nothing(store: Store, writer
 
 def test_requests_of_one_name_make_one_study(store: Store) -> None:
     def create(_: int) -> str:
-        return store.create_job(name="a", document={}, resolved=RESOLVED, idempotency_key="k", request_digest="d").id
+        return store.create_job(
+            kind="search", name="a", document={}, accepted=RESOLVED.to_json(), idempotency_key="k", request_digest="d"
+        ).id
 
     with ThreadPoolExecutor(8) as pool:
         assert len(set(pool.map(create, range(24)))) == 1
@@ -451,7 +476,7 @@ def test_a_submission_is_noted_with_its_time(store: Store, writer: JobWriter) ->
 
 
 def test_attempts_count_as_failures_until_a_result_is_stored(store: Store) -> None:
-    study = store.create_job(name="a", document={}, resolved=RESOLVED).id
+    study = store.create_job(kind="search", name="a", document={}, accepted=RESOLVED.to_json()).id
     assert store.consecutive_failures(study) == 0
     store.record_submission(study, 1)
     assert store.consecutive_failures(study) == 1  # a driver that never began
@@ -480,14 +505,15 @@ def test_a_stored_chunk_is_a_result_too(store: Store, writer: JobWriter) -> None
 def test_a_stored_step_of_the_searcher_is_a_result_too(store: Store, writer: JobWriter) -> None:
     for number in range(4):
         attempt = store.open_attempt(writer.job_id)
-        attempt.add_step(StepRecord(number, 9, 48, {}))
+        attempt.add_step(losses_step(number))
         assert store.consecutive_failures(writer.job_id) == 0
     store.open_attempt(writer.job_id)
     store.open_attempt(writer.job_id)
     assert store.consecutive_failures(writer.job_id) == 2
 
 
-def test_drivers_that_wait_are_counted_apart_until_a_result_is_stored(store: Store, writer: JobWriter) -> None:
+def test_waiting_drivers_are_counted_apart(store: Store, writer: JobWriter) -> None:
+    """Drivers that wait are counted apart until a result is stored."""
     study = writer.job_id
     writer.set_waiting("no engine")
     for expected in (2, 3):
@@ -506,7 +532,7 @@ def test_drivers_that_wait_are_counted_apart_until_a_result_is_stored(store: Sto
 
 
 def test_refused_jobs_count_as_failures_and_resuming_counts_anew(store: Store) -> None:
-    study = store.create_job(name="a", document={}, resolved=RESOLVED).id
+    study = store.create_job(kind="search", name="a", document={}, accepted=RESOLVED.to_json()).id
     store.record_submission(study, 1)
     for expected in (1, 2, 3):
         store.record_refusal(study, "no")
@@ -518,7 +544,8 @@ def test_refused_jobs_count_as_failures_and_resuming_counts_anew(store: Store) -
     assert store.consecutive_failures(study) == 0
 
 
-def test_only_what_failed_or_stopped_is_resumed_and_its_driver_goes_on_writing(store: Store, writer: JobWriter) -> None:
+def test_failed_or_stopped_study_is_resumed(store: Store, writer: JobWriter) -> None:
+    """Only a failed or stopped study is resumed, and its driver continues to write."""
     for state in (JobState.CREATED, JobState.RUNNING, JobState.COMPLETE, JobState.CANCELLED):
         writer.set_state(state, "x")
         before = store.last_event_id(writer.job_id)
@@ -581,7 +608,9 @@ def test_readers_beside_a_writer_never_see_part_of_a_transaction(store: Store, w
     """`finish_rung` adds a rung and ends the trial: no reader may see the one without the other."""
     for number in range(40):
         writer.add_trial(replace(TRIAL, number=number))
-    stop, torn, reads = threading.Event(), [], []
+    stop = threading.Event()
+    torn: list[Any] = []
+    reads: list[Any] = []
 
     def read() -> None:
         while not stop.is_set():
@@ -620,8 +649,9 @@ def die_inside_a_chunk(url: str, study_id: str) -> None:
         os._exit(9)
 
 
-def test_a_process_that_dies_in_a_transaction_leaves_what_was_committed_and_no_lock(store: Store, url: str) -> None:
-    study = store.create_job(name="test", document={}, resolved=RESOLVED).id
+def test_death_in_a_transaction_frees_locks(store: Store, url: str) -> None:
+    """A process that dies in a transaction leaves the committed rows and no lock."""
+    study = store.create_job(kind="search", name="test", document={}, accepted=RESOLVED.to_json()).id
     process = multiprocessing.get_context("spawn").Process(target=die_inside_a_chunk, args=(url, study))
     process.start()
     process.join()
@@ -636,14 +666,16 @@ def test_a_process_that_dies_in_a_transaction_leaves_what_was_committed_and_no_l
 
 
 def test_the_last_event_and_the_trials_of_one_study_are_its_own(store: Store, writer: JobWriter) -> None:
-    other = store.open_attempt(store.create_job(name="other", document={}, resolved=RESOLVED).id)
+    other = store.open_attempt(
+        store.create_job(kind="search", name="other", document={}, accepted=RESOLVED.to_json()).id
+    )
     writer.add_trial(TRIAL)
     other.add_event("tick", {})
-    for study in (writer.job_id, other.study_id):
+    for study in (writer.job_id, other.job_id):
         assert store.last_event_id(study) == store.events(study)[-1].id
     assert store.last_event_id("nope") == 0
     assert store.trial_counts(writer.job_id) == {writer.job_id: {"WAITING": 1}}
-    assert store.trial_counts(other.study_id) == {}
+    assert store.trial_counts(other.job_id) == {}
 
 
 def test_another_store_opens_the_same_database_by_its_url(store: Store, writer: JobWriter, url: str) -> None:

@@ -11,27 +11,30 @@ from typing import Any
 import pytest
 import torch
 
-from search_spaces.baselines import sources_and_published
+from search_spaces.baselines import all_baselines
 from search_spaces.errors import InvalidStudy
 from search_spaces.recipe import COMPONENTS, LayerRecipe, Merge, Recipe, Source
 from search_spaces.spaces import SPACES
 from search_spaces.spaces.base import DifferentiableSpace
+from search_spaces.spaces.layerwise import LayerwiseSection
 from search_spaces.study.file import Study, parse_study
-from service.api.preflight_process import ServerPlace, _with_sources, read_request
 from service.cli.main import main
 from service.disk import alignments_dir
+from service.jobs.base import RequestContext
+from service.jobs.search.local_run import DATABASE, open_run
+from service.jobs.search.request import read_study, studies_of
+from service.resolved_study import ResolvedStudy
 from service.results.selection import best_trial
 from service.store import Store
 from service.studies.chains import SOURCES, on_server, with_exported_sources
 from service.studies.export import write_model
-from service.studies.local_run import DATABASE, as_started, open_run
 from service.studies.preflight.models import searched_models, with_revisions
-from service.types import Origin, ResolvedStudy
+from service.types import Origin
 from tests.service.resolved import resolved_study
 from tests.service.tune.harness import InlineProposer, coordinator_of, drive
 from tests.workers.recipes import aligned, random_alignment
+from workers.alignments.files import write_alignment
 from workers.export.model_card import model_card
-from workers.merging.alignments import write_alignment
 from workers.models.family import open_sources, resolve_family
 from workers.serving.fake import FakeScorer
 from workers.types import Family
@@ -71,18 +74,19 @@ def finished(tied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> F
     directory = tmp_path_factory.mktemp("first")
     sources = open_sources(tied_family)
     known = searched_models(sources, sources.fingerprints)
-    space = SPACES["layerwise"](kind="layerwise", granularity="layer").build(known)
+    space = LayerwiseSection(kind="layerwise", granularity="layer").build(known)
     experts = tuple(expert.alias for expert in tied_family.experts)
-    baselines = sources_and_published(
+    baselines = all_baselines(
         base="base", experts=experts, fingerprints=sources.fingerprints, num_layers=known.num_layers
     )
     store = Store(f"sqlite:///{directory / DATABASE}")
     study = store.create_job(
+        kind="search",
         name="first",
         document=parse_study(
             document(tied_family, {expert.alias: expert.directory for expert in tied_family.experts})
         ).canonical(),
-        resolved=resolved_study(fingerprints=sources.fingerprints, num_layers=known.num_layers),
+        accepted=resolved_study(fingerprints=sources.fingerprints, num_layers=known.num_layers).to_json(),
     ).id
     coordinator = coordinator_of(
         store,
@@ -99,13 +103,13 @@ def finished(tied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> F
 
 
 def test_a_merge_of_a_run_becomes_a_directory_that_is_a_source(finished: Finished, tmp_path: Path) -> None:
-    started, chained = as_started(finished.next_study(), tmp_path, sources_in=tmp_path, note=lambda _: None)
+    started, chained = with_exported_sources(finished.next_study(), open_study=open_run, directory=tmp_path)
     source = chained["merged"]
     assert started.models.experts == {"text": finished.models.experts[-1].directory, "merged": source.directory}
     assert list(started.models.experts) == ["text", "merged"]
     assert Path(source.directory).parent == tmp_path / SOURCES
     store = Store(finished.url)
-    best = best_trial(store.trials(finished.study), store.job(finished.study).resolved.objectives)
+    best = best_trial(store.trials(finished.study), ResolvedStudy.of(store.job(finished.study)).objectives)
     assert best is not None
     assert (source.study, source.name, source.trial) == (finished.study, "first", best.number)
     assert json.loads((Path(source.directory) / "recipe.json").read_text())["digest"] == best.recipe.digest
@@ -113,11 +117,10 @@ def test_a_merge_of_a_run_becomes_a_directory_that_is_a_source(finished: Finishe
     assert set(family.fingerprints) == {"base", "text", "merged"}
 
 
-def test_the_trial_stays_the_one_that_it_was_and_its_export_is_made_again_where_it_is_gone(
-    finished: Finished, tmp_path: Path
-) -> None:
+def test_lost_export_is_made_again(finished: Finished, tmp_path: Path) -> None:
+    """A chained trial stays the same, and its lost export is made again."""
     study = finished.next_study(dir=str(finished.directory), trial=2)
-    _, chained = as_started(study, tmp_path, sources_in=tmp_path, note=lambda _: None)
+    _, chained = with_exported_sources(study, open_study=open_run, directory=tmp_path)
     before = ResolvedStudy.from_json(resolved_study(chained=chained).to_json())
     assert before.chained == chained
     first = resolve_family(study.models.base, {"merged": chained["merged"].directory}).fetched().fingerprints
@@ -132,9 +135,10 @@ def test_the_trial_stays_the_one_that_it_was_and_its_export_is_made_again_where_
         with_exported_sources(best, open_study=on_server(store), directory=tmp_path, before=other)
 
 
-def test_a_stored_study_has_its_sources_where_they_were_exported_to(finished: Finished, tmp_path: Path) -> None:
+def test_stored_study_names_exports(finished: Finished, tmp_path: Path) -> None:
+    """A stored study names the directories to which its sources were exported."""
     study = finished.next_study()
-    _, chained = as_started(study, tmp_path, sources_in=tmp_path, note=lambda _: None)
+    _, chained = with_exported_sources(study, open_study=open_run, directory=tmp_path)
     stored = Study.model_validate(study.canonical())
     assert stored == study
     assert with_revisions(stored, resolved_study(chained=chained)).models.named == {
@@ -144,21 +148,21 @@ def test_a_stored_study_has_its_sources_where_they_were_exported_to(finished: Fi
 
 
 def test_studies_of_a_server_are_named_by_id(finished: Finished, tmp_path: Path) -> None:
-    sent = json.dumps(finished.next_study(id=finished.study, trial=1).canonical()).encode()
-    study = read_request(sent, is_json=True)
-    place = ServerPlace(finished.url, tmp_path)
-    started, chained = _with_sources(study, place)
+    sent = finished.next_study(id=finished.study, trial=1).canonical()
+    study = read_study(sent, RequestContext())
+    server = studies_of(RequestContext(store_url=finished.url, data_dir=tmp_path))
+    started, chained = with_exported_sources(study, open_study=server, directory=tmp_path)
     assert chained["merged"].trial == 1
     assert Path(started.models.named["merged"]).is_relative_to(tmp_path / SOURCES)
-    with pytest.raises(InvalidStudy, match=r"models\.experts\.merged\.from_study: studies here cannot name"):
-        _with_sources(study, None)
+    with pytest.raises(InvalidStudy, match=r"models\.experts\.merged\.from_study: requests here cannot name"):
+        with_exported_sources(study, open_study=studies_of(RequestContext()), directory=tmp_path)
 
 
 @pytest.mark.parametrize(
     ("from_study", "message"),
     [
         ({"dir": "none"}, r"models\.experts\.merged\.from_study: .*none: no run here"),
-        ({"id": "c0ffee"}, "id: c0ffee names a study on a server; give the dir of a run"),
+        ({"id": "c0ffee"}, "id: c0ffee names a study on a server; give the `dir` of a run"),
         ({"dir": None, "trial": 99}, "study 'first': has no trial 99; its trials are 0 to"),
     ],
 )
@@ -167,21 +171,22 @@ def test_a_merge_that_cannot_be_had_is_refused(
 ) -> None:
     given = {key: value or str(finished.directory) if key == "dir" else value for key, value in from_study.items()}
     with pytest.raises(InvalidStudy, match=message):
-        as_started(finished.next_study(**given), tmp_path, sources_in=tmp_path, note=lambda _: None)
+        with_exported_sources(finished.next_study(**given), open_study=open_run, directory=tmp_path)
 
 
-def test_a_run_s_directory_is_refused_on_a_server_and_an_unknown_id_too(finished: Finished, tmp_path: Path) -> None:
-    place = ServerPlace(finished.url, tmp_path)
+def test_server_refuses_run_directories(finished: Finished, tmp_path: Path) -> None:
+    """A server refuses a run's directory and an unknown id."""
+    server = studies_of(RequestContext(store_url=finished.url, data_dir=tmp_path))
     with pytest.raises(InvalidStudy, match="on a server, give the id of one of its studies"):
-        _with_sources(finished.next_study(), place)
+        with_exported_sources(finished.next_study(), open_study=server, directory=tmp_path)
     with pytest.raises(InvalidStudy, match="c0ffee"):
-        _with_sources(finished.next_study(id="c0ffee"), place)
+        with_exported_sources(finished.next_study(id="c0ffee"), open_study=server, directory=tmp_path)
 
 
 def test_the_exported_recipe_has_that_of_its_sources(finished: Finished, tmp_path: Path) -> None:
     from workers.merging.bank import Bank
 
-    started, chained = as_started(finished.next_study(), tmp_path, sources_in=tmp_path, note=lambda _: None)
+    started, chained = with_exported_sources(finished.next_study(), open_study=open_run, directory=tmp_path)
     sources = resolve_family(started.models.base, started.models.named).fetched()
     num_layers = sources.layout.num_layers
     layers = (Merge("linear", (Source("text", i), Source("merged", i)), {"weight": 0.5}) for i in range(num_layers))
@@ -196,7 +201,7 @@ def test_the_exported_recipe_has_that_of_its_sources(finished: Finished, tmp_pat
 
 
 def test_the_model_card_says_which_merge_a_source_is(finished: Finished, tmp_path: Path) -> None:
-    started, chained = as_started(finished.next_study(), tmp_path, sources_in=tmp_path, note=lambda _: None)
+    started, chained = with_exported_sources(finished.next_study(), open_study=open_run, directory=tmp_path)
     family = resolve_family(started.models.base, started.models.named).fetched().family
     merge = Merge("linear", (Source("text", 0), Source("merged", 0)), {"weight": 0.5})
     whole = Merge("passthrough", (Source("merged"),))
@@ -242,9 +247,10 @@ def path_study(tied_family: Family, tmp_path_factory: pytest.TempPathFactory) ->
     recipes = (recipe(order), recipe(order, scale=0.5), mixed, aligned(recipe(order), digest))
     store = Store(f"sqlite:///{directory / DATABASE}")
     study = store.create_job(
+        kind="search",
         name="paths",
         document=parse_study(document(tied_family, {e.alias: e.directory for e in tied_family.experts})).canonical(),
-        resolved=resolved_study(fingerprints=sources.fingerprints, num_layers=sources.layout.num_layers),
+        accepted=resolved_study(fingerprints=sources.fingerprints, num_layers=sources.layout.num_layers).to_json(),
     ).id
     space = SPACES["layerwise"](kind="layerwise").build(searched_models(sources, sources.fingerprints))
     coordinator = coordinator_of(
@@ -274,7 +280,7 @@ def test_models_along_a_path_have_their_own_layers_in_its_order(
 ) -> None:
     directory, (recipe, *_) = path_study
     study = along(tied_family, directory, 0)
-    started, chained = as_started(study, tmp_path, sources_in=tmp_path, note=lambda _: None)
+    started, chained = with_exported_sources(study, open_study=open_run, directory=tmp_path)
     assert {*chained} == {"base", "found", *(expert.alias for expert in tied_family.experts)}
     assert {own.recipe_digest for own in chained.values()} == {recipe.digest}
     sources = open_sources(resolve_family(started.models.base, started.models.named).fetched().family)
@@ -299,9 +305,9 @@ def test_models_along_a_path_have_their_own_layers_in_its_order(
 @pytest.mark.parametrize(
     ("trial", "message"),
     [
-        (1, r"models\.path_of: study 'paths': trial 1: the scale 0\.5 stands behind layer 0"),
+        (1, r"models\.path_of: study 'paths': trial 1: the scale 0\.5 follows layer 0"),
         (2, r"models\.path_of: study 'paths': trial 2: layer 0 merges layers \[0, 1\] of its sources; a path has one"),
-        (3, r"models\.path_of: study 'paths': trial 3: an alignment stands behind layer 0"),
+        (3, r"models\.path_of: study 'paths': trial 3: an alignment follows layer 0"),
         (99, r"models\.path_of: study 'paths': has no trial 99"),
     ],
 )
@@ -310,12 +316,13 @@ def test_a_merge_without_a_path_is_refused(
 ) -> None:
     study = along(tied_family, path_study[0], trial, experts={"a": tied_family.experts[0].directory})
     with pytest.raises(InvalidStudy, match=message):
-        as_started(study, tmp_path, sources_in=tmp_path, note=lambda _: None)
+        with_exported_sources(study, open_study=open_run, directory=tmp_path)
 
 
-def test_a_trial_with_alignments_is_exported_with_its_model_class_and_is_no_source(
+def test_aligned_trial_is_no_source(
     tied_family: Family, path_study: tuple[Path, tuple[Recipe, ...]], tmp_path: Path
 ) -> None:
+    """A trial with alignments is exported with its model class and is no source."""
     directory, recipes = path_study
     assert main(["export", str(directory), "3", "--out", str(tmp_path / "model")]) == 0
     written = json.loads((tmp_path / "model" / "recipe.json").read_text())
@@ -323,7 +330,7 @@ def test_a_trial_with_alignments_is_exported_with_its_model_class_and_is_no_sour
     assert (tmp_path / "model" / "modeling_aligned.py").is_file()
     study = along(tied_family, directory, 3, path_of=None)
     with pytest.raises(InvalidStudy, match="trial 3 has alignments between layers, which sources cannot have"):
-        as_started(study, tmp_path, sources_in=tmp_path, note=lambda _: None)
+        with_exported_sources(study, open_study=open_run, directory=tmp_path)
 
 
 def test_another_vocabulary_along_a_path_is_refused(tied_family: Family, tmp_path: Path) -> None:

@@ -19,15 +19,15 @@ from search_spaces.study.file import load_study
 from service.cli.main import main
 from service.disk import artifacts_dir
 from service.errors import Conflict
-from service.store import StepRecord, Store
+from service.jobs.search.local_run import DATABASE, read_run
+from service.store import Store
 from service.store.artifacts import ArtifactStore
-from service.studies.local_run import DATABASE, read_run
+from service.store.steps import UpdateRequest, UpdateResult, UpdateStep
 from service.studies.policies.paths import PolicyPath, policy_paths
 from service.studies.preflight.models import searched_models
 from service.tune.proposing.checkpoints import PolicyCheckpoints
 from service.tune.searchers.base import SearchSetting
 from service.tune.searchers.hm3 import SEARCHER, training_of
-from service.tune.steps import Step, StepKind, StepRequest, StepResult
 from tests.docs.pages import ROOT
 from tests.service.resolved import resolved_study
 from workers.models.family import resolve_family
@@ -57,7 +57,9 @@ class Trained:
             algorithm=searcher,
         )
         store = Store(f"sqlite:///{directory / DATABASE}")
-        record = store.create_job(name="paths", document=self.study.canonical(), resolved=resolved)
+        record = store.create_job(
+            kind="search", name="paths", document=self.study.canonical(), accepted=resolved.to_json()
+        )
         self._learn(store, record.id, sources)
         store.close()
 
@@ -69,9 +71,8 @@ class Trained:
             objectives=objectives,
             num_samples={},
             num_baselines=0,
-            options=self.study.search.gradient,
+            options=self.study.search,
             preferences=given.weights(objectives, seed=0),
-            policy=self.study.search.hm3,
             family=sources.family,
         )
         space = self.study.search_space.build(searched_models(sources, sources.fingerprints))
@@ -89,9 +90,8 @@ class Trained:
             if content is not None:
                 checkpoints.put(iteration, content)
             digest = "" if content is None else hashlib.sha256(content).hexdigest()
-            request = StepRequest(StepKind.UPDATE, f"iteration {iteration}", iteration=iteration)
-            step = Step(iteration, 0, request, StepResult(checkpoint=digest))
-            writer.add_step(StepRecord(step.number, step.proposal, 0, step.to_json()))
+            request = UpdateRequest(label=f"iteration {iteration}", iteration=iteration)
+            writer.add_step(UpdateStep(iteration, 0, request, UpdateResult(checkpoint=digest)))
 
     def propose(self, preference: Mapping[str, float], **options: Any) -> tuple[PolicyPath, ...]:
         with read_run(self.directory) as (store, record):
@@ -104,7 +104,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return Trained(tmp_path_factory.mktemp("trained") / "run", knows_models=False)
 
 
-def test_a_conditioned_policy_proposes_paths_for_a_preference_that_it_has_not_seen(trained: Trained) -> None:
+def test_policy_proposes_for_new_preferences(trained: Trained) -> None:
+    """A conditioned policy proposes paths for a preference that it has not seen."""
     first, *others = trained.propose(UNSEEN, count=3)
     assert len(others) == 2
     assert len({path.recipe.digest for path in (first, *others)}) == 3
@@ -116,7 +117,8 @@ def test_a_conditioned_policy_proposes_paths_for_a_preference_that_it_has_not_se
     assert trained.propose(UNSEEN) == (first,)  # the same again
 
 
-def test_a_policy_that_knows_no_models_proposes_paths_through_others(trained: Trained) -> None:
+def test_policy_proposes_for_other_models(trained: Trained) -> None:
+    """A policy that knows no models proposes paths through other ones."""
     experts = {alias: str(family_dir() / "experts" / alias) for alias in ("lookup", "math")}
     (path,) = trained.propose(UNSEEN, experts=experts)
     assert {model for model, _ in path.steps} <= set(experts)

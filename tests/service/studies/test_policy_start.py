@@ -7,26 +7,28 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from search_spaces.errors import InvalidStudy
 from search_spaces.study.file import Study
-from search_spaces.study.sections import AnotherStudy
+from search_spaces.study.models import AnotherStudy
 from service.disk import artifacts_dir
 from service.errors import StudyFailed
-from service.results.files import summary
+from service.jobs.search.local_run import DATABASE, open_run, read_run
 from service.results.format import search_sentences
 from service.results.load import POLICY_START, run_record
+from service.results.summary import summary
 from service.store import Store
 from service.store.artifacts import ArtifactStore
+from service.store.steps import UpdateStep
 from service.studies.chains import on_server
-from service.studies.local_run import DATABASE, open_run, read_run
 from service.studies.policies.start import check_start, with_start
-from service.studies.preflight.examine import PreflightResult
 from service.studies.preflight.models import searched_models
-from service.tune.searchers.base import SearchSetting
+from service.studies.preflight.result import PreflightResult
+from service.tune.searchers.base import ProposalContext, SearchSetting
 from service.tune.searchers.hm3 import SEARCHER
 from service.types import JobState
 from tests.service.resolved import resolved_study
@@ -39,15 +41,14 @@ class Checked:
     """What of a study that passed preflight is looked at."""
 
     study: Study
-    family: Any
     space: Any
-    tasks: Mapping[str, Any]
-    num_layers: int
+    tasks: Any
+    models: Any
     start: tuple[bytes, ...] = ()
 
     @classmethod
     def of(cls, study: Study, start: Mapping[str, str], **changes: Any) -> PreflightResult:
-        options = {
+        options: dict[str, Any] = {
             "start": AnotherStudy(**start),
             **{key: changes.pop(key) for key in ("policy", "learns") if key in changes},
         }
@@ -57,19 +58,20 @@ class Checked:
         sources = resolve_family(study.models.base, study.models.named)
         space = study.search_space.build(searched_models(sources, sources.fingerprints))
         tasks = dict.fromkeys(changes.pop("objectives", ("math", "text", "lookup")))
-        found = cls(study, sources, space, tasks, changes.pop("num_layers", sources.layout.num_layers))
+        num_layers = changes.pop("num_layers", sources.layout.num_layers)
+        models = SimpleNamespace(family=sources, num_layers=num_layers)
+        found = cls(study, space, SimpleNamespace(search=tasks), models)
         return cast(PreflightResult, found)
 
     def search_setting(self, *, num_baselines: int) -> SearchSetting:
         given = self.study.search.preferences
         return SearchSetting(
-            objectives=tuple(self.tasks),
+            objectives=tuple(self.tasks.search),
             num_samples={},
             num_baselines=num_baselines,
-            options=self.study.search.gradient,
-            preferences=() if given is None else given.weights(tuple(self.tasks), seed=0),
-            policy=self.study.search.hm3,
-            family=self.family.family,
+            options=self.study.search,
+            preferences=() if given is None else given.weights(tuple(self.tasks.search), seed=0),
+            family=self.models.family.family,
             start=self.start,
         )
 
@@ -94,13 +96,15 @@ def test_a_study_begins_with_the_newest_policy_and_keeps_it(trained: Trained, tm
     check_start(preflight, open_study=open_run, artifacts_in=tmp_path)
     store = Store(f"sqlite:///{tmp_path / DATABASE}")
     resolved = resolved_study(algorithm="hm3")
-    study = store.create_job(name="second", document=preflight.study.canonical(), resolved=resolved).id
+    study = store.create_job(
+        kind="search", name="second", document=preflight.study.canonical(), accepted=resolved.to_json()
+    ).id
     artifacts = ArtifactStore(store, artifacts_dir(tmp_path))
     place: dict[str, Any] = {"artifacts": artifacts, "open_study": open_run}
     began = with_start(preflight, store, store.open_attempt(study), **place)
     (content,) = began.start
     with read_run(copy) as (first, record):
-        stated = [step.document["result"]["checkpoint"] for step in first.steps(record.id)]
+        stated = [step.result.checkpoint for step in first.steps(record.id) if isinstance(step, UpdateStep)]
     digest = hashlib.sha256(content).hexdigest()
     assert digest == stated[-1]
     start = {"study": record.id, "name": "paths", "policies": [{"iteration": len(stated) - 1, "digest": digest}]}
@@ -108,8 +112,7 @@ def test_a_study_begins_with_the_newest_policy_and_keeps_it(trained: Trained, tm
     # The first episode of a preference is the path that the policy proposes for it.
     setting = began.search_setting(num_baselines=0)
     parameters = began.space.parameters
-    call: dict[str, Any] = {"seed": 0, "observations": (), "setting": setting, "checkpoints": {}}
-    found = SEARCHER.advance(parameters, number=0, **call)
+    found = SEARCHER.advance(ProposalContext(parameters, number=0, seed=0, setting=setting))
     vector = setting.preferences[0]
     (proposed,) = trained.propose(dict(zip(setting.objectives, vector, strict=True)))
     assert isinstance(found, dict)
@@ -141,7 +144,7 @@ def test_a_study_of_a_server_is_named_by_its_id(trained: Trained) -> None:
 def test_policies_that_cannot_be_had_are_refused(trained: Trained, tmp_path: Path) -> None:
     study, own = trained.study, {"dir": str(trained.directory)}
     assert "no run here" in problem_of(Checked.of(study, {"dir": str(tmp_path)}), tmp_path)
-    assert "give the dir of a run" in problem_of(Checked.of(study, {"id": "x"}), tmp_path)
+    assert "give the `dir` of a run" in problem_of(Checked.of(study, {"id": "x"}), tmp_path)
     random = Trained(tmp_path / "random", searcher="random")
     message = "study 'paths': its searcher is random; only hm3 trains policies to begin with"
     assert problem_of(Checked.of(study, {"dir": str(random.directory)}), tmp_path) == message
@@ -149,10 +152,10 @@ def test_policies_that_cannot_be_had_are_refused(trained: Trained, tmp_path: Pat
     assert "no policy has been learned yet" in problem_of(
         Checked.of(study, {"dir": str(untrained.directory)}), tmp_path
     )
-    expected = "its networks are of policy: conditioned, those here of policy: per_preference; write conditioned"
+    expected = "its networks have policy: conditioned, this study's have policy: per_preference; write conditioned"
     assert expected in problem_of(Checked.of(study, own, policy="per_preference"), tmp_path)
     assert "are for models of 8 layers; these have 9" in problem_of(Checked.of(study, own, num_layers=9), tmp_path)
-    expected = "are for 3 objectives (math, text, lookup); here are 2 (math, text)"
+    expected = "are for 3 objectives (math, text, lookup); this study has 2 (math, text)"
     assert expected in problem_of(Checked.of(study, own, objectives=("math", "text")), tmp_path)
     expected = "its objectives are in the order math, text, lookup"
     assert expected in problem_of(Checked.of(study, own, objectives=("text", "math", "lookup")), tmp_path)
@@ -165,7 +168,7 @@ def test_policies_that_know_their_models_are_for_these_alone(tmp_path: Path) -> 
     models = known.study.models
     fewer = {alias: place for alias, place in models.experts.items() if alias != "text"}
     study = known.study.model_copy(update={"models": models.model_copy(update={"experts": fewer})})
-    expected = "its networks know its own models (math, text, lookup) and no others; here are math, lookup"
+    expected = "its networks know its own models (math, text, lookup) and no others; this study has math, lookup"
     assert expected in problem_of(Checked.of(study, own), tmp_path)
     given = known.study.search.preferences
     assert given is not None

@@ -9,18 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from search_spaces.baselines import sources_and_published
+from search_spaces.baselines import all_baselines
 from search_spaces.fidelity import Scheduler, bracket_cycle
 from search_spaces.objectives import Objective
+from search_spaces.parameters import Parameters
 from search_spaces.spaces.base import SearchSpace
 from search_spaces.spaces.lfs import LfsSpace
+from search_spaces.study.search import Search
 from service.store import Store
+from service.store.steps import Step
 from service.tune.coordinator import Coordinator
 from service.tune.evaluation import ChunkFailed, Crash, Evaluation, FailureKind
 from service.tune.plan import Plan
 from service.tune.searchers import get_searcher
-from service.tune.searchers.base import Searcher, SteppingSearcher
-from service.tune.steps import Step
+from service.tune.searchers.base import ProposalContext, Searcher, SearchSetting
 from service.types import Origin
 from tests.search_spaces.spaces.families import models, space
 from tests.service.resolved import resolved_study
@@ -61,7 +63,8 @@ def lfs_space(**changes: Any) -> LfsSpace:
 def space_of(kind: str, **options: Any) -> SearchSpace:
     """The space over the models of FINGERPRINTS; merges with layers of any number have at most five."""
     family = replace(models(("math", "text"), 4, max_layers=5), fingerprints=FINGERPRINTS)
-    return space(kind, family, **{**SPACES[kind], **options})
+    built: SearchSpace = space(kind, family, **{**SPACES[kind], **options})
+    return built
 
 
 def make_plan(study_id: str, *, scheduler: Scheduler = "hyperband", max_trials: int = 14, **changes: Any) -> Plan:
@@ -69,7 +72,7 @@ def make_plan(study_id: str, *, scheduler: Scheduler = "hyperband", max_trials: 
     names = ("math", "text")
     sizes = (36,) if scheduler == "none" else (4, 12, 36)
     tasks = {name: TaskSpec(task=name, metric="exact_match") for name in names}
-    known = sources_and_published(base="base", experts=names, fingerprints=FINGERPRINTS, num_layers=4)
+    known = all_baselines(base="base", experts=names, fingerprints=FINGERPRINTS, num_layers=4)
     arguments: dict[str, Any] = {
         "study_id": study_id,
         "seed": 0,
@@ -90,15 +93,25 @@ def make_plan(study_id: str, *, scheduler: Scheduler = "hyperband", max_trials: 
     return Plan(**{**arguments, **changes})
 
 
-class InlineProposer:
-    """`proposals.Proposer` in the caller's own thread: the draws of a random search with that seed; with None another
-    draw whatever the observations are."""
+def propose(searcher: Searcher, parameters: Parameters, **context: Any) -> dict[str, Any]:
+    """The configuration that a searcher without steps proposes; `context` as for `ProposalContext`."""
+    answer = searcher.advance(ProposalContext(parameters, **context))
+    assert isinstance(answer, dict)
+    return answer
 
-    def __init__(self, space: SearchSpace, *, seed: int | None = None) -> None:
+
+class InlineProposer:
+    """`proposals.Proposer` in the caller's own thread, for searchers without steps; by default a random search.
+
+    With `seed` None, the seed of each draw is a checksum of all that the proposal knows.
+    """
+
+    def __init__(
+        self, space: SearchSpace, *, seed: int | None = None, algorithm: str = "random", options: Search | None = None
+    ) -> None:
         self._seed = seed
-        searcher = get_searcher("random")
-        assert not isinstance(searcher, SteppingSearcher)
-        self._searcher: Searcher = searcher
+        self._searcher = get_searcher(algorithm)
+        self._setting = SearchSetting(options=options or Search())
         self._parameters = space.parameters
         self._call: Mapping[str, Any] = {}
 
@@ -110,12 +123,13 @@ class InlineProposer:
 
     def result(self, *, timeout_s: float) -> dict[str, Any] | None:
         told = zlib.crc32(repr(self._call).encode())
-        return self._searcher.propose(self._parameters, seed=told if self._seed is None else self._seed, **self._call)
+        seed = told if self._seed is None else self._seed
+        return propose(self._searcher, self._parameters, seed=seed, setting=self._setting, **self._call)
 
 
 def new_study(directory: Path) -> tuple[Store, str]:
     store = Store(f"sqlite:///{directory / 'study.db'}")
-    return store, store.create_job(name="test", document={}, resolved=resolved_study()).id
+    return store, store.create_job(kind="search", name="test", document={}, accepted=resolved_study().to_json()).id
 
 
 def coordinator_of(

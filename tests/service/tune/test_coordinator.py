@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from search_spaces.fidelity import Scheduler
 from service.errors import StaleAttempt, StudyFailed
 from service.store import Store
 from service.tune.evaluation import Evaluation
+from service.tune.schedulers import SCHEDULERS
 from service.types import EventKind, Origin, TrialState
 from tests.service.tune.harness import (
     SPACES,
@@ -32,15 +34,13 @@ from tests.service.tune.harness import (
 )
 from workers.errors import EngineUnavailable, EvidenceMismatch, MetricFailed
 from workers.serving.fake import FakeScorer
-from workers.types import ScoreRequest
-
-SCHEDULERS: tuple[Scheduler, ...] = ("hyperband", "asha", "racing", "none")
+from workers.types import ScoreRequest, Split
 
 # Every scheduler in one space, every space under one scheduler, and paths, whose proposals are repaired, under more.
 SEARCHES: tuple[tuple[Scheduler, str], ...] = (
-    *((scheduler, "lfs") for scheduler in SCHEDULERS),
+    ("none", "lfs"),
     ("hyperband", "layerwise"),
-    *((scheduler, "dis") for scheduler in ("hyperband", "asha", "racing")),
+    *((scheduler, "dis") for scheduler in SCHEDULERS if scheduler != "none"),
     ("hyperband", "sfs"),
 )
 
@@ -52,6 +52,27 @@ def finished_study(directory: Path, **changes: Any) -> tuple[Any, str, Any]:
     drive(coordinator, FakeScorer())
     assert all(trial.state.is_finished for trial in store.trials(study))
     return store, study, coordinator
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """What a study must end with, whatever happens to it."""
+
+    trials: list[tuple[Any, ...]]
+    holdout: Any
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Scheduler, str], Undisturbed]:
+    """The study of a scheduler and a kind of space, run once for all tests of this module."""
+
+    @cache
+    def run(scheduler: Scheduler, kind: str) -> Undisturbed:
+        directory = tmp_path_factory.mktemp("undisturbed")
+        store, study, _ = finished_study(directory, scheduler=scheduler, space=space_of(kind))
+        return Undisturbed(trial_list(store, study), store.sample_values(study, Split.HOLDOUT))
+
+    return run
 
 
 def test_brackets_have_hyperband_sizes_and_only_the_best_climb(tmp_path: Path) -> None:
@@ -86,7 +107,7 @@ def test_a_promoted_trial_pays_only_for_new_samples(tmp_path: Path) -> None:
 def test_asha_promotes_from_rungs_without_waiting_for_a_bracket(tmp_path: Path) -> None:
     store, study = new_study(tmp_path)
     coordinator = coordinator_of(store, study, scheduler="asha", max_trials=40)
-    climbed_at = []
+    climbed_at: list[int] = []
     while not climbed_at:
         evaluation = coordinator.next_evaluation()
         assert evaluation is not None
@@ -97,7 +118,8 @@ def test_asha_promotes_from_rungs_without_waiting_for_a_bracket(tmp_path: Path) 
     assert sum(len(trial.rungs) > 0 for trial in searched) == 3
 
 
-def test_asha_ends_trials_without_a_promotion_as_pruned_and_scores_the_others_in_full(tmp_path: Path) -> None:
+def test_asha_prunes_or_scores_in_full(tmp_path: Path) -> None:
+    """ASHA ends trials without a promotion as pruned and scores the others in full."""
     store, study, _ = finished_study(tmp_path, scheduler="asha", max_trials=30)
     trials = [trial for trial in store.trials(study) if trial.origin is Origin.SEARCH]
     assert len(trials) == 30
@@ -118,7 +140,8 @@ def test_without_a_scheduler_every_trial_is_scored_in_full(tmp_path: Path) -> No
     assert {tuple(rung.rung for rung in trial.rungs) for trial in trials} == {(0,)}
 
 
-def test_rungs_of_an_objectives_own_decide_how_much_of_it_is_scored(tmp_path: Path) -> None:
+def test_own_rungs_decide_what_is_scored(tmp_path: Path) -> None:
+    """An objective's own rungs decide how many of its samples are scored."""
     ladders = {"math": (4, 12, 36), "text": (10, 11, 20)}
     samples = tuple({name: counts[rung] for name, counts in ladders.items()} for rung in range(3))
     store, study, _ = finished_study(tmp_path, rung_samples=samples)
@@ -132,16 +155,21 @@ def test_rungs_of_an_objectives_own_decide_how_much_of_it_is_scored(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize(("concurrency", "order_seed", "asks_ahead"), [(1, 0, True), (2, 1, False), (5, 2, True)])
 @pytest.mark.parametrize(("scheduler", "kind"), SEARCHES)
-def test_the_trial_list_does_not_depend_on_the_order_in_which_results_come(
-    tmp_path: Path, scheduler: Scheduler, kind: str, concurrency: int, order_seed: int, asks_ahead: bool
+def test_trials_ignore_the_order_of_results(
+    tmp_path: Path,
+    undisturbed: Callable[[Scheduler, str], Undisturbed],
+    scheduler: Scheduler,
+    kind: str,
+    concurrency: int,
+    order_seed: int,
+    asks_ahead: bool,
 ) -> None:
+    """The trial list does not depend on the order in which results arrive."""
     search: dict[str, Any] = {"scheduler": scheduler, "space": space_of(kind)}
-    store, study, _ = finished_study(tmp_path / "reference", **search)
-    (tmp_path / "other").mkdir()
-    other_store, other = new_study(tmp_path / "other")
-    coordinator = coordinator_of(other_store, other, **search)
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study, **search)
     drive(coordinator, FakeScorer(), concurrency=concurrency, order_seed=order_seed, asks_ahead=asks_ahead)
-    assert trial_list(other_store, other) == trial_list(store, study)
+    assert trial_list(store, study) == undisturbed(scheduler, kind).trials
 
 
 class InTheOrderOf(InlineProposer):
@@ -158,7 +186,8 @@ class InTheOrderOf(InlineProposer):
         return super().result(timeout_s=timeout_s)
 
 
-def test_while_an_engine_works_two_proposed_trials_wait_for_it_and_repeated_ones_end(tmp_path: Path) -> None:
+def test_two_proposed_trials_wait(tmp_path: Path) -> None:
+    """While an engine works, two proposed trials wait for it, and repeated ones end."""
     store, study = new_study(tmp_path)
     first = len(make_plan(study).baselines)
     proposer = InTheOrderOf((0, 1, 0, 0, 0, 2, 3, 4), first=first)
@@ -176,23 +205,21 @@ def test_while_an_engine_works_two_proposed_trials_wait_for_it_and_repeated_ones
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("scheduler", "kind"), SEARCHES)
-def test_killed_at_any_step_and_run_again_gives_the_undisturbed_trial_list(
-    tmp_path: Path, scheduler: Scheduler, kind: str
+def test_kill_at_any_step_changes_no_trial(
+    tmp_path: Path, undisturbed: Callable[[Scheduler, str], Undisturbed], scheduler: Scheduler, kind: str
 ) -> None:
-    """Every step: each ask, each chunk before and after its commit, each rung, each promotion, the holdout stage."""
+    """A study killed at any step and run again has the undisturbed trial list.
+
+    Every step: each ask, each chunk before and after its commit, each rung, each promotion, the holdout stage.
+    """
     search: dict[str, Any] = {"scheduler": scheduler, "space": space_of(kind)}
-    store, study, _ = finished_study(tmp_path / "undisturbed", **search)
-    expected = trial_list(store, study)
-    expected_holdout = store.sample_values(study, "holdout")
-    (tmp_path / "one").mkdir()
-    store, study = new_study(tmp_path / "one")
+    store, study = new_study(tmp_path)
     kill_at, num_kills = 0, 0
-    log = str(tmp_path / "scored.jsonl")
     while True:
         # The same study is killed over and over, each time a few steps further than it has come.
         try:
             coordinator = coordinator_of(store, study, observer=killer(kill_at % 7), **search)
-            drive(coordinator, FakeScorer(log_file=log), order_seed=kill_at)
+            drive(coordinator, FakeScorer(), order_seed=kill_at)
         except Killed:
             num_kills += 1
             kill_at += 1
@@ -200,12 +227,13 @@ def test_killed_at_any_step_and_run_again_gives_the_undisturbed_trial_list(
             continue
         break
     assert num_kills > 50
-    assert trial_list(store, study) == expected
-    assert store.sample_values(study, "holdout") == expected_holdout
+    assert trial_list(store, study) == undisturbed(scheduler, kind).trials
+    assert store.sample_values(study, Split.HOLDOUT) == undisturbed(scheduler, kind).holdout
 
 
 @pytest.mark.slow
-def test_a_race_by_the_bound_is_resumed_as_it_was_and_says_why_trials_were_stopped(tmp_path: Path) -> None:
+def test_race_by_the_bound_is_resumed(tmp_path: Path) -> None:
+    """A race by the bound resumes unchanged and says why trials were stopped."""
     names = ("math", "text")
     race: dict[str, Any] = {
         "scheduler": "racing",
@@ -241,13 +269,13 @@ def test_no_stored_sample_is_scored_twice_whatever_was_killed(tmp_path: Path) ->
     for kill_at in range(0, 200, 3):
         stored = {
             (digest, split, objective, position)
-            for split in ("search", "holdout")
+            for split in Split
             for digest, by_objective in store.sample_values(study, split).items()
             for objective, values in by_objective.items()
             for position in values
         }
         log.unlink(missing_ok=True)
-        splits: dict[str, str] = {}
+        splits: dict[str, Split] = {}
         try:
             coordinator = coordinator_of(store, study, observer=killer(kill_at))
             drive(coordinator, _Recording(FakeScorer(log_file=str(log)), splits))
@@ -263,11 +291,11 @@ def test_no_stored_sample_is_scored_twice_whatever_was_killed(tmp_path: Path) ->
 class _Recording:
     """Notes each call's split: the fake's log does not know it."""
 
-    def __init__(self, scorer: FakeScorer, splits: dict[str, str]) -> None:
+    def __init__(self, scorer: FakeScorer, splits: dict[str, Split]) -> None:
         self._scorer, self._splits = scorer, splits
 
     def score(self, request: ScoreRequest) -> Any:
-        split = "holdout" if request.spans[0].task.split == "test" else "search"
+        split = Split.HOLDOUT if request.spans[0].task.split == "test" else Split.SEARCH
         self._splits[str(len(self._splits) + 1)] = split
         return self._scorer.score(request)
 
@@ -343,7 +371,8 @@ class Unjudged:
         return getattr(self._scorer, name)
 
 
-def test_a_metric_that_fails_on_a_candidate_fails_its_trial_alone(tmp_path: Path) -> None:
+def test_failing_metric_fails_its_trial(tmp_path: Path) -> None:
+    """A metric that fails on a candidate fails its trial only."""
     store, study, _ = finished_study(tmp_path / "reference")
     victim = next(t for t in store.trials(study) if t.origin is Origin.SEARCH and t.state is TrialState.COMPLETE)
     (tmp_path / "failing").mkdir()
@@ -363,7 +392,8 @@ def test_a_metric_that_fails_on_the_base_model_fails_the_study(tmp_path: Path) -
         drive(coordinator, Unjudged(base.recipe.digest))
 
 
-def test_a_metric_that_fails_on_the_base_model_s_holdout_data_costs_no_search(tmp_path: Path) -> None:
+def test_failing_holdout_keeps_the_search(tmp_path: Path) -> None:
+    """A metric that fails on the base model's held-out data costs no search."""
     store, study = new_study(tmp_path)
     coordinator = coordinator_of(store, study)
     drive(coordinator, Unjudged(store.trials(study)[0].recipe.digest, split="test"))
@@ -414,7 +444,8 @@ def test_foreign_evidence_stops_the_study(tmp_path: Path, change: dict[str, str]
     assert store.evidence(study) == ()
 
 
-def test_weights_or_prompts_that_change_under_the_same_digest_stop_the_study(tmp_path: Path) -> None:
+def test_changed_evidence_stops_the_study(tmp_path: Path) -> None:
+    """Weights or prompts that change under the same digest stop the study."""
     store, study = new_study(tmp_path)
     coordinator = coordinator_of(store, study)
     evaluation = coordinator.next_evaluation()
@@ -431,7 +462,8 @@ def test_weights_or_prompts_that_change_under_the_same_digest_stop_the_study(tmp
         coordinator.on_outcome(other, replace(result, evidence=replace(result.evidence, prompts=prompts)))
 
 
-def test_no_engine_ends_the_attempt_with_the_reason_and_not_the_study(tmp_path: Path) -> None:
+def test_missing_engine_ends_the_attempt(tmp_path: Path) -> None:
+    """A missing engine ends the attempt with the reason, and not the study."""
     store, study = new_study(tmp_path)
     with pytest.raises(EngineUnavailable, match="no engine"):
         drive(coordinator_of(store, study), FakeScorer(unavailable_calls=1))
@@ -460,7 +492,8 @@ def test_a_finished_search_goes_on_with_more_trials(tmp_path: Path, scheduler: S
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_a_limit_ends_the_search_and_a_larger_one_takes_it_up_again(tmp_path: Path, scheduler: Scheduler) -> None:
+def test_larger_limit_resumes_the_search(tmp_path: Path, scheduler: Scheduler) -> None:
+    """A limit ends the search, and a larger one resumes it."""
     store, study = new_study(tmp_path)
     num_asked = 0
 
@@ -491,7 +524,9 @@ class OfThree(InlineProposer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ["holdout", "rung", "ask"])
-def test_killed_after_an_exhausted_search_it_proposes_no_further_trial(tmp_path: Path, step: str) -> None:
+def test_exhausted_search_stays_ended(tmp_path: Path, step: str) -> None:
+    """A study killed after an exhausted search proposes no further trial."""
+
     def run(name: str, observer: Callable[[str], None] = lambda _: None) -> Store:
         proposer = OfThree(lfs_space(), seed=1)
         drive(
@@ -551,7 +586,8 @@ def test_a_sample_outside_the_range_is_told_where_it_was_scored(tmp_path: Path) 
     assert store.trial(study, 1).state is TrialState.COMPLETE
 
 
-def test_a_mean_outside_the_default_range_fails_its_trial_with_the_reason(tmp_path: Path) -> None:
+def test_mean_outside_the_range_fails(tmp_path: Path) -> None:
+    """A mean outside the default range fails its trial with the reason."""
     store, study = new_study(tmp_path)
     odd = make_plan(study).baselines[1][2].digest
     drive(coordinator_of(store, study), OddScorer(odd, 400.0))
@@ -564,9 +600,8 @@ def test_a_mean_outside_the_default_range_fails_its_trial_with_the_reason(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("value", "error"), [(0.3, None), (1.0, 0.5)])
-def test_a_rung_of_one_sample_has_a_standard_error_only_if_the_metric_is_binary(
-    tmp_path: Path, value: float, error: float | None
-) -> None:
+def test_standard_error_of_one_sample(tmp_path: Path, value: float, error: float | None) -> None:
+    """A rung of one sample has a standard error only if the metric is binary."""
     store, study = new_study(tmp_path)
     sizes = tuple(dict.fromkeys(("math", "text"), size) for size in (1, 12, 36))
     victim = coordinator_of(*new_study_in(tmp_path / "other"), rung_samples=sizes)
@@ -582,7 +617,8 @@ def new_study_in(directory: Path) -> tuple[Store, str]:
     return new_study(directory)
 
 
-def test_holdout_covers_finalists_sources_and_published_on_all_samples(tmp_path: Path) -> None:
+def test_holdout_covers_finalists(tmp_path: Path) -> None:
+    """Finalists and baselines are scored on all samples of the held-out data."""
     store, study, coordinator = finished_study(tmp_path)
     values = store.sample_values(study, "holdout")
     baselines = {trial.recipe.digest for trial in coordinator.trials if trial.origin is not Origin.SEARCH}

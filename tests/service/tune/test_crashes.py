@@ -38,7 +38,8 @@ def crash_events(store: Store, study: str) -> list[Any]:
     return [event.payload for event in store.events(study) if event.kind == EventKind.CRASH]
 
 
-def test_a_recipe_that_crashes_its_engine_twice_fails_and_the_study_goes_on(tmp_path: Path) -> None:
+def test_second_crash_fails_the_recipe(tmp_path: Path) -> None:
+    """A recipe that crashes its engine twice fails, and the study continues."""
     store, study = new_study(tmp_path)
     coordinator = coordinator_of(store, study)
     victim = coordinator.plan.baselines[3]
@@ -67,9 +68,8 @@ def test_a_recipe_that_crashes_its_engine_twice_fails_and_the_study_goes_on(tmp_
         ([(HANG, True)] * 2 + [(EXIT, True)] * 2, True),
     ],
 )
-def test_the_candidate_fails_after_two_errors_three_hangs_or_six_ends_of_the_process(
-    tmp_path: Path, crashes: list[tuple[CrashKind, bool]], fails: bool
-) -> None:
+def test_crashes_that_fail_a_candidate(tmp_path: Path, crashes: list[tuple[CrashKind, bool]], fails: bool) -> None:
+    """A candidate fails after two errors, three hangs or six ends of the process."""
     store, study = new_study(tmp_path)
     coordinator = coordinator_of(store, study)
     evaluation = first(coordinator)
@@ -81,7 +81,8 @@ def test_the_candidate_fails_after_two_errors_three_hangs_or_six_ends_of_the_pro
     assert (store.trial(study, evaluation.trial).state is TrialState.FAIL) == fails
 
 
-def test_crashes_stored_without_a_kind_count_as_errors_or_ends_of_the_process(tmp_path: Path) -> None:
+def test_crashes_without_a_kind(tmp_path: Path) -> None:
+    """Crashes stored without a kind count as errors or as ends of the process."""
     store, study = new_study(tmp_path)
     evaluation = first(coordinator_of(store, study))
     for has_error, fails in ((False, False), (True, True)):
@@ -115,7 +116,8 @@ def test_the_count_outlives_the_driver(tmp_path: Path) -> None:
     assert "crashed 2 times" in str(store.trial(study, evaluation.trial).reason)
 
 
-def test_engines_that_crash_before_they_scored_anything_are_not_there(tmp_path: Path) -> None:
+def test_crash_before_any_score_is_no_engine(tmp_path: Path) -> None:
+    """Engines that crash before their first score count as absent."""
     store, study = new_study(tmp_path)
     coordinator = coordinator_of(store, study)
     evaluation = first(coordinator)

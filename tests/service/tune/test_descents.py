@@ -8,22 +8,27 @@ import numpy as np
 import pytest
 
 from search_spaces.preferences import lattice
-from search_spaces.study.sections import MAX_PREFERENCES, GradientOptions
+from search_spaces.study.search import MAX_PREFERENCES, GradientOptions
+from service.tune.searchers.base import SearchSetting
 from service.tune.searchers.descents import Descent, descents_of, place_of
 
 OPTIONS = GradientOptions(steps=12, points=4)
 
 
 def over_lattice(num_objectives: int, divisions: int, options: GradientOptions = OPTIONS) -> tuple[Descent, ...]:
-    vectors = lattice(num_objectives, divisions=divisions).tolist()
-    return descents_of(options, num_objectives=num_objectives, preferences=vectors)
+    vectors = tuple(map(tuple, lattice(num_objectives, divisions=divisions).tolist()))
+    return descents_of(options, vectors)
 
 
-def test_without_preference_vectors_there_is_one_descent_at_equal_weights() -> None:
-    assert descents_of(OPTIONS, num_objectives=4) == (Descent((0.25,) * 4, (), 12, 4, 0.2),)
+def test_one_descent_without_preferences() -> None:
+    """Without preference vectors, there is one descent at equal weights."""
+    assert descents_of(OPTIONS, SearchSetting(objectives=("a", "b", "c", "d")).vectors) == (
+        Descent((0.25,) * 4, (), 12, 4, 0.2),
+    )
 
 
-def test_the_first_is_nearest_to_equal_weights_and_each_other_follows_a_neighbour() -> None:
+def test_descents_follow_neighbours() -> None:
+    """The first descent is nearest to equal weights, and each other one follows a neighbour."""
     descents = over_lattice(3, 3)
     assert descents[0].preference == pytest.approx((1 / 3, 1 / 3, 1 / 3))
     assert len({descent.preference for descent in descents}) == 10
@@ -35,9 +40,10 @@ def test_the_first_is_nearest_to_equal_weights_and_each_other_follows_a_neighbou
         assert apart.min() == pytest.approx(np.sqrt(2) / 3), "a lattice never has to jump"
 
 
-def test_equally_near_vectors_come_in_the_order_in_which_they_are_given() -> None:
-    vectors = [(1.0, 0.0), (0.0, 1.0), (0.5, 0.5)]
-    found = descents_of(OPTIONS, num_objectives=2, preferences=vectors)
+def test_equally_near_vectors_keep_order() -> None:
+    """Equally near vectors keep the order in which they are given."""
+    vectors = ((1.0, 0.0), (0.0, 1.0), (0.5, 0.5))
+    found = descents_of(OPTIONS, vectors)
     assert [descent.preference for descent in found] == [(0.5, 0.5), (1.0, 0.0), (0.0, 1.0)]
     assert [descent.neighbours for descent in found] == [(), (0,), (0, 1)]
 
@@ -52,9 +58,8 @@ def test_equally_near_vectors_come_in_the_order_in_which_they_are_given() -> Non
         (12, 2, [8, 2, 2]),  # a descent of two steps has two points
     ],
 )
-def test_every_descent_has_a_point_and_together_they_have_as_many_as_the_study_says(
-    points: int, warm_steps: int | None, expected: list[int]
-) -> None:
+def test_points_are_shared_by_descents(points: int, warm_steps: int | None, expected: list[int]) -> None:
+    """Every descent has a point, and together they have the study's number of points."""
     options = GradientOptions(steps=12, points=points, warm_steps=warm_steps)
     descents = over_lattice(2, 2, options)
     assert [descent.num_points for descent in descents] == expected
@@ -69,5 +74,6 @@ def test_every_descent_has_a_point_and_together_they_have_as_many_as_the_study_s
     assert place_of(sum(expected), descents) is None
 
 
-def test_as_many_descents_as_a_study_may_have_are_ordered_in_a_moment() -> None:
+def test_many_descents_are_ordered_fast() -> None:
+    """The largest accepted number of descents is ordered quickly."""
     assert len(over_lattice(2, MAX_PREFERENCES - 1)) == MAX_PREFERENCES

@@ -15,6 +15,7 @@ from service.errors import StudyFailed
 from service.results.feasibility import violations
 from service.store import Store
 from service.tune.coordinator import Coordinator
+from service.tune.schedulers import SCHEDULERS
 from service.tune.searchers.base import Observation
 from service.types import Origin, TrialState
 from tests.service.tune.harness import (
@@ -76,7 +77,8 @@ def values_at(store: Store, study: str, digest: str, rung: int) -> dict[str, flo
     return {name: sum(stored[name][i] for i in range(size)) / size for name in stored}
 
 
-def test_searchers_are_told_by_how_much_constraints_hold_on_the_same_samples(tmp_path: Path) -> None:
+def test_searchers_receive_slack(tmp_path: Path) -> None:
+    """Searchers receive the slack of constraints on the same samples."""
     store, study, proposer, _ = finished(tmp_path, *RELATIVE)
     trials = {trial.number: trial for trial in store.trials(study)}
     base = next(trial for trial in trials.values() if trial.label == "base")
@@ -109,15 +111,19 @@ def test_those_that_keep_to_constraints_are_promoted_first(tmp_path: Path) -> No
     assert coordinator.is_finished
 
 
-@pytest.mark.parametrize("scheduler", ["hyperband", "asha", "racing"])
-def test_the_trials_do_not_depend_on_the_order_in_which_results_come(tmp_path: Path, scheduler: Scheduler) -> None:
-    """Bounds that are relative to source models may not be known later than what is compared with them."""
+@pytest.mark.parametrize("scheduler", [name for name in SCHEDULERS if name != "none"])
+def test_trials_ignore_the_order_of_results(tmp_path: Path, scheduler: Scheduler) -> None:
+    """The trials do not depend on the order in which results arrive.
+
+    Bounds that are relative to source models may not be known later than what is compared with them.
+    """
     first, one, _, _ = finished(tmp_path / "a", *RELATIVE, scheduler=scheduler, concurrency=1)
     second, two, _, _ = finished(tmp_path / "b", *RELATIVE, scheduler=scheduler, concurrency=5, order_seed=3)
     assert trial_list(first, one) == trial_list(second, two)
 
 
-def test_nothing_is_proposed_before_what_bounds_are_relative_to_is_scored(tmp_path: Path) -> None:
+def test_relative_bounds_wait_for_sources(tmp_path: Path) -> None:
+    """No trial is proposed before the models of relative bounds are scored."""
     store, study = new_study(tmp_path)
     proposer = Recorder()
     coordinator = coordinator_of(
@@ -151,7 +157,7 @@ def test_a_killed_search_ends_as_an_undisturbed_one(tmp_path: Path, scheduler: S
 def test_an_expert_that_failed_is_no_bound(tmp_path: Path) -> None:
     store, study = new_study(tmp_path)
     digest = {label: recipe.digest for _, label, recipe in make_plan(study).baselines}["expert:math"]
-    scorer = FakeScorer(failing={digest})
+    scorer = FakeScorer(failing=frozenset({digest}))
     constrained = coordinator_of(store, study, objectives=objectives("math >= expert:math - 0.1"))
     with pytest.raises(StudyFailed, match=r"math - 0.1: expert:math has no score: fake: this recipe fails"):
         drive(constrained, scorer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,25 +12,41 @@ import pytest
 import torch
 
 from search_spaces.parameters import Float, Parameters
-from search_spaces.study.sections import GradientOptions
-from service.tune.searchers import Observation, get_searcher
-from service.tune.searchers.base import SearchSetting, SteppingSearcher
-from service.tune.searchers.gradient import rank_correlation
-from service.tune.steps import Step, StepKind, StepRequest, StepResult
+from search_spaces.study.search import GradientOptions, Search
+from service.store.steps import (
+    CompletionsRequest,
+    CompletionsResult,
+    GradientRequest,
+    GradientResult,
+    GradientStep,
+    LossesRequest,
+    LossesResult,
+    NoteRequest,
+    NoteResult,
+    StepRequest,
+    StepResult,
+    read_step,
+    step_document,
+    step_of,
+)
+from service.tune.searchers import get_searcher
+from service.tune.searchers.base import Observation, ProposalContext, SearchSetting
+from service.tune.searchers.loss_comparison import rank_correlation
 
 PARAMETERS = Parameters([Float(f"w{i}", -0.5, 1.5, default=0.5) for i in range(6)])
 TARGET = np.array([1.2, -0.2, 0.4, 0.9, 0.0, 1.5])
 NUM_BASELINES = 5
+OPTIONS = GradientOptions(steps=12, batch=4, learning_rate=0.2, points=3)
 SETTING = SearchSetting(
     objectives=("math", "text"),
     num_samples={"math": 10, "text": 7},
     num_baselines=NUM_BASELINES,
-    options=GradientOptions(steps=12, batch=4, learning_rate=0.2, points=3),
+    options=Search(gradient=OPTIONS),
 )
 
 
 def baselines(*, sign: float = 1.0) -> list[Observation]:
-    """Known recipes whose costs grow with the loss, or with `sign` -1 fall."""
+    """Baselines whose costs grow with the loss, or with `sign` -1 fall."""
     found = []
     for number in range(NUM_BASELINES):
         point = np.full(6, number / 4)
@@ -53,18 +70,21 @@ def loss_at(point: Any) -> float:
 
 def computed(request: StepRequest) -> StepResult:
     """The losses of a quadratic, twice as large for text, and the gradient of their weighted sum."""
-    if request.kind is StepKind.COMPLETIONS:
-        return StepResult(completions=dict.fromkeys(request.completions, ()))
+    if isinstance(request, CompletionsRequest):
+        return CompletionsResult(completions=dict.fromkeys(request.completions, ()))
+    assert isinstance(request, (LossesRequest, GradientRequest))
     loss = loss_at(request.point)
+    losses = {"math": loss, "text": 2 * loss}
+    if isinstance(request, LossesRequest):
+        return LossesResult(losses=losses, recipe="r", bank="b")
     slope = 2 * (np.array(request.point) - TARGET)
     factor = request.weights.get("math", 0.0) + 2 * request.weights.get("text", 0.0)
-    gradient = tuple((factor * slope).tolist()) if request.kind is StepKind.GRADIENT else ()
-    return StepResult({"math": loss, "text": 2 * loss}, gradient, recipe="r", bank="b")
+    return GradientResult(losses=losses, gradient=tuple((factor * slope).tolist()), recipe="r", bank="b")
 
 
 def propose(
     number: int,
-    steps: list[Step],
+    steps: list[Any],
     *,
     known: Sequence[Observation],
     compute: Callable[[StepRequest], StepResult] = computed,
@@ -72,35 +92,34 @@ def propose(
     setting: SearchSetting = SETTING,
 ) -> dict[str, Any]:
     """The configuration of a proposal; the steps that it needs are added to `steps`."""
-    searcher = get_searcher("gradient")
-    assert isinstance(searcher, SteppingSearcher)
+    context = ProposalContext(PARAMETERS, number=number, seed=seed, observations=known, steps=steps, setting=setting)
     while True:
-        answer = searcher.advance(
-            PARAMETERS, number=number, seed=seed, observations=known, steps=steps, setting=setting
-        )
-        if not isinstance(answer, StepRequest):
+        answer = get_searcher("gradient").advance(context)
+        if isinstance(answer, dict):
             return answer
-        result = StepResult() if answer.kind is StepKind.NOTE else compute(answer)
-        steps.append(Step.from_json(len(steps), number, Step(len(steps), number, answer, result).to_json()))
+        result = NoteResult() if isinstance(answer, NoteRequest) else compute(answer)
+        step = step_of(len(steps), number, answer, result)
+        steps.append(read_step(step.number, step.proposal, json.loads(json.dumps(step_document(step)))))
 
 
-def kinds(steps: Sequence[Step]) -> list[str]:
-    return [step.request.kind.value for step in steps]
+def kinds(steps: Sequence[Any]) -> list[str]:
+    return [step.request.kind for step in steps]
 
 
-def test_points_of_the_descent_are_proposed_evenly_and_get_better() -> None:
-    steps: list[Step] = []
+def test_descent_points_improve() -> None:
+    """Points of the descent are proposed evenly and improve."""
+    steps: list[Any] = []
     losses = [loss_at(list(propose(NUM_BASELINES + i, steps, known=baselines()).values())) for i in range(3)]
     assert kinds(steps) == ["losses"] * 5 + ["note"] + ["gradient"] * 12
-    assert [step.proposal for step in steps if step.request.kind is StepKind.GRADIENT] == [5] * 4 + [6] * 4 + [7] * 4
+    assert [step.proposal for step in steps if isinstance(step, GradientStep)] == [5] * 4 + [6] * 4 + [7] * 4
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.3 * loss_at([0.5] * 6)
 
 
 def test_steps_are_those_of_adam_within_the_ranges() -> None:
-    steps: list[Step] = []
+    steps: list[Any] = []
     propose(NUM_BASELINES + 2, steps, known=baselines())
-    descent = [step for step in steps if step.request.kind is StepKind.GRADIENT]
+    descent = [step for step in steps if isinstance(step, GradientStep)]
     point = torch.full((6,), 0.5, dtype=torch.float64, requires_grad=True)
     adam = torch.optim.Adam([point], lr=0.2)
     for number, step in enumerate(descent):
@@ -112,8 +131,9 @@ def test_steps_are_those_of_adam_within_the_ranges() -> None:
             point.clamp_(-0.5, 1.5)
 
 
-def test_objectives_count_alike_whatever_the_size_of_their_losses() -> None:
-    steps: list[Step] = []
+def test_objectives_count_alike() -> None:
+    """Objectives count alike, whatever the size of their losses."""
+    steps: list[Any] = []
     propose(NUM_BASELINES, steps, known=baselines())
     weights = steps[-1].request.weights
     assert weights["math"] == pytest.approx(2 * weights["text"])
@@ -121,36 +141,29 @@ def test_objectives_count_alike_whatever_the_size_of_their_losses() -> None:
     assert weights["math"] * mean == pytest.approx(0.5)
 
 
-def test_a_minibatch_has_equal_shares_and_all_samples_are_drawn_before_one_is_drawn_again() -> None:
-    steps: list[Step] = []
+def test_minibatch_shares() -> None:
+    """A minibatch has equal shares, and every sample is drawn before one is drawn again."""
+    steps: list[Any] = []
     propose(NUM_BASELINES + 2, steps, known=baselines())
-    batches = [step.request.positions for step in steps if step.request.kind is StepKind.GRADIENT]
+    batches = [step.request.positions for step in steps if isinstance(step, GradientStep)]
     assert all(len(batch["math"]) == len(batch["text"]) == 2 for batch in batches)
     assert sorted(p for batch in batches[:5] for p in batch["math"]) == list(range(10))
     drawn = [p for batch in batches for p in batch["text"]]
     assert all(drawn.count(position) >= len(drawn) // 7 for position in range(7))
-    other: list[Step] = []
+    other: list[Any] = []
     propose(NUM_BASELINES, other, known=baselines(), seed=1)
     assert other[6].request.positions != steps[6].request.positions
 
 
-def test_samples_are_charged_three_times_for_a_gradient_and_once_for_a_comparison() -> None:
-    steps: list[Step] = []
+def test_charged_samples() -> None:
+    """A gradient is charged three times its samples, a comparison once."""
+    steps: list[Any] = []
     propose(NUM_BASELINES, steps, known=baselines())
     assert [step.request.num_charged for step in steps] == [17] * 5 + [0] + [12] * 4
 
 
-def test_a_search_goes_on_from_any_step_as_if_undisturbed() -> None:
-    steps: list[Step] = []
-    expected = [propose(NUM_BASELINES + i, steps, known=baselines()) for i in range(3)]
-    for cut in range(len(steps)):
-        again = steps[:cut]
-        assert [propose(NUM_BASELINES + i, again, known=baselines()) for i in range(3)] == expected
-        assert again == steps
-
-
 def test_later_proposals_are_mutants_of_the_best_trial() -> None:
-    steps: list[Step] = []
+    steps: list[Any] = []
     best = propose(NUM_BASELINES + 2, steps, known=baselines())
     num_steps = len(steps)
     trial = Observation(best, 1.0, (-9.0, -9.0), number=NUM_BASELINES + 2, rung=0)
@@ -160,8 +173,9 @@ def test_later_proposals_are_mutants_of_the_best_trial() -> None:
     assert 0 < len(moved) < len(best)
 
 
-def test_mutants_are_of_the_best_trial_that_keeps_to_the_constraints() -> None:
-    steps: list[Step] = []
+def test_mutants_are_of_the_best_feasible() -> None:
+    """Mutants are of the best trial that satisfies the constraints."""
+    steps: list[Any] = []
     points = [propose(NUM_BASELINES + i, steps, known=baselines()) for i in range(3)]
     known = [replace(observation, constraints=(0.1,)) for observation in baselines()]
     for i, (cost, constraint) in enumerate(((-7.0, -0.1), (-8.0, 0.0), (-9.0, 0.2))):
@@ -173,8 +187,9 @@ def test_mutants_are_of_the_best_trial_that_keeps_to_the_constraints() -> None:
     assert max(kept[0], kept[2]) < kept[1]
 
 
-def test_where_a_lower_loss_does_not_go_with_a_better_score_smac_proposes() -> None:
-    steps: list[Step] = []
+def test_smac_replaces_misleading_losses() -> None:
+    """SMAC proposes where a lower loss does not correlate with a better score."""
+    steps: list[Any] = []
     known = baselines(sign=-1.0)
     found = propose(NUM_BASELINES, steps, known=known)
     assert kinds(steps) == ["losses"] * 5 + ["completions", "note"]
@@ -182,24 +197,27 @@ def test_where_a_lower_loss_does_not_go_with_a_better_score_smac_proposes() -> N
     assert "math -1.00, text -1.00" in steps[-1].request.label
     assert "too few correct completions (math 0, text 0; 8 are needed)" in steps[-1].request.label
     smac: Any = get_searcher("smac")
-    assert found == smac.propose(PARAMETERS, number=NUM_BASELINES, seed=0, observations=known)
+    assert found == smac.advance(ProposalContext(PARAMETERS, number=NUM_BASELINES, seed=0, observations=known))
     assert propose(NUM_BASELINES + 1, steps, known=known) != found
     assert len(steps) == 7, "it is decided once"
 
 
-def test_too_few_known_recipes_say_nothing_and_the_descent_is_tried() -> None:
-    steps: list[Step] = []
+def test_few_recipes_allow_the_descent() -> None:
+    """Too few baselines decide nothing, and the descent is tried."""
+    steps: list[Any] = []
     propose(NUM_BASELINES, steps, known=baselines(sign=-1.0)[:3])
     assert kinds(steps) == ["losses"] * 3 + ["note"] + ["gradient"] * 4
-    assert "3 known recipes are too few" in steps[3].request.label
+    assert "3 baselines are too few" in steps[3].request.label
 
 
-def test_a_loss_that_is_not_finite_ends_the_descent_and_the_local_search_goes_on() -> None:
+def test_infinite_loss_ends_the_descent() -> None:
+    """A loss that is not finite ends the descent, and the local search continues."""
+
     def broken(request: StepRequest) -> StepResult:
-        is_third = request.kind is StepKind.GRADIENT and len(steps) == 8
-        return StepResult(failure="the loss is nan") if is_third else computed(request)
+        is_third = isinstance(request, GradientRequest) and len(steps) == 8
+        return GradientResult(failure="the loss is nan") if is_third else computed(request)
 
-    steps: list[Step] = []
+    steps: list[Any] = []
     found = [propose(NUM_BASELINES + i, steps, known=baselines(), compute=broken) for i in range(2)]
     assert kinds(steps) == ["losses"] * 5 + ["note"] + ["gradient"] * 3
     assert found[0] != found[1]
@@ -222,19 +240,27 @@ SEVERAL = replace(SETTING, preferences=PREFERENCES)
 TARGETS = {"math": TARGET, "text": -TARGET / 3 + 0.5}
 
 
-def of_each(request: StepRequest) -> StepResult:
+FACTORS = {"math": 1.0, "text": 2.0}
+
+
+def losses_of_each(point: Sequence[float]) -> dict[str, float]:
     """Losses of which each is smallest elsewhere: those of text are twice as large."""
-    point = np.array(request.point)
-    factors = {"math": 1.0, "text": 2.0}
-    losses = {name: factors[name] * float(((point - TARGETS[name]) ** 2).sum()) for name in factors}
-    slopes = {name: factors[name] * 2 * (point - TARGETS[name]) for name in factors}
+    return {name: FACTORS[name] * float(((np.array(point) - TARGETS[name]) ** 2).sum()) for name in FACTORS}
+
+
+def of_each(request: StepRequest) -> StepResult:
+    assert isinstance(request, (LossesRequest, GradientRequest))
+    losses = losses_of_each(request.point)
+    if isinstance(request, LossesRequest):
+        return LossesResult(losses=losses, recipe="r")
+    slopes = {name: FACTORS[name] * 2 * (np.array(request.point) - TARGETS[name]) for name in FACTORS}
     gradient = sum((weight * slopes[name] for name, weight in request.weights.items()), np.zeros(6))
-    return StepResult(losses, tuple(gradient.tolist()) if request.kind is StepKind.GRADIENT else (), recipe="r")
+    return GradientResult(losses=losses, gradient=tuple(gradient.tolist()), recipe="r")
 
 
-def points_of(steps: list[Step], num_points: int = 4, **changes: Any) -> list[dict[str, Any]]:
+def points_of(steps: list[Any], num_points: int = 4, **changes: Any) -> list[dict[str, Any]]:
     def scored(o: Observation) -> Observation:
-        losses = of_each(StepRequest(StepKind.LOSSES, "", tuple(o.configuration.values()))).losses
+        losses = losses_of_each(tuple(o.configuration.values()))
         return replace(o, costs=(losses["math"], losses["text"]))
 
     known = [scored(observation) for observation in baselines()]
@@ -242,12 +268,13 @@ def points_of(steps: list[Step], num_points: int = 4, **changes: Any) -> list[di
     return [propose(NUM_BASELINES + index, steps, **call) for index in range(num_points)]
 
 
-def gradients(steps: Sequence[Step], descent: int) -> list[Step]:
-    return [step for step in steps if step.request.label == f"descent {descent}"]
+def gradients(steps: Sequence[Any], descent: int) -> list[Any]:
+    return [step for step in steps if isinstance(step, GradientStep) and step.request.descent == descent]
 
 
-def test_every_preference_vector_has_a_descent_from_the_end_of_its_nearest_neighbour() -> None:
-    steps: list[Step] = []
+def test_descent_starts_at_a_neighbours_end() -> None:
+    """Every preference vector has a descent from the end of its nearest neighbour's."""
+    steps: list[Any] = []
     ends = [np.array(list(point.values())) for point in points_of(steps)]
     assert [len(gradients(steps, number)) for number in range(5)] == [12, 3, 3, 3, 0]
     preferences = [tuple(gradients(steps, number)[0].request.preference.values()) for number in range(4)]
@@ -256,20 +283,21 @@ def test_every_preference_vector_has_a_descent_from_the_end_of_its_nearest_neigh
     np.testing.assert_array_equal(starts[0], [0.5] * 6)
     np.testing.assert_array_equal(starts[1:], [ends[0], ends[1], ends[0]])
     for number, name in ((2, "math"), (3, "text")):
-        at = [of_each(StepRequest(StepKind.LOSSES, "", tuple(ends[i]))).losses[name] for i in (0, number)]
+        at = [losses_of_each(tuple(ends[i]))[name] for i in (0, number)]
         assert at[1] < at[0], "a descent for one objective alone makes it better"
 
 
-def test_an_objective_that_does_not_matter_takes_no_samples_and_the_others_all() -> None:
-    steps: list[Step] = []
+def test_zero_weight_takes_no_samples() -> None:
+    """An objective of weight zero takes no samples, and the others take all."""
+    steps: list[Any] = []
     points_of(steps)
     for step in gradients(steps, 2):
         assert step.request.positions.keys() == step.request.weights.keys() == {"math"}
-        assert len(step.request.positions["math"]) == SETTING.options.batch
+        assert len(step.request.positions["math"]) == OPTIONS.batch
     drawn = [
         position
         for step in steps
-        if step.request.kind is StepKind.GRADIENT
+        if isinstance(step, GradientStep)
         for position in step.request.positions.get("math", ())
     ]
     counts = [drawn.count(position) for position in range(10)]
@@ -277,7 +305,7 @@ def test_an_objective_that_does_not_matter_takes_no_samples_and_the_others_all()
 
 
 def test_preferences_weigh_losses_in_units_of_their_means() -> None:
-    steps: list[Step] = []
+    steps: list[Any] = []
     points_of(steps)
     scales = {name: np.mean([step.result.losses[name] for step in steps[:5]]) for name in ("math", "text")}
     weights = gradients(steps, 1)[0].request.weights
@@ -285,7 +313,7 @@ def test_preferences_weigh_losses_in_units_of_their_means() -> None:
 
 
 def test_short_descents_begin_at_their_own_learning_rate() -> None:
-    steps: list[Step] = []
+    steps: list[Any] = []
     points_of(steps)
     first, second = gradients(steps, 1)[:2]
     moved = np.abs(np.array(second.request.point) - np.array(first.request.point))
@@ -295,8 +323,8 @@ def test_short_descents_begin_at_their_own_learning_rate() -> None:
 
 
 def test_points_are_shared_by_descents_and_each_has_its_end() -> None:
-    setting = replace(SEVERAL, options=SETTING.options.model_copy(update={"points": 9, "warm_steps": 4}))
-    steps: list[Step] = []
+    setting = replace(SEVERAL, options=Search(gradient=OPTIONS.model_copy(update={"points": 9, "warm_steps": 4})))
+    steps: list[Any] = []
     points = points_of(steps, 9, setting=setting)
     proposals = [[step.proposal - NUM_BASELINES for step in gradients(steps, number)] for number in range(4)]
     assert proposals == [[0] * 4 + [1] * 4 + [2] * 4, [3] * 2 + [4] * 2, [5] * 2 + [6] * 2, [7] * 2 + [8] * 2]
@@ -304,7 +332,7 @@ def test_points_are_shared_by_descents_and_each_has_its_end() -> None:
 
 
 def test_several_descents_go_on_from_any_step_as_if_undisturbed() -> None:
-    steps: list[Step] = []
+    steps: list[Any] = []
     expected = points_of(steps, 6)
     for cut in range(len(steps)):
         again = steps[:cut]
@@ -312,17 +340,19 @@ def test_several_descents_go_on_from_any_step_as_if_undisturbed() -> None:
         assert again == steps
 
 
-def test_after_a_descent_that_failed_others_start_at_the_next_nearest_one() -> None:
-    def broken(request: StepRequest) -> StepResult:
-        return StepResult(failure="the loss is nan") if request.label == "descent 1" else of_each(request)
+def test_failed_descent_is_skipped_as_start() -> None:
+    """After a failed descent, others start at the next nearest one."""
 
-    steps: list[Step] = []
+    def broken(request: StepRequest) -> StepResult:
+        return GradientResult(failure="the loss is nan") if request.label == "descent 1" else of_each(request)
+
+    steps: list[Any] = []
     ends = points_of(steps, compute=broken)
     assert [len(gradients(steps, number)) for number in range(4)] == [12, 1, 3, 3]
     assert gradients(steps, 2)[0].request.point == tuple(ends[0].values()), "not at the end of descent 1"
 
     def all_broken(request: StepRequest) -> StepResult:
-        return StepResult(failure="nan") if request.label == "descent 0" else of_each(request)
+        return GradientResult(failure="nan") if request.label == "descent 0" else of_each(request)
 
     steps = []
     points_of(steps, compute=all_broken)
@@ -330,7 +360,7 @@ def test_after_a_descent_that_failed_others_start_at_the_next_nearest_one() -> N
 
 
 def test_after_the_descents_come_midpoints_of_the_front() -> None:
-    steps: list[Step] = []
+    steps: list[Any] = []
     ends = points_of(steps)
     costs = [(0.3, 0.3), (0.2, 0.5), (0.1, 0.7), (0.9, 0.1)]
     trials = [
@@ -344,8 +374,9 @@ def test_after_the_descents_come_midpoints_of_the_front() -> None:
     assert propose(NUM_BASELINES + 4, steps, known=[*known, *trials], setting=SETTING) != found
 
 
-def test_where_no_midpoint_adds_the_local_search_works_for_one_preference_vector_after_the_other() -> None:
-    steps: list[Step] = []
+def test_local_search_cycles_preferences() -> None:
+    """Where no midpoint adds volume, the local search cycles through preference vectors."""
+    steps: list[Any] = []
     ends = points_of(steps)
     costs = [(2.5, 2.5), (2.2, 2.9), (2.1, 3.3), (3.3, 2.1)]  # beyond the reference point of hypervolumes
     trials = [
@@ -359,8 +390,9 @@ def test_where_no_midpoint_adds_the_local_search_works_for_one_preference_vector
         assert kept.index(max(kept)) == turn, "a mutant of the best trial for that preference vector"
 
 
-def test_trials_for_other_preference_vectors_do_not_change_the_size_of_steps() -> None:
-    steps: list[Step] = []
+def test_step_size_is_per_preference() -> None:
+    """Trials for other preference vectors do not change the size of steps."""
+    steps: list[Any] = []
     (point, *_) = points_of(steps)
     first = NUM_BASELINES + 4
     best = Observation(point, 1.0, (0.1, 0.1), number=first, rung=0)
@@ -375,19 +407,14 @@ def test_trials_for_other_preference_vectors_do_not_change_the_size_of_steps() -
 
 
 def test_without_preference_vectors_steps_have_none() -> None:
-    steps: list[Step] = []
+    steps: list[Any] = []
     propose(NUM_BASELINES, steps, known=baselines())
     assert steps[-1].request.preference == {}
 
 
-def test_steps_of_earlier_versions_are_read_without_a_preference() -> None:
-    document = Step(3, 7, StepRequest(StepKind.NOTE, "a decision", decision="gradient"), StepResult()).to_json()
-    del document["request"]["preference"]
-    assert Step.from_json(3, 7, document).request.preference == {}
-
-
-def test_where_smac_takes_over_the_note_says_that_preference_vectors_are_not_used() -> None:
-    steps: list[Step] = []
+def test_smac_note_mentions_preferences() -> None:
+    """Where SMAC takes over, the note says that preference vectors are not used."""
+    steps: list[Any] = []
     propose(NUM_BASELINES, steps, known=baselines(sign=-1.0), setting=SEVERAL)
     assert steps[-1].request.label.endswith("it does not use the preference vectors")
 
@@ -403,11 +430,12 @@ def of_completions(sign: float, completed: Any = None) -> Callable[[StepRequest]
     """Losses on the references of text that fall where its costs grow; on completions times `sign`."""
 
     def compute(request: StepRequest) -> StepResult:
-        if request.kind is StepKind.COMPLETIONS:
+        if isinstance(request, CompletionsRequest):
             assert request.completions == ("text",), "those whose references do not predict scores"
-            return StepResult(completions=COMPLETED if completed is None else completed)
+            return CompletionsResult(completions=COMPLETED if completed is None else completed)
         result = computed(request)
-        if request.kind is StepKind.LOSSES:
+        if isinstance(request, LossesRequest):
+            assert isinstance(result, LossesResult)
             loss = sign * result.losses["text"] * 5 if request.completions else -result.losses["text"]
             losses = {name: loss if name == "text" else result.losses[name] for name in request.positions}
             return replace(result, losses=losses)
@@ -416,13 +444,14 @@ def of_completions(sign: float, completed: Any = None) -> Callable[[StepRequest]
     return compute
 
 
-def with_completions(num_points: int = 3, **changes: Any) -> tuple[list[Step], list[dict[str, Any]]]:
-    steps: list[Step] = []
+def with_completions(num_points: int = 3, **changes: Any) -> tuple[list[Any], list[dict[str, Any]]]:
+    steps: list[Any] = []
     call: dict[str, Any] = {"known": baselines(), "compute": of_completions(1.0), "setting": LARGER, **changes}
     return steps, [propose(NUM_BASELINES + i, steps, **call) for i in range(num_points)]
 
 
-def test_where_references_say_nothing_the_sources_own_correct_completions_are_tried() -> None:
+def test_correct_completions_are_tried() -> None:
+    """Where references decide nothing, the sources' own correct completions are tried."""
     steps, _ = with_completions()
     assert kinds(steps) == ["losses"] * 5 + ["completions"] + ["losses"] * 5 + ["note"] + ["gradient"] * 12
     assert [step.request.num_charged for step in steps][:12] == [22] * 5 + [0] + [8] * 5 + [0]
@@ -430,14 +459,15 @@ def test_where_references_say_nothing_the_sources_own_correct_completions_are_tr
     assert steps[11].request.decision == "gradient"
     assert steps[11].request.label == (
         "gradients are used, with the sources' own correct completions as references of text on 8 samples: losses on "
-        "them go with scores (text 1.00), those on the tasks' reference answers do not (rank correlation over 5 known "
-        "recipes: math 1.00, text -1.00; 0.3 is needed)"
+        "them go with scores (text 1.00), those on the tasks' reference answers do not (rank correlation over 5 "
+        "baselines: math 1.00, text -1.00; 0.3 is needed)"
     )
 
 
-def test_descents_then_draw_from_the_samples_that_have_a_correct_completion() -> None:
+def test_descents_draw_completed_samples() -> None:
+    """Descents on completions draw from the samples that have a correct one."""
     steps, _ = with_completions()
-    batches = [step.request for step in steps if step.request.kind is StepKind.GRADIENT]
+    batches = [step.request for step in steps if isinstance(step, GradientStep)]
     assert all(batch.completions == ("text",) for batch in batches)
     drawn = [position for batch in batches for position in batch.positions["text"]]
     assert sorted(drawn[:8]) == [position for position, _ in COMPLETED["text"]]
@@ -457,10 +487,11 @@ def test_where_completions_say_nothing_either_smac_proposes() -> None:
     assert steps[-1].request.label.startswith("gradients are not used, smac proposes: losses do not go with scores (")
     assert steps[-1].request.label.endswith("nor do those on the sources' own correct completions (text -1.00)")
     smac: Any = get_searcher("smac")
-    assert found == smac.propose(PARAMETERS, number=NUM_BASELINES, seed=0, observations=baselines())
+    assert found == smac.advance(ProposalContext(PARAMETERS, number=NUM_BASELINES, seed=0, observations=baselines()))
 
 
-def test_where_the_sources_have_too_few_correct_completions_smac_proposes() -> None:
+def test_smac_replaces_few_completions() -> None:
+    """SMAC proposes where the sources have too few correct completions."""
     steps, _ = with_completions(1, compute=of_completions(1.0, {"text": COMPLETED["text"][:7]}))
     assert kinds(steps) == ["losses"] * 5 + ["completions", "note"]
     message = "the sources have too few correct completions (text 7; 8 are needed)"
@@ -468,12 +499,13 @@ def test_where_the_sources_have_too_few_correct_completions_smac_proposes() -> N
     assert steps[-1].request.decision == "smac"
 
 
-def test_a_search_with_completions_goes_on_from_any_step_as_if_undisturbed() -> None:
+def test_completions_survive_kills() -> None:
+    """A search with completions continues from any step as if undisturbed."""
     steps, expected = with_completions()
 
     def again(request: StepRequest) -> StepResult:
         """The store would say something else now."""
-        return of_completions(1.0)(request) if request.kind is not StepKind.COMPLETIONS else StepResult()
+        return of_completions(1.0)(request) if not isinstance(request, CompletionsRequest) else LossesResult()
 
     for cut in range(6, len(steps)):
         left = steps[:cut]
@@ -482,28 +514,22 @@ def test_a_search_with_completions_goes_on_from_any_step_as_if_undisturbed() -> 
         assert left == steps
 
 
-def test_steps_of_earlier_versions_are_read_without_completions() -> None:
-    document = Step(3, 7, StepRequest(StepKind.NOTE, "a decision", decision="gradient"), StepResult()).to_json()
-    del document["request"]["completions"], document["result"]["completions"]
-    step = Step.from_json(3, 7, document)
-    assert (step.request.completions, step.result.completions) == ((), {})
-
-
 # A share of the samples to fit.
 
 
 def test_losses_and_gradients_are_of_the_samples_to_fit_alone() -> None:
     setting = replace(SETTING, first_fitted={"math": 6, "text": 4})
-    steps: list[Step] = []
+    steps: list[Any] = []
     propose(NUM_BASELINES + 2, steps, known=baselines(), setting=setting)
     assert steps[0].request.positions == {"math": (6, 7, 8, 9), "text": (4, 5, 6)}
-    batches = [step.request.positions for step in steps if step.request.kind is StepKind.GRADIENT]
+    batches = [step.request.positions for step in steps if isinstance(step, GradientStep)]
     assert sorted(p for batch in batches[:2] for p in batch["math"]) == [6, 7, 8, 9]
     assert {p for batch in batches for p in batch["text"]} == {4, 5, 6}
 
 
-def test_where_no_source_is_scored_on_the_samples_to_fit_completions_are_not_asked_for() -> None:
-    steps: list[Step] = []
+def test_unscored_sources_ask_no_completions() -> None:
+    """No completions are requested where no source is scored on the samples to fit."""
+    steps: list[Any] = []
     setting = replace(SETTING, first_fitted={"math": 6, "text": 4})
     propose(NUM_BASELINES, steps, known=baselines(sign=-1.0), setting=setting)
     assert kinds(steps) == ["losses"] * 5 + ["note"]

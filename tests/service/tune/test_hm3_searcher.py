@@ -1,5 +1,7 @@
-"""Whole searches by HM3's policy: every episode is a trial, and one that was killed goes on as if nothing had
-happened."""
+"""Whole searches by HM3's policy, in which every episode is a trial.
+
+A search that was killed continues as an undisturbed one.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,17 @@ from typing import Any
 import pytest
 
 from search_spaces.spaces.base import SearchSpace
-from search_spaces.study.sections import PolicyOptions
+from search_spaces.study.search import PolicyOptions
+from search_spaces.study.search import Search as SearchSection
 from service.store import Store
 from service.store.artifacts import ArtifactStore
+from service.store.steps import Step, UpdateRequest, UpdateStep, step_of
 from service.tune.coordinator import Coordinator
-from service.tune.proposing.checkpoints import PolicyCheckpoints, SearcherState
+from service.tune.proposing.checkpoints import PolicyCheckpoints
+from service.tune.proposing.searcher_state import SearcherState
 from service.tune.searchers import get_searcher
 from service.tune.searchers.base import LearningSearcher, Observation, SearchSetting
 from service.tune.searchers.hm3 import Hm3Searcher, paths_of
-from service.tune.steps import Step, StepKind, StepRequest
 from service.types import Origin
 from tests.search_spaces.spaces.families import models, space
 from tests.service.tune.harness import (
@@ -47,23 +51,22 @@ VECTORS = ((1.0, 0.0), (0.0, 1.0))
 
 def paths_space(**options: Any) -> SearchSpace:
     family = replace(models(("math", "text"), 4), fingerprints=FINGERPRINTS)
-    return space("hm3", family, **{"max_path_length": 5, **options})
+    built: SearchSpace = space("hm3", family, **{"max_path_length": 5, **options})
+    return built
 
 
 def setting(**changes: Any) -> SearchSetting:
-    options: dict[str, Any] = {"policy": POLICY, **changes}
+    options: dict[str, Any] = {"options": SearchSection(hm3=POLICY), **changes}
     plain = SearchSetting(
         objectives=("math", "text"),
         num_samples={"math": 36, "text": 36},
         num_baselines=NUM_BASELINES,
-        options=None,  # type: ignore[arg-type]
     )
     return replace(plain, **options)
 
 
 class LearningProposer(InlineProposer):
-    """`proposals.Proposer` for a searcher that learns, in the caller's own thread: what `RayProposer` does on
-    actors."""
+    """`proposals.Proposer` for a searcher that learns: in the caller's thread, what `RayProposer` does on actors."""
 
     def __init__(
         self, own: SearchSpace, store: Store, study: str, directory: Path, told: SearchSetting, learns_ahead: bool
@@ -71,7 +74,7 @@ class LearningProposer(InlineProposer):
         searcher = get_searcher("hm3")
         assert isinstance(searcher, LearningSearcher)
         self.checkpoints = PolicyCheckpoints(ArtifactStore(store, directory), study, searcher, told)
-        steps = [Step.from_json(row.number, row.proposal, row.document) for row in store.steps(study)]
+        steps = store.steps(study)
         self._num_steps = len(steps)
         self._state = SearcherState("hm3", own.parameters, told, steps, self.checkpoints.load(steps))
         self._ready: Any = None
@@ -82,15 +85,15 @@ class LearningProposer(InlineProposer):
         self._ready = self._state.propose(**self._call)
 
     def result(self, *, timeout_s: float) -> Any:
-        if not isinstance(self._ready, StepRequest):
+        if isinstance(self._ready, dict):
             if self._learns_ahead:
                 self._state.learn_ahead()
             return self._ready
-        assert self._ready.kind is StepKind.UPDATE
+        assert isinstance(self._ready, UpdateRequest)
         result, content = self._state.update(self._ready, **self._call)
         if content is not None:
             self.checkpoints.put(self._ready.iteration, content)
-        return Step(self._num_steps, self._call["number"], self._ready, result)
+        return step_of(self._num_steps, self._call["number"], self._ready, result)
 
     def stored(self, step: Step) -> None:
         self._num_steps += 1
@@ -134,9 +137,11 @@ class Search:
         return trial_list(self.store, self.study)
 
     @property
-    def steps(self) -> list[Step]:
-        rows = self.store.steps(self.study)
-        return [Step.from_json(row.number, row.proposal, row.document) for row in rows]
+    def steps(self) -> list[UpdateStep]:
+        steps = self.store.steps(self.study)
+        found = [step for step in steps if isinstance(step, UpdateStep)]
+        assert len(found) == len(steps)
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -181,9 +186,8 @@ def test_the_trials_are_the_same_with_any_number_of_runners(
     assert [step.result.checkpoint for step in other.steps] == [s.result.checkpoint for s in undisturbed.steps]
 
 
-def test_updates_are_computed_before_they_are_asked_for_and_are_the_same(
-    undisturbed: Search, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_updates_are_computed_ahead(undisturbed: Search, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates are computed before they are requested and are the same."""
     learned: list[tuple[str, int]] = []
     learn = Hm3Searcher.learn
     asked = ["no"]
@@ -226,14 +230,15 @@ def test_an_update_of_other_results_is_computed_again(undisturbed: Search) -> No
         state = SearcherState("hm3", undisturbed.space.parameters, told, undisturbed.steps[:1], {})
         state.propose(observations=seen, **call)
         state.learn_ahead()
-        return state.update(StepRequest(StepKind.UPDATE, "", iteration=1), observations=then, **call)[1]
+        return state.update(UpdateRequest(label="", iteration=1), observations=then, **call)[1]
 
     worse = [*known[:-1], replace(known[-1], costs=(1.0, 1.0))]
     assert checkpoint(known, known) == checkpoint([], known)
     assert checkpoint(known, worse) == checkpoint(worse, worse) != checkpoint(known, known)
 
 
-def test_killed_at_any_step_a_search_gives_the_undisturbed_trial_list(undisturbed: Search, tmp_path: Path) -> None:
+def test_kill_at_any_step_changes_no_trial(undisturbed: Search, tmp_path: Path) -> None:
+    """A search killed at any step has the undisturbed trial list."""
     search = Search(tmp_path)
     for kill_at in range(200):
         try:
@@ -263,7 +268,7 @@ def test_policies_that_are_gone_or_damaged_are_learned_again(undisturbed: Search
 
 
 def test_a_policy_for_each_preference_takes_its_turn(tmp_path: Path) -> None:
-    told = setting(preferences=VECTORS, policy=replace_options(episodes=3))
+    told = setting(preferences=VECTORS, options=with_policy(episodes=3))
     search = Search(tmp_path, told=told).run(max_staleness=3)
     assert [step.request.preference["math"] for step in search.steps] == [1.0, 0.0] * 3 + [1.0]
     assert [bool(step.result.checkpoint) for step in search.steps] == [False] * 2 + [True] * 5
@@ -272,15 +277,15 @@ def test_a_policy_for_each_preference_takes_its_turn(tmp_path: Path) -> None:
 
 
 def test_a_conditioned_policy_is_one(tmp_path: Path) -> None:
-    told = setting(preferences=VECTORS, policy=replace_options(policy="conditioned"))
+    told = setting(preferences=VECTORS, options=with_policy(policy="conditioned"))
     search = Search(tmp_path, told=told).run()
     assert [step.request.preference for step in search.steps] == [{}] * 4
     slots = {record.name for record in ArtifactStore(search.store, tmp_path).of(search.study)}
     assert slots == {"hm3-policy-0-0", "hm3-policy-0-1"}
 
 
-def replace_options(**changes: Any) -> PolicyOptions:
-    return POLICY.model_copy(update=changes)
+def with_policy(**changes: Any) -> SearchSection:
+    return SearchSection(hm3=POLICY.model_copy(update=changes))
 
 
 class FailingScorer(FakeScorer):
@@ -313,7 +318,7 @@ def test_a_search_begins_with_policies_that_are_given(undisturbed: Search, tmp_p
     searcher = get_searcher("hm3")
     assert isinstance(searcher, LearningSearcher)
     kept = PolicyCheckpoints(artifacts, undisturbed.study, searcher, undisturbed.told).load(undisturbed.steps)
-    told = setting(start=(kept[max(kept)],), policy=replace_options(learns=learns))
+    told = setting(start=(kept[max(kept)],), options=with_policy(learns=learns))
     search = Search(tmp_path, told=told).run()
     # It learns from the first iteration on, or never.
     assert [bool(step.result.checkpoint) for step in search.steps] == ([True] * 4 if learns else [])

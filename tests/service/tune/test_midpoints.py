@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from search_spaces.parameters import Float, Parameters
-from service.tune.searchers import Observation
+from service.tune.searchers.base import Observation, ProposalContext
 from service.tune.searchers.midpoints import midpoint
 
 PARAMETERS = Parameters([Float("a", -0.5, 1.5), Float("b", 0.0, 1.0)])
@@ -25,11 +25,11 @@ FRONT = [trial(0, 0.0, (0.1, 0.9)), trial(1, 0.4, (0.5, 0.3)), trial(2, 1.0, (0.
 
 
 def place(observations: Sequence[Observation], pending: Sequence[dict[str, Any]] = ()) -> float | None:
-    found = midpoint(PARAMETERS, observations=observations, pending=pending)
+    found = midpoint(ProposalContext(PARAMETERS, number=0, seed=0, observations=observations, pending=pending))
     if found is None:
         return None
     assert found["b"] == pytest.approx(found["a"] / 2)
-    return round(found["a"], 9)
+    return round(float(found["a"]), 9)
 
 
 def test_the_widest_gap_of_the_front_comes_first() -> None:
@@ -43,14 +43,18 @@ def test_no_midpoint_is_proposed_twice() -> None:
     assert place([*FRONT, trial(3, 0.2, (0.3, 0.6)), trial(4, 0.5, (0.9, 0.9))]) == 0.1, "of the front as it is now"
 
 
-def test_one_that_is_scored_now_counts_as_if_it_had_turned_out_as_expected() -> None:
-    """What the middle of the first and the last could add is beside the pending one, and little."""
+def test_pending_midpoint_counts_as_expected() -> None:
+    """A midpoint that is being scored counts as if it had its expected value.
+
+    What the middle of the first and the last could add is beside the pending one, and little.
+    """
     front = [trial(0, 0.0, (0.1, 0.9)), trial(1, 0.4, (0.5, 0.5)), trial(2, 1.0, (0.9, 0.1))]
     assert place(front, [{"a": 0.2, "b": 0.1}]) == 0.7
     assert place(front, [{"a": 0.2, "b": 0.1}, {"a": 0.7, "b": 0.35}]) is None
 
 
-def test_parents_keep_to_the_constraints_and_have_reached_the_highest_rung() -> None:
+def test_parents_are_feasible_and_complete() -> None:
+    """Parents satisfy the constraints and have reached the highest rung."""
     assert place([trial(0, 0.0, (0.1, 0.9), excess=0.1), *FRONT[1:]]) == 0.7
     assert place([trial(0, 0.0, (0.1, 0.9)), *(trial(n, a, c, rung=1) for n, a, c in ((1, 0.4, (0.5, 0.3)),))]) is None
 

@@ -34,7 +34,8 @@ class RecordingProposer(InlineProposer):
         super().submit(number=number, observations=observations, pending=pending)
 
 
-def test_a_proposal_is_repaired_and_the_repaired_configuration_is_stored_and_told(tmp_path: Path) -> None:
+def test_repaired_proposal_is_stored(tmp_path: Path) -> None:
+    """The repaired configuration of a proposal is stored and given to the searcher."""
     own = space_of("dis")
     store, study = new_study(tmp_path)
     proposer = type("Both", (RecordingProposer, UniformProposer), {})(own)
@@ -54,7 +55,8 @@ def test_a_proposal_is_repaired_and_the_repaired_configuration_is_stored_and_tol
     assert [told for told in proposer.told if own.parameters.repair(told) != told] == []
 
 
-def test_the_sources_are_told_to_the_searcher_and_equal_paths_are_scored_once(tmp_path: Path) -> None:
+def test_searcher_receives_sources(tmp_path: Path) -> None:
+    """The searcher receives the sources, and equal paths are scored once."""
     own = space_of("dis", scales=False, models=("math",))
     store, study = new_study(tmp_path)
     proposer = type("Both", (RecordingProposer, UniformProposer), {})(own)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.baselines import sources_and_published
+from search_spaces.baselines import all_baselines
+from service.resolved_study import ResolvedStudy
 from service.store import Store
 from service.tune.plan import Baseline, baselines_of
 from service.types import Origin, TrialRecord, TrialState
@@ -34,28 +35,31 @@ def test_a_search_that_has_begun_keeps_its_own_list() -> None:
 
 
 @pytest.mark.parametrize("num_stored", range(len(KNOWN) + 1))
-def test_one_that_was_killed_before_its_search_began_goes_on_to_the_same_list(num_stored: int) -> None:
+def test_kill_before_the_search(num_stored: int) -> None:
+    """A study killed before its search began continues to the same list."""
     assert baselines_of(stored(KNOWN[:num_stored]), KNOWN, has_begun=False) == KNOWN
 
 
-def test_recipes_that_were_stored_in_another_order_keep_their_numbers() -> None:
+def test_stored_order_keeps_numbers() -> None:
+    """Recipes that were stored in another order keep their numbers."""
     other = (*KNOWN[:4], KNOWN[-1])
     assert baselines_of(stored(other), KNOWN, has_begun=False) == (*other, *KNOWN[4:-1])
 
 
-def test_a_study_of_an_earlier_version_has_the_baselines_of_that_version(tmp_path: Path) -> None:
+def test_earlier_versions_baselines_stay(tmp_path: Path) -> None:
+    """A study of an earlier version keeps the baselines of that version."""
     write_database(tmp_path / "study.db", data_dir=tmp_path)
     store = Store(f"sqlite:///{tmp_path / 'study.db'}")
     (record,) = store.jobs()
     trials = store.trials(record.id)
-    experts = tuple(alias for alias in record.resolved.fingerprints if alias != "base")
+    experts = tuple(alias for alias in ResolvedStudy.of(record).fingerprints if alias != "base")
     known = tuple(
         (Origin(origin), label, recipe)
-        for origin, label, recipe in sources_and_published(
+        for origin, label, recipe in all_baselines(
             base="base",
             experts=experts,
-            fingerprints=record.resolved.fingerprints,
-            num_layers=record.resolved.num_layers,
+            fingerprints=ResolvedStudy.of(record).fingerprints,
+            num_layers=ResolvedStudy.of(record).num_layers,
         )
     )
     assert store.brackets(record.id), "its search has begun"

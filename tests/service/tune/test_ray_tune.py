@@ -111,9 +111,8 @@ def test_the_driver_starts_with_the_trial_actors_that_it_gets(ray_cluster: None,
 
 
 @pytest.mark.slow
-def test_a_recipe_whose_replicas_die_of_a_fatal_signal_fails_and_the_study_goes_on(
-    ray_cluster: None, tied_family: Family, tmp_path: Path
-) -> None:
+def test_fatal_signals_fail_the_recipe(ray_cluster: None, tied_family: Family, tmp_path: Path) -> None:
+    """A recipe whose replicas die of a fatal signal fails, and the study continues."""
     from ray import serve
 
     store, study = new_study(tmp_path)

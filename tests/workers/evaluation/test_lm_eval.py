@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from tests.builders import tiny_llama, tiny_qwen2
 from tests.conftest import write_choices
 from workers.engines.transformers.backend import Reference
@@ -62,7 +62,8 @@ def test_prompt_begins_with_one_bos_whatever_writes_it(llama: str, tmp_path: Pat
     assert Prompts(qwen, OPTIONS).encode("ab") == load_tokenizer(qwen)("ab", add_special_tokens=False)["input_ids"]
 
 
-def test_tokenizer_that_transformers_reads_otherwise_than_its_file_is_read_as_the_file_says(tmp_path: Path) -> None:
+def test_tokenizer_is_read_as_its_file_says(tmp_path: Path) -> None:
+    """A tokenizer that transformers reads differently is read as its file says."""
     from tests.builders import character_tokenizer
 
     directory = tiny_qwen2(tmp_path / "qwen")
@@ -77,7 +78,8 @@ def test_tokenizer_that_transformers_reads_otherwise_than_its_file_is_read_as_th
         load_tokenizer(str(directory))
 
 
-def test_chat_template_and_system_prompt_are_applied_and_add_no_second_bos(tmp_path: Path) -> None:
+def test_chat_template_adds_no_second_bos(tmp_path: Path) -> None:
+    """Chat template and system prompt are applied and add no second BOS."""
     from transformers import AutoTokenizer
 
     directory = str(tiny_llama(tmp_path / "chat"))
@@ -113,9 +115,8 @@ def test_completion_that_leaves_no_room_for_a_prompt_is_refused(llama: str, tmp_
         TaskEvaluator(None, Prompts(llama, OPTIONS)).describe(spec)
 
 
-def test_spans_are_asked_in_one_batch_and_their_prompts_hashed_in_order(
-    llama: str, sums: TaskSpec, choices: TaskSpec
-) -> None:
+def test_spans_are_one_batch(llama: str, sums: TaskSpec, choices: TaskSpec) -> None:
+    """Spans are one batch, and their prompts are hashed in order."""
     recorder = Recorder()
     evaluation = TaskEvaluator(recorder, Prompts(llama, OPTIONS))
     scored = evaluation.score([Span("a", sums, 0, 10), Span("b", sums, 10, 30), Span("c", choices, 0, 4)])
@@ -131,9 +132,8 @@ def test_spans_are_asked_in_one_batch_and_their_prompts_hashed_in_order(
         evaluation.score([Span("a", sums, 390, 401)])
 
 
-def test_tasks_stay_prepared_up_to_a_limit_and_those_used_last_do(
-    llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recent_tasks_stay_prepared(llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most recently used tasks stay prepared, up to a limit."""
     built: list[weakref.ref[BuiltTask]] = []
     names: list[int] = []
     specs = [one(tmp_path / f"{number}.jsonl", "x" * 39, max_tokens=8) for number in range(5)]  # 40 tokens each
@@ -166,7 +166,9 @@ def test_metrics_in_this_process_need_its_main_thread(llama: str, sums: TaskSpec
         pool.submit(evaluation.score, [Span("x", sums, 0, 1)]).result()
 
 
-def test_generation_arguments_of_a_task_are_honoured_and_unknown_ones_refused(llama: str, tmp_path: Path) -> None:
+def test_generation_arguments(llama: str, tmp_path: Path) -> None:
+    """A task's generation arguments are used, and unknown ones are refused."""
+
     def request(name: str, **arguments: object) -> Generation:
         file = write_choices(
             tmp_path,

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from tests.builders import tiny_llama
 from tests.workers.judged_tasks import KnownAnswers, write_task
 from workers.errors import InvalidTask
@@ -121,6 +121,7 @@ process.values(spec.digest, said("a"))
 def test_process_ends_with_its_parent_whatever_a_metric_does(tmp_path: Path) -> None:
     started = tmp_path / "started"
     spec = write_task(tmp_path, "endless", ENDLESS.format(file=str(started)), [{"problem": "", "solution": ""}])
+    assert isinstance(spec.task, str)
     with subprocess.Popen([sys.executable, "-c", PARENT, spec.task], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
@@ -143,7 +144,7 @@ def wait_until(is_true: Callable[[], bool], seconds: float) -> None:
 
 
 def is_running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return bool(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
 
 
 WHERE = """

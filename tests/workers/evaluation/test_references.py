@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from tests.conftest import write_choices
 from workers.errors import InvalidTask
 from workers.evaluation.lm_eval import TaskEvaluator

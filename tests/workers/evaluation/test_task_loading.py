@@ -129,8 +129,11 @@ def test_an_unreachable_hub_is_not_waited_for(place: Path, monkeypatch: pytest.M
     assert sum(pauses) < 1.0
 
 
-def test_what_builds_a_task_again_for_a_study_checks_the_files_again(place: Path) -> None:
-    """As a replica does, long after the study was accepted."""
+def test_rebuilt_task_is_checked_again(place: Path) -> None:
+    """A study's task is checked again whenever it is built again.
+
+    As a replica does, long after the study was accepted.
+    """
     link = place / "sums.jsonl"
     link.write_text('{"prompt": "1+1=", "answer": "2"}\n')
     inline = TaskSpec({"file": str(link)}, "exact_match", access=FileAccess((str(place),)))

@@ -2,6 +2,7 @@ import hashlib
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -88,8 +89,9 @@ def test_lines_that_are_no_objects_are_not_quoted(tmp_path: Path) -> None:
 )
 def test_inline_task_refuses_what_it_has_not(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     task = inline(tmp_path / "a.jsonl", GOOD)
+    fields: dict[str, Any] = {"task": task, "metric": "exact_match", **changes}
     with pytest.raises(InvalidTask, match=message):
-        check_task(TaskSpec(**{"task": task, "metric": "exact_match", **changes}))
+        check_task(TaskSpec(**fields))
     assert check_task(TaskSpec(task, "exact_match", content=hashlib.sha256(GOOD.encode()).hexdigest())).num_samples == 1
 
 
@@ -107,7 +109,8 @@ def test_inline_answers_are_compared_as_stripped_text(tmp_path: Path) -> None:
     assert value(2, "xy") == 0.0
 
 
-def test_few_shot_prompts_of_an_inline_task_leave_the_asked_sample_out(tmp_path: Path) -> None:
+def test_few_shot_leaves_the_sample_out(tmp_path: Path) -> None:
+    """Few-shot prompts of an inline task leave out the asked sample."""
     rows = [{"prompt": f"{i}?", "answer": f"<{i}>"} for i in range(4)]
     spec = TaskSpec(inline(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows))), "exact_match", num_fewshot=3)
     task = build_task(spec).subtasks[0].task
@@ -159,8 +162,9 @@ def test_yaml_task_is_built_from_files_beside_it(choices: TaskSpec) -> None:
     ],
 )
 def test_yaml_task_refuses_what_it_has_not(choices: TaskSpec, changes: dict[str, str], message: str) -> None:
+    fields: dict[str, Any] = {"task": choices.task, "metric": "acc", **changes}
     with pytest.raises(InvalidTask, match=message):
-        check_task(TaskSpec(**{"task": choices.task, "metric": "acc", **changes}))
+        check_task(TaskSpec(**fields))
 
 
 def test_metric_that_is_no_mean_is_refused_by_its_aggregation(tmp_path: Path) -> None:
@@ -202,7 +206,8 @@ def test_group_is_one_task_stratified_by_its_subtasks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_unknown_name_names_the_nearest_and_missing_data_the_way_out() -> None:
+def test_unknown_task_names_the_nearest() -> None:
+    """The message names the nearest task for an unknown name, and the remedy for missing data."""
     with pytest.raises(InvalidTask, match="'gsm8kk': lm-eval knows no such task; nearest are gsm8k"):
         check_task(TaskSpec("gsm8kk", "exact_match"))
     with pytest.raises(InvalidTask, match=r"task 'gsm8k': its data cannot be fetched .* inline JSONL task"):

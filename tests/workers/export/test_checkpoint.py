@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from tests.workers.recipes import arithmetic, slerp
-from workers.export.checkpoint import Progress, export, is_written, left_behind_bytes
+from workers.export.checkpoint import export, is_written, left_behind_bytes
+from workers.export.shards import Progress
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
 from workers.models.checkpoints import open_checkpoint
@@ -152,9 +153,8 @@ def test_a_directory_with_anything_else_is_refused(untied: Bank, tmp_path: Path)
     assert export(recipe, untied, tmp_path / "empty") == tmp_path / "empty"
 
 
-def test_a_directory_that_cannot_be_made_is_refused_before_anything_is_written(
-    untied: Bank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_impossible_directory_is_refused(untied: Bank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that cannot be made is refused before a file is written."""
     recipe = arithmetic(untied.family, 0.3, 0.3)
     (tmp_path / "file").write_text("mine")
     for check in (partial(export, recipe, untied), lambda out: is_written(recipe, out, torch.float32)):
@@ -247,7 +247,7 @@ def test_a_killed_export_goes_on_with_the_shards_that_are_whole(
         file.write(b"\xff")
     merged: list[str] = []
     get = untied.get
-    monkeypatch.setattr(untied, "get", lambda alias, name: merged.append(name) or get(alias, name))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(untied, "get", lambda alias, name: merged.append(name) or get(alias, name))
     told: list[Progress] = []
     out = export(recipe, untied, tmp_path / "out", max_shard_bytes=SHARDS, progress=told.append)
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
@@ -362,7 +362,7 @@ def test_an_export_needs_two_tensors_per_source(tmp_path: Path) -> None:
     num_layers, hidden = 8, 512
     shapes = {"model.embed_tokens.weight": (256, hidden), "model.norm.weight": (hidden,)}
     for layer in range(num_layers):
-        within = {f"mlp.{name}_proj": (4 * hidden, hidden) for name in ("up", "gate")}
+        within: dict[str, tuple[int, ...]] = {f"mlp.{name}_proj": (4 * hidden, hidden) for name in ("up", "gate")}
         within |= {"mlp.down_proj": (hidden, 4 * hidden), "input_layernorm": (hidden,)}
         within |= {f"self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"}
         shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in within.items()}
@@ -387,7 +387,8 @@ def test_an_export_needs_two_tensors_per_source(tmp_path: Path) -> None:
     assert all(peak <= limit for peak in peaks.values()), (peaks, limit)
 
 
-def test_a_killed_export_is_swept_by_the_next_and_a_running_one_is_not(untied: Bank, tmp_path: Path) -> None:
+def test_killed_export_is_swept(untied: Bank, tmp_path: Path) -> None:
+    """The next export removes a killed one's files, and not those of a running one."""
     code = (
         "import fcntl, os, sys, time; d = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(d, fcntl.LOCK_EX); "
         "print('locked', flush=True); time.sleep(600)"

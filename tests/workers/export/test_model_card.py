@@ -62,7 +62,8 @@ def test_several_licences_of_a_source_are_all_told(tmp_path: Path) -> None:
     assert licence(tmp_path / "nowhere") is None
 
 
-def test_single_tensors_are_in_the_card_and_in_the_mergekit_configuration(untied: Bank, tmp_path: Path) -> None:
+def test_card_lists_single_tensors(untied: Bank, tmp_path: Path) -> None:
+    """Single tensors are in the card and in the mergekit configuration."""
     norm = Merge("passthrough", (Source("text"),))
     recipe = replace(arithmetic(untied.family, 0.3, 0.4), tensors={"model.norm.weight": norm})
     card = (export(recipe, untied, tmp_path / "out") / "README.md").read_text()

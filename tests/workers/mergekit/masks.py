@@ -22,8 +22,10 @@ def keys_of_task_vectors(
 
 
 def draw_our_masks(monkeypatch: pytest.MonkeyPatch, keys: Mapping[bytes, int]) -> list[int]:
-    """Have mergekit draw the masks of `keys`: the task vector that it makes sparse tells which one. The result gets the
-    key of every mask that it draws."""
+    """Make mergekit draw the masks of `keys`, which are by the task vector that is made sparse.
+
+    The key of every mask that is drawn is appended to the result.
+    """
     from mergekit.merge_methods import generalized_task_arithmetic as module
 
     drawn: list[int] = []
@@ -32,7 +34,8 @@ def draw_our_masks(monkeypatch: pytest.MonkeyPatch, keys: Mapping[bytes, int]) -
 
     def known(delta: torch.Tensor, **settings: Any) -> torch.Tensor:
         current[:] = [keys.get(delta.numpy().tobytes(), 0)]  # 0: where no mask is drawn
-        return sparsify(delta, **settings)
+        sparse: torch.Tensor = sparsify(delta, **settings)
+        return sparse
 
     def bernoulli(chances: torch.Tensor) -> torch.Tensor:
         assert current[0], "a task vector without a key"

@@ -20,8 +20,8 @@ import yaml
 from safetensors.torch import load_file
 
 from search_spaces.errors import InvalidRecipe
-from service.studies.merge import MergePlan, check_merge, merge_file
-from service.studies.merge_series import check_merges, merge_all
+from service.merges.merge import MergePlan, check_merge, merge_file
+from service.merges.series import check_merges, merge_all
 from tests.builders import lora_adapter, tiny_family, tiny_llama, tiny_qwen2, with_tokens
 from tests.layouts import layout_family
 from tests.workers.mergekit.masks import draw_our_masks, keys_of_task_vectors
@@ -487,8 +487,10 @@ def loaded(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def by_mergekit(text: str, out: Path) -> dict[str, torch.Tensor] | None:
-    """None where it refuses the file, or where its result is not finite. What it writes before it fails at a
-    configuration of another depth counts."""
+    """Tensors that mergekit makes of a configuration; None if it refuses the file, or if its result is not finite.
+
+    What it writes before it fails at a configuration of another depth counts.
+    """
     from mergekit.config import MergeConfiguration
     from mergekit.merge import run_merge
     from mergekit.options import MergeOptions
@@ -520,7 +522,7 @@ def compare(
         tensor, other = (
             each[:num_tokens] if "embed" in name and num_tokens else each for each in (whole, theirs[name])
         )
-        torch.testing.assert_close(tensor, other, rtol=1e-6, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(tensor, other, rtol=1e-6, atol=2e-6, msg=(name + ": {}").format)
 
 
 def mask_keys(out: Path, models: str) -> dict[bytes, int]:
@@ -544,9 +546,8 @@ RANDOM = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CORPUS)
-def test_a_file_that_mergekit_merges_merges_here_to_the_same_tensors(
-    home: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_corpus_merges_as_mergekit_does(home: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that mergekit merges gives the same tensors here."""
     text = CORPUS[name]
     if name in REFUSED:
         assert by_mergekit(text, tmp_path / "theirs") is None
@@ -602,7 +603,8 @@ def test_what_has_no_effect_in_a_file_is_warned_of(home: Path, tmp_path: Path) -
         assert all(warning in plan.to_text() for warning in plan.warnings)
 
 
-def test_models_that_only_the_vocabulary_needs_are_named_by_their_place(home: Path, tmp_path: Path) -> None:
+def test_vocabulary_models_are_named(home: Path, tmp_path: Path) -> None:
+    """Models that only the vocabulary needs are named by their place."""
     for tokenizer, message in {
         "tokenizer_source: what": "tokenizer_source: what: neither a directory nor a hub model",
         "tokenizer: {source: what}": "tokenizer.source: what: neither a directory nor a hub model",
@@ -617,7 +619,8 @@ def test_models_that_only_the_vocabulary_needs_are_named_by_their_place(home: Pa
         by_us(f"{merged}merge_method: linear\ntokenizer_source: what\n", tmp_path / "out", [])
 
 
-def test_a_recipe_whose_tokens_come_from_a_model_that_it_does_not_have_is_refused(home: Path, tmp_path: Path) -> None:
+def test_absent_models_tokens_are_refused(home: Path, tmp_path: Path) -> None:
+    """A recipe whose tokens come from an absent model is refused."""
     text = PAIR + "merge_method: linear\ntokenizer: {source: base, tokens: {a: {source: text}}}\n"
     by_us(text, tmp_path / "out", [])
     recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())
@@ -628,7 +631,8 @@ def test_a_recipe_whose_tokens_come_from_a_model_that_it_does_not_have_is_refuse
         check_merge(file, {name: home / name for name in ("math", "text")}, tmp_path / "again")
 
 
-def test_a_merge_with_adapters_is_made_again_from_its_recipe_and_its_configuration(home: Path, tmp_path: Path) -> None:
+def test_adapter_merge_is_repeatable(home: Path, tmp_path: Path) -> None:
+    """A merge with adapters is repeatable from its recipe and from its configuration."""
     mine = by_us(CORPUS["an adapter to an expert"], tmp_path / "out", [])
     recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())
     named = {alias: Path("math+lora_math" if alias == "lora_math" else alias) for alias in recipe["models"]}
@@ -707,7 +711,8 @@ def test_a_chat_template_is_written_and_made_again(home: Path, tmp_path: Path, c
     assert part in (tmp_path / "again" / "chat_template.jinja").read_text()
 
 
-def test_the_most_common_chat_template_is_taken_and_files_are_read(home: Path, tmp_path: Path) -> None:
+def test_most_common_chat_template(home: Path, tmp_path: Path) -> None:
+    """The most common chat template is used, and template files are read."""
     for name, template in {"math": "{{ 'A' }}", "text": "{{ 'B' }}", "base": "{{ 'B' }}"}.items():
         shutil.copytree(home / name, tmp_path / name)
         (tmp_path / name / "chat_template.jinja").write_text(template)
@@ -757,9 +762,8 @@ def test_an_adapter_with_tokens_of_its_own_keeps_their_rows(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_the_angle_between_embeddings_counts_rows_without_a_token_here_and_not_in_mergekit(
-    home: Path, tmp_path: Path
-) -> None:
+def test_deviation_rows_without_a_token(home: Path, tmp_path: Path) -> None:
+    """The angle between embeddings counts rows without a token; mergekit's does not."""
     text = "models: [{model: base}, {model: math}]\nbase_model: base\nmerge_method: slerp\nparameters: {t: 0.4}\n"
     text += "tokenizer_source: base\n"
     theirs = by_mergekit(text, tmp_path / "theirs")
@@ -782,9 +786,8 @@ def test_the_angle_between_embeddings_counts_rows_without_a_token_here_and_not_i
 
 
 @pytest.mark.slow
-def test_mergekit_ranks_within_columns_of_stacked_experts_in_della_and_we_within_rows(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deviation_della_of_stacked_experts(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DELLA of stacked experts ranks within rows; mergekit ranks within columns."""
     text = "models: [{model: moe/math, parameters: {weight: 0.6, density: 0.4}}]\nbase_model: moe/base\n"
     text += "merge_method: della_linear\nparameters: {epsilon: 0.3, rescale: false}\nexperts: stacked\n"
     mine = stacked(by_us(text, tmp_path / "mine", []))

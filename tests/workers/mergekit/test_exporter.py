@@ -145,9 +145,11 @@ STEP_ERROR = 2.0**-22
 
 
 def test_mergekit_gives_the_same_karcher_mean(bank: Bank, tmp_path: Path) -> None:
-    """Each tensor of mergekit is one of the means at which its iteration may stop: the first whose next step is shorter
-    than the tolerance, or its neighbour if that step is as long as the tolerance but for rounding. Ours, whose angles
-    are float64, is the first, always."""
+    """Each tensor of mergekit is one of the means at which its iteration may stop.
+
+    That is the first mean whose next step is shorter than the tolerance, or its neighbour if that step is as long as
+    the tolerance but for rounding. Our tensors, computed with angles in float64, are always the first one.
+    """
     make = by("karcher", "base", "math", "text")
     recipe = recipe_of(bank.family, [(make,) * 3] * 3, make, make)
     document = config_of(recipe, bank)
@@ -160,7 +162,7 @@ def test_mergekit_gives_the_same_karcher_mean(bank: Bank, tmp_path: Path) -> Non
         lengths = [length for _, length in means]
         assert min(abs(length - TOLERANCE) for length in lengths) > 1e-12, f"{name}: float64 decides by rounding too"
         exact = means[[length < TOLERANCE for length in lengths].index(True)][0].float()
-        torch.testing.assert_close(tensor, exact, rtol=1e-6, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(tensor, exact, rtol=1e-6, atol=1e-7, msg=(name + ": {}").format)
         first = [length < TOLERANCE + STEP_ERROR for length in lengths].index(True)
         last = [length < TOLERANCE - STEP_ERROR for length in lengths].index(True)
         assert any(
@@ -193,7 +195,8 @@ def test_mergekit_gives_the_same_scaled_models(bank: Bank, tmp_path: Path) -> No
         ),
     ],
 )
-def test_methods_that_mergekit_computes_otherwise_are_not_written(bank: Bank, make: Make, reason: str) -> None:
+def test_deviating_methods_are_not_written(bank: Bank, make: Make, reason: str) -> None:
+    """Methods that mergekit computes differently are not written."""
     recipe = recipe_of(bank.family, [(make,) * 3] * 3, make, make)
     with pytest.raises(Inexpressible, match=reason):
         config_of(recipe, bank)
@@ -305,9 +308,8 @@ def test_mergekit_has_no_scale_of_the_stream(untied_bank: Bank) -> None:
 
 
 @pytest.mark.parametrize("make", [arithmetic(0.3, 0.4), by("multislerp_task_vectors", "math", "text", weight=0.5)])
-def test_from_bfloat16_files_both_write_bfloat16_computed_in_float32(
-    untied_bank: Bank, tmp_path: Path, make: Make
-) -> None:
+def test_bfloat16_is_computed_in_float32(untied_bank: Bank, tmp_path: Path, make: Make) -> None:
+    """From bfloat16 files, both write bfloat16 that was computed in float32."""
     recipe = recipe_of(untied_bank.family, [(make,) * 3] * 5, make, make)
     directories = {model.alias: model.directory for model in untied_bank.family.models}
     theirs = run_mergekit(mergekit_config(recipe, untied_bank.layout, directories, dtype="bfloat16"), tmp_path)
@@ -317,7 +319,7 @@ def test_from_bfloat16_files_both_write_bfloat16_computed_in_float32(
         assert theirs[name].dtype == torch.bfloat16
         # Where float32 results differ in their last bit a bfloat16 may be the next one; of bfloat16 sources many are
         # half way between two.
-        torch.testing.assert_close(theirs[name], tensor, rtol=2**-7, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(theirs[name], tensor, rtol=2**-7, atol=1e-6, msg=(name + ": {}").format)
     differing = sum(int((theirs[name] != tensor).sum()) for name, tensor in ours.items())
     assert differing < 0.003 * sum(tensor.numel() for tensor in ours.values())
 
@@ -337,7 +339,7 @@ def compare(recipe: Recipe, bank: Bank, document: dict[str, object], directory: 
     ours = dict(merged_tensors(recipe, bank, torch.float32))
     assert theirs.keys() == ours.keys()
     for name, tensor in ours.items():
-        torch.testing.assert_close(theirs[name], tensor, rtol=1e-6, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(theirs[name], tensor, rtol=1e-6, atol=1e-6, msg=(name + ": {}").format)
 
 
 @pytest.mark.parametrize(
@@ -367,7 +369,8 @@ def test_what_mergekit_cannot_express_has_a_reason(
     assert f"There is no mergekit configuration: {reason}" in (out / "README.md").read_text()
 
 
-def test_components_from_different_layers_of_a_model_are_inexpressible(bank: Bank) -> None:
+def test_mixed_layers_are_inexpressible(bank: Bank) -> None:
+    """Components from different layers of a model are inexpressible."""
     whole = recipe_of(bank.family, [(passthrough("math"),) * 3] * 3, passthrough("math"), passthrough("math"))
     crossed = replace(whole.layers[0], mlp=passthrough("math")(2))
     with pytest.raises(Inexpressible, match="layer 0 takes layers 0 and 2 of model 'math'"):

@@ -70,7 +70,7 @@ def compare(text: str, bank: Bank, directory: Path, *, dtype: str = "float32") -
     ours = dict(merged_tensors(recipe_from(text, bank), bank, torch.float32))
     assert theirs.keys() == ours.keys()
     for name, tensor in ours.items():
-        torch.testing.assert_close(theirs[name], tensor, rtol=1e-6, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(theirs[name], tensor, rtol=1e-6, atol=1e-6, msg=(name + ": {}").format)
 
 
 EXPERTS = """
@@ -451,7 +451,8 @@ def test_what_we_write_for_mergekit_is_read_again(tied: Bank) -> None:
             torch.testing.assert_close(found, ours[tensor], rtol=0, atol=2e-6)
 
 
-def test_a_filter_that_fits_whole_components_makes_no_single_tensors(untied: Bank) -> None:
+def test_component_filter_stays_whole(untied: Bank) -> None:
+    """A filter that matches whole components makes no single tensors."""
     assert not recipe_from(CONFIGURATIONS["slerp of slices"][1], untied).tensors
     found = recipe_from(
         CONFIGURATIONS["linear, gradients and filters per model, a base that is one more model"][1], untied
@@ -637,9 +638,8 @@ WARNINGS: list[tuple[Mapping[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), WARNINGS, ids=[message.split(":")[0] for _, message in WARNINGS])
-def test_what_mergekit_passes_over_is_warned_of_once_with_its_place_and_value(
-    tied: Bank, changes: Mapping[str, Any], message: str
-) -> None:
+def test_ignored_options_give_one_warning(tied: Bank, changes: Mapping[str, Any], message: str) -> None:
+    """An option that mergekit ignores gives one warning with its place and value."""
     warnings: list[str] = []
     models = {"BASE": "base", "MATH": "math", "TEXT": "text"}
     recipes = [

@@ -39,7 +39,7 @@ def ours(name: str, base: Tensor | None, experts: Sequence[Tensor], coefficients
 
 
 def theirs(method: str, base: Tensor | None, experts: Sequence[Tensor], parameters: Mapping[str, Any]) -> Tensor:
-    """mergekit's result; tuples in `parameters` hold one number per expert."""
+    """Mergekit's result; tuples in `parameters` hold one number per expert."""
     from mergekit.merge_methods.api import merge_tensors as merge
 
     names = [f"m{i}" for i in range(len(experts))]
@@ -49,12 +49,13 @@ def theirs(method: str, base: Tensor | None, experts: Sequence[Tensor], paramete
     }
     tensors = [t.float() for t in ([] if base is None else [base]) + list(experts)]
     ids = ([] if base is None else ["base"]) + names
-    return merge(tensors, method, parameters=named, ids=ids, base_index=None if base is None else 0)
+    merged: Tensor = merge(tensors, method, parameters=named, ids=ids, base_index=None if base is None else 0)
+    return merged
 
 
 @pytest.fixture
 def our_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """mergekit's random masks, one per expert in order, are drawn as ours are."""
+    """Mergekit's random masks, one per expert in order, are drawn as ours are."""
     remaining = list(keys_of(3))
 
     def bernoulli(probabilities: Tensor) -> Tensor:
@@ -130,26 +131,26 @@ CASES: list[tuple[str, Coefficients, str, Mapping[str, Any], bool, int]] = [
     ("nuslerp_task_vectors", {"weight": PAIR}, "nuslerp", {"weight": PAIR}, True, 2),
     ("nuslerp_rows", {"weight": PAIR}, "nuslerp", {"weight": PAIR, "nuslerp_flatten": False}, False, 2),
     (
-        *("nuslerp_columns", {"weight": PAIR}, "nuslerp"),
-        *({"weight": PAIR, "nuslerp_flatten": False, "nuslerp_row_wise": True}, False, 2),
+        "nuslerp_columns", {"weight": PAIR}, "nuslerp",
+        {"weight": PAIR, "nuslerp_flatten": False, "nuslerp_row_wise": True}, False, 2,
     ),
     ("multislerp", {"weight": W}, "multislerp", {"weight": W}, False, 3),
     ("multislerp_task_vectors", {"weight": W}, "multislerp", {"weight": W}, True, 3),
     ("multislerp", {"weight": W, "eps": 0.01}, "multislerp", {"weight": W, "eps": 0.01}, False, 3),
     ("multislerp_unscaled", {"weight": W}, "multislerp", {"weight": W, "normalize_weights": False}, False, 3),
     (
-        *("multislerp_unscaled_task_vectors", {"weight": W}, "multislerp"),
-        *({"weight": W, "normalize_weights": False}, True, 3),
+        "multislerp_unscaled_task_vectors", {"weight": W}, "multislerp",
+        {"weight": W, "normalize_weights": False}, True, 3,
     ),
     ("weighted_sum", {"weight": W}, "linear", {"weight": W, "normalize": False}, False, 3),
     ("weighted_sum", {"weight": (0.5, -0.5)}, "linear", {"weight": (0.5, -0.5), "normalize": False}, False, 2),
     (
-        *("nuslerp_rows_task_vectors", {"weight": PAIR}, "nuslerp"),
-        *({"weight": PAIR, "nuslerp_flatten": False}, True, 2),
+        "nuslerp_rows_task_vectors", {"weight": PAIR}, "nuslerp",
+        {"weight": PAIR, "nuslerp_flatten": False}, True, 2,
     ),
     (
-        *("nuslerp_columns_task_vectors", {"weight": PAIR}, "nuslerp"),
-        *({"weight": PAIR, "nuslerp_flatten": False, "nuslerp_row_wise": True}, True, 2),
+        "nuslerp_columns_task_vectors", {"weight": PAIR}, "nuslerp",
+        {"weight": PAIR, "nuslerp_flatten": False, "nuslerp_row_wise": True}, True, 2,
     ),
     ("karcher", {}, "karcher", {}, False, 3),
     ("karcher", {"max_iter": 1000, "tol": 1e-9}, "karcher", {"max_iter": 1000, "tol": 1e-9}, False, 3),
@@ -160,33 +161,33 @@ CASES: list[tuple[str, Coefficients, str, Mapping[str, Any], bool, int]] = [
     ("model_stock_rows", {}, "model_stock", {"filter_wise": True}, True, 3),
     ("ties_weighted", {"weight": W, "density": D}, "ties", {"weight": W, "density": D}, True, 3),
     (
-        *("ties_weighted", {"weight": W, "density": 0.25, "lambda": 0.7, "normalize": 0}, "ties"),
-        *({"weight": W, "density": 0.25, "lambda": 0.7, "normalize": False}, True, 3),
+        "ties_weighted", {"weight": W, "density": 0.25, "lambda": 0.7, "normalize": 0}, "ties",
+        {"weight": W, "density": 0.25, "lambda": 0.7, "normalize": False}, True, 3,
     ),
     ("ties_weighted", {"weight": W, "density": 1.0}, "ties", {"weight": W}, True, 3),
     (
-        *("ties_weighted_l1", {"weight": W, "density": D}, "ties"),
-        *({"weight": W, "density": D, "rescale": True}, True, 3),
+        "ties_weighted_l1", {"weight": W, "density": D}, "ties",
+        {"weight": W, "density": D, "rescale": True}, True, 3,
     ),
     (
-        *("breadcrumbs_l1", {"lambda": W, "density": 0.5, "gamma": 0.25}, "breadcrumbs"),
-        *({"weight": W, "density": 0.5, "gamma": 0.25, "rescale": True}, True, 3),
+        "breadcrumbs_l1", {"lambda": W, "density": 0.5, "gamma": 0.25}, "breadcrumbs",
+        {"weight": W, "density": 0.5, "gamma": 0.25, "rescale": True}, True, 3,
     ),
     (
-        *("breadcrumbs_ties_l1", {"weight": W, "density": D, "gamma": G, "lambda": 0.8}, "breadcrumbs_ties"),
-        *({"weight": W, "density": D, "gamma": G, "lambda": 0.8, "rescale": True}, True, 3),
+        "breadcrumbs_ties_l1", {"weight": W, "density": D, "gamma": G, "lambda": 0.8}, "breadcrumbs_ties",
+        {"weight": W, "density": D, "gamma": G, "lambda": 0.8, "rescale": True}, True, 3,
     ),
     (
-        *("breadcrumbs", {"lambda": W, "density": 0.9, "gamma": 0.25}, "breadcrumbs"),
-        *({"weight": W, "density": 0.9, "gamma": 0.25}, True, 3),
+        "breadcrumbs", {"lambda": W, "density": 0.9, "gamma": 0.25}, "breadcrumbs",
+        {"weight": W, "density": 0.9, "gamma": 0.25}, True, 3,
     ),
     (
-        *("breadcrumbs", {"lambda": W, "density": 0.5, "gamma": 0.25}, "breadcrumbs"),
-        *({"weight": W, "density": 0.5, "gamma": 0.25}, True, 3),
+        "breadcrumbs", {"lambda": W, "density": 0.5, "gamma": 0.25}, "breadcrumbs",
+        {"weight": W, "density": 0.5, "gamma": 0.25}, True, 3,
     ),
     (
-        *("breadcrumbs_ties", {"weight": W, "density": D, "gamma": G, "lambda": 0.8}, "breadcrumbs_ties"),
-        *({"weight": W, "density": D, "gamma": G, "lambda": 0.8}, True, 3),
+        "breadcrumbs_ties", {"weight": W, "density": D, "gamma": G, "lambda": 0.8}, "breadcrumbs_ties",
+        {"weight": W, "density": D, "gamma": G, "lambda": 0.8}, True, 3,
     ),
     ("sce", {"select_topk": 1.0}, "sce", {"select_topk": 1.0}, True, 3),
     ("sce", {"select_topk": 0.25}, "sce", {"select_topk": 0.25}, True, 3),
@@ -196,42 +197,42 @@ CASES: list[tuple[str, Coefficients, str, Mapping[str, Any], bool, int]] = [
     ("ram", {"epsilon": 0.03}, "ram", {"epsilon": 0.03}, True, 3),
     ("ramplus_tl", {}, "ramplus_tl", {}, True, 3),
     (
-        *("ramplus_tl", {"epsilon": 0.05, "r": 0.5, "alpha": 4.0}, "ramplus_tl"),
-        *({"epsilon": 0.05, "r": 0.5, "alpha": 4.0}, True, 3),
+        "ramplus_tl", {"epsilon": 0.05, "r": 0.5, "alpha": 4.0}, "ramplus_tl",
+        {"epsilon": 0.05, "r": 0.5, "alpha": 4.0}, True, 3,
     ),
     ("dare_linear_l1", {"lambda": W, "density": D}, "dare_linear", {"weight": W, "density": D}, True, 3),
     (
-        *("dare_ties_l1", {"weight": W, "density": D, "lambda": 0.6}, "dare_ties"),
-        *({"weight": W, "density": D, "lambda": 0.6}, True, 3),
+        "dare_ties_l1", {"weight": W, "density": D, "lambda": 0.6}, "dare_ties",
+        {"weight": W, "density": D, "lambda": 0.6}, True, 3,
     ),
     (
-        *("dare_ties_l1", {"weight": W, "density": 0.4, "normalize": 1}, "dare_ties"),
-        *({"weight": W, "density": 0.4, "normalize": True}, True, 3),
+        "dare_ties_l1", {"weight": W, "density": 0.4, "normalize": 1}, "dare_ties",
+        {"weight": W, "density": 0.4, "normalize": True}, True, 3,
     ),
     ("dare_linear_l1", {"lambda": W, "density": 1.0}, "task_arithmetic", {"weight": W}, True, 3),
     (
-        *("dare_linear_l1", {"lambda": W, "density": D, "rescale": 0}, "dare_linear"),
-        *({"weight": W, "density": D, "rescale": False}, True, 3),
+        "dare_linear_l1", {"lambda": W, "density": D, "rescale": 0}, "dare_linear",
+        {"weight": W, "density": D, "rescale": False}, True, 3,
     ),
     (
-        *("dare_ties_l1", {"weight": W, "density": D, "rescale": 0}, "dare_ties"),
-        *({"weight": W, "density": D, "rescale": False}, True, 3),
+        "dare_ties_l1", {"weight": W, "density": D, "rescale": 0}, "dare_ties",
+        {"weight": W, "density": D, "rescale": False}, True, 3,
     ),
     (
-        *("della_l1", {"weight": W, "density": D, "epsilon": 0.15, "rescale": 0}, "della"),
-        *({"weight": W, "density": D, "epsilon": 0.15, "rescale": False}, True, 3),
+        "della_l1", {"weight": W, "density": D, "epsilon": 0.15, "rescale": 0}, "della",
+        {"weight": W, "density": D, "epsilon": 0.15, "rescale": False}, True, 3,
     ),
     (
-        *("della_linear_l1", {"lambda": W, "density": 0.5, "epsilon": 0.2, "rescale": 0}, "della_linear"),
-        *({"weight": W, "density": 0.5, "epsilon": 0.2, "rescale": False}, True, 3),
+        "della_linear_l1", {"lambda": W, "density": 0.5, "epsilon": 0.2, "rescale": 0}, "della_linear",
+        {"weight": W, "density": 0.5, "epsilon": 0.2, "rescale": False}, True, 3,
     ),
     (
-        *("della_l1", {"weight": W, "density": D, "epsilon": 0.15}, "della"),
-        *({"weight": W, "density": D, "epsilon": 0.15}, True, 3),
+        "della_l1", {"weight": W, "density": D, "epsilon": 0.15}, "della",
+        {"weight": W, "density": D, "epsilon": 0.15}, True, 3,
     ),
     (
-        *("della_linear_l1", {"lambda": W, "density": 0.5, "epsilon": 0.2}, "della_linear"),
-        *({"weight": W, "density": 0.5, "epsilon": 0.2}, True, 3),
+        "della_linear_l1", {"lambda": W, "density": 0.5, "epsilon": 0.2}, "della_linear",
+        {"weight": W, "density": 0.5, "epsilon": 0.2}, True, 3,
     ),
 ]  # fmt: skip
 
@@ -274,9 +275,8 @@ PAIRS: list[tuple[str, Coefficients]] = [
 
 @pytest.mark.parametrize("kind", TENSORS)
 @pytest.mark.parametrize(("name", "coefficients"), PAIRS)
-def test_mergekit_gives_the_same_for_pairs_whose_first_it_calls_the_base(
-    name: str, coefficients: Coefficients, kind: str
-) -> None:
+def test_parity_of_pairs_with_a_base(name: str, coefficients: Coefficients, kind: str) -> None:
+    """Mergekit gives the same for pairs whose first model it calls the base."""
     _, experts = TENSORS[kind]()
     mine = ours(name, None, experts[:2], coefficients)
     torch.testing.assert_close(mine, theirs(name, experts[0], experts[1:2], coefficients), rtol=1e-6, atol=1e-6)
@@ -325,7 +325,8 @@ def finetuned(count: int) -> tuple[Tensor, list[Tensor]]:
 
 
 @pytest.mark.parametrize("density", [0.05, 0.2, 0.5])
-def test_of_equal_magnitudes_both_keep_the_stated_share_and_only_they_may_differ(density: float) -> None:
+def test_parity_of_equal_magnitudes(density: float) -> None:
+    """Both keep the stated share, and differ only in elements of equal magnitude."""
     base, experts = finetuned(3)
     taus = [expert.float() - base.float() for expert in experts]
     for expert, tau in zip(experts, taus, strict=True):
@@ -352,7 +353,8 @@ def test_deviation_the_number_kept_is_exact() -> None:
     assert int((theirs("ties", base, [expert], {"weight": (1.0,), "density": 0.29}) != 0).sum()) == 28
 
 
-def test_deviation_ties_of_the_paper_keeps_nothing_where_signs_cancel() -> None:
+def test_deviation_ties_of_the_paper() -> None:
+    """TIES of the paper keeps nothing where signs cancel."""
     base = torch.zeros(2)
     experts = [tensor([1.0, 3.0]), tensor([-1.0, 1.0])]
     assert ours("ties", base, experts, {"lambda": 1.0, "k": 1.0}).tolist() == [0.0, 2.0]
@@ -360,7 +362,8 @@ def test_deviation_ties_of_the_paper_keeps_nothing_where_signs_cancel() -> None:
     assert theirs("ties", base, experts, {"weight": (1.0, 1.0)}).tolist() == [1.0, 2.0]
 
 
-def test_deviation_breadcrumbs_without_outliers_to_cut_keeps_its_share() -> None:
+def test_deviation_breadcrumbs() -> None:
+    """Breadcrumbs without outliers to cut keeps its share."""
     base, experts = random(10)
     for gamma in (0.0, 0.01):  # floor(0.01 * 10) = 0: nothing is cut off the top
         mine = ours("breadcrumbs", base, experts[:1], {"lambda": 1.0, "density": 0.4, "gamma": gamma})
@@ -369,7 +372,8 @@ def test_deviation_breadcrumbs_without_outliers_to_cut_keeps_its_share() -> None
         torch.testing.assert_close(mine, other)
 
 
-def test_deviation_masks_depend_on_seed_model_and_name_and_not_on_what_was_drawn_before() -> None:
+def test_deviation_masks() -> None:
+    """Masks depend on seed, model and name, and not on earlier draws."""
     base, experts = random(32, 32)
     coefficients = {"lambda": 1.0, "density": 0.5}
     once = ours("dare_linear_l1", base, experts[:1], coefficients)
@@ -398,7 +402,8 @@ def test_deviation_della_merges_rows_of_one_element(our_masks: None) -> None:
     assert int((other != base).sum()) in (0, 50) or not other.isfinite().all()
 
 
-def test_deviation_sce_weighs_small_task_vectors_by_their_squares_too() -> None:
+def test_deviation_sce() -> None:
+    """SCE weighs small task vectors by their squares too."""
     base = torch.zeros(4)
     experts = [tensor([3e-4, 3e-4, 3e-4, 3e-4]), tensor([1e-4, 1e-4, 1e-4, 1e-4])]
     # Weights 0.9 and 0.1, equal in mergekit, where the mean squares sum to 1e-7.
@@ -415,7 +420,8 @@ def test_deviation_sce_keeps_nothing_where_signs_cancel() -> None:
     assert ours("sce_mergekit", base, experts, {"select_topk": 1.0}).tolist() == [1.0, 1.0]
 
 
-def test_deviation_model_stock_takes_short_task_vectors_at_their_angle() -> None:
+def test_deviation_model_stock() -> None:
+    """Model Stock uses the angle of short task vectors too."""
     base = torch.zeros(2)
     experts = [tensor([4e-4, 0.0]), tensor([4e-4, 0.0])]
     assert ours("model_stock", base, experts, {}).tolist() == pytest.approx([4e-4, 0.0])
@@ -429,20 +435,23 @@ def test_deviation_multislerp_of_zero_task_vectors_is_the_base() -> None:
         theirs("multislerp", base, [base] * 3, {"weight": (1.0, 1.0, 1.0)})
 
 
-def test_deviation_nuslerp_goes_straight_between_opposite_tensors() -> None:
+def test_deviation_nuslerp() -> None:
+    """NuSLERP interpolates linearly between opposite tensors."""
     generator = torch.Generator().manual_seed(0)
     first = torch.randn(4096, generator=generator)
     second = -first * (1 + 1e-6)
     torch.testing.assert_close(ours("nuslerp", None, [first, second], {"weight": 1.0}), (first + second) / 2)
 
 
-def test_deviation_karcher_leaves_opposite_directions_out_of_its_step() -> None:
+def test_deviation_karcher() -> None:
+    """The Karcher mean leaves opposite directions out of its step."""
     first = tensor([1.0, 0.0, 0.0])
     merged = ours("karcher", None, [first, -first], {})
     assert merged.tolist() == [1.0, 0.0, 0.0]
 
 
-def test_deviation_arcee_fusion_takes_quartiles_of_the_whole_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deviation_arcee_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arcee Fusion uses quartiles of the whole tensor."""
     import mergekit.merge_methods.arcee_fusion as peer
 
     _, experts = random(40, 50)

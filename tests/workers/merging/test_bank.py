@@ -20,7 +20,7 @@ from workers.merging.bank import Bank
 from workers.merging.materialize import merge_into, merged_tensors
 from workers.merging.methods.arithmetic import cosine, inner_products, total
 from workers.merging.methods.competition import variance
-from workers.merging.order_statistics import magnitude_keys
+from workers.merging.order_statistics import MagnitudeTable, magnitude_keys
 from workers.models.checkpoints import open_checkpoint
 from workers.models.family import open_family
 from workers.models.fingerprints import fingerprint
@@ -52,7 +52,8 @@ def overwrite(file: Path, *, in_place: bool = True) -> None:
         (file.parent / "new").replace(file)
 
 
-def test_tensors_that_were_asked_for_follow_the_bank_to_another_device(untied_family: Family, tmp_path: Path) -> None:
+def test_tensors_follow_the_bank(untied_family: Family, tmp_path: Path) -> None:
+    """Requested tensors follow the bank to another device."""
     bank = Bank(untied_family, cache=tmp_path)
     alias = untied_family.experts[0].alias
     assert bank.get(alias, NAME) is bank.get(alias, NAME)
@@ -135,9 +136,8 @@ def test_the_fingerprint_follows_contents_and_not_aliases(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_values_that_are_not_finite_are_refused_by_tensor_and_model(
-    untied_family: Family, tmp_path: Path, value: float
-) -> None:
+def test_infinite_values_are_refused(untied_family: Family, tmp_path: Path, value: float) -> None:
+    """Values that are not finite are refused with tensor and model."""
     bad = load_file(Path(untied_family.base.directory) / "model.safetensors")[NAME]
     bad[3, 4] = bad[5, 6] = value
     family = changed(untied_family, tmp_path, {NAME: bad})
@@ -192,14 +192,17 @@ def test_a_model_that_changes_while_the_bank_holds_it_is_refused(
         assert "restore them, or start a new study" in str(caught.value)
 
 
-def test_a_file_that_was_touched_or_replaced_by_a_copy_has_not_changed(untied_family: Family, tmp_path: Path) -> None:
+def test_touched_file_has_not_changed(untied_family: Family, tmp_path: Path) -> None:
+    """A file that was touched or replaced by a copy counts as unchanged."""
     family = changed(untied_family, tmp_path, {})
     bank, recipe = Bank(family, cache=tmp_path / "cache"), arithmetic(family, 0.3, 0.5)
     before = dict(merged_tensors(recipe, bank, torch.float32))
     file = tmp_path / "changed" / "model.safetensors"
     os.utime(file, ns=(0, 0))
     bank.sources.check_unchanged()
-    shutil.copy(file, tmp_path / "copy").replace(file)
+    copy = tmp_path / "copy"
+    shutil.copy(file, copy)
+    copy.replace(file)
     after = dict(merged_tensors(recipe, bank, torch.float32))
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     (tmp_path / "changed" / "config.json").write_text("{}")
@@ -256,13 +259,13 @@ def test_tables_of_magnitudes_are_made_once_and_counted(untied_family: Family, t
     sources = [("math", NAME), ("text", NAME)]
     found = bank.magnitudes(sources, ("base", NAME))
     assert all(a is b for a, b in zip(found, bank.magnitudes(sources, ("base", NAME)), strict=True))
-    assert bank.summary()["statistics_bytes"] == sum(table.num_bytes for table in found if table)
-    for (alias, _), table in zip(sources, found, strict=True):
+    tables = [table for table in found if isinstance(table, MagnitudeTable)]
+    assert bank.summary()["statistics_bytes"] == sum(table.num_bytes for table in tables)
+    for (alias, _), table in zip(sources, tables, strict=True):
         tau = bank.get(alias, NAME).float() - bank.get("base", NAME).float()
         ordered = tau.abs().flatten().sort().values
-        assert table is not None
         for rank in (1, 77, 4000, tau.numel()):
-            assert table.place(rank, tau.abs(), bank.order((alias, NAME))).magnitude == ordered[-rank]
+            assert table.threshold(rank, tau.abs(), bank.order((alias, NAME))).magnitude == ordered[-rank]
 
 
 def subsets(family: Family) -> list[list[tuple[str, str]]]:
@@ -275,7 +278,8 @@ def subsets(family: Family) -> list[list[tuple[str, str]]]:
 
 
 @pytest.mark.slow  # each number of sources is compiled
-def test_tables_of_many_sets_of_sources_take_no_more_than_their_share_and_are_made_again(tmp_path: Path) -> None:
+def test_tables_keep_their_share(tmp_path: Path) -> None:
+    """Tables of many sets of sources keep to their share of memory and are made again."""
     family = tiny_family(tmp_path, hidden=HIDDEN, layers=1, dtype=torch.bfloat16)
     bank, forgetful = (Bank(family, cache=tmp_path / "cache", keeps_statistics=keeps) for keeps in (True, False))
     limit, largest = bank.num_bytes // 8, 0
@@ -287,7 +291,7 @@ def test_tables_of_many_sets_of_sources_take_no_more_than_their_share_and_are_ma
             assert table is not None
             assert again is not None
             sizes = variance([bank.get(*source) for source in sources], bank.get("base", name))
-            assert again.trim(77).high == table.place(77, sizes, bank.order(("base", name)))
+            assert again.trim(77).high == table.threshold(77, sizes, bank.order(("base", name)))
         largest = max(largest, bank.summary()["statistics_bytes"])
     assert 0.9 * limit < largest <= limit
     assert forgetful.summary()["statistics_bytes"] == 0
@@ -306,7 +310,7 @@ def test_a_table_is_kept_while_it_is_used(untied_family: Family, tmp_path: Path)
     bank = Bank(untied_family, cache=tmp_path)
     one, other = [("math", NAME)], [("text", NAME)]
     first = bank.variances(one, ("base", NAME))
-    assert first is not None
+    assert isinstance(first, MagnitudeTable)
     bank._recent.max_bytes = 2 * first.num_bytes
     bank.variances(other, ("base", NAME))
     assert bank.variances(one, ("base", NAME)) is first

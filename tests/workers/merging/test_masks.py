@@ -23,7 +23,8 @@ def defined_hash(key: int, i: int) -> int:
     return x ^ x >> 16
 
 
-def test_a_key_is_eight_bytes_of_blake2b_over_seed_model_and_name() -> None:
+def test_mask_key() -> None:
+    """A key is eight bytes of BLAKE2b over seed, model and name."""
     digest = hashlib.blake2b(b"3\x1fabc\x1fmodel.norm.weight", digest_size=8).digest()
     assert mask_key(3, "abc", "model.norm.weight") == int.from_bytes(digest, "little")
     assert key_words(0x0123456789ABCDEF) == (0x89ABCDEF, 0x01234567)

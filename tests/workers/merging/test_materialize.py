@@ -20,17 +20,11 @@ from workers.merging import materialize
 from workers.merging.bank import Bank
 from workers.merging.kernels import FUSED
 from workers.merging.masks import keep, mask_key
-from workers.merging.materialize import (
-    check_recipe,
-    computations,
-    merge_into,
-    merged_names,
-    merged_tensors,
-    plan_tensors,
-)
+from workers.merging.materialize import merge_into, merged_tensors
 from workers.merging.methods.averages import linear
 from workers.merging.methods.plain import PLAIN
 from workers.merging.methods.task_vectors import task_arithmetic, ties
+from workers.merging.plan import computations, merged_names
 from workers.types import Family
 
 Make = Callable[[int | None], Merge]
@@ -82,8 +76,11 @@ def test_tensors_come_embedding_first_layer_by_layer_head_last(untied: Bank) -> 
     assert max(layers) == 4
 
 
-def test_recipes_of_format_1_keep_all_elements_of_the_magnitude_at_the_cut(untied: Bank) -> None:
-    """Those of format 2 keep the stated share exactly."""
+def test_format_1_keeps_all_at_the_cut(untied: Bank) -> None:
+    """Recipes of format 1 keep all elements of the magnitude at the cut.
+
+    Those of format 2 keep the stated share exactly.
+    """
     name = "model.layers.1.mlp.down_proj.weight"
     sizes = (untied.get("math", name).float() - untied.get("base", name).float()).abs()
     ordered = sizes.flatten().sort(descending=True).values
@@ -105,7 +102,8 @@ def test_recipes_of_format_1_keep_all_elements_of_the_magnitude_at_the_cut(untie
     assert computations(old, untied)[name] != computations(now, untied)[name]
 
 
-def test_of_equal_magnitudes_those_kept_depend_on_content_not_on_aliases_or_partners(untied: Bank) -> None:
+def test_kept_elements_depend_on_content(untied: Bank) -> None:
+    """The kept elements of equal magnitude depend on content, not on aliases or partners."""
     name = "model.layers.1.mlp.down_proj.weight"
     order = untied.order(("math", name))
     assert order == untied.order(("math", name)) != untied.order(("text", name))
@@ -303,9 +301,8 @@ def test_masks_follow_seed_content_and_tensor_and_not_aliases(tied: Bank, tmp_pa
         (lambda layer: Merge("passthrough", (Source("math"),)), "source 'math' names layer None; expected a layer"),
     ],
 )
-def test_recipes_that_cannot_be_merged_are_refused_before_the_first_tensor(
-    untied: Bank, make: Make, message: str
-) -> None:
+def test_unmergeable_recipe_is_refused(untied: Bank, make: Make, message: str) -> None:
+    """Recipes that cannot be merged are refused before the first tensor."""
     recipe = recipe_of(untied.family, passthrough("base"), attention=make)
     with pytest.raises(InvalidRecipe, match=message):
         merged_tensors(recipe, untied, torch.float32)
@@ -326,28 +323,6 @@ def test_single_tensors_have_their_own_merges(untied: Bank) -> None:
         assert torch.equal(merged[name], untied.get(*taken[name]) if name in taken else tensor)
 
 
-@pytest.mark.parametrize(
-    ("name", "make", "message"),
-    [
-        (
-            "model.layers.9.mlp.up_proj.weight",
-            passthrough("text")(2),
-            "tensors: the merged model has no model.layers.9",
-        ),
-        (
-            "model.norm.weight",
-            passthrough("text")(2),
-            "model.norm.weight: source 'text' names layer 2; expected no layer",
-        ),
-        ("model.layers.0.mlp.up_proj.weight", passthrough("text")(7), "source 'text' names layer 7; the models have"),
-        ("model.layers.0.mlp.up_proj.weight", passthrough("text")(None), "names layer None; expected a layer"),
-    ],
-)
-def test_single_tensors_that_cannot_be_merged_are_refused(untied: Bank, name: str, make: Merge, message: str) -> None:
-    with pytest.raises(InvalidRecipe, match=message):
-        check_recipe(replace(arithmetic(untied.family, 0.3, 0.4), tensors={name: make}), untied)
-
-
 def test_some_tensors_are_those_of_the_whole(untied: Bank) -> None:
     recipe = arithmetic(untied.family, 0.3, 0.4)
     whole = dict(merged_tensors(recipe, untied, torch.float32))
@@ -358,9 +333,12 @@ def test_some_tensors_are_those_of_the_whole(untied: Bank) -> None:
 
 
 @pytest.mark.slow
-def test_a_bank_and_a_candidate_need_the_sources_a_result_and_a_tenth(tmp_path: Path) -> None:
-    """In a process whose memory is limited to that, by every fused method; a second result, or task vectors, would not
-    fit."""
+def test_memory_of_a_merge(tmp_path: Path) -> None:
+    """A bank and a candidate need the sources, one result and a tenth.
+
+    In a process whose memory is limited to that, by every fused method; a second result, or task vectors, would not
+    fit.
+    """
     merge_family.make(
         tmp_path, hidden=256, intermediate_size=704, num_attention_heads=4, num_key_value_heads=4, vocab_size=8000
     )
@@ -390,26 +368,9 @@ def test_merges_written_in_place_are_those_of_the_stream(untied: Bank) -> None:
             assert (left_out == 7).all()
 
 
-def test_a_plan_stands_for_its_recipe_and_is_not_made_again(untied: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = arithmetic(untied.family, 0.3, 0.5)
-    expected = dict(merged_tensors(recipe, untied, torch.float32))
-    plan = plan_tensors(recipe, untied)
-    wanted = computations(recipe, untied)
-    monkeypatch.setattr("workers.merging.materialize._plan", lambda *_: pytest.fail("planned again"))
-    assert plan_tensors(plan, untied) is plan
-    assert computations(plan, untied) == wanted
-    assert merged_names(plan, untied) == {name: tuple(tensor.shape) for name, tensor in expected.items()}
-    found = dict(merged_tensors(plan, untied, torch.float32))
-    written = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
-    merge_into(plan, untied, written)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
-
-
 @pytest.mark.parametrize("method", ["model_stock", "model_stock_rows"])
-def test_near_the_pole_of_model_stock_the_tensor_is_named_by_every_way(
-    tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_model_stock_pole_names_the_tensor(tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Near Model Stock's pole, every way of merging names the tensor."""
     family = opposed_family(tmp_path)
     bank, recipe = Bank(family, cache=tmp_path / "cache"), model_stock(family, method)
     places = {name: torch.empty(shape) for name, shape in merged_names(recipe, bank).items()}

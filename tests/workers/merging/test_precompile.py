@@ -11,7 +11,8 @@ from workers.merging.kernels import FUSED, is_fused
 from workers.merging.methods.plain import Operands, merge_tensors
 
 
-def test_usual_kernels_are_of_merges_that_are_fused_and_tied_as_they_say() -> None:
+def test_usual_kernels_are_fused() -> None:
+    """The usual kernels are of merges that are fused and tied as they say."""
     cases = list(precompile.usual())
     assert {case.merge.method for case in cases} >= {"linear", "ties", "dare_ties", "sce_mergekit"}
     kinds = {}

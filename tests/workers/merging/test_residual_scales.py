@@ -14,9 +14,11 @@ from search_spaces.recipe import LayerRecipe, Recipe
 from tests.builders import tiny_family, tiny_llama, tiny_qwen2
 from tests.layouts import LAYOUTS, layout_family
 from tests.workers.recipes import arithmetic, copied, path
-from workers.engines.transformers.backend import logprobs, merged_model
+from workers.engines.transformers.backend import logprobs
+from workers.engines.transformers.merged_models import merged_model
 from workers.merging.bank import Bank
-from workers.merging.materialize import check_recipe, computations, merge_into, merged_names, merged_tensors
+from workers.merging.materialize import merge_into, merged_tensors
+from workers.merging.plan import check_recipe, computations, merged_names
 from workers.merging.residual_scales import SCALABLE, branch_factors, ends_a_branch
 from workers.models.family import open_family
 from workers.types import Family
@@ -72,8 +74,11 @@ def test_without_eps_folded_scales_are_scales_of_the_stream(
 
 
 @pytest.mark.slow
-def test_through_eps_the_two_forms_differ_where_the_stream_is_small(tmp_path: Path) -> None:
-    """Embeddings of 0.02 have a mean square of 4e-4, which is not far above an eps of 1e-5."""
+def test_eps_separates_the_two_forms(tmp_path: Path) -> None:
+    """The two forms differ through eps where the residual stream is small.
+
+    Embeddings of 0.02 have a mean square of 4e-4, which is not far above an eps of 1e-5.
+    """
     family = tiny_family(
         tmp_path, experts=("math", "text"), tied=False, noise=0.0, initializer_range=0.02, rms_norm_eps=1e-5, **LLAMA
     )

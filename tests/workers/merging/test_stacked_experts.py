@@ -14,13 +14,14 @@ import yaml
 from safetensors.torch import load_file
 
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
-from service.studies.merge import check_merge, merge_file
+from service.merges.merge import check_merge, merge_file
 from tests.layouts import layout_family
 from tests.workers.recipes import arithmetic, slerp
 from workers.export.checkpoint import export
 from workers.merging.bank import Bank
-from workers.merging.materialize import merge_into, merged_names, merged_tensors
+from workers.merging.materialize import merge_into, merged_tensors
 from workers.merging.methods.task_vectors import ties
+from workers.merging.plan import merged_names
 from workers.types import Family
 
 NUM_LAYERS = 3

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from workers.merging import statistics
-from workers.merging.methods import averages
+from workers.merging.methods import fusions
 from workers.merging.methods.arithmetic import cosine, cosine_of
 from workers.merging.methods.competition import variance
-from workers.merging.order_statistics import TieOrder
+from workers.merging.order_statistics import Selection, TieOrder
 
 ORDER = TieOrder(11)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -25,7 +25,7 @@ def pair(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torc
 @pytest.mark.parametrize("shape", [(1,), (5,), (7, 43), (301, 499), (3, 4, 511)])
 def test_importance_and_cosine_have_the_bits_of_the_plain_ones(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     first, second = pair(shape, dtype)
-    found, expected = statistics.importance_of(first, second), averages.importance_of(first, second)
+    found, expected = statistics.importance_of(first, second), fusions.importance_of(first, second)
     assert torch.equal(found.rows, expected.rows)
     assert found.threshold == expected.threshold
     assert cosine_of(statistics.inner_products((first, second)), 0, 1) == cosine(first, second)
@@ -41,8 +41,8 @@ def test_tables_find_every_rank_of_magnitudes_and_variances(dtype: torch.dtype) 
     spread = variances.flatten().sort(descending=True).values
     variance_table = statistics.variance_table([source, base * 2], base, ORDER)
     for rank in range(1, tau.numel() + 1):
-        assert table.place(rank, tau.abs(), ORDER).magnitude == ordered[rank - 1]
-        assert variance_table.place(rank, variances, ORDER).magnitude == spread[rank - 1]
+        assert table.threshold(rank, tau.abs(), ORDER).magnitude == ordered[rank - 1]
+        assert variance_table.threshold(rank, variances, ORDER).magnitude == spread[rank - 1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -59,17 +59,16 @@ def test_selection_finds_the_places_that_tables_find(
     source[3:5] = base[3:5]
     source[6] = base[6] + 0.125  # equal magnitudes
     sizes = (source.float() - base.float()).abs()
-    table, selection = (
-        statistics.magnitude_table(source, base, ORDER),
-        statistics.magnitude_selection(source, base, ORDER),
-    )
+    table = statistics.magnitude_table(source, base, ORDER)
+    selection = statistics.magnitude_selection(source, base, ORDER)
+    assert isinstance(selection, Selection)
     sources = [source, base * 2, source + base]
     of_variances = statistics.variance_table(sources, base, ORDER), statistics.variance_selection(sources, base, ORDER)
     assert selection.num_not_zero == table.num_not_zero == int(sizes.count_nonzero())
     assert of_variances[1].num_not_zero == of_variances[0].num_not_zero
     for rank in (1, 2, 128, 129, 300, 500, 777, 998, 999):
         exact = selection.trim(rank)
-        assert exact.low == exact.high == table.place(rank, sizes, ORDER)
+        assert exact.low == exact.high == table.threshold(rank, sizes, ORDER)
         assert selection.select(sizes.numel() - rank)[1] == int((sizes == exact.high.magnitude).sum())
         spread = variance(sources, base)
-        assert of_variances[1].place(rank, spread, ORDER) == of_variances[0].place(rank, spread, ORDER)
+        assert of_variances[1].threshold(rank, spread, ORDER) == of_variances[0].threshold(rank, spread, ORDER)

@@ -107,11 +107,13 @@ def assert_equal(base: Path, tmp_path: Path, expected: dict[str, torch.Tensor]) 
 
 @pytest.fixture(scope="module", params=["mixtral", "qwen3_moe", "gpt_oss"])
 def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose experts transformers holds stacked: stored one by one, under the name of another module, and as
-    the stack, transposed."""
+    """Directory of a mixture of experts, whose experts transformers holds as one stack.
+
+    The three models store them one by one, under the name of another module, and as the stack, transposed.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = COMMON | {"hidden_size": 32, "intermediate_size": 40, "head_dim": 8, "num_hidden_layers": 2}
+    fields = {**COMMON, "hidden_size": 32, "intermediate_size": 40, "head_dim": 8, "num_hidden_layers": 2}
     fields |= {"num_local_experts": 3, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(request.param, **fields))
@@ -140,16 +142,16 @@ def test_an_adapter_of_a_mixture_with_more_experts_is_refused(tmp_path: Path) ->
 
     bases = []
     for num_experts in (2, 3):
-        fields = COMMON | {"hidden_size": 32, "intermediate_size": 40, "head_dim": 8, "num_local_experts": num_experts}
+        fields = {**COMMON, "hidden_size": 32, "intermediate_size": 40, "head_dim": 8, "num_local_experts": num_experts}
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **fields | {"num_hidden_layers": 1}))
         bases.append(save(model, character_tokenizer(), tmp_path / f"base{num_experts}"))
-    parameters = {"target_parameters": ["experts.down_proj"], "target_modules": []}
-    lora_adapter(bases[1], tmp_path / "tuned", **parameters)
+    lora_adapter(bases[1], tmp_path / "tuned", target_parameters=["experts.down_proj"], target_modules=[])
     (problem,) = problems_of(bases[0], tmp_path / "tuned")
     assert "its matrices are A [12, 40] and B [32, 12]; expected A [8, 40] and B [32, 8] for 2 experts of" in problem
 
 
-def test_a_checkpoint_saved_without_its_outermost_module_is_the_same_base(gpt2: Path, tmp_path: Path) -> None:
+def test_base_without_outermost_module(gpt2: Path, tmp_path: Path) -> None:
+    """A checkpoint saved without its outermost module is the same base."""
     expected = lora_adapter(gpt2, tmp_path / "tuned", target_modules=["c_fc"]).merge_and_unload().state_dict()
     bare = shutil.copytree(gpt2, tmp_path / "base")
     tensors = load_file(bare / "model.safetensors")
@@ -313,7 +315,8 @@ def test_pickled_and_cut_off_adapters_are_refused(base: Path, tmp_path: Path) ->
     assert problem.startswith(f"{tmp_path}: only pickles (adapter_model.bin), which are never loaded")
 
 
-def test_an_embedding_trained_apart_from_its_head_is_no_tied_model(tmp_path: Path) -> None:
+def test_separate_embedding_is_not_tied(tmp_path: Path) -> None:
+    """A model whose embedding was trained apart from its head is not tied."""
     base = tiny_llama(tmp_path / "base")
     lora_adapter(base, tmp_path / "lora", target_modules=["embed_tokens", "q_proj"])
     lora_adapter(base, tmp_path / "head", target_modules=["lm_head", "q_proj"])

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from workers.errors import InvalidModel
 from workers.models.checkpoints import BY_CONFIG, open_checkpoint
 from workers.models.family import open_family, resolve_family
 from workers.models.fingerprints import content_problems, fingerprint
+from workers.models.headers import TensorInfo
 from workers.models.hub import locate
 from workers.models.tokenizers import check_tokenizer, load_tokenizer, stated_directory
 from workers.types import Family
@@ -59,10 +61,12 @@ def problems_of(call: Callable[[], object]) -> str:
 def test_a_checkpoint_is_read_lazily_and_exactly(untied_family: Family) -> None:
     checkpoint = open_checkpoint(untied_family.base.directory)
     name = "model.layers.4.mlp.down_proj.weight"
-    assert checkpoint.tensors[name].dtype == "BF16"
+    stored_as = checkpoint.tensors[name]
+    assert isinstance(stored_as, TensorInfo)
+    assert stored_as.dtype == "BF16"
     hidden, intermediate = checkpoint.config["hidden_size"], checkpoint.config["intermediate_size"]
-    assert checkpoint.tensors[name].shape == (hidden, intermediate)
-    assert checkpoint.tensors[name].num_bytes == hidden * intermediate * 2
+    assert stored_as.shape == (hidden, intermediate)
+    assert stored_as.num_bytes == hidden * intermediate * 2
     stored = load_file(Path(untied_family.base.directory) / "model.safetensors")[name]
     assert checkpoint.read(name).dtype == stored.dtype == torch.bfloat16
     assert torch.equal(checkpoint.read(name), stored)
@@ -159,7 +163,8 @@ def test_config_and_tensors_must_agree_on_depth(tmp_path: Path) -> None:
     assert message == f"{tmp_path}: num_hidden_layers is 12 {BY_CONFIG}, its tensors are of 1 layers"
 
 
-def test_a_directory_without_config_or_with_a_broken_one_is_refused(tmp_path: Path) -> None:
+def test_broken_config_is_refused(tmp_path: Path) -> None:
+    """A directory without a config or with a broken one is refused."""
     write(tmp_path)
     (tmp_path / "config.json").write_text("{")
     assert "config.json: cannot be read as JSON" in problems_of(lambda: open_checkpoint(tmp_path))
@@ -222,7 +227,7 @@ def shard(directory: Path) -> Path:
     write(directory)
     (directory / "model.safetensors").unlink()
     found = tensors()
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate((list(found)[:2], list(found)[2:]), start=1):
         name = f"model-0000{number}-of-00002.safetensors"
         save_file({key: found[key] for key in names}, directory / name)
@@ -330,16 +335,17 @@ def test_a_hub_model_is_found_in_the_hubs_cache(hub_cache: Path, tmp_path: Path)
     assert family.base.fingerprint == fingerprint(open_checkpoint(snapshot), cache=tmp_path / "cache")
 
 
-def test_what_is_neither_a_directory_nor_a_hub_model_says_what_would_be(hub_cache: Path, tmp_path: Path) -> None:
+def test_neither_directory_nor_hub_model(hub_cache: Path, tmp_path: Path) -> None:
+    """A name that is neither a directory nor a Hub model is refused with what is accepted."""
     for name in ("owner/nothing", "nothing"):
-        message = problems_of(lambda name=name: open_checkpoint(name))
+        message = problems_of(partial(open_checkpoint, name))
         assert message.startswith(
             f"{name}: neither a directory nor a hub model that can be loaded here: it is not completely in the "
             "hub's cache, and the hub cannot be reached: HF_HUB_OFFLINE is set; expected a directory with config.json"
         )
         assert "the id of a hub model that is in the hub's cache or can be downloaded" in message
     for path in (tmp_path / "nothing", Path("a/b/c"), Path("../nothing")):
-        assert problems_of(lambda path=path: open_checkpoint(path)).startswith(f"{path}: does not exist; expected a di")
+        assert problems_of(partial(open_checkpoint, path)).startswith(f"{path}: does not exist; expected a di")
 
 
 def test_the_contents_are_told_by_tensor_and_only_once(tmp_path: Path) -> None:
@@ -357,7 +363,8 @@ def test_the_contents_are_told_by_tensor_and_only_once(tmp_path: Path) -> None:
     assert content_problems(checkpoint, "2", cache=cache) == (), "what is known of a content is not looked for again"
 
 
-def test_what_a_damaged_record_says_of_the_contents_is_found_again(tmp_path: Path) -> None:
+def test_damaged_record_is_made_again(tmp_path: Path) -> None:
+    """A damaged record of the contents is made again."""
     found = tensors()
     found["model.norm.weight"][1] = float("nan")
     checkpoint, cache = open_checkpoint(write(tmp_path / "bad", found)), tmp_path / "cache"
@@ -396,17 +403,15 @@ def stated(directory: Path) -> Any:
     return Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 
-def test_tokenizers_that_agree_with_their_own_file_are_read_from_the_folder(
-    untied_family: Family, tied_family: Family
-) -> None:
+def test_agreeing_tokenizer_uses_the_folder(untied_family: Family, tied_family: Family) -> None:
+    """Tokenizers that agree with their own file are read from the folder."""
     for family in (untied_family, tied_family):
         tokenizer = load_tokenizer(family.base.directory)
         assert stated_directory(family.base.directory, tokenizer) is None
 
 
-def test_a_tokenizer_that_transformers_builds_otherwise_encodes_as_its_file_says(
-    tied_family: Family, tmp_path: Path
-) -> None:
+def test_tokenizer_encodes_as_its_file_says(tied_family: Family, tmp_path: Path) -> None:
+    """A tokenizer that transformers builds differently encodes as its file says."""
     # For a Qwen2 folder transformers builds its own class, under which a character tokenizer loses white space.
     shutil.copy(Path(tied_family.base.directory) / "config.json", tmp_path)
     character_tokenizer().save_pretrained(tmp_path)
@@ -421,9 +426,8 @@ def test_a_tokenizer_that_transformers_builds_otherwise_encodes_as_its_file_says
         assert AutoTokenizer.from_pretrained(directory)(text, add_special_tokens=False)["input_ids"] == expected
 
 
-def test_a_tokenizer_that_transformers_builds_otherwise_decodes_as_its_file_says(
-    tied_family: Family, tmp_path: Path
-) -> None:
+def test_tokenizer_decodes_as_its_file_says(tied_family: Family, tmp_path: Path) -> None:
+    """A tokenizer that transformers builds differently decodes as its file says."""
     # Its class restores the byte-level alphabet by itself, whatever decoder the file names.
     for file in Path(tied_family.base.directory).glob("*.json"):
         shutil.copy(file, tmp_path)
@@ -434,9 +438,8 @@ def test_a_tokenizer_that_transformers_builds_otherwise_decodes_as_its_file_says
     assert load_tokenizer(tmp_path).decode(ids, clean_up_tokenization_spaces=False) == "Hello\u0120world"
 
 
-def test_a_tokenizer_that_no_class_reads_as_its_file_says_is_refused(
-    tied_family: Family, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_tokenizer_is_refused(tied_family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer that no class reads as its file says is refused."""
     from workers.models import tokenizers
 
     load = tokenizers._loaded
@@ -454,9 +457,10 @@ def test_a_tokenizer_that_no_class_reads_as_its_file_says_is_refused(
     assert "; expected the same: correct the tokenizer files" in message
 
 
-def test_what_is_known_of_a_tokenizer_is_kept_until_one_of_its_files_changes(
+def test_tokenizer_findings_are_kept(
     tied_family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The findings about a tokenizer are kept until one of its files changes."""
     from workers.models import tokenizers
 
     model, cache = tmp_path / "model", tmp_path / "cache"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from workers.errors import InvalidModel
-from workers.models.components import Place, layout, some_of
+from workers.models.components import TensorPlace, layout, some_of
 
 NAMES = ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"]
 
@@ -25,17 +25,17 @@ def test_layout_follows_the_modules() -> None:
     ]
     found = layout({}, names)
     assert found.places == {
-        "model.embed_tokens.weight": Place("embedding", None, "model.embed_tokens.weight"),
-        "model.layers.0.self_attn.q_proj.weight": Place("attention", 0, "self_attn.q_proj.weight"),
-        "model.layers.0.self_attn.q_proj.bias": Place("attention", 0, "self_attn.q_proj.bias"),
-        "model.layers.0.self_attn.q_norm.weight": Place("norm", 0, "self_attn.q_norm.weight"),
-        "model.layers.0.post_attention_layernorm.weight": Place("norm", 0, "post_attention_layernorm.weight"),
-        "model.layers.0.mlp.gate_proj.weight": Place("mlp", 0, "mlp.gate_proj.weight"),
-        "model.layers.1.mlp.experts.3.w1.weight": Place("mlp", 1, "mlp.experts.3.w1.weight"),
-        "model.layers.1.mlp.gate.weight": Place("mlp", 1, "mlp.gate.weight"),
-        "model.layers.1.mlp.shared_expert_gate.weight": Place("mlp", 1, "mlp.shared_expert_gate.weight"),
-        "model.norm.weight": Place("head", None, "model.norm.weight"),
-        "lm_head.weight": Place("head", None, "lm_head.weight"),
+        "model.embed_tokens.weight": TensorPlace("embedding", None, "model.embed_tokens.weight"),
+        "model.layers.0.self_attn.q_proj.weight": TensorPlace("attention", 0, "self_attn.q_proj.weight"),
+        "model.layers.0.self_attn.q_proj.bias": TensorPlace("attention", 0, "self_attn.q_proj.bias"),
+        "model.layers.0.self_attn.q_norm.weight": TensorPlace("norm", 0, "self_attn.q_norm.weight"),
+        "model.layers.0.post_attention_layernorm.weight": TensorPlace("norm", 0, "post_attention_layernorm.weight"),
+        "model.layers.0.mlp.gate_proj.weight": TensorPlace("mlp", 0, "mlp.gate_proj.weight"),
+        "model.layers.1.mlp.experts.3.w1.weight": TensorPlace("mlp", 1, "mlp.experts.3.w1.weight"),
+        "model.layers.1.mlp.gate.weight": TensorPlace("mlp", 1, "mlp.gate.weight"),
+        "model.layers.1.mlp.shared_expert_gate.weight": TensorPlace("mlp", 1, "mlp.shared_expert_gate.weight"),
+        "model.norm.weight": TensorPlace("head", None, "model.norm.weight"),
+        "lm_head.weight": TensorPlace("head", None, "lm_head.weight"),
     }
     assert found.num_layers == 2
     assert found.suffixes("attention", 0) == ("self_attn.q_proj.bias", "self_attn.q_proj.weight")
@@ -118,7 +118,8 @@ def test_what_mixes_positions_in_attentions_place_is_attention() -> None:
     assert {p.suffix: p.component for p in found.places.values() if p.layer == 0} == components
 
 
-def test_the_only_norm_outside_of_layers_is_the_final_one_whatever_its_name() -> None:
+def test_final_norm_has_any_name() -> None:
+    """The only norm outside of layers is the final one, whatever its name."""
     layer = "model.layers.0.self_attn.q_proj.weight"
     lfm2 = layout({}, [layer, "model.embed_tokens.weight", "model.embedding_norm.weight"])
     assert lfm2.suffixes("head") == ("model.embedding_norm.weight",)

@@ -69,7 +69,8 @@ def problems_of(base: str, **experts: str) -> list[str]:
     return list(caught.value.problems)
 
 
-def test_an_expert_that_does_not_fit_is_refused_at_the_price_of_headers(hub: Hub) -> None:
+def test_unfit_hub_expert_costs_headers_only(hub: Hub) -> None:
+    """An expert that does not fit is refused after a download of headers only."""
     problems = problems_of("owner/base", math="owner/math", wide="owner/wide", none="owner/none")
     commit = hub.repositories["owner/wide"].head
     assert f"expert 'wide': owner/wide@{commit}: hidden_size is 256; the base has 128" in problems
@@ -89,9 +90,8 @@ def weights_of(hub: Hub, name: str) -> dict[str, bytes]:
     }
 
 
-def test_a_good_family_is_downloaded_once_and_found_again_without_the_hub(
-    hub: Hub, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_family_is_downloaded_once(hub: Hub, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A good family is downloaded once and found again without the Hub."""
     experts = {"math": str(models / "math"), "text": "owner/text", "tuned": "owner/tuned"}
     notes: list[str] = []
     known = resolve_family("owner/base", experts).family
@@ -153,7 +153,8 @@ def test_weights_of_a_stand_in_cannot_be_read(hub: Hub) -> None:
         checkpoint.read("model.norm.weight")
 
 
-def test_every_model_that_cannot_be_had_is_reported_with_the_reason(hub: Hub, models: Path, tmp_path: Path) -> None:
+def test_unavailable_models_are_reported(hub: Hub, models: Path, tmp_path: Path) -> None:
+    """Every unavailable model is reported with the reason."""
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     for name in ("config.json", "tokenizer.json"):
@@ -183,7 +184,8 @@ def test_every_model_that_cannot_be_had_is_reported_with_the_reason(hub: Hub, mo
     assert "owner/pickled/pytorch_model.bin" not in hub.sent
 
 
-def test_a_hub_that_sends_no_parts_of_files_is_refused_with_a_way_out(hub: Hub) -> None:
+def test_hub_without_ranges_is_refused(hub: Hub) -> None:
+    """A Hub that sends no parts of files is refused with a remedy."""
     hub.sends_ranges = False
     (problem,) = problems_of("owner/base", math="owner/base")[:1]
     assert "it does not send parts of files (status 200 for a range of model.safetensors)" in problem
@@ -209,10 +211,12 @@ def test_a_download_that_has_no_room_is_not_begun(hub: Hub, monkeypatch: pytest.
     (problem,) = problems_of("owner/base", math="owner/math")
     assert problem.startswith("owner/base, owner/math: 2")
     assert "whose disk has 1.0 GiB free; make room, or set HF_HUB_CACHE" in problem
-    assert all(count <= FIRST_BYTES for count in hub.sent.values())
+    assert hub.sent
+    assert max(hub.sent.values()) <= FIRST_BYTES
 
 
-def test_a_download_that_broke_off_goes_on_with_the_files_that_are_missing(hub: Hub) -> None:
+def test_broken_download_continues(hub: Hub) -> None:
+    """A download that was interrupted continues with the missing files."""
     repository = hub.repositories["owner/text"]
     place = locate("owner/text")
     repository.refusal, repository.refused = (403, "GatedRepo"), "-00002-of-00002.safetensors"
@@ -238,9 +242,8 @@ def test_how_far_a_download_is_can_be_heard(hub: Hub, monkeypatch: pytest.Monkey
     assert notes[-1] == f"Downloaded {size} of {size}"
 
 
-def test_weights_that_the_hub_does_not_store_by_hash_are_small_and_come_whole(
-    hub: Hub, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unhashed_weights_come_whole(hub: Hub, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that the Hub does not store by hash are small and are downloaded whole."""
     monkeypatch.setattr("tests.hub_server._is_lfs", lambda _: False)
     place = locate("owner/math")
     assert not is_metadata_only(place)

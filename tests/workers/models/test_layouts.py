@@ -16,7 +16,7 @@ from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from tests.layouts import LAYOUTS, layout_family
 from tests.workers.recipes import arithmetic, slerp
-from workers.engines.transformers.backend import merged_model
+from workers.engines.transformers.merged_models import merged_model
 from workers.errors import InvalidModel
 from workers.export.checkpoint import export
 from workers.merging.bank import Bank
@@ -51,7 +51,9 @@ def transformers_model(directory: str | Path) -> Any:
 def merged(family: Family, out: Path) -> dict[str, torch.Tensor]:
     """What is exported of a merge of one expert: the order of several is that of their contents."""
     bank = Bank(family, cache=out.parent / "cache")
-    return load_file(export(arithmetic(family, 0.4, 0.0), bank, out) / "model.safetensors")
+    exported = export(arithmetic(family, 0.4, 0.0), bank, out)
+    tensors: dict[str, torch.Tensor] = load_file(exported / "model.safetensors")
+    return tensors
 
 
 def layers_from(family: Family, *layers: tuple[str, int]) -> Recipe:
@@ -126,7 +128,8 @@ def test_exports_are_whole_models_with_the_tensors_of_the_merge(made: Made, tmp_
     assert all(torch.equal(again[name], tensor) for name, tensor in stored.items())
 
 
-def test_merging_tensors_merges_the_models_that_transformers_builds_of_them(made: Made) -> None:
+def test_merged_tensors_are_merged_models(made: Made) -> None:
+    """Merged tensors are the merge of the models that transformers builds of them."""
     base, math, text = (transformers_model(model.directory).state_dict() for model in made.family.models)
     merged = merged_model(arithmetic(made.family, 0.4, 0.9), made.bank, dtype="float32").state_dict()
     assert merged.keys() == base.keys()
@@ -201,10 +204,13 @@ def test_a_model_that_transformers_does_not_know_is_refused(tmp_path: Path) -> N
         ),
     ],
 )
-def test_what_a_layer_attends_to_goes_with_it_where_a_file_says_nothing(
+def test_attention_kind_follows_its_layer(
     tmp_path: Path, model_type: str, fields: dict[str, Any], expected: list[str]
 ) -> None:
-    """Older files have no layer_types; transformers works them out from the layers' numbers."""
+    """A layer keeps its kind of attention where a file says nothing.
+
+    Older files have no layer_types; transformers works them out from the layers' numbers.
+    """
     family = layout_family(tmp_path, model_type, **fields)
     for model in family.models:
         file = Path(model.directory) / "config.json"
@@ -217,7 +223,8 @@ def test_what_a_layer_attends_to_goes_with_it_where_a_file_says_nothing(
     assert model.config.layer_types == expected
 
 
-def test_a_mixture_whose_configuration_cannot_say_which_layers_have_none_is_refused(tmp_path: Path) -> None:
+def test_undescribable_mixture_is_refused(tmp_path: Path) -> None:
+    """A mixture whose configuration cannot name its dense layers is refused."""
     family = layout_family(tmp_path, "qwen3_moe")
     for model in family.models:
         file = Path(model.directory) / "config.json"

@@ -18,7 +18,8 @@ from tests.workers.recipes import arithmetic
 from workers.errors import InvalidModel
 from workers.export.checkpoint import export
 from workers.merging.bank import Bank
-from workers.merging.materialize import check_recipe, merged_tensors
+from workers.merging.materialize import merged_tensors
+from workers.merging.plan import check_recipe
 from workers.models.family import open_family, resolve_family
 from workers.types import Family
 
@@ -28,8 +29,11 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directories with Llamas: base (100 tokens), wizard (one more), tools (two more, one of them the wizard's), and
-    padded (128 rows for 100 tokens)."""
+    """Directory with Llamas that have different vocabularies.
+
+    They are base (100 tokens), wizard (one more), tools (two more, one of them the wizard's), and padded (128 rows for
+    100 tokens).
+    """
     root = tmp_path_factory.mktemp("vocabularies")
     tiny_llama(root / "padded", tied=False)
     with_tokens(root / "padded", root / "base", noise=0)
@@ -48,7 +52,8 @@ def bank_of(root: Path, *experts: str, **settings: str) -> Bank:
 
 
 def rows(root: Path, alias: str, name: str = EMBEDDING) -> torch.Tensor:
-    return load_file(root / alias / "model.safetensors")[name]
+    found: torch.Tensor = load_file(root / alias / "model.safetensors")[name]
+    return found
 
 
 def problems_of(base: Path, tokenizer: str = "base", **experts: Path) -> str:
@@ -68,7 +73,8 @@ def test_rows_of_tokens_that_the_base_lacks_are_left_out(models: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [EMBEDDING, HEAD])
-def test_a_union_has_every_token_and_no_task_vector_where_a_model_has_none(models: Path, name: str) -> None:
+def test_union_has_every_token(models: Path, name: str) -> None:
+    """A union has every token, and no task vector where a model lacks the token."""
     bank = bank_of(models, "wizard", "tools", tokenizer="union")
     base, wizard, tools = (rows(models, alias, name) for alias in ("base", "wizard", "tools"))
     tool, mean = tools[100], (wizard[100] + tools[101]) / 2
@@ -135,7 +141,7 @@ def test_equal_vocabularies_are_left_as_they_are(models: Path) -> None:
     with_tokens(models / "wizard", models / "wizard2", seed=5)
     for tokenizer in ("base", "union", "wizard2"):
         bank = bank_of(models, "wizard2", base="wizard", tokenizer=tokenizer)
-        assert not bank.alignment.tensors
+        assert not bank.token_alignment.tensors
         assert torch.equal(bank.get("wizard2", HEAD), rows(models, "wizard2", HEAD))
 
 

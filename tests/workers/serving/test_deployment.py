@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from search_spaces.study.sections import Engine, EngineOptions
+from search_spaces.study.engine import Engine, EngineOptions
 from tests.conftest import OPTIONS
 from tests.workers.recipes import arithmetic
 from workers.errors import (
@@ -24,8 +24,9 @@ from workers.errors import (
     InvalidTask,
     TrialFailed,
 )
-from workers.serving.deployment import ServeScorer, app_name, deploy_scorer
+from workers.serving.deployment import app_name, deploy_scorer
 from workers.serving.fake import FakeScorer
+from workers.serving.serve_scorer import ServeScorer
 from workers.serving.watchdog import TimeLimits
 from workers.types import Family, ModelSource, ScoreRequest, Span, TaskSpec
 
@@ -62,9 +63,8 @@ def test_errors_of_a_candidate_and_of_a_task_pass_through(fake: ServeScorer, tie
     assert fake.score(request(tied_family, 0.5, 2)).samples
 
 
-def test_health_checks_are_answered_during_a_chunk_longer_than_their_timeout(
-    fake: ServeScorer, tied_family: Family
-) -> None:
+def test_health_checks_during_a_long_chunk(fake: ServeScorer, tied_family: Family) -> None:
+    """Health checks are answered during a chunk longer than their timeout."""
     (process,) = fake.statistics()["processes"]
     result = fake.score(request(tied_family, 0.5, 60))
     assert result.timings_s["score"] >= 6.0, "six times the timeout"
@@ -72,9 +72,8 @@ def test_health_checks_are_answered_during_a_chunk_longer_than_their_timeout(
     assert result.evidence.replica == f"fake-{process}"
 
 
-def test_replica_killed_in_a_chunk_is_replaced_and_the_chunk_scored_again(
-    fake: ServeScorer, tied_family: Family
-) -> None:
+def test_killed_replicas_chunk_is_repeated(fake: ServeScorer, tied_family: Family) -> None:
+    """A replica killed in a chunk is replaced, and the chunk is scored again."""
     (process,) = fake.statistics()["processes"]
     threading.Timer(1.0, os.kill, (process, signal.SIGKILL)).start()
     result = pickle.loads(pickle.dumps(fake)).score(request(tied_family, 0.5))
@@ -96,9 +95,8 @@ def test_scorer_tells_that_an_engine_is_being_started(fake: ServeScorer, tied_fa
     assert not ServeScorer("fake-none").is_starting()
 
 
-def test_replica_that_fails_its_canary_refuses_everything_until_serve_has_replaced_it(
-    ray_cluster: None, tied_family: Family, tmp_path: Path
-) -> None:
+def test_failed_canary_replaces_the_replica(ray_cluster: None, tied_family: Family, tmp_path: Path) -> None:
+    """A replica that fails its canary refuses every request until Serve replaces it."""
     from ray import serve
 
     make_worker = partial(FakeScorer, fails_canary_at=2, log_file=str(tmp_path / "calls"))
@@ -121,9 +119,8 @@ def test_replica_that_fails_its_canary_refuses_everything_until_serve_has_replac
     serve.delete("fake-fault")
 
 
-def test_replica_killed_in_a_counted_chunk_says_so_and_a_chunk_that_waited_is_scored_all_the_same(
-    fake: ServeScorer, tied_family: Family
-) -> None:
+def test_kill_in_a_counted_chunk_is_reported(fake: ServeScorer, tied_family: Family) -> None:
+    """A kill in a counted chunk is reported, and a waiting chunk is scored."""
     (process,) = fake.statistics()["processes"]
     threading.Timer(1.5, os.kill, (process, signal.SIGKILL)).start()
     with ThreadPoolExecutor() as pool:
@@ -200,9 +197,8 @@ class ReadsOnce(FakeScorer):
             raise InvalidModel(("/models/math has changed: its fingerprint is 0a1b",))
 
 
-def test_replica_whose_models_have_changed_since_it_first_started_is_not_waited_for(
-    ray_cluster: None, tied_family: Family, tmp_path: Path
-) -> None:
+def test_changed_models_end_the_wait(ray_cluster: None, tied_family: Family, tmp_path: Path) -> None:
+    """A replica whose models have changed since its first start is not waited for."""
     from ray import serve
 
     make_worker = partial(ReadsOnce, log_file=str(tmp_path / "starts"), sample_delay_s=0.1)
@@ -222,6 +218,7 @@ def test_names_of_applications_stay_as_they_are() -> None:
     assert app_name(family, EngineOptions(dtype="float16")) != "scorer-f5c357331e1b"
 
 
-def test_applications_are_shared_by_equal_families_and_options_only(tied_family: Family) -> None:
+def test_equal_families_share_an_application(tied_family: Family) -> None:
+    """Only equal families and options share an application."""
     assert app_name(tied_family, OPTIONS) == app_name(tied_family, EngineOptions(max_model_len=256, threads=1))
     assert app_name(tied_family, OPTIONS) != app_name(tied_family, EngineOptions(max_model_len=255, threads=1))

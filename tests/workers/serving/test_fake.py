@@ -40,7 +40,8 @@ def test_results_depend_on_recipe_objective_and_position_only() -> None:
     assert whole.evidence.recipe_digest == recipe(0.3, 0.4).digest
 
 
-def test_means_tend_to_the_known_answer_and_a_merge_beats_its_sources() -> None:
+def test_fake_means_tend_to_the_answer() -> None:
+    """Means tend to the known answer, and a merge beats its sources."""
     scorer = FakeScorer(num_samples=4000)
     for weights in ((0.0, 0.0), (1.0, 0.0), (0.5, 0.5)):
         assert mean(scorer, recipe(*weights)) == pytest.approx(expected_value(recipe(*weights), "math"), abs=0.03)
@@ -66,7 +67,8 @@ def test_failures_are_the_ones_that_were_asked_for(tmp_path: Path) -> None:
     assert scorer.calls()[-1]["spans"] == [["math", 10, 12]]
 
 
-def test_process_dies_at_the_call_that_was_asked_for_and_not_again(tmp_path: Path) -> None:
+def test_fake_dies_at_the_requested_call(tmp_path: Path) -> None:
+    """The process dies at the requested call and not again."""
     scorer = FakeScorer(exits_at_call=2, log_file=str(tmp_path / "calls"))
     program = (
         "import pickle, sys; scorer, request = pickle.loads(sys.stdin.buffer.read())\n"

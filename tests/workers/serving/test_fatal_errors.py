@@ -34,7 +34,8 @@ def test_the_report_of_a_fatal_signal_is_found(tmp_path: Path, fatal: signal.Sig
     assert find_report(str(log), 0.0) == report
 
 
-def test_it_is_found_at_the_end_of_a_long_log_and_not_far_before_it(tmp_path: Path) -> None:
+def test_fatal_error_at_the_end_of_a_log(tmp_path: Path) -> None:
+    """A fatal error is found at the end of a long log and not far before it."""
     log = tmp_path / "worker.err"
     padding = b"\xff" + b"a warning\n" * (MAX_BYTES // 10)
     log.write_bytes(padding + b"Fatal Python error: Bus error\n\nCurrent thread\n")
@@ -43,7 +44,8 @@ def test_it_is_found_at_the_end_of_a_long_log_and_not_far_before_it(tmp_path: Pa
     assert find_report(str(log), 0.0) is None
 
 
-def test_the_report_of_ray_is_enough_except_for_a_signal_from_outside(tmp_path: Path) -> None:
+def test_rays_report_of_a_signal(tmp_path: Path) -> None:
+    """Ray's report suffices except for a signal from outside."""
     log = tmp_path / "worker.err"
     log.write_text("*** SIGSEGV received at time=1795367522 on cpu 0 ***\nPC: @     0x7f16b9f85ad8  (unknown)\n")
     assert find_report(str(log), 0.0) == "SIGSEGV received"

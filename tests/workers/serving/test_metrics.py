@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from tests.builders import tiny_llama
 from tests.workers.judged_tasks import (
     MATH_ANSWERS,
@@ -21,12 +21,15 @@ from tests.workers.judged_tasks import (
     KnownAnswers,
     write_task,
 )
-from workers.engines.vllm.engine import SwapReport, base_recipe
+from workers.engines.source_recipes import base_recipe
+from workers.engines.vllm.engine import SwapReport
 from workers.errors import TrialFailed
 from workers.evaluation.lm_eval import BackendLM
+from workers.evaluation.metric_process import MetricProcess
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.tasks import build_task
-from workers.serving import replica as replicas
+from workers.serving import engine_worker
+from workers.serving.replica import ScoringReplica
 from workers.types import Family, ModelSource, ScoreRequest, Span, TaskSpec
 
 pytestmark = pytest.mark.slow  # a process that imports lm-eval takes 5 s
@@ -53,10 +56,9 @@ class Replica:
         self.family = Family(ModelSource("base", directory, "fingerprint"), ())
         self.prompts = Prompts(directory, OPTIONS)
         self.engine = KnownEngine(self.prompts, {})
-        patch.setattr(replicas, "Engine", lambda family, options, **_: self.engine)
-        if hasattr(replicas, "MetricProcess"):
-            patch.setattr(replicas, "MetricProcess", partial(replicas.MetricProcess, sample_limit_s=2.0))
-        self.replica = replicas.ScoringReplica(partial(replicas.EngineWorker, self.family, OPTIONS))
+        patch.setattr(engine_worker, "Engine", lambda family, options, **_: self.engine)
+        patch.setattr(engine_worker, "MetricProcess", partial(MetricProcess, sample_limit_s=2.0))
+        self.replica = ScoringReplica(partial(engine_worker.EngineWorker, self.family, OPTIONS))
 
     def score(self, spec: TaskSpec, answers: dict[str, str]) -> dict[str, float] | Exception:
         """The values by document, or what scoring raises."""
@@ -132,9 +134,8 @@ def test_math_scores_of_a_replica_are_those_of_lm_eval(replica: Replica, tmp_pat
     assert replica.is_healthy()
 
 
-def test_metric_that_fails_on_an_answer_fails_the_candidate_and_not_the_engine(
-    replica: Replica, tmp_path: Path
-) -> None:
+def test_failing_metric_fails_the_candidate(replica: Replica, tmp_path: Path) -> None:
+    """A metric that fails on an answer fails the candidate and not the engine."""
     good = {"first": "1", "second": "0.5", "third": "0"}
     spec = write_task(tmp_path, "numbers", NUMBERS, [{"problem": each, "solution": ""} for each in good])
     for answer, what in (

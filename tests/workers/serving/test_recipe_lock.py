@@ -21,7 +21,8 @@ def in_turn(arrivals: Sequence[str]) -> list[str]:
     return asyncio.run(run())
 
 
-def test_chunks_of_the_recipe_held_go_first_and_others_in_order_of_arrival() -> None:
+def test_held_recipe_goes_first() -> None:
+    """Chunks of the held recipe go first, others in order of arrival."""
     assert in_turn(["a", "b", "c", "a", "b", "a"]) == ["a", "a", "a", "b", "b", "c"]
     assert in_turn(["a", "b", "c", "d"]) == ["a", "b", "c", "d"]
 

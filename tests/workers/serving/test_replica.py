@@ -6,9 +6,9 @@ import pytest
 
 from tests.workers.judged_tasks import write_task
 from tests.workers.recipes import arithmetic, slerp
-from workers.engines.vllm.engine import base_recipe
+from workers.engines.source_recipes import base_recipe
 from workers.errors import TrialFailed
-from workers.serving.deployment import ServeScorer
+from workers.serving.serve_scorer import ServeScorer
 from workers.types import Family, ScoreRequest, Span, TaskSpec
 
 
@@ -16,9 +16,8 @@ def request(family: Family, weight: float, stop: int, task: TaskSpec) -> ScoreRe
     return ScoreRequest("study", arithmetic(family, weight, 0.1), (Span("x", task, 0, stop),))
 
 
-def test_five_recipes_fired_at_one_real_replica_give_no_foreign_result(
-    scorer: ServeScorer, tied_family: Family, sums: TaskSpec
-) -> None:
+def test_real_replica_mixes_no_results(scorer: ServeScorer, tied_family: Family, sums: TaskSpec) -> None:
+    """Five recipes sent to one real replica together receive their own results."""
     requests = [request(tied_family, weight, 40, sums) for weight in (0.1, 0.4, 0.8, 1.2, 1.6)] * 3
     with ThreadPoolExecutor(len(requests)) as pool:
         results = list(pool.map(scorer.score, requests))
@@ -59,9 +58,8 @@ def test_metrics_have_timers_in_a_real_replica(scorer: ServeScorer, tied_family:
     assert {sample.document: sample.value for sample in samples} == {"0": 1.0, "1": 0.0}
 
 
-def test_real_replica_of_a_tied_model_is_verified_against_transformers(
-    scorer: ServeScorer, tied_family: Family, sums: TaskSpec, choices: TaskSpec
-) -> None:
+def test_real_replica_agrees(scorer: ServeScorer, tied_family: Family, sums: TaskSpec, choices: TaskSpec) -> None:
+    """A real replica of a tied model agrees with transformers."""
     info = scorer.describe((sums, choices))
     assert [each.num_samples for each in info] == [400, 12]
     spans = (Span("sums", sums, 0, 60), Span("choices", choices, 0, 12))

@@ -57,7 +57,8 @@ class WrongAnswers(FakeScorer):
         raise self.error
 
 
-def test_a_full_disk_while_verifying_fails_the_request_and_the_engine_goes_on() -> None:
+def test_full_disk_fails_the_request() -> None:
+    """A full disk during verification fails the request, and the engine continues."""
     replica = ScoringReplica(FullDisk)
     with pytest.raises(WorkerError, match=r"fake-\d+: OSError: .*No space left on device"):
         asyncio.run(replica.verify(recipe(0.3), (), ()))
@@ -73,7 +74,8 @@ def test_an_error_outside_the_engine_leaves_it_in_service(error: Exception) -> N
     assert is_healthy(replica)
 
 
-def test_an_error_of_the_engine_ends_the_replica_and_later_requests_do_not_reach_it() -> None:
+def test_engine_error_ends_the_replica() -> None:
+    """An error of the engine ends the replica, and later requests do not reach it."""
     replica = ScoringReplica(lambda: FakeScorer(crashing=[recipe(0.3).digest]))
     with pytest.raises(EngineCrashed, match=r"this recipe crashes the engine; its log is ") as caught:
         asyncio.run(replica.score(request(0.3)))
@@ -86,10 +88,11 @@ def test_an_error_of_the_engine_ends_the_replica_and_later_requests_do_not_reach
 
 
 @pytest.mark.parametrize(("before", "crashes", "proven"), [(None, 0, False), (0.5, 0, True), (None, 1, True)])
-def test_a_crash_says_whether_the_engine_had_scored_another_recipe(
-    before: float | None, crashes: int, proven: bool
-) -> None:
-    """After a first crash, the base is scored for that if nothing else was."""
+def test_crash_says_what_was_scored_before(before: float | None, crashes: int, proven: bool) -> None:
+    """A crash says whether the engine had scored another recipe.
+
+    After a first crash, the base is scored for that if nothing else was.
+    """
     replica = ScoringReplica(lambda: FakeScorer(crashing=[recipe(0.3).digest]))
     if before is not None:
         asyncio.run(replica.score(request(before)))
@@ -98,7 +101,8 @@ def test_a_crash_says_whether_the_engine_had_scored_another_recipe(
     assert caught.value.scored_others == proven
 
 
-def test_an_engine_that_cannot_score_the_base_is_not_the_candidates_fault() -> None:
+def test_broken_engine_is_not_the_candidate() -> None:
+    """The candidate is not at fault where the engine cannot score the base."""
     replica = ScoringReplica(lambda: WrongAnswers(error=EngineCrashed("no device")))
     with pytest.raises(EngineUnavailable, match="no device") as caught:
         asyncio.run(replica.score(request(0.3, crashes=1)))
@@ -135,7 +139,8 @@ def seconds_until_unhealthy(replica: ScoringReplica, wanted: ScoreRequest) -> fl
 
 
 @pytest.mark.slow
-def test_a_chunk_that_takes_many_times_the_measured_ones_counts_as_hung() -> None:
+def test_slow_chunk_counts_as_hung() -> None:
+    """A chunk that takes many times the measured ones counts as hung."""
     limits = TimeLimits(first_chunk_s=60.0, chunk_s=0.2, chunk_factor=2.0)
     replica = ScoringReplica(lambda: FakeScorer(sample_delay_s=0.01), limits)
     assert seconds_until_unhealthy(replica, request(0.3, stop=25)) == float("inf"), "the first one may prepare its data"

@@ -13,14 +13,15 @@ from torch.func import functional_call
 from search_spaces.errors import InvalidRecipe
 from search_spaces.methods import METHODS
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from tests.benchmarks import bench_gradients, merge_family
 from tests.workers.merging.methods.examples import EXAMPLES
 from tests.workers.recipes import num_layers
 from workers.errors import TrialFailed
 from workers.evaluation.references import Reading
-from workers.merging.materialize import operands_of, plan_as_stated
+from workers.merging.materialize import operands_of
 from workers.merging.methods.plain import PLAIN
+from workers.merging.plan import plan_as_stated
 from workers.training.gradients import CoefficientGradients
 from workers.types import Family, GradientResult, TaskSpec
 
@@ -70,8 +71,10 @@ def examples(method: str, count: int) -> dict[str, float | tuple[float, ...]]:
 
 
 def by_autograd(trained: CoefficientGradients, recipe: Recipe) -> tuple[float, dict[str, list[float]]]:
-    """Loss and derivatives by one graph from coefficients through all merged tensors and transformers' model to the
-    loss: what no model of a real size has the memory for."""
+    """Loss and derivatives by a single autograd graph from the coefficients to the loss.
+
+    The graph has all merged tensors and transformers' model, for which models of a real size need too much memory.
+    """
     bank = trained.bank
     plan = plan_as_stated(recipe, bank)
     leaves: dict[str, list[torch.Tensor]] = {}
@@ -143,7 +146,8 @@ def check_against_autograd(trained: CoefficientGradients, recipe: Recipe) -> Non
         pytest.param("slerp", marks=pytest.mark.slow),
     ],
 )
-def test_derivatives_are_those_of_one_graph_from_coefficients_to_loss(tied: CoefficientGradients, method: str) -> None:
+def test_derivatives_are_of_one_graph(tied: CoefficientGradients, method: str) -> None:
+    """Derivatives are those of one graph from coefficients to loss."""
     family = tied.bank.family
     check_against_autograd(tied, recipe_by(family, method, examples(method, len(family.experts))))
 
@@ -318,7 +322,8 @@ def test_what_cannot_be_read_is_named(
         tied.loss_and_gradient(arithmetic(tied.bank.family, 0.4, 0.2), batch, weights)
 
 
-def test_a_merge_that_overflows_fails_and_the_next_is_read_as_before(tied: CoefficientGradients) -> None:
+def test_overflowing_merge_fails_alone(tied: CoefficientGradients) -> None:
+    """A merge that overflows fails, and the next is read as before."""
     sane, broken = arithmetic(tied.bank.family, 0.4, 0.2), arithmetic(tied.bank.family, 1e30, 1e30)
     expected = tied.losses(sane, BATCH)
     with pytest.raises(TrialFailed, match="the loss on a reference of objective 'sums' is nan"):
@@ -334,7 +339,8 @@ def test_arguments_and_results_can_be_pickled(tied: CoefficientGradients, tasks:
 
 
 @pytest.mark.slow
-def test_a_step_needs_a_merged_model_its_largest_gradient_the_activations_and_a_tenth(tmp_path: Path) -> None:
+def test_memory_of_a_step(tmp_path: Path) -> None:
+    """A step needs a merged model, its largest gradient, the activations and a tenth."""
     merge_family.make(
         tmp_path, hidden=256, intermediate_size=704, num_attention_heads=4, num_key_value_heads=4, vocab_size=8000
     )

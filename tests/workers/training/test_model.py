@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import workers.training.model
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from tests.layouts import LAYOUTS, layout_family
 from tests.workers.recipes import arithmetic
-from workers.engines.transformers.backend import merged_model
+from workers.engines.transformers.merged_models import merged_model
 from workers.errors import InvalidModel
 from workers.merging.bank import Bank
 from workers.training.gradients import CoefficientGradients
@@ -54,16 +54,15 @@ def test_merges_are_read_as_transformers_reads_them(tmp_path: Path, model_type: 
     silent = [name for name, each in result.by_source.items() if not all(each.values())]
     assert len([name for name in silent if ".experts." not in name]) < len(slopes) / 10  # no token reaches some experts
     step = 1e-2
-    loss = {
+    shifted = {
         sign: sum(trained.losses(arithmetic(family, 0.4 + sign * step, 0.7), {"count": range(8)})["count"]) / 8
         for sign in (1, -1)
     }
-    assert float(slopes[:, 0].sum()) == pytest.approx((loss[1] - loss[-1]) / (2 * step), rel=0.02, abs=1e-3)
+    assert float(slopes[:, 0].sum()) == pytest.approx((shifted[1] - shifted[-1]) / (2 * step), rel=0.02, abs=1e-3)
 
 
-def test_models_whose_tensors_transformers_changes_are_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_tensors_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models whose tensors transformers changes are refused by name."""
     bank = Bank(layout_family(tmp_path / "models", "mixtral"), cache=tmp_path)
 
     def turned(*arguments: object) -> object:

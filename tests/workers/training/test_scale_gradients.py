@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from tests.workers.recipes import num_layers
 from workers.training.gradients import CoefficientGradients
 from workers.types import Family, TaskSpec
@@ -59,9 +59,8 @@ def test_derivatives_by_layer_scales_are_those_of_differences(trained: Coefficie
     assert found[len(scaled.layers) - 1] == 0.0  # the final norm takes the last scale off again
 
 
-def test_derivatives_by_factors_of_weights_are_those_of_differences(
-    trained: CoefficientGradients, scaled: Recipe
-) -> None:
+def test_factor_derivatives(trained: CoefficientGradients, scaled: Recipe) -> None:
+    """Derivatives by factors of weights are those of finite differences."""
     result = trained.loss_and_gradient(scaled, BATCH, {"sums": 1.0}, by_scales=True)
     for index, layer in enumerate(scaled.layers):
         prefix = f".{index}."

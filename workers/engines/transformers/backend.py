@@ -1,39 +1,22 @@
-"""Plain transformers as a backend: slow, simple, and independent of vLLM. Always in float32, greedy, on CPU."""
+"""Plain transformers as a backend: slow, simple and independent of vLLM.
+
+It always computes in float32 on CPU, and generates greedily. The module also compares log-probabilities.
+"""
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from search_spaces.recipe import Recipe
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.engines.logits import bad_rows, in_words
 from workers.errors import EvidenceMismatch, InvalidTask
 from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts
-from workers.merging.alignments import Alignment, alignments_before, read_alignment, unaligned
-from workers.merging.materialize import merged_tensors, plan_tensors
-from workers.merging.residual_scales import branch_factors
-from workers.models.merged_files import merged_config
 
-if TYPE_CHECKING:
-    from workers.merging.bank import Bank
-
-__all__ = [
-    "ATTENTION",
-    "Reference",
-    "choice_gaps",
-    "logprobs",
-    "merged_model",
-    "typical_difference",
-    "whole_characters",
-]
+__all__ = ["ATTENTION", "Reference", "choice_gaps", "logprobs", "typical_difference", "whole_characters"]
 
 BATCH = 64  # texts at once: bounds memory, not speed
 
@@ -44,8 +27,8 @@ ATTENTION = "eager"
 class Reference:
     """A transformers model in float32: a Backend that also records how close each choice of a token was.
 
-    `gaps` maps the prompt of a Generation to one (text so far, gap) per step, the gap being the difference between the
-    two largest log-probabilities of that step. `model` is used in place of the one in `directory`, if given.
+    `gaps` maps the prompt of a Generation to one (text so far, gap) per step. The gap is the difference between the two
+    largest log-probabilities of that step. `model` replaces the model in `directory`, if given.
     """
 
     def __init__(self, directory: str, options: EngineOptions, *, model: Any = None) -> None:
@@ -61,7 +44,10 @@ class Reference:
         self.gaps: dict[tuple[int, ...], list[tuple[str, float]]] = {}
 
     def generate(self, requests: Sequence[Generation]) -> list[Completion]:
-        """Greedy. Raises InvalidTask for a request that samples: its random draws cannot be repeated here."""
+        """Generate greedy completions.
+
+        Raises InvalidTask for a request that samples, because its random draws cannot be repeated here.
+        """
         if any(request.temperature > 0 for request in requests):
             raise InvalidTask("the task samples at a temperature above 0; only greedy completions can be verified")
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].tokens))
@@ -124,94 +110,47 @@ class Reference:
         return whole_characters(text) if len(chosen) == request.max_tokens else None
 
 
-def merged_model(recipe: Recipe, bank: Bank, *, dtype: str) -> Any:
-    """A transformers model on CPU with the merged weights of `recipe`, of any depth, rounded to `dtype`, that computes
-    in float32. The recipe's alignments act before the layers that they lead to.
-
-    Holds its weights in memory once. Raises as `plan_tensors`, `alignments_before` and `read_alignment` do.
-    """
-    import transformers
-
-    aligned = alignments_before(recipe)
-    plan = plan_tensors(unaligned(recipe), bank)
-    # As exports have it, through a file, where infinity has a spelling of its own.
-    with TemporaryDirectory(prefix="mergesearch-config-") as directory:
-        text = json.dumps(merged_config(recipe, bank.base, bank.views(recipe.models), dtype="float32"))
-        (Path(directory) / "config.json").write_text(text)
-        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    kind = getattr(transformers, config.architectures[0])
-    model, found = kind.from_pretrained(
-        None,
-        config=config,
-        state_dict={name: tensor.cpu().float() for name, tensor in merged_tensors(plan, bank, getattr(torch, dtype))},
-        dtype=torch.float32,
-        attn_implementation=ATTENTION,
-        output_loading_info=True,
-    )
-    if found["missing_keys"] or found["unexpected_keys"]:
-        raise RuntimeError(f"the merge does not fit {config.architectures[0]}: {found}")
-    if any(aligned):
-        _align(model, recipe, aligned, bank, getattr(torch, dtype))
-    return model.eval()
-
-
-def _align(model: Any, recipe: Recipe, aligned: Sequence[str | None], bank: Bank, dtype: torch.dtype) -> None:
-    """Give each layer of the model the alignment before it, rounded to `dtype`."""
-    read: dict[str, Alignment] = {}
-    factors = branch_factors(unaligned(recipe).layers, model_type=str(bank.base.config.get("model_type")))
-    for index, (layer, digest, factor) in enumerate(zip(model.get_decoder().layers, aligned, factors, strict=True)):
-        if digest is not None:
-            if digest not in read:
-                stored = read_alignment(
-                    bank.alignments_dir, digest, layer=index - 1, hidden_size=model.config.hidden_size
-                )
-                read[digest] = stored.to(dtype=dtype).to(dtype=torch.float32)
-            layer.register_forward_pre_hook(functools.partial(_aligned_first, read[digest], factor))
-
-
-def _aligned_first(alignment: Alignment, factor: float, module: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    stream, *others = given
-    return (alignment(stream, factor), *others)
-
-
 def logprobs(model: Any, tokens: Sequence[int]) -> list[float]:
-    """The log-probability (natural log) of each token but the first, given those before it."""
+    """The log-probability (natural log) of each token except the first, given the tokens before it."""
     scores = _log_softmax(model, tokens)[:-1]
     return [float(value) for value in scores.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]]
 
 
 @torch.inference_mode()
 def choice_gaps(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
-    """Per token of `completion`: how far its log-probability is below that of the most likely token in its place."""
+    """For each token of `completion`, how far its log-probability is below that of the most likely token."""
     scores = _log_softmax(model, [*prompt, *completion])[len(prompt) - 1 : -1]
     chosen = scores.gather(-1, torch.tensor(completion)[:, None])[:, 0]
     return [float(gap) for gap in scores.amax(-1) - chosen]
 
 
 def typical_difference(ours: Sequence[float], theirs: Sequence[float], *, dtype: str) -> float:
-    """How far two lists of log-probabilities are apart: the largest difference in float32, else the root mean square;
-    NaN if one of them is.
+    """The typical difference between two lists of log-probabilities; NaN if one of them contains NaN.
 
-    In 16 bits the rounding errors of a whole model, small on average, move single unlikely tokens far.
+    In float32 it is the largest difference. In 16 bits it is the root mean square, because the rounding errors of a
+    whole model, small on average, change single unlikely tokens by large amounts.
     """
     apart = [0.0 if a == b else abs(a - b) for a, b in zip(ours, theirs, strict=True)]
     return float(np.max(apart) if dtype == "float32" else np.sqrt(np.mean(np.square(apart))))
 
 
 def whole_characters(text: str) -> str:
-    """`text` without an incomplete character at its end: the engine holds back its bytes until it is complete."""
+    """`text` without an incomplete character at its end, whose bytes the engine holds back until it is complete."""
     return text.rstrip("\ufffd")
 
 
 @torch.inference_mode()
 def _log_softmax(model: Any, tokens: Sequence[int]) -> torch.Tensor:
-    """Log-probabilities of what follows each token, [num_tokens, vocabulary]."""
+    """Log-probabilities of the next token after each token, [num_tokens, vocabulary]."""
     logits = _checked(model(input_ids=torch.tensor([list(tokens)])).logits[0], 1)
     return logits.float().log_softmax(-1)
 
 
 def _checked(logits: torch.Tensor, num_prompts: int) -> torch.Tensor:
-    """`logits`. Raises EvidenceMismatch if they are NaN or infinite: the engine that scored the merge found none."""
+    """The logits, unchanged. Raises EvidenceMismatch if they are NaN or infinite.
+
+    The engine that scored the merge has found none of these.
+    """
     if any(rows := bad_rows(logits).tolist()):
         raise EvidenceMismatch(
             f"the merged model's logits by transformers are {in_words(rows, num_prompts=num_prompts)}"

@@ -1,9 +1,9 @@
-"""Verification: an exported checkpoint, scored again by plain transformers and compared with stored samples.
+"""Verification: plain transformers scores an exported checkpoint again, and the samples are compared.
 
-The checkpoint is what users get, so that a comparison covers everything behind a score: merge, swap, scoring and
+The checkpoint is what users get, so that the comparison covers everything behind a score: merge, swap, scoring and
 export. Equal means equal metric values and equal completions, token by token; log-probabilities agree within the
-tolerance for rounding. Completions may part only at a token that transformers finds, within the tolerance, as likely as
-its own.
+tolerance for rounding. Completions may differ only from a token that transformers finds, within the tolerance, as
+likely as its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.engines.host_memory import free_host_bytes
 from workers.engines.transformers.backend import Reference, choice_gaps, logprobs, typical_difference, whole_characters
 from workers.errors import InvalidTask
@@ -27,10 +27,10 @@ from workers.types import SampleDifference, SampleResult, Span, VerificationRepo
 __all__ = ["nothing_to_compare", "texts_to_read", "verify"]
 
 TEXTS_READ = 8  # per objective: prompts with completions whose tokens' log-probabilities are compared
-COPIES = 5  # of the checkpoint, in bytes: an export, and its model in float32
+COPIES = 5  # of the checkpoint's bytes in memory: an export, and its model in float32
 GIB = 1 << 30
 
-# Stands for an infinite difference, and for NaN: JSON has neither.
+# Replaces infinite differences and NaN, which JSON does not have.
 FAR = 1e6
 
 Requests = tuple[Generation | Continuation, ...]
@@ -51,11 +51,11 @@ def verify(
 ) -> VerificationReport:
     """Score `spans` on the exported checkpoint in `directory` and compare with the stored `samples`.
 
-    A merge that cannot be a checkpoint is given as `model`, and in `directory` are its tokenizer and configuration.
+    A merge that cannot be a checkpoint is given as `model`; then `directory` contains its tokenizer and configuration.
     `evaluator` provides the tokenized requests; without it they are built with the exported tokenizer.
-    `engine_logprobs` maps texts (`texts_to_read`) to the engine's log-probabilities of their tokens but the first.
-    Spans of tasks that sample are left out. Raises InvalidTask if a sample of a span is not among `samples`, or a text
-    begins with no sample's request.
+    `engine_logprobs` maps texts (`texts_to_read`) to the engine's log-probabilities of their tokens except the first.
+    Spans of tasks that sample at a temperature above 0 are left out. Raises InvalidTask if `samples` lacks a sample of
+    a span, or a text does not begin with the request of any sample.
     """
     reference = Reference(directory, options, model=model)
     if evaluator is None:
@@ -95,8 +95,10 @@ def verify(
 def nothing_to_compare(
     directory: str | Path, evaluator: TaskEvaluator, spans: Sequence[Span], *, depth: float = 1.0
 ) -> str | None:
-    """Why nothing can be verified; None if something can. The merge is `depth` times as large as the checkpoint in
-    `directory`, or as large if that is less."""
+    """Why nothing can be verified; None if something can.
+
+    The merge is `depth` times as large as the checkpoint in `directory`, but at least as large.
+    """
     if not any(evaluator.is_greedy(span.task) for span in spans):
         return _sampled([span.objective for span in spans])
     needed = COPIES * max(1.0, depth) * sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))
@@ -112,8 +114,10 @@ def nothing_to_compare(
 def texts_to_read(
     evaluator: TaskEvaluator, samples: Iterable[SampleResult], spans: Iterable[Span]
 ) -> tuple[Tokens, ...]:
-    """The texts whose log-probabilities are compared token by token: of the first samples of each span that is greedy,
-    a prompt with the option or the stored completion that follows it."""
+    """The texts whose log-probabilities are compared token by token.
+
+    They are the first samples of each greedy span: a prompt, followed by the option or the stored completion.
+    """
     known = {(sample.objective, sample.position): sample for sample in samples}
     room = evaluator.lm.max_length - 1  # the engine always generates one token
     texts: dict[Tokens, None] = {}
@@ -129,7 +133,7 @@ def texts_to_read(
 
 @dataclass(frozen=True)
 class _Pair:
-    """A sample as the engine's answer was `stored`, as transformers is `expected` to answer, and what was asked."""
+    """The `stored` sample of the engine, the sample `expected` by transformers, and their requests."""
 
     stored: SampleResult
     expected: SampleResult
@@ -145,8 +149,10 @@ class _Pair:
 
 
 class _Comparison:
-    """Compares samples. `apart` has, by sample, how far its log-probabilities are apart (`typical_difference`);
-    `num_logprobs` counts them."""
+    """Compares samples of the engine with those of transformers.
+
+    `apart` has the `typical_difference` of each sample's log-probabilities; `num_logprobs` counts them.
+    """
 
     def __init__(self, reference: Reference, tolerance: float, dtype: str) -> None:
         self.reference = reference
@@ -156,12 +162,12 @@ class _Comparison:
         self._dtype = dtype
 
     def read(self, pairs: Sequence[_Pair], engine_logprobs: Mapping[Tokens, Sequence[float]]) -> None:
-        """Compare the log-probabilities of texts' tokens, and those of all options."""
+        """Compare the log-probabilities of the tokens of texts, and those of all options."""
         for text, values in engine_logprobs.items():
             self._add(_pair_of(text, pairs), values, logprobs(self.reference.model, text))
         for pair in pairs:
             if not pair.is_completion:
-                # Rounding errors add up over the tokens of an option, as their root.
+                # Rounding errors grow with the square root of the number of an option's tokens.
                 roots = [math.sqrt(len(r.tokens) - r.num_context) for r in pair.requests if isinstance(r, Continuation)]
                 stored, expected = (json.loads(sample.response) for sample in (pair.stored, pair.expected))
                 self._add(
@@ -176,13 +182,13 @@ class _Comparison:
         self.num_logprobs += len(ours)
 
     def difference(self, pair: _Pair) -> SampleDifference | None:
-        """How the two answers differ, or None. `read` must have been called."""
+        """The difference between the two answers; None if they are equal. `read` must be called first."""
         apart = self.apart.get(pair.key, 0.0)
         is_apart = apart > self.tolerance
         parting = self._parting(pair) if pair.is_completion else None
         if parting is not None:
             what, gap = parting
-            has_equal_tokens = what == "text" and pair.stored.tokens is not None  # which no rounding decodes otherwise
+            has_equal_tokens = what == "text" and pair.stored.tokens is not None  # equal tokens decode to equal text
             is_beyond = is_apart or gap > self.tolerance or has_equal_tokens
         elif is_apart:
             what, gap, is_beyond = "log-probabilities", apart, True
@@ -202,7 +208,10 @@ class _Comparison:
         )
 
     def _parting(self, pair: _Pair) -> tuple[str, float] | None:
-        """What of the completions differs, and by how much the reference preferred its own; None if they are equal."""
+        """The kind of difference between the completions, and how much the reference preferred its own.
+
+        Returns None if the completions are equal.
+        """
         completions = zip(pair.requests, pair.stored.tokens or (), pair.expected.tokens or (), strict=False)
         for request, ours, theirs in completions:
             if any(a != b for a, b in zip(ours, theirs, strict=False)):
@@ -212,13 +221,13 @@ class _Comparison:
         return None
 
     def _choice_gap(self, prompt: Tokens, completion: Tokens) -> float:
-        """How far the completion is from one that transformers might have chosen, each token after those before it."""
+        """The largest gap between a token of the completion and the most likely token in its place."""
         if max(completion) >= self.reference.model.get_input_embeddings().num_embeddings:
             return FAR
         return _finite(max(choice_gaps(self.reference.model, prompt, completion)))
 
     def _gap_of_text(self, pair: _Pair) -> float:
-        """The gap between the two best log-probabilities at the first token that the stored text does not have."""
+        """The gap between the two largest log-probabilities at the first token that the stored text does not have."""
         steps = self.reference.gaps[pair.requests[0].tokens]
         gaps = (gap for text, gap in steps if not pair.stored.response.startswith(whole_characters(text)))
         return next(gaps, steps[-1][1])
@@ -236,7 +245,7 @@ def _finite(difference: float) -> float:
 
 
 def _legible(text: str) -> str:
-    """Without what stands for incomplete characters: how many there are depends on how a text is decoded."""
+    """The text without replacement characters, whose number depends on how a text is decoded."""
     return text.replace("\ufffd", "")
 
 

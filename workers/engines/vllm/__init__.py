@@ -1,17 +1,17 @@
-"""The vLLM engine that holds one merge after another. vLLM is imported in this package only.
+"""The vLLM engine that holds one merge after another. Only this package imports vLLM.
 
 - `engine`: start vLLM, swap merges, generate, read log-probabilities
-- `engine_errors`: which errors end an engine, and why one did not start
-- `canary`: compare an engine's log-probabilities with those of transformers, now and then
-- `environment`: what a process that starts an engine needs before: environment variables, and llvmlite
+- `engine_errors`: errors that end an engine, and the reason why an engine did not start
+- `canary`: regular comparison of an engine's log-probabilities with those of transformers
+- `environment`: environment variables, and a fix for llvmlite, for a process that starts an engine
 - `memory`: divide a machine's memory between engine and source weights
-- `worker_extension`: inside vLLM's worker: hold one merge after another, and say which
-- `held`: what the model there holds, and how a merge is written over it
-- `loading`: where vLLM's loader puts each tensor
+- `worker_extension`: inside vLLM's worker: hold one merge after another, and report which
+- `held`: the weights of the model in the worker, and how a merge is written over them
+- `loading`: where vLLM's loader writes each tensor
 - `checksum`: a checksum of all parameters
 - `plugin`: vLLM's entry point, which keeps plain weights next to packed ones
-- `support`: whether vLLM can run a model, by its configuration
+- `support`: whether vLLM can run a model, according to its configuration
 - `capabilities`: the process that asks vLLM for `support`
-- `startup`: what an engine is started with
+- `startup`: options and sizes that an engine is started with
 - `paths`: engines whose merges have any number and order of layers
 """

@@ -1,7 +1,7 @@
-"""The canary: an engine's log-probabilities of fixed prompts against those of transformers on the same merge.
+"""The canary compares an engine's log-probabilities of fixed prompts with those of transformers on the same merge.
 
-A wrong swap gives wrong scores without any error; this comparison is what catches it. What is allowed is measured, for
-each model: how far rounding to the engine's dtype moves the base model's log-probabilities in transformers.
+A wrong swap gives wrong scores without any error; this comparison detects it. The tolerance is measured for each model:
+how much rounding to the engine's dtype changes the base model's log-probabilities in transformers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from search_spaces.recipe import Recipe
-from workers.engines.transformers.backend import logprobs, merged_model, typical_difference
+from workers.engines.transformers.backend import logprobs, typical_difference
+from workers.engines.transformers.merged_models import merged_model
 from workers.engines.vllm.worker_extension import family_to_json, open_bank
 from workers.errors import EvidenceMismatch, TrialFailed
 from workers.evaluation.prompts import LOGPROB_TOLERANCE
@@ -31,7 +32,7 @@ NUM_PROMPTS = 4
 CANARY_TOKENS = 48
 GIB = 1 << 30
 
-# An engine rounds in other places than transformers: its errors are as large, but not the same.
+# An engine rounds at other points than transformers: its errors are as large, but not the same.
 TIMES_ROUNDING = 2.5
 
 # The least tolerance in 16 bits, for models that hardly round.
@@ -45,9 +46,10 @@ MAX_STANDARD_ERRORS = 5.0
 
 @dataclass(frozen=True)
 class Calibration:
-    """The base model's log-probabilities by transformers, in float32, and how far those in `dtype` are from them.
+    """The base model's log-probabilities by transformers in float32, and the effect of rounding on them.
 
-    `rounding` is their root mean square difference, None where it could not be measured."""
+    `rounding` is the root mean square difference of those in `dtype`; None if it could not be measured.
+    """
 
     dtype: str
     base: tuple[float, ...]
@@ -61,11 +63,12 @@ class Calibration:
         return max(TIMES_ROUNDING * self.rounding, LEAST_TOLERANCE[self.dtype])
 
     def base_share(self, ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
-        """How much of the way from the merge, `theirs`, to the base model an engine's log-probabilities `ours` are: 0
-        for the merge, 1 for the base; and the largest share that rounding explains.
+        """The base model's share in an engine's log-probabilities `ours`, and the largest share that rounding explains.
 
-        The least squares estimate: it averages the rounding of all tokens, so that a part of a model that a swap missed
-        shows in it long before it shows in the difference."""
+        The share is 0 for the log-probabilities of the merge, `theirs`, and 1 for those of the base model. It is the
+        least squares estimate, which averages the rounding of all tokens: weights that a swap missed show in the share
+        long before they show in the difference.
+        """
         step = [base - merged for base, merged in zip(self.base, theirs, strict=True)]
         length = math.sqrt(sum(value * value for value in step))
         if self.rounding is None or length == 0:
@@ -75,7 +78,10 @@ class Calibration:
         return share, LEAST_SHARE + MAX_STANDARD_ERRORS * self.tolerance / TIMES_ROUNDING / length
 
     def check(self, ours: Sequence[float], theirs: Sequence[float], *, of: str) -> float:
-        """Their `typical_difference`. Raises EvidenceMismatch if it, or the base's share, is more than is allowed."""
+        """The `typical_difference` of two lists of log-probabilities.
+
+        Raises EvidenceMismatch if the difference, or the base model's share, exceeds its tolerance.
+        """
         difference = typical_difference(ours, theirs, dtype=self.dtype)
         share, most = self.base_share(ours, theirs)
         if difference <= self.tolerance and abs(share) <= most:
@@ -90,7 +96,7 @@ class Calibration:
 
 
 class Canary:
-    """The canaries of one engine: makes them, counts those that the engine passed, and says why one was skipped."""
+    """Makes the canaries of one engine, counts those that it passed, and records why one was skipped."""
 
     def __init__(
         self, family: Family, *, base: Recipe, replica: str, dtype: str, vocabulary: int, max_length: int
@@ -108,7 +114,7 @@ class Canary:
 
     @property
     def report(self) -> CanaryReport:
-        """How many passed so far, and why the last one was skipped, if it was."""
+        """How many canaries passed so far, and why the last one was skipped, if it was."""
         return CanaryReport(self._replica, self.num_passed, self._skipped)
 
     def is_due(self, swap_count: int) -> bool:
@@ -122,7 +128,7 @@ class Canary:
         free_bytes: int,
         swap_count: int,
     ) -> CanaryReport:
-        """As `compare`; counts the outcome."""
+        """Make a canary with `compare`, and count the outcome."""
         if self.compare(recipe, engine_logprobs, free_bytes=free_bytes) is None:
             self.num_skipped += 1
         else:
@@ -137,10 +143,10 @@ class Canary:
         *,
         free_bytes: int,
     ) -> float | None:
-        """`typical_difference` of the engine's log-probabilities of prompts from those of transformers on the merge.
+        """The `typical_difference` between the engine's log-probabilities of prompts and those of transformers.
 
-        None if a second model does not fit into `free_bytes` of memory, or the merge's logits are not finite. Raises
-        EvidenceMismatch if the difference, or the base model's share in it, is more than rounding explains.
+        Returns None if a second model does not fit into `free_bytes` of memory, or the merge's logits are not finite.
+        Raises EvidenceMismatch if the difference, or the base model's share in it, is more than rounding explains.
         """
         size = sum(file.stat().st_size for file in Path(self._family.base.directory).glob("*.safetensors"))
         needed = 2 * size * max(1.0, len(recipe.layers) / len(self._base.layers))
@@ -171,11 +177,11 @@ def canary_prompts(*, vocabulary: int, max_length: int) -> list[list[int]]:
 
 
 def calibrate(model: Any, prompts: Sequence[Sequence[int]], *, dtype: str) -> Calibration:
-    """From the base model's weights in float32. The parameters of `model` are rounded to `dtype` on the way."""
+    """Measure a base model whose weights are in float32. Its parameters are rounded to `dtype` on the way."""
     base = read(model, prompts)
     if dtype == "float32":
         return Calibration(dtype, tuple(base), None)
-    # Not its buffers: transformers keeps them in float32, whatever the weights are.
+    # Buffers are not rounded: transformers keeps them in float32, whatever the dtype of the weights.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))
     try:
@@ -187,7 +193,7 @@ def calibrate(model: Any, prompts: Sequence[Sequence[int]], *, dtype: str) -> Ca
 
 
 def read(model: Any, prompts: Sequence[Sequence[int]]) -> list[float]:
-    """The log-probabilities of all prompts' tokens, one after another."""
+    """The log-probabilities of all prompts' tokens, concatenated."""
     return _flat([logprobs(model, prompt) for prompt in prompts])
 
 

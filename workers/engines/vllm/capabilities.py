@@ -1,7 +1,7 @@
-"""What vLLM reports about models: `python -m workers.engines.vllm.capabilities QUESTIONS ANSWERS`.
+"""The process that asks vLLM about models: `python -m workers.engines.vllm.capabilities QUESTIONS ANSWERS`.
 
-Reads a list of configurations as in config.json, and writes for each the result of `describe` by the engine's dtype. No
-weights are loaded and no device is used. `support` draws the conclusions.
+It reads a list of configurations as in config.json, and writes for each the result of `describe` by the engine's dtype.
+No weights are loaded and no device is used. `support` draws the conclusions.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def main(questions: Path, answers: Path) -> None:
 def describe(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
     """How vLLM would run the model; `asked` is its architecture.
 
-    Either `error`, and whether vLLM `knows` the architecture; or the class that it `runs_as`, its `runner` ("generate"
-    or "pooling"), `is_multimodal`, `is_latent` (attention as in DeepSeek), its `layer_types`, its `head_size`, and the
-    `head_sizes` that attention kernels of this device support (None: any).
+    The result has either `error`, and whether vLLM `knows` the architecture; or the class that it `runs_as`, its
+    `runner` ("generate" or "pooling"), `is_multimodal`, `is_latent` (attention as in DeepSeek), its `layer_types`, its
+    `head_size`, and the `head_sizes` that attention kernels of this device support (None: any).
     """
     asked = [str(name) for name in config.get("architectures") or ()]
     with tempfile.TemporaryDirectory(prefix="mergesearch-model-") as folder:
@@ -66,7 +66,7 @@ def describe(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
 
 
 def model_config(directory: str, *, dtype: str) -> Any:
-    """vLLM's configuration of the model in `directory`. Raises whatever vLLM raises."""
+    """VLLM's configuration of the model in `directory`. Raises whatever vLLM raises."""
     return ModelConfig(
         model=directory, dtype=dtype, skip_tokenizer_init=True, generation_config="vllm", trust_remote_code=False
     )

@@ -1,4 +1,4 @@
-"""A checksum of all parameters of a model, by content alone."""
+"""A checksum of all parameters of a model, which depends on their content alone."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ WEIGHT = 0x9E3779B97F4A7C15
 
 
 def checksum(parameters: Mapping[str, torch.Tensor]) -> str:
-    """sha256 (hex) over names, types, shapes and one 64-bit sum per parameter, by content alone.
+    """sha256 (hex) over names, types, shapes and one 64-bit sum per parameter.
 
     Each sum weights every 64-bit word with an odd number that depends on its position, modulo 2^64. An odd weight can
-    be inverted, so a change of any single word always changes the sum; moving words changes it too.
+    be inverted, so that a change of any single word always changes the sum; exchanging words changes it too.
     """
     return combined(parameters, {name: word_sum(parameter) for name, parameter in parameters.items()})
 

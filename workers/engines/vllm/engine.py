@@ -1,9 +1,9 @@
 """The warm engine: one vLLM engine that holds one merge after another without a restart.
 
-A swap requires that no request is in flight; it writes the weights in place, packs them again (CPU), resets the prefix
-cache and computes a checksum of the parameters. When the engine starts, every `canary.CANARY_EVERY` swaps, and when
-asked, its log-probabilities are compared with those of transformers. An engine that fails a check holds nothing from
-then on and refuses everything: what else it would compute cannot be trusted.
+A swap requires that no request is in flight. It writes the weights in place, packs them again (CPU), resets the prefix
+cache and computes a checksum of the parameters. The engine's log-probabilities are compared with those of transformers
+when it starts, every `canary.CANARY_EVERY` swaps, and on request. An engine that fails a check refuses all further
+calls, because its results cannot be trusted.
 
 Not thread-safe: the owner of an engine (`workers.serving.replica`) holds a lock over swap and score.
 """
@@ -22,10 +22,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from search_spaces.errors import InvalidRecipe
-from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
-from search_spaces.study.sections import EngineOptions
+from search_spaces.recipe import Recipe
+from search_spaces.study.engine import EngineOptions
 from workers.engines.host_memory import free_host_bytes
 from workers.engines.logits import in_words
+from workers.engines.source_recipes import base_recipe
 from workers.engines.vllm.engine_errors import engine_errors, not_started
 from workers.engines.vllm.environment import engine_environment, let_llvmlite_be_inspected
 from workers.engines.vllm.memory import MAX_NUM_SEQS
@@ -40,12 +41,11 @@ from workers.errors import (
     TrialFailed,
 )
 from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts
-from workers.models.config import read_config
 from workers.models.family import open_sources
 from workers.models.tokenizers import stated_directory
 from workers.types import CanaryReport, Family
 
-__all__ = ["Engine", "SwapReport", "base_recipe"]
+__all__ = ["Engine", "SwapReport"]
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +54,11 @@ MAX_NUM_BATCHED_TOKENS = 4096
 
 @dataclass(frozen=True)
 class SwapReport:
-    """What the engine reports to hold after a swap, and the seconds that the swap took. `repack_s`, packing for CPU
-    kernels, is part of `swap_s`. `is_new` is False if the engine already held the recipe and nothing was done. `canary`
-    is that of the recipe, None if none was due."""
+    """The evidence and the seconds of a swap.
+
+    `repack_s`, packing for CPU kernels, is part of `swap_s`. `is_new` is False if the engine already held the recipe
+    and nothing was done. `canary` is that of the recipe; None if none was due.
+    """
 
     digest: str
     swap_count: int
@@ -69,15 +71,16 @@ class SwapReport:
 
 
 class _SourcesChanged(EvidenceMismatch):
-    """Files of the sources have changed since the engine opened them: no other engine could do better."""
+    """Files of the sources have changed since the engine opened them. Other engines would fail in the same way."""
 
 
 class Engine:
-    """One vLLM engine and the bank of a family. Implements workers.evaluation.prompts.Backend for the recipe it holds.
+    """One vLLM engine and the bank of a family.
 
-    Starts with the weights of the base model. Raises EngineUnavailable, with the reason, if the models cannot be opened
-    or vLLM cannot start or compute, InvalidModel for sources whose contents have changed or cannot be used, and
-    EngineFault if its log-probabilities differ from those of transformers. `name` is its replica's.
+    It implements `workers.evaluation.prompts.Backend` for the recipe that it holds, at first the base model. Raises
+    EngineUnavailable, with the reason, if the models cannot be opened or vLLM cannot start or compute, InvalidModel for
+    sources whose contents have changed or cannot be used, and EngineFault if its log-probabilities differ from those of
+    transformers. `name` is its replica's.
     """
 
     def __init__(
@@ -157,7 +160,7 @@ class Engine:
         self.sources = str(self._call("mergesearch_sources"))
 
     def _tokenizer_directory(self) -> str:
-        """The directory of the tokenizer for vLLM: the model's, or a copy that names the class which `prompts` uses."""
+        """The directory of vLLM's tokenizer: the model's, or a copy that names the class which `prompts` uses."""
         self._new_tokenizer = stated_directory(self.prompts.directory, self.prompts.tokenizer)
         return self._new_tokenizer.name if self._new_tokenizer else self.prompts.directory
 
@@ -176,7 +179,7 @@ class Engine:
 
     @property
     def bank_summary(self) -> dict[str, Any]:
-        """`bank.Bank.summary` as of the last swap, and the reason for its placement."""
+        """The `bank.Bank.summary` of the last swap, and the reason for the bank's placement."""
         return dict(self._state["bank"])
 
     @property
@@ -189,7 +192,7 @@ class Engine:
         return str(self._call("mergesearch_checksum"))
 
     def fault(self, reason: str) -> EngineFault:
-        """The error to raise for an engine that does not do what it reports; from now on it refuses everything."""
+        """The error to raise for an engine whose evidence is wrong; from now on the engine refuses all calls."""
         self._fault = EngineFault(f"engine {self.name}: {reason}", self.name, self.canary.num_passed)
         log.error("%s; this engine is not used again", self._fault)
         return self._fault
@@ -200,7 +203,7 @@ class Engine:
 
     @contextmanager
     def _failing_for_good(self) -> Iterator[None]:
-        """An EvidenceMismatch inside is a fault of this engine, but not that its sources have changed."""
+        """Turn an EvidenceMismatch in this context into a fault of the engine, unless its sources have changed."""
         self._refuse_after_a_fault()
         try:
             yield
@@ -210,7 +213,7 @@ class Engine:
             raise self.fault(str(error)) from error
 
     def swap(self, recipe: Recipe, *, check: bool = False) -> SwapReport:
-        """Hold `recipe`; does nothing if the engine already holds it. `check` compares with transformers afterwards.
+        """Hold `recipe`; does nothing if the engine already holds it. With `check` a canary follows.
 
         Raises TrialFailed if the merge cannot be computed, EvidenceMismatch if files of the sources have changed,
         EngineFault if the engine does not hold the merge afterwards, or has failed a check before.
@@ -256,9 +259,9 @@ class Engine:
         )
 
     def check(self) -> CanaryReport:
-        """A canary now, unless nothing was scored since the last one that passed. Raises EngineFault.
+        """Make a canary now, unless nothing was scored since the last one that passed. Raises EngineFault.
 
-        On the recipe held; on the base model if none is held, or its logits are not finite.
+        The canary uses the recipe that is held, or the base model if none is held or its logits are not finite.
         """
         with self._failing_for_good():
             if not self._is_checked:
@@ -273,11 +276,17 @@ class Engine:
         return report
 
     def check_against_transformers(self, recipe: Recipe) -> float | None:
-        """`canary.Canary.compare` with what transformers computes on the merge of `recipe`, whatever is held."""
+        """Compare the engine with transformers on the merge of `recipe`, whatever the engine holds.
+
+        The result is that of `canary.Canary.compare`.
+        """
         return self.canary.compare(recipe, self.logprobs, free_bytes=free_host_bytes())
 
     def generate(self, requests: Sequence[Generation]) -> list[Completion]:
-        """One batch. Raises TrialFailed if the model's logits were NaN or infinite at any step."""
+        """Generate one batch of completions.
+
+        Raises TrialFailed if the model's logits were NaN or infinite at any step.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -304,7 +313,10 @@ class Engine:
         return [Completion(str(output.outputs[0].text), tuple(output.outputs[0].token_ids)) for output in outputs]
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
-        """One batch. Raises TrialFailed if the model's logits were NaN or infinite at any step."""
+        """Score one batch of continuations.
+
+        Raises TrialFailed if the model's logits were NaN or infinite at any step.
+        """
         results = []
         for request, scored in zip(requests, self._read([request.tokens for request in requests]), strict=True):
             tail = scored[request.num_context - 1 :]
@@ -312,11 +324,11 @@ class Engine:
         return results
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Per prompt the log-probability of each token but the first, given those before it."""
+        """For each prompt, the log-probability of each token except the first, given the tokens before it."""
         return [[logprob for logprob, _ in scored] for scored in self._read(prompts)]
 
     def _read(self, prompts: Sequence[Sequence[int]]) -> list[list[tuple[float, int]]]:
-        """Per prompt (log-probability, rank) of each token but the first."""
+        """For each prompt, the (log-probability, rank) of each token except the first."""
         from vllm import SamplingParams
 
         parameters = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -372,22 +384,3 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def base_recipe(family: Family) -> Recipe:
-    """The recipe whose merge is the base model itself."""
-    num_layers = int(read_config(family.base.directory)["num_hidden_layers"])
-
-    def copied(layer: int | None) -> Merge:
-        return Merge("passthrough", (Source(family.base.alias, layer),))
-
-    layers = tuple(LayerRecipe(copied(i), copied(i), copied(i)) for i in range(num_layers))
-    return Recipe(
-        family.fingerprints,
-        family.base.alias,
-        layers,
-        embedding=copied(None),
-        head=copied(None),
-        tokenizer=family.tokenizer,
-        vocabulary=family.vocabulary,
-    )

@@ -1,4 +1,4 @@
-"""Which errors end an engine, and why one did not start."""
+"""Errors that end an engine, and the reason why an engine did not start."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["engine_errors", "not_started"]
 
 @contextmanager
 def engine_errors() -> Iterator[None]:
-    """Around a call of vLLM: raises EngineCrashed for an error from inside it.
+    """Raise EngineCrashed for an error from inside vLLM, in a context around the call.
 
-    A file that cannot be read or written is not one: after a failed swap the engine holds no recipe, and the next swap
-    writes all weights. A lost connection is one: a process of the engine has ended.
+    An error of reading or writing a file does not end the engine: after a failed swap it holds no recipe, and the next
+    swap writes all weights. A lost connection ends it: a process of the engine has ended.
     """
     try:
         yield
@@ -38,7 +38,7 @@ def not_started(family: Family, error: BaseException, log_file: str | None) -> E
 
 
 def _reason(error: BaseException) -> str:
-    """One line: the first of pydantic's errors if vLLM rejects its configuration, else the error's first line."""
+    """One line: pydantic's first error if vLLM rejects its configuration, else the error's first line."""
     details = error.errors() if hasattr(error, "errors") else ()
     text = str(details[0]["msg"] if details else error).strip()
     return text.splitlines()[0] if text else ""

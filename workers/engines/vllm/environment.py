@@ -1,4 +1,7 @@
-"""What a process needs before it starts an engine. Light, so that it can be set before torch is imported."""
+"""Preparations of a process that starts an engine: environment variables, and a fix for llvmlite.
+
+The module imports little, so that it can run before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,20 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from search_spaces.study.sections import EngineOptions
+    from search_spaces.study.engine import EngineOptions
 
 __all__ = ["KEEP_WEIGHTS", "PATH_ARCHITECTURE", "engine_environment", "let_llvmlite_be_inspected"]
 
 # Tells `plugin` that the process runs this package's engine; other programs in the environment use vLLM unmodified.
 KEEP_WEIGHTS = "MERGESEARCH_KEEP_WEIGHTS"
-# The name under which vLLM finds the model that walks paths (`paths.model`).
+# The name under which vLLM finds the model of path engines (`paths.model`).
 PATH_ARCHITECTURE = "MergesearchPathForCausalLM"
 
 
 def engine_environment(options: EngineOptions, environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables to set before torch is imported.
+    """The environment variables to set before torch is imported.
 
-    Values that `environment` already holds are kept, except for those that the engine cannot work without.
+    Values in `environment` are kept, except those that the engine cannot work without.
     """
     threads = options.threads or max(1, (len(os.sched_getaffinity(0)) - 1) // options.tensor_parallel_size)
     defaults = {
@@ -37,8 +40,11 @@ def engine_environment(options: EngineOptions, environment: Mapping[str, str] | 
 
 
 def let_llvmlite_be_inspected() -> None:
-    """vLLM inspects the attributes of every object in the loaded modules. llvmlite's library handle (loaded with Numba)
-    treats every unknown name, `__dict__` included, as a function of the library, and vLLM fails on that."""
+    """Let vLLM inspect the attributes of llvmlite's library handle, which is loaded with Numba.
+
+    vLLM inspects every object in the loaded modules. The handle takes every unknown name, `__dict__` included, for a
+    function of the library, and vLLM fails on that.
+    """
     ffi = sys.modules.get("llvmlite.binding.ffi")
     if ffi is None:
         return

@@ -1,7 +1,7 @@
-"""What the model in vLLM's worker holds, and how a merge is written over it, in place.
+"""The weights of the model in vLLM's worker, and how a merge is written over them in place.
 
-`HeldWeights` is one model of the base's layers; `paths.held.HeldPath` a path through a pool of layers. Neither knows
-who asks or what is scored.
+`HeldWeights` is one model with the base's layers; `paths.held.HeldPath` is a path through a pool of layers. This module
+does not know why a merge is written or what is scored.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 
 from search_spaces.recipe import Recipe
 from workers.engines.vllm.checksum import checksum, combined, word_sum
-from workers.engines.vllm.loading import LoadObserver, Place
+from workers.engines.vllm.loading import Destination, LoadObserver
 from workers.engines.vllm.plugin import IS_PACKED, PACK
 
 if TYPE_CHECKING:
     from workers.merging.bank import Bank
-    from workers.merging.materialize import TensorPlan
+    from workers.merging.plan import TensorPlan
 
 __all__ = ["HeldWeights", "Into", "NotPacked", "Writing"]
 
@@ -31,12 +31,12 @@ Into = Callable[[str, tuple[int, ...]], torch.Tensor]
 
 
 class NotPacked(Exception):
-    """The packed copies of these modules do not hold their weights after they were packed."""
+    """Some packed copies do not equal their weights after packing; the message names their modules."""
 
 
 @dataclass(frozen=True)
 class Writing:
-    """What a write did: how many tensors it wrote, and the seconds of merging and of packing."""
+    """The result of a write: how many tensors it wrote, and the seconds of merging and of packing."""
 
     tensors_written: int = 0
     materialise_s: float = 0.0
@@ -44,9 +44,11 @@ class Writing:
 
 
 class HeldWeights:
-    """The parameters of one model. Those that a merge computes as the one before did are not written again.
+    """The parameters of one model.
 
-    After a write that failed, the next one writes everything."""
+    Tensors that a merge computes in the same way as the merge before are not written again. After a write that failed,
+    the next one writes everything.
+    """
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
         self.model = model
@@ -55,37 +57,43 @@ class HeldWeights:
         self._computations: dict[str, Hashable] = {}
         self._sums: dict[str, int] = {}
         # Where a merge of each tensor can be written directly; None if only vLLM's loader can write it.
-        self.places: dict[str, Place | None] = {}
+        self.destinations: dict[str, Destination | None] = {}
         self._packed = _packed_modules(model)
         self._comparable = _comparable(self._packed)
         self._derived = [module for module in model.modules() if callable(_derive_of(module))]
 
     @property
     def is_as_written(self) -> bool:
-        """Whether the model still computes with what was written last, as far as that shows at once."""
+        """Whether the model still computes with what was written last, as far as that can be seen at once."""
         return True
 
     def forget(self) -> None:
-        """The next write writes every tensor."""
+        """Make the next write write every tensor."""
         self._computations = {}
         self._sums = {}
 
     def fill(self, bank: Bank, into: Into) -> None:
-        """Write what can be written before the first merge is known."""
+        """Write weights before the first merge is known.
+
+        A plain model has none; a path engine writes layers of the sources.
+        """
 
     def hold(self, recipe: Recipe, bank: Bank, into: Into) -> Writing:
-        """Write the merge. Raises InvalidRecipe, with nothing written, if it cannot be planned, NotPacked, and
-        EvidenceMismatch if files of the sources have changed."""
-        from workers.merging.materialize import plan_tensors
+        """Write the merge.
+
+        Raises InvalidRecipe, with nothing written, if it cannot be planned, NotPacked, and EvidenceMismatch if files of
+        the sources have changed.
+        """
+        from workers.merging.plan import plan_tensors
 
         return self._write(plan_tensors(recipe, bank), bank, into)
 
     def checksum(self) -> str:
-        """The checksum of what was written last, from sums taken then."""
+        """The checksum of the last write, from sums computed then."""
         return combined(self._parameters(), self._sums)
 
     def checksum_now(self) -> str:
-        """The same of what the model holds now."""
+        """The checksum of what the model holds now."""
         with torch.inference_mode():
             return checksum(self._parameters())
 
@@ -93,11 +101,11 @@ class HeldWeights:
         return dict(self.model.named_parameters())
 
     def _needed(self, parameters: Iterable[str]) -> Collection[str]:
-        """Those parameters that have to be known after a write."""
+        """The parameters that must be known after a write."""
         return set(parameters)
 
     def _write(self, plan: TensorPlan, bank: Bank, into: Into) -> Writing:
-        from workers.merging.materialize import computations
+        from workers.merging.plan import computations
 
         wanted = computations(plan, bank)
         held, sums = self._computations, self._sums
@@ -132,31 +140,33 @@ class HeldWeights:
         bank: Bank,
         into: Into,
     ) -> tuple[set[str], float]:
-        """Merge the tensors named in `changed` into the model: the parameters written, and the seconds of merging."""
+        """Merge the tensors named in `changed` into the model. Returns the written parameters and the seconds."""
         from workers.merging.materialize import merge_into, merged_tensors
 
-        places = {
-            name: place
+        destinations = {
+            name: destination
             for name in changed
-            if (place := self.places.get(name)) and place.memory.device == bank.device and place.is_in(parameters)
+            if (destination := self.destinations.get(name))
+            and destination.memory.device == bank.device
+            and destination.is_in(parameters)
         }
         merging = time.perf_counter()
-        merge_into(plan, bank, {name: place.memory for name, place in places.items()})
+        merge_into(plan, bank, {name: destination.memory for name, destination in destinations.items()})
         seconds = time.perf_counter() - merging
-        written = {place.parameter for place in places.values()}
-        if others := set(changed) - places.keys():
+        written = {destination.parameter for destination in destinations.values()}
+        if others := set(changed) - destinations.keys():
             # vLLM's loader knows which rows of which fused parameter a tensor fills, which part of it a rank holds,
             # how the vocabulary is padded and which head is tied.
             observer = LoadObserver(merged_tensors(plan, bank, self.dtype, names=others, into=into), parameters)
             with observer:
                 written |= set(self.model.load_weights(iter(observer)))
-            self.places |= observer.places
+            self.destinations |= observer.destinations
             seconds += observer.seconds
         return written, seconds
 
 
 def _packed_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """By name, the modules of which vLLM holds a packed copy: on CPU."""
+    """The modules, by name, of which vLLM has a packed copy: on CPU."""
     return {name: module for name, module in model.named_modules() if hasattr(module, PACK)}
 
 
@@ -165,7 +175,7 @@ def _repack(
 ) -> tuple[str, ...]:
     """Pack each of the `packed` modules with a changed parameter again, in place of its old packed copy.
 
-    Returns the names of those, of the `comparable` ones, whose packed copy does not hold their weights afterwards.
+    Returns the names of the `comparable` modules whose packed copy does not equal their weights afterwards.
     """
     ids = set(map(id, changed))
     stale = []
@@ -178,9 +188,9 @@ def _repack(
 
 
 def _comparable(packed: Mapping[str, torch.nn.Module]) -> frozenset[str]:
-    """Those of the modules that vLLM has just packed whose packed copies are seen to hold their weights.
+    """The names of modules whose packed copies, which vLLM has just made, can be seen to equal their weights.
 
-    A kernel that rounds its operands does not show it; then the canary alone would find a copy that is stale.
+    A kernel that rounds its operands does not show it. For such modules only the canary can detect a stale copy.
     """
     with torch.inference_mode():
         comparable = frozenset(
@@ -194,6 +204,8 @@ def _comparable(packed: Mapping[str, torch.nn.Module]) -> frozenset[str]:
 
 
 def _derive_of(module: torch.nn.Module) -> Any:
-    """The function that updates, at the same addresses, copies of weights in another dtype that some attention kernels
-    keep; None for other modules."""
+    """A function that updates, in place, the copies of weights in another dtype that some attention kernels keep.
+
+    Returns None for modules without such copies.
+    """
     return getattr(getattr(module, "impl", None), "process_weights_after_loading", None)

@@ -1,4 +1,4 @@
-"""Where vLLM's weight loader puts each tensor, observed while it loads.
+"""An observer of vLLM's weight loader, which records where the loader writes each tensor.
 
 A tensor that the loader only copies, whole, into one part of a parameter can later be written there directly, without
 the loader.
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = ["LoadObserver", "Place"]
+__all__ = ["Destination", "LoadObserver"]
 
 
 @dataclass(frozen=True)
-class Place:
+class Destination:
     """The part of a parameter that holds one tensor of the merged model."""
 
     parameter: str
@@ -31,32 +31,32 @@ class Place:
         return first < end and begin < last
 
     def is_in(self, parameters: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the part still belongs to the parameter: vLLM may have given it other memory."""
+        """Whether the memory still belongs to the parameter: vLLM may have given the parameter other memory."""
         return _storage(parameters[self.parameter]) == _storage(self.memory)
 
 
 class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Iterates over (name, tensor) pairs for vLLM's loader, and observes where the loader puts each of them.
+    """Iterates over (name, tensor) pairs for vLLM's loader, and observes where the loader writes each of them.
 
-    A tensor has a place if the loader only copied it, whole, to one part of a parameter, and nothing else changed that
-    part before the end. `seconds` is the time spent computing the tensors.
+    A tensor has a destination if the loader only copied it, whole, to one part of a parameter, and nothing else changed
+    that part before the end. `seconds` is the time spent computing the tensors.
     """
 
     def __init__(self, source: Iterator[tuple[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.source = source
         self.seconds = 0.0
-        self._places: dict[str, Place | None] = {}
+        self._destinations: dict[str, Destination | None] = {}
         self._owners = {_storage(parameter): name for name, parameter in parameters.items()}
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._changed: list[torch.Tensor] = []
 
     @property
-    def places(self) -> dict[str, Place | None]:
-        """The place of each tensor; None for those that only the loader can write."""
+    def destinations(self) -> dict[str, Destination | None]:
+        """The destination of each tensor; None for tensors that only the loader can write."""
         return {
-            name: None if place is None or any(map(place.overlaps, self._changed)) else place
-            for name, place in self._places.items()
+            name: None if destination is None or any(map(destination.overlaps, self._changed)) else destination
+            for name, destination in self._destinations.items()
         }
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -69,9 +69,9 @@ class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return
             self._copies.clear()
             yield item
-            self._places[item[0]] = self._place(item[1])
+            self._destinations[item[0]] = self._destination(item[1])
 
-    def _place(self, tensor: torch.Tensor) -> Place | None:
+    def _destination(self, tensor: torch.Tensor) -> Destination | None:
         if len(self._copies) != 1:
             return None
         memory, copied = self._copies[0]
@@ -79,7 +79,7 @@ class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_whole &= copied.stride() == tensor.stride()  # GPT-2's square weights are transposed on the way
         is_plain = memory.is_contiguous() and memory.dtype == tensor.dtype and memory.device == tensor.device
         owner = self._owners.get(_storage(memory))
-        return Place(owner, memory.detach()) if is_whole and is_plain and owner is not None else None
+        return Destination(owner, memory.detach()) if is_whole and is_plain and owner is not None else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default:

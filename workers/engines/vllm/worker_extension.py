@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker: it computes the merge where the weights are, and writes it over them.
+"""Code inside vLLM's worker, which computes the merge where the weights are, and writes it over them.
 
 Only recipes and small records cross the process boundary.
 """
@@ -35,7 +35,7 @@ IN_WORDS = {
 
 
 class MergeExtension:
-    """Mixed into vLLM's worker (`worker_extension_cls`); called through `collective_rpc` by name."""
+    """Methods mixed into vLLM's worker (`worker_extension_cls`), which `collective_rpc` calls by name."""
 
     # An attribute of vLLM's worker.
     model_runner: Any
@@ -55,7 +55,8 @@ class MergeExtension:
 
         The bank goes to the first of `placements` that has room for it and, on the GPU, for `scratch_bytes` to merge
         in. `reason` says why that placement comes first. With `keeps_ranks` the bank keeps DELLA's ranks
-        (`bank.Bank.keep_ranks`). Returns the bank's fingerprint."""
+        (`bank.Bank.keep_ranks`). Returns the bank's fingerprint.
+        """
         device = next(self.model_runner.get_model().parameters()).device
         self._mergesearch_bank = open_bank(family, placements, device, scratch_bytes)
         if keeps_ranks:
@@ -67,7 +68,7 @@ class MergeExtension:
         self._mergesearch_digest = None
         self._mergesearch_swaps = 0
         model = self.model_runner.get_model()
-        # A model that walks a path says what holds it; all others are plain weights.
+        # The model of path engines names its class of held weights.
         held = getattr(model, "held_by", HeldWeights)
         self._mergesearch_weights = held(model, self.model_runner.model_config.dtype)
         self._mergesearch_weights.fill(self._mergesearch_bank, self._mergesearch_scratch.tensor)
@@ -77,7 +78,7 @@ class MergeExtension:
         def watched(*args: Any, **kwargs: Any) -> Any:
             logits = compute_logits(*args, **kwargs)
             if logits is not None:
-                total.add_(bad_rows(logits))  # it stays on the device: nothing waits for it
+                total.add_(bad_rows(logits))  # on the device, so that nothing waits for it
             return logits
 
         model.compute_logits = watched
@@ -95,13 +96,15 @@ class MergeExtension:
         return f"{bank.num_bytes / 1e9:.2f} GB of sources {IN_WORDS[bank.placement]}"
 
     def mergesearch_apply(self, recipe_json: str) -> dict[str, Any]:
-        """Write the merge over the engine's weights, in place: addresses stay, so captured graphs stay valid.
+        """Write the merge over the engine's weights in place: addresses and captured graphs stay valid.
 
         Tensors that the held merge computes in the same way are not written again. Returns {digest, swaps, checksum,
         tensors_written, materialise_s, repack_s, swap_s (packing included), bank (its summary)}. During the writing,
-        and if it fails, no digest is held. For a recipe that cannot be merged the result has the reason, {refused}, and
-        where files of the sources have changed, {changed}, and for packed copies that do not hold the merge,
-        {mismatch}: with several ranks an exception would lose its class on the way.
+        and if it fails, no digest is held.
+
+        Expected failures are part of the result, because with several ranks an exception would lose its class:
+        {refused} for a recipe that cannot be merged, {changed} if files of the sources have changed, and {mismatch} if
+        packed copies do not equal the merge.
         """
         try:
             recipe = Recipe.from_json(json.loads(recipe_json))
@@ -140,7 +143,7 @@ class MergeExtension:
         }
 
     def mergesearch_forget(self) -> None:
-        """The next swap writes every tensor."""
+        """Make the next swap write every tensor."""
         self._mergesearch_weights.forget()
 
     def mergesearch_held(self) -> dict[str, Any]:
@@ -157,7 +160,7 @@ class MergeExtension:
         return self._mergesearch_weights.checksum_now()
 
     def mergesearch_bad_rows(self) -> list[int]:
-        """How many rows of logits were NaN, and how many infinite, since the last call (`workers.engines.logits`).
+        """The number of rows of logits that were NaN or infinite since the last call (`workers.engines.logits`).
 
         If there were any, all cached keys and values are zeroed: NaN in a block spreads to the texts that reuse the
         block, even where it is masked.
@@ -167,13 +170,13 @@ class MergeExtension:
         if any(counts):
             with torch.inference_mode():
                 for cache in self.model_runner.kv_caches:
-                    # A layer with a state has several tensors.
+                    # State-space layers have several tensors.
                     for part in cache if isinstance(cache, list | tuple) else (cache,):
                         part.zero_()
         return counts
 
 
-_opened: dict[str, Bank] = {}  # the last one only
+_opened: dict[str, Bank] = {}  # only the latest
 
 
 def open_bank(

@@ -1,19 +1,20 @@
 """Fused kernels of most methods for CPU (Numba), and of those that searches use most for CUDA (Triton).
 
 They compute the same as the plain methods of `workers.merging.methods`, bit for bit on the same kind of device, but in
-one pass over the sources in their stored dtype (two if coefficients depend on what a method drops), and write the
-result, rounded once, to its place. They receive the sources' statistics and do not know where these are kept.
+one pass over the sources in their stored dtype (two if coefficients depend on what a method drops). The result is
+rounded once and written to its destination. Kernels receive the sources' statistics and do not know where these are
+kept.
 
 - `lowering`: the rule of each fused method, from its coefficients and operands.
 - `rules`: the rules, plain numbers that every backend can execute.
 - `cpu`: the pass that executes a rule on CPU.
 - `cuda`: the pass that executes a rule on a CUDA device.
-- `operations`: what formulas are written in.
-- `formulas`: what each of `rules` computes of an element, on CPU.
+- `operations`: the operations in which formulas are written.
+- `formulas`: the formula of each of `rules`, on CPU.
 - `sparsity`: which elements of a task vector each rule keeps, on CPU.
 - `thresholds`: exact thresholds from the elements that a table of magnitudes leaves undecided, on CPU.
 - `elements`: compiled functions on single elements: reading, rounding and storing them, their hashes.
-- `arguments`: tensors and rules as what compiled functions are called with.
+- `arguments`: tensors and rules as arguments of compiled functions.
 - `reductions`: sums and counts over whole tensors, on CPU.
 - `sorting`: sorting in bounded memory, on CPU.
 - `threads`: the threads of the CPU kernels.
@@ -22,7 +23,6 @@ result, rounded once, to its place. They receive the sources' statistics and do 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -61,8 +61,11 @@ def merge_stored(merge: Merge, stored: Operands, out: torch.Tensor) -> None:
     `is_fused` must be true of the operands; they have the statistics that the method uses.
     """
     # Imported here because each of the two compilers takes a second to import.
-    backend = importlib.import_module(f"workers.merging.kernels.{out.device.type}")
-    backend.merge(FUSED[merge.method](merge, stored), stored.tensors, stored.base, out)
+    if out.is_cuda:
+        from workers.merging.kernels.cuda import merge as execute
+    else:
+        from workers.merging.kernels.cpu import merge as execute
+    execute(FUSED[merge.method](merge, stored), stored.tensors, stored.base, out)
 
 
 def for_each(function: Callable[[T], None], items: Sequence[tuple[int, T]], device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""What compiled functions are called with: tensors as flat NumPy arrays, rules with NumPy's numbers.
+"""Arguments of compiled functions: tensors as flat NumPy arrays, rules with NumPy's numbers.
 
 NumPy has no bfloat16: arrays of 16-bit words represent it (uint16), and float16 too (int16), for which Numba has no
 arithmetic on CPU. `elements.value` and `elements.rounded` convert the words.
@@ -29,7 +29,10 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def as_arrays(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, ...]:
-    """`as_array` of each; all in float32 if their dtypes differ, since the loop over them is compiled for one."""
+    """The memory of each tensor as `as_array` gives it; converted to float32 if their dtypes differ.
+
+    The loop over the arrays is compiled for one dtype.
+    """
     if len({tensor.dtype for tensor in tensors}) > 1:
         tensors = [tensor.float() for tensor in tensors]
     return tuple(map(as_array, tensors))

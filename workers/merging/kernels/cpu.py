@@ -1,8 +1,8 @@
 """Fused merge kernels for CPU: one pass over the operands, no temporaries, bit for bit the plain methods.
 
-There is one pass, `_merge`, which Numba compiles for every rule (`rules`), number of sources and dtype: the rule's type
-selects its formula (`formulas`), what it keeps (`sparsity`) and what it leaves open (`thresholds`). Elements do not
-depend on each other, so the number of threads changes no bit.
+There is one pass, `_merge`, which Numba compiles for every rule (`rules`), number of sources and dtype. The rule's type
+selects its formula (`formulas`), the elements that it keeps (`sparsity`) and those that it leaves undecided
+(`thresholds`). Elements do not depend on each other, so the number of threads changes no bit.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ U64 = np.uint64
 
 
 def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: torch.Tensor) -> None:
-    """Write the merge of the operands by `rule` to `out`; they are contiguous and have fewer than 2^32 elements.
+    """Write the merge of the operands by `rule` to `out`.
 
-    The pass collects the elements that the rule leaves undecided; they are merged again with the exact thresholds.
+    All tensors are contiguous and have fewer than 2^32 elements. The pass collects the elements that the rule leaves
+    undecided; they are merged again with the exact thresholds.
     """
     xs, merged = as_arrays(tensors), as_array(out)
     if isinstance(rule, rules.Important):
@@ -51,7 +52,7 @@ def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: to
 
 @compiled
 def _merge(rule: Any, base: Any, xs: Any, out: Any, found: Any, start: int, stop: int) -> int:
-    """Merge elements `start` to `stop`, and write the positions of undecided ones to `found`. Returns their number."""
+    """Merge elements `start` to `stop`, write the positions of undecided ones to `found`, and return their number."""
     num_found, block = 0, np.empty(BLOCK, out.dtype)
     for begin in range(U64(start), U64(stop), U64(BLOCK)):
         end = min(begin + U64(BLOCK), U64(stop))

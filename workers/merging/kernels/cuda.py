@@ -1,4 +1,4 @@
-"""Fused merge kernels for CUDA: for tensors on one CUDA device.
+"""Fused merge kernels for tensors on one CUDA device.
 
 Multiplications and additions are not contracted, and divisions are rounded correctly, so that the bits are those of the
 plain methods there. The tests marked `gpu` run them on a device; without one they run in Triton's interpreter.
@@ -16,18 +16,21 @@ import triton.language as tl
 from workers.merging.kernels import rules
 from workers.merging.kernels.lowering.averages import Nearswap
 from workers.merging.masks import MULTIPLIERS, STEP, hashes
-from workers.merging.order_statistics import LARGEST_MARK, SPACING, Place
+from workers.merging.order_statistics import LARGEST_MARK, SPACING, Threshold
 
 __all__ = ["merge"]
 
-BLOCK = 1024  # elements of a program
+BLOCK = 1024  # elements of one Triton program
 
 Tensors = Sequence[torch.Tensor]
 WEYL, FIRST, SECOND = tl.constexpr(STEP), tl.constexpr(MULTIPLIERS[0]), tl.constexpr(MULTIPLIERS[1])
 
 
 def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: torch.Tensor) -> None:
-    """As `workers.merging.kernels.cpu.merge`, for the rules of `lowering.ON_CUDA`. Does not wait for the device."""
+    """Write the merge of the operands by a rule of `lowering.ON_CUDA` to `out`, as `cpu.merge` does.
+
+    Does not wait for the device.
+    """
     xs, size = tuple(tensors), out.numel()
     match rule:
         case rules.WeightedSum(weights):
@@ -60,25 +63,25 @@ def _ties_of(
     base: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """The pass collects undecided elements; they are merged again with the exact thresholds."""
-    lambdas, places = _floats([lambda_], out), _places(sparse, out)
+    """Merge by TIES: a pass collects undecided elements, which are merged again with the exact thresholds."""
+    lambdas, thresholds = _floats([lambda_], out), _thresholds(sparse, out)
     found = torch.full((len(xs) * SPACING,), -1, dtype=torch.int64, device=out.device)
     most = found.numel()
     count = torch.zeros(1, dtype=torch.int32, device=out.device)
-    _launch(_ties, out.numel(), base, xs, *places, lambdas, out, found, count, most, out.numel(), False)
+    _launch(_ties, out.numel(), base, xs, *thresholds, lambdas, out, found, count, most, out.numel(), False)
     at = found.clamp(min=0)
     exact = []
     for s, tensor in enumerate(xs):
         sizes = (tensor.view(-1)[at].float() - base.view(-1)[at].float()).abs_()
         keys = (sizes.view(torch.int32).long() << 32) | (hashes(0, at) * sparse.factors[s]) & LARGEST_MARK
-        low = Place(sparse.lows[s], sparse.low_marks[s]).key
-        high = Place(sparse.highs[s], sparse.high_marks[s]).key
+        low = Threshold(sparse.lows[s], sparse.low_marks[s]).key
+        high = Threshold(sparse.highs[s], sparse.high_marks[s]).key
         is_between = (found >= 0) & (keys > low) & (keys < high)
         exact.append(keys.masked_fill_(~is_between, high).sort().values[sparse.ranks[s]])
     reached = torch.stack(exact)
     magnitudes, marks = (reached >> 32).int().view(torch.float32), reached & LARGEST_MARK
-    places = (magnitudes, marks, magnitudes, marks, places[-1])
-    _launch(_ties, found.numel(), base, xs, *places, lambdas, out, found, count, most, most, True)
+    thresholds = (magnitudes, marks, magnitudes, marks, thresholds[-1])
+    _launch(_ties, found.numel(), base, xs, *thresholds, lambdas, out, found, count, most, most, True)
 
 
 @triton.jit
@@ -104,7 +107,7 @@ def _weighted_task_sum(base, xs, weights, out, size, BLOCK: tl.constexpr):  # ty
 
 @triton.jit
 def _nearswap(first, second, numbers, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`numbers`: t, and the smallest distance by which it is divided."""
+    """Merge by NearSwap; `numbers` are t, and the smallest distance by which it is divided."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size
     a = tl.load(first + i, mask=is_inside, other=0).to(tl.float32)
@@ -146,8 +149,10 @@ def _ties(  # type: ignore[no-untyped-def]
     base, xs, lows, low_marks, highs, high_marks, factors, lambdas, out, found, count, most, size,
     AT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All elements; the positions of undecided ones are written to `found`, which has `most` places. With `AT` only the
-    elements at those positions in `found` that are not negative."""
+    """Merge all elements by TIES, and write the positions of undecided ones to `found`, which has room for `most`.
+
+    With `AT`, merge only the elements at those positions in `found` that are not negative.
+    """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size
     if AT:
@@ -217,20 +222,23 @@ def _dare_ties(base, xs, masks, scales, lambdas, out, size, BLOCK: tl.constexpr)
 
 @triton.jit
 def _is_kept(i, mask):  # type: ignore[no-untyped-def]
-    """`workers.merging.masks` for i below 2^32; `mask` points to the key's two words and the threshold less one."""
+    """Whether the mask keeps element i, below 2^32 (`workers.merging.masks`).
+
+    `mask` points to the key's two words and the threshold minus one.
+    """
     return _hashed(i, tl.load(mask).to(tl.uint32), tl.load(mask + 1).to(tl.uint32)) <= tl.load(mask + 2).to(tl.uint32)
 
 
 @triton.jit
 def _marked(i, factor):  # type: ignore[no-untyped-def]
-    """The mark of `workers.merging.order_statistics` for i below 2^32."""
+    """The mark of element i, below 2^32 (`workers.merging.order_statistics`)."""
     zero = tl.cast(0, tl.uint32)
     return _hashed(i, zero, zero) * tl.load(factor).to(tl.uint32)
 
 
 @triton.jit
 def _hashed(i, k0, k1):  # type: ignore[no-untyped-def]
-    """The hash of `workers.merging.masks` for i below 2^32."""
+    """The hash of element i, below 2^32 (`workers.merging.masks`)."""
     x = i.to(tl.uint32) * tl.cast(WEYL, tl.uint32) + k0
     x = (x ^ (x >> 16)) * tl.cast(FIRST, tl.uint32)
     x = ((x ^ (x >> 15)) + k1) * tl.cast(SECOND, tl.uint32)
@@ -241,8 +249,8 @@ def _floats(numbers: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float32, device=like.device)
 
 
-def _places(sparse: rules.Trimmed, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The bounds of each source's threshold, as magnitudes and marks, and the factor of marks."""
+def _thresholds(sparse: rules.Trimmed, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The bounds of each source's threshold, as magnitudes and marks, and the factors of marks."""
     low_marks, high_marks, factors = (
         torch.tensor(words, dtype=torch.int64, device=like.device)
         for words in (sparse.low_marks, sparse.high_marks, sparse.factors)

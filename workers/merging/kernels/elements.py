@@ -38,7 +38,7 @@ __all__ = [
     "zero_unless",
 ]
 
-# Results are computed in blocks that fit the first-level cache, and copied from there to their place.
+# Results are computed in blocks that fit the first-level cache, and copied from there to their destination.
 BLOCK = 256  # elements
 LINE = 32  # bytes: the widest store past the caches on all processors with AVX; others split it
 
@@ -51,7 +51,7 @@ BFLOAT16, FLOAT16 = types.uint16, types.int16
 
 @intrinsic
 def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
-    """Copy 32 bytes between two addresses; the target's is a multiple of 32.
+    """Copy 32 bytes between two addresses, past the caches; the target's is a multiple of 32.
 
     Results are written once and read much later, so they need no place in the caches. An ordinary store would first
     read the memory that it overwrites, a third of the traffic of copying.
@@ -71,7 +71,7 @@ def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
 
 @intrinsic
 def stores_done(typing_context: Any) -> Any:
-    """A fence: threads that learn later that this thread is done see its stores past the caches."""
+    """Memory fence after stores past the caches, for threads that learn later that this thread is done."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -82,8 +82,10 @@ def stores_done(typing_context: Any) -> Any:
 
 @compiled
 def copied_past_caches(block: Any, out: Any, start: Any, stop: Any) -> None:
-    """out[start:stop] = block[: stop - start], arrays of one element type; positions are unsigned. Call `stores_done`
-    after the last copy."""
+    """Copy block[: stop - start] to out[start:stop] with stores past the caches.
+
+    The arrays have one element type; positions are unsigned. Call `stores_done` after the last copy.
+    """
     item = np.uint64(block.itemsize)
     target = np.uint64(out.ctypes.data) + start * item
     source, size = np.uint64(block.ctypes.data), (stop - start) * item
@@ -97,7 +99,7 @@ def copied_past_caches(block: Any, out: Any, start: Any, stop: Any) -> None:
 
 @intrinsic
 def bits_of(typing_context: Any, number: Any) -> Any:
-    """The bits of a float32."""
+    """The bits of a float32 number, as uint32."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], context.get_value_type(types.uint32))
@@ -107,7 +109,7 @@ def bits_of(typing_context: Any, number: Any) -> Any:
 
 @intrinsic
 def _float(typing_context: Any, bits: Any) -> Any:
-    """The float32 of these bits."""
+    """The float32 number that has the given bits."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], context.get_value_type(types.float32))
@@ -133,7 +135,8 @@ def _from_bfloat16(word: Any) -> Any:
 
 
 def _from_float16(word: Any) -> Any:
-    # Exponent and mantissa in their places; the product corrects the exponent's bias, exactly, subnormals included.
+    # Exponent and mantissa are shifted to their bits; the product corrects the exponent's bias, exactly, subnormals
+    # included.
     magnitude = _float(np.uint32(np.uint32(word & 0x7FFF) << np.uint32(13))) * np.float32(2.0**112)
     return _float(np.uint32(bits_of(magnitude) | np.uint32(np.uint32(word & 0x8000) << np.uint32(16))))
 
@@ -161,7 +164,7 @@ def _as_bfloat16(number: Any, like: Any) -> Any:
 def _as_float16(number: Any, like: Any) -> Any:
     bits = bits_of(number)
     magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
-    # From 2^-14 the exponent's bias changes by 112; from 65520 the carry makes infinity of it, and so it stays.
+    # From 2^-14 the exponent's bias changes by 112; from 65520 the carry makes it infinity, which is right.
     last = np.uint32((magnitude >> np.uint32(13)) & np.uint32(1))
     nearest = np.uint32(np.uint32(magnitude - np.uint32(112 << 23) + np.uint32(0xFFF) + last) >> np.uint32(13))
     nearest = np.uint32(0x7C00) if magnitude >= np.uint32(143 << 23) else nearest
@@ -174,7 +177,10 @@ def _as_float16(number: Any, like: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def variance_of(base: Any, xs: Any, i: Any) -> Any:
-    """The variance of element i between the task vectors: `methods.competition.variance`. Only in compiled code."""
+    """The variance of element i between the task vectors: `methods.competition.variance`.
+
+    Callable only in compiled code.
+    """
     b, count = value(base[i]), np.float32(len(xs))
     first = value(xs[0][i]) - b
     mean, squares = ZERO, ZERO
@@ -189,65 +195,85 @@ def variance_of(base: Any, xs: Any, i: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def either(first: Any, second: Any) -> Any:
-    """SOME if one of the two is SOME, else NONE. In 32 bits: Numba's `|` gives 64, and a loop with a number of 64 bits
-    computes half as many elements at a time."""
+    """SOME if one of two flags is SOME, else NONE.
+
+    The result has 32 bits. Numba's `|` gives 64, and a loop with a number of 64 bits computes half as many elements at
+    a time.
+    """
     return U32(first | second)
 
 
 @numba.njit(**IN_PLACE)
 def zero_unless(condition: Any, number: Any) -> Any:
-    """The float32 if the condition holds, else zero, for numbers that are stored at once: of a choice LLVM would make
-    stores by a mask, which take AMD's processors an order of magnitude longer."""
+    """A float32 number if a condition holds, else zero, without a conditional store.
+
+    It is for numbers that are stored at once: LLVM would compile a conditional expression to masked stores, which take
+    AMD's processors an order of magnitude longer.
+    """
     return _float(U32(bits_of(number) & U32(U32(0) - U32(condition))))
 
 
 @numba.njit(**IN_PLACE)
 def has_sign_of(number: Any, total: Any) -> Any:
-    """Whether the number is positive, or negative if the total is: by turning the sign, which takes less than two
-    comparisons and a choice. A total of zero counts as positive."""
+    """Whether a number is positive, or negative if a total is; a total of zero counts as positive.
+
+    It flips the number's sign, which takes less time than two comparisons and a choice.
+    """
     return _float(U32(bits_of(number) ^ (U32(0) if total >= ZERO else TOP))) > ZERO
 
 
 @numba.njit(**IN_PLACE)
 def reaches(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
-    """Whether an element of this magnitude and turned mark is at the place (low, low_mark) or above."""
+    """Whether an element, given by magnitude and mark, is at a threshold or above.
+
+    The threshold is (low, low_mark); `turned` is the element's mark as `turned_mark` returns it.
+    """
     return size >= (low if turned >= I32(low_mark ^ TOP) else following(low))
 
 
 @numba.njit(**IN_PLACE)
 def passes(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
-    """Whether an element of this magnitude and turned mark is above the place (low, low_mark)."""
+    """Whether an element, given by magnitude and mark, is above a threshold.
+
+    The threshold is (low, low_mark); `turned` is the element's mark as `turned_mark` returns it.
+    """
     return size >= (low if turned > I32(low_mark ^ TOP) else following(low))
 
 
 @numba.njit(**IN_PLACE)
 def following(size: Any) -> Any:
-    """The next larger number after one that is not negative; of infinity NaN, which nothing reaches."""
+    """The next larger float32 after a number that is not negative; after infinity NaN, which nothing reaches."""
     return _float(U32(bits_of(size) + U32(1)))
 
 
 @numba.njit(**IN_PLACE)
 def is_kept(i: Any, k0: Any, k1: Any, bound: Any) -> Any:
-    """`workers.merging.masks` for i below 2^32; `bound` is the threshold less one."""
+    """Whether the mask keeps element i, below 2^32 (`workers.merging.masks`); `bound` is the threshold minus one."""
     return hashed(i, k0, k1) <= bound
 
 
 @numba.njit(**IN_PLACE)
 def marked(i: Any, factor: Any) -> Any:
-    """The mark of `workers.merging.order_statistics` for i below 2^32. Its hash is computed once for all sources."""
+    """The mark of element i, below 2^32 (`workers.merging.order_statistics`).
+
+    Its hash is computed once for all sources.
+    """
     return U32(hashed(i, U32(0), U32(0)) * factor)
 
 
 @numba.njit(**IN_PLACE)
 def turned_mark(i: Any, factor: Any) -> Any:
-    """The mark with its top bit turned, as a signed number, which orders as marks do: AVX2 compares no others. The odd
-    factor leaves a turned top bit turned, so all sources share that too."""
+    """The mark of element i as a signed number with its top bit flipped, for comparisons.
+
+    These signed numbers are ordered as marks are; AVX2 compares only signed numbers. The odd factor leaves a flipped
+    top bit flipped, so all sources share this operation too.
+    """
     return I32(U32(U32(hashed(i, U32(0), U32(0)) ^ TOP) * factor))
 
 
 @numba.njit(**IN_PLACE)
 def hashed(i: Any, k0: Any, k1: Any) -> Any:
-    """The hash of `workers.merging.masks` for i below 2^32."""
+    """The hash of element i, below 2^32 (`workers.merging.masks`)."""
     x = U32(U32(U32(i) * WEYL) + k0)
     x = U32(U32(x ^ U32(x >> U32(16))) * FIRST)
     x = U32(U32(U32(x ^ U32(x >> U32(15))) + k1) * SECOND)

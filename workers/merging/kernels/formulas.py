@@ -1,5 +1,6 @@
-"""The formula of each of `rules`: the merged element i, from `value(base[i])` and the sources' `value(xs[s][i])`.
+"""The formula of each rule, which computes a merged element on CPU.
 
+A formula computes element i from `value(base[i])` and the sources' `value(xs[s][i])`.
 The type of the rule selects its formula, which becomes part of the compiled pass.
 """
 
@@ -20,7 +21,7 @@ __all__ = ["element"]
 
 
 def element(rule: Any, base: Any, xs: Any, i: Any) -> Any:
-    """Element i of the merge by `rule`, float32. Only in compiled code."""
+    """Element i of the merge by `rule`, float32. Callable only in compiled code."""
     raise NotImplementedError("only in compiled code")
 
 
@@ -175,12 +176,12 @@ def _variable_election(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def _is_variable(rule: Any, base: Any, xs: Any, i: Any) -> Any:
-    return is_at_or_above(rule.by, variance_of(base, xs, i), 0, i, rule.factor, rule.place, rule.mark)
+    return is_at_or_above(rule.by, variance_of(base, xs, i), 0, i, rule.factor, rule.threshold, rule.mark)
 
 
 @numba.njit(**IN_PLACE)
 def _elected(sparse: Any, base: Any, xs: Any, i: Any) -> Any:
-    """The sign of the sum of the elements that are kept."""
+    """The sign of the sum, over the sources, of element i of the sparse task vectors."""
     b, total = value(base[i]), ZERO
     for s in range(len(xs)):
         total += kept(sparse, value(xs[s][i]) - b, s, i)

@@ -1,7 +1,7 @@
-"""What formulas of rules are written in: operations on single elements, which Numba compiles into the pass.
+"""Operations on single elements, in which the formulas of rules are written; Numba compiles them into the pass.
 
-This module does not import Numba, so that a rule can be defined beside the method that uses it (`lowering`) and a start
-does not pay for the compiler. `elements` says how each operation is compiled.
+This module does not import Numba, so that a rule can be defined beside the method that uses it (`lowering`) without
+loading the compiler at start-up. `elements` says how each operation is compiled.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ FORMULAS: dict[type, Callable[..., Any]] = {}
 
 
 def computes(rule: type) -> Callable[[Formula], Formula]:
-    """The decorated function of (rule, base, xs, i) is the formula of rules of this type.
+    """Decorator that registers the function of (rule, base, xs, i) as the formula of rules of this type.
 
     It returns the merged element i, float32, from `value(base[i])` and the sources' `value(xs[s][i])`.
 
-    Numba compiles it: it uses the operations of this module, arithmetic on float32 and the rule's
-    fields, and no Python objects. Raises ValueError if the type has a formula.
+    Numba compiles it: it uses the operations of this module, arithmetic on float32 and the rule's fields, and no Python
+    objects. Raises ValueError if the type has a formula.
     """
     if rule in FORMULAS:
         raise ValueError(f"rule {rule.__name__} has a formula in {FORMULAS[rule].__module__} already")
@@ -39,11 +39,11 @@ def computes(rule: type) -> Callable[[Formula], Formula]:
 
 
 def value(word: Any) -> Any:
-    """An element as float32."""
+    """The element that a stored word represents, as float32."""
     raise NotImplementedError("only in compiled code")
 
 
-# The built-in max also checks for NaN, in a branch.
+# Not the built-in max, which also checks for NaN, in a branch.
 
 
 def larger(first: Any, second: Any) -> Any:

@@ -1,7 +1,7 @@
 """Sums and counts over tensors on CPU, in one pass, for methods whose coefficients depend on them; and checksums.
 
-Sums are in float64 and in the order of `methods.arithmetic.total`, bit for bit, with any number of threads: a thread
-starts at one of its blocks, and compiled functions write a sum for each block.
+Sums are in float64 and in the order of `methods.arithmetic.total`, bit for bit, with any number of threads: each thread
+starts at the beginning of a block, and compiled functions write a sum for each block.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from workers.merging.kernels import rules
 from workers.merging.kernels.arguments import as_array, as_arrays, typed
 from workers.merging.kernels.compilation import IN_PLACE, compiled
 from workers.merging.kernels.elements import BLOCK, NONE, SOME, either, variance_of, zero_unless
-from workers.merging.kernels.lowering.base import comparisons
 from workers.merging.kernels.operations import ZERO, value
 from workers.merging.kernels.sparsity import is_at_or_above, kept
 from workers.merging.kernels.threads import pieces, run
-from workers.merging.kernels.thresholds import is_between, place_of_variance
+from workers.merging.kernels.thresholds import is_between, variance_threshold
 from workers.merging.methods.arithmetic import BLOCK as SUMMED
 from workers.merging.methods.arithmetic import PARTS
-from workers.merging.order_statistics import MOST_LEFT, Place, TieOrder, Trim
+from workers.merging.order_statistics import MOST_LEFT, Threshold, TieOrder, Trim
 
 __all__ = ["inner_product", "kept_norms", "projections", "shared_counts", "variable_squares", "weighted_words"]
 
@@ -35,8 +34,10 @@ Tensors = Sequence[torch.Tensor]
 
 
 def inner_product(first: torch.Tensor, second: torch.Tensor, base: torch.Tensor | None) -> float:
-    """The inner product of two contiguous tensors, or of their differences from `base`, as `methods.inner_products`
-    computes it."""
+    """The inner product of two contiguous tensors; with `base`, of their differences from it.
+
+    The bits are those of `methods.arithmetic.inner_products`.
+    """
     x, y = as_array(first), as_array(second)
     b = x if base is None else as_array(base.contiguous())
     sums = np.empty(-(-x.size // SUMMED))
@@ -45,8 +46,10 @@ def inner_product(first: torch.Tensor, second: torch.Tensor, base: torch.Tensor 
 
 
 def projections(direction: torch.Tensor, tensors: Tensors, base: torch.Tensor) -> list[float]:
-    """The inner products of `direction` and each tensor's difference from `base`, which is rounded to float32; all
-    contiguous, `direction` in a dtype of its own. No difference is held in memory."""
+    """The inner products of `direction` with each tensor's difference from `base`, which is rounded to float32.
+
+    All tensors are contiguous; `direction` has a dtype of its own. No difference is held in memory.
+    """
     *xs, b = as_arrays([*tensors, base])
     sums = np.empty((len(xs), -(-b.size // SUMMED)))
     d = as_array(direction)
@@ -57,7 +60,7 @@ def projections(direction: torch.Tensor, tensors: Tensors, base: torch.Tensor) -
 def kept_norms(
     sparse: rules.Whole | rules.Dropped | rules.Sampled, tensors: Tensors, base: torch.Tensor
 ) -> list[float]:
-    """For each source, the sum of the magnitudes that `sparse` keeps of source - base."""
+    """The sum of the magnitudes that `sparse` keeps of source - base, for each source."""
     fields = sparse._asdict().items()
     alone = tuple(typed(sparse._replace(**{name: (each[s],) for name, each in fields})) for s in range(len(tensors)))
     b, xs = as_array(base), as_arrays(tensors)
@@ -68,30 +71,33 @@ def kept_norms(
 
 def variable_squares(
     trim: Trim, order: TieOrder, tensors: Tensors, base: torch.Tensor
-) -> tuple[rules.Comparison, Place, list[float]]:
-    """The exact place in the order of variances, which lies where `trim` says; by what variances are compared with it,
-    which leaves none undecided; and for each source the sum of tau^2 over the elements at the place or above."""
+) -> tuple[rules.Comparison, Threshold, list[float]]:
+    """The threshold in the order of variances, and the sum of squares of each source's elements that reach it.
+
+    `trim` has the bounds of the threshold. Returns how variances are compared with the threshold, which leaves none
+    undecided; the exact threshold; and for each source the sum of tau^2 over the elements at the threshold or above.
+    """
     b, xs = as_array(base), as_arrays(tensors)
     sums = np.empty((len(xs), -(-b.size // SUMMED)))
-    (by,) = comparisons([trim])
+    (by,) = rules.comparisons([trim])
     parts = pieces(b.size, SUMMED)
     found = np.empty((len(parts), MOST_LEFT), np.int64)
     spread = _spread(by, trim.low, trim.high, order)
     counts = run(_variable_squares, [(spread, b, xs, sums, row, *part) for row, part in zip(found, parts, strict=True)])
-    place = trim.high
+    threshold = trim.high
     if any(counts):
         positions = np.concatenate([row[:count] for row, count in zip(found, counts, strict=True)])
-        place, is_lowest = place_of_variance(trim, order, b, xs, positions)
+        threshold, is_lowest = variance_threshold(trim, order, b, xs, positions)
         starts = np.unique(positions // SUMMED) * SUMMED
-        exact = _spread(rules.ByMark(), place, place, order)
+        exact = _spread(rules.ByMark(), threshold, threshold, order)
         _variable_squares_at(exact, b, xs, sums, found[0], starts)
         if isinstance(by, rules.ByMagnitude):
-            by = rules.ByMagnitude((place.magnitude,), (place.magnitude,)) if is_lowest else rules.ByMark()
-    return by, place, [math.fsum(row) for row in sums]
+            by = rules.ByMagnitude((threshold.magnitude,), (threshold.magnitude,)) if is_lowest else rules.ByMark()
+    return by, threshold, [math.fsum(row) for row in sums]
 
 
 class _Spread(NamedTuple):
-    """Between which places in the order of variances the one from which on elements are selected lies."""
+    """The bounds of the threshold that selects elements by variance, in the form that compiled code takes."""
 
     by: Any
     low: Any
@@ -101,13 +107,13 @@ class _Spread(NamedTuple):
     factor: Any
 
 
-def _spread(by: rules.Comparison, low: Place, high: Place, order: TieOrder) -> _Spread:
+def _spread(by: rules.Comparison, low: Threshold, high: Threshold, order: TieOrder) -> _Spread:
     words = np.uint32(low.mark), np.uint32(high.mark), np.uint32(order.factor)
     return _Spread(typed(by), np.float32(low.magnitude), words[0], np.float32(high.magnitude), *words[1:])
 
 
 def shared_counts(epsilon: float, tensors: Tensors, base: torch.Tensor) -> list[tuple[int, int]]:
-    """For each source how many elements it changes by more than epsilon, and how many of these no other source does."""
+    """How many elements each source changes by more than epsilon, and how many of these no other source does."""
     b, xs = as_array(base), as_arrays(tensors)
     parts = pieces(b.size, BLOCK)
     counts = np.zeros((len(parts), 2, len(xs)), np.int64)
@@ -117,7 +123,7 @@ def shared_counts(epsilon: float, tensors: Tensors, base: torch.Tensor) -> list[
 
 
 def weighted_words(words: torch.Tensor, weight: int) -> int:
-    """sum_i words[i] * (i * weight | 1) modulo 2^64, of contiguous int64 words."""
+    """The weighted sum sum_i words[i] * (i * weight | 1) modulo 2^64, of contiguous int64 words."""
     array = words.view(-1).numpy().view(np.uint64)
     sums = run(_weighted_words, [(array, U64(weight), *part) for part in pieces(array.size, BLOCK)])
     return sum(map(int, sums)) % 2**64
@@ -150,9 +156,9 @@ def _projections(direction: Any, xs: Any, base: Any, sums: Any, start: int, stop
             sums[s, begin // U64(SUMMED)] = _sum_of(lanes)
 
 
-# Numbers in float32 go to a buffer first, and are added in float64 in a loop of their own: in one loop, as many float32
-# would be computed at a time as there is room for float64. A buffer has one row of lanes, to stay in the first-level
-# cache beside the sources.
+# Numbers in float32 are written to a buffer first, and added in float64 in a loop of their own: one loop for both would
+# compute only as many float32 numbers at a time as float64 numbers fit into a vector register. A buffer has one row of
+# lanes, to stay in the first-level cache beside the sources.
 
 
 @compiled
@@ -174,7 +180,10 @@ def _kept_norms(alone: Any, base: Any, xs: Any, sums: Any, start: int, stop: int
 
 @compiled
 def _variable_squares(spread: Any, base: Any, xs: Any, sums: Any, found: Any, start: int, stop: int) -> int:
-    """Positions of undecided elements are written to `found`. Returns how many."""
+    """Write the sums of squares of each block to `sums`, and the positions of undecided elements to `found`.
+
+    Returns the number of undecided elements.
+    """
     num_found, taus, lanes = 0, np.empty((len(xs), LANES), np.float32), np.empty((len(xs), LANES))
     for begin in range(U64(start), U64(stop), U64(SUMMED)):
         end = min(begin + U64(SUMMED), U64(stop))
@@ -216,7 +225,7 @@ def _variable_squares_at(spread: Any, base: Any, xs: Any, sums: Any, found: Any,
 
 @compiled
 def _sum_of(lanes: Any) -> Any:
-    """The sum of the lanes, which are overwritten."""
+    """The sum of an array of partial sums, in a fixed order; the array is overwritten."""
     size = U64(LANES // PARTS)
     while size > U64(0):
         for lane in range(U64(0), size):

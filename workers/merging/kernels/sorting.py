@@ -1,8 +1,8 @@
-"""Numbers computed from the elements of tensors: sorted in pieces, so that sorting takes a bounded memory, or the one
-of a rank selected.
+"""Sorting and selection of numbers that are computed from the elements of tensors, on CPU.
 
-Equal numbers are ordered by the marks of their elements, as `workers.merging.order_statistics` says: sorted are words
-of 64 bits, the bits of a float32 above those of the mark.
+Numbers are sorted in pieces, so that sorting takes bounded memory; a single rank is selected without sorting. Equal
+numbers are ordered by the marks of their elements (`workers.merging.order_statistics`). What is sorted are words of 64
+bits: the bits of a float32 above those of the mark.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from workers.merging.kernels.compilation import IN_PLACE, compiled
 from workers.merging.kernels.elements import bits_of, marked, variance_of
 from workers.merging.kernels.operations import value
 from workers.merging.kernels.threads import pieces, run
-from workers.merging.order_statistics import LARGEST_MARK, Place, Selection
+from workers.merging.order_statistics import LARGEST_MARK, Selection, Threshold
 
 __all__ = [
     "ascending_importances",
@@ -36,12 +36,13 @@ __all__ = [
 PARTS, PART, SMALL = 4, 1 << 23, 1 << 19
 # Parts are cut into ranges of about this many elements, which are sorted within the second-level cache.
 RANGE = 1 << 16
-# Numbers that are not negative have the order of their bits. The bits above LOWER are the bucket; a range is buckets.
+# Numbers that are not negative have the order of their bits. The bits above LOWER are the bucket; a range is several
+# buckets.
 LOWER = 16
-DIGIT = 11  # bits: six digits are a word, and their counters stay in the second cache
+DIGIT = 11  # bits: six digits are a word, and their counters fit the second-level cache
 DIGITS = 6
-# Selection narrows words by the buckets, then by as many bits again, until no more elements than this have a prefix:
-# they are collected.
+# Selection narrows words by their bucket, then by as many bits again, until at most this many elements share a prefix;
+# these are collected.
 FEW = 1 << 20
 
 U32, U64 = np.uint32, np.uint64
@@ -51,10 +52,10 @@ SIGN = U32(1 << 31)
 def ascending_magnitudes(
     source: torch.Tensor, base: torch.Tensor, factor: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """|source - base|, in float32, of two tensors on CPU, and the elements' marks by `factor` (`order_statistics`),
-    uint32: ascending within and across pieces, equal magnitudes by their marks.
+    """The magnitudes |source - base| and the marks of their elements, ascending within and across pieces.
 
-    A piece is valid until the next is taken.
+    The tensors are on CPU. Magnitudes are float32. Marks are uint32, by `factor` (`order_statistics`); they order equal
+    magnitudes. A piece is valid until the next is taken.
     """
     return map(_split, _ascending(_Magnitude(as_array(source), as_array(base), U32(factor))))
 
@@ -62,33 +63,36 @@ def ascending_magnitudes(
 def ascending_variances(
     sources: Sequence[torch.Tensor], base: torch.Tensor, factor: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The variance of each element between the task vectors, in pieces as of `ascending_magnitudes`."""
+    """The variances between the task vectors and their elements' marks, in pieces as `ascending_magnitudes` yields."""
     return map(_split, _ascending(_Variance(as_array(base), as_arrays(sources), U32(factor))))
 
 
 def ascending_importances(first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor) -> Iterator[np.ndarray]:
-    """|second - first| times their row's number, of any sign: ascending within and across pieces.
+    """The importances |second - first| times their row's number, of any sign, ascending within and across pieces.
 
-    A piece is valid until the next is taken."""
+    A piece is valid until the next is taken.
+    """
     for words in _ascending(_Importance(as_array(first), as_array(second), as_array(rows))):
         bits = (words >> U64(32)).astype(np.uint32)
         yield np.where(bits & SIGN, bits & ~SIGN, ~bits).view(np.float32)
 
 
 def ranks_in_rows(source: torch.Tensor, base: torch.Tensor, factor: int, ranks: torch.Tensor, width: int) -> None:
-    """Write to `ranks` the rank of each element among the magnitudes of its row of source - base, from 0, the smallest,
-    in rows of `width`; equal magnitudes by their marks."""
+    """Write to `ranks` the rank of each element among the magnitudes of its row of source - base.
+
+    Ranks are from 0, the smallest; rows have `width` elements; equal magnitudes are ordered by their marks.
+    """
     x, b, places = as_array(source.contiguous()), as_array(base.contiguous()), ranks.view(-1).numpy()
     run(_ranks_in_rows, [(x, b, U32(factor), places, width, *part) for part in pieces(x.size, width)])
 
 
 def selected_magnitudes(source: torch.Tensor, base: torch.Tensor, factor: int) -> Selection:
-    """The elements of |source - base| by rank, of two tensors on CPU, as `ascending_magnitudes` orders them."""
+    """The magnitudes |source - base| by rank, of two tensors on CPU, in the order of `ascending_magnitudes`."""
     return _selection(_Magnitude(as_array(source), as_array(base), U32(factor)))
 
 
 def selected_variances(sources: Sequence[torch.Tensor], base: torch.Tensor, factor: int) -> Selection:
-    """The variances between the task vectors by rank, as `ascending_variances` orders them."""
+    """The variances between the task vectors by rank, in the order of `ascending_variances`."""
     return _selection(_Variance(as_array(base), as_arrays(sources), U32(factor)))
 
 
@@ -100,8 +104,8 @@ def _selection(numbers: Any) -> Selection:
     )
 
 
-def _selected(numbers: Any, num_smaller: int) -> tuple[Place, int]:
-    """The place of the element with `num_smaller` smaller ones, and how many elements have its number."""
+def _selected(numbers: Any, num_smaller: int) -> tuple[Threshold, int]:
+    """The threshold of the element with `num_smaller` smaller ones, and how many elements have its number."""
     parts = pieces(numbers.like.size, 1)
     prefix, shift, count, num_equal = 0, 64, numbers.like.size, 0
     while count > FEW or shift == 64:
@@ -120,11 +124,11 @@ def _selected(numbers: Any, num_smaller: int) -> tuple[Place, int]:
     word = int(np.partition(words, num_smaller)[num_smaller])
     if shift > 32:
         num_equal = int(np.count_nonzero(words >> U64(32) == U64(word >> 32)))
-    return Place(float(np.uint32(word >> 32).view(np.float32)), word & LARGEST_MARK), num_equal
+    return Threshold(float(np.uint32(word >> 32).view(np.float32)), word & LARGEST_MARK), num_equal
 
 
 def _split(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers and the marks of sorted words."""
+    """The numbers and the marks in an array of sorted words."""
     return (words >> U64(32)).astype(np.uint32).view(np.float32), words.astype(np.uint32)
 
 
@@ -152,7 +156,7 @@ class _Importance(NamedTuple):
 def _ascending(numbers: Any) -> Iterator[np.ndarray]:
     counts = _bucket_counts(numbers)
     parts = _groups(counts, min(PART, max(SMALL, numbers.like.size // PARTS)))
-    # One buffer for all parts: a piece that was handed out still refers to it while the next part is made.
+    # One buffer for all parts: a piece that was yielded still refers to it while the next part is made.
     buffer = np.empty(max(counts[first:stop].sum() for first, stop in parts), np.uint64)
     for first, stop in parts:
         ranges = _groups(counts[first:stop], RANGE)
@@ -165,7 +169,7 @@ def _ascending(numbers: Any) -> Iterator[np.ndarray]:
 
 
 def _groups(counts: np.ndarray, size: int) -> list[tuple[int, int]]:
-    """Adjacent buckets that hold about `size` elements together, at least one: (first, stop) of each group."""
+    """Groups of adjacent buckets that hold about `size` elements together, at least one: (first, stop) of each."""
     groups = (np.cumsum(counts) - 1) // size
     occupied = np.flatnonzero(counts)
     starts = occupied[np.flatnonzero(np.diff(groups[occupied], prepend=-1))].tolist()
@@ -223,7 +227,10 @@ def _bucket_counts(numbers: Any) -> Any:
 
 @compiled
 def _digit_counts(numbers: Any, prefix: Any, shift: Any, start: int, stop: int) -> Any:
-    """How many words have each value of the LOWER bits above `shift`, of those with `prefix` above these."""
+    """Count the words that have a prefix by the bits that follow it.
+
+    The bits are the LOWER bits above `shift`, with `prefix` above them. Returns a count for each of their values.
+    """
     counts, mask = np.zeros(1 << LOWER, np.int64), U64((1 << LOWER) - 1)
     above = shift + U64(LOWER)
     for i in range(U64(start), U64(stop)):
@@ -236,7 +243,7 @@ def _digit_counts(numbers: Any, prefix: Any, shift: Any, start: int, stop: int) 
 
 @compiled
 def _collect(numbers: Any, prefix: Any, shift: Any, words: Any, start: int, stop: int) -> Any:
-    """Write the words with `prefix` above their last `shift` bits to `words`. Returns how many there are."""
+    """Write the words that have `prefix` above their last `shift` bits to `words`, and return their number."""
     count = U64(0)
     for i in range(U64(start), U64(stop)):
         if _has_prefix(numbers, i, prefix, shift):
@@ -252,7 +259,10 @@ def _word(numbers: Any, i: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def _has_prefix(numbers: Any, i: Any, prefix: Any, shift: Any) -> Any:
-    """Whether the word has `prefix` above its last `shift` bits, 48 at most. Most words need no mark to say no."""
+    """Whether the word of element i has `prefix` above its last `shift` bits, 48 at most.
+
+    For most words the answer is no, and needs no mark.
+    """
     if shift >= U64(32):
         return U64(_bits(numbers, i)) >> (shift - U64(32)) == prefix
     if U64(_bits(numbers, i)) != prefix >> (U64(32) - shift):
@@ -270,7 +280,10 @@ def _zeros(numbers: Any, start: int, stop: int) -> int:
 
 @compiled
 def _partition(numbers: Any, first: int, range_of: Any, starts: Any, words: Any) -> Any:
-    """`words`, with those of the numbers in the buckets from `first` on that have a range, range by range."""
+    """Write the words of the numbers in a part's buckets to `words`, range by range.
+
+    The buckets are those from `first` on that have a range in `range_of`.
+    """
     places = starts.astype(np.uint64)
     for i in range(U64(0), U64(numbers.like.size)):
         bits = _bits(numbers, i)
@@ -284,8 +297,10 @@ def _partition(numbers: Any, first: int, range_of: Any, starts: Any, words: Any)
 
 @compiled
 def _ranks_in_rows(x: Any, b: Any, factor: Any, ranks: Any, width: int, start: int, stop: int) -> None:
-    """Sort the positions in each row by magnitude: a stable sort in three passes, by one digit each; then each run of
-    equal magnitudes by its marks."""
+    """Sort the positions in each row by magnitude, then each run of equal magnitudes by its marks.
+
+    Magnitudes are sorted by a stable sort in three passes, by one digit each.
+    """
     mask, size = U32((1 << DIGIT) - 1), U64(width)
     keys, order, other = np.empty(width, np.uint32), np.empty(width, np.uint32), np.empty(width, np.uint32)
     counts, marks = np.empty((3, 1 << DIGIT), np.int64), np.empty(width, np.uint64)
@@ -308,7 +323,7 @@ def _ranks_in_rows(x: Any, b: Any, factor: Any, ranks: Any, width: int, start: i
                 other[U64(counts[digit, digit_of])] = order[i]
                 counts[digit, digit_of] += 1
             order, other = other, order
-        first = 0  # of a run
+        first = 0  # position of a run of equal magnitudes
         for i in range(1, width + 1):
             if i == width or keys[order[i]] != keys[order[first]]:
                 if i - first > 1:
@@ -325,7 +340,10 @@ def _ranks_in_rows(x: Any, b: Any, factor: Any, ranks: Any, width: int, start: i
 
 @compiled
 def _radix_sorted(words: Any, other: Any) -> Any:
-    """`words` in ascending order, in the memory of one of the two. A digit that all words share takes no pass."""
+    """The words in ascending order, in the memory of one of the two arrays.
+
+    A digit that all words share takes no pass.
+    """
     size = U64(words.size)
     mask = U64((1 << DIGIT) - 1)
     counts = np.zeros((DIGITS, 1 << DIGIT), np.uint32)

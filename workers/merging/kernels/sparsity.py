@@ -18,41 +18,46 @@ __all__ = ["is_above", "is_at_or_above", "kept"]
 HASHES = 2.0**32  # number of different hashes
 
 
-def is_at_or_above(by: Any, size: Any, s: Any, i: Any, factor: Any, place: Any, mark: Any) -> Any:
-    """Whether element i of source s, of this magnitude, is at a place or above. Of elements that are undecided
-    `ByMagnitude` says no. Only in compiled code."""
+def is_at_or_above(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, low_mark: Any) -> Any:
+    """Whether element i of source s, of this magnitude, is at a threshold or above.
+
+    With `ByMagnitude`, undecided elements count as below it. Callable only in compiled code.
+    """
     raise NotImplementedError("only in compiled code")
 
 
-def is_above(by: Any, size: Any, s: Any, i: Any, factor: Any, place: Any, mark: Any) -> Any:
-    """Whether element i of source s is above a place, as `is_at_or_above`. Only in compiled code."""
+def is_above(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, low_mark: Any) -> Any:
+    """Whether element i of source s is above a threshold, compared as in `is_at_or_above`.
+
+    Callable only in compiled code.
+    """
     raise NotImplementedError("only in compiled code")
 
 
 @overload(is_at_or_above, jit_options=IN_PLACE)
-def _is_at_or_above_by(by: Any, size: Any, s: Any, i: Any, factor: Any, place: Any, mark: Any) -> Any:
-    return _is_larger if by.instance_class is rules.ByMagnitude else _reaches_place
+def _is_at_or_above_by(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, low_mark: Any) -> Any:
+    return _is_larger if by.instance_class is rules.ByMagnitude else _reaches_threshold
 
 
 @overload(is_above, jit_options=IN_PLACE)
-def _is_above_by(by: Any, size: Any, s: Any, i: Any, factor: Any, place: Any, mark: Any) -> Any:
-    return _is_larger if by.instance_class is rules.ByMagnitude else _passes_place
+def _is_above_by(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, low_mark: Any) -> Any:
+    return _is_larger if by.instance_class is rules.ByMagnitude else _passes_threshold
 
 
-def _is_larger(by: Any, size: Any, s: Any, i: Any, factor: Any, place: Any, mark: Any) -> Any:
+def _is_larger(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, low_mark: Any) -> Any:
     return size >= by.aboves[s]
 
 
-def _reaches_place(by: Any, size: Any, s: Any, i: Any, factor: Any, place: Any, mark: Any) -> Any:
-    return reaches(size, turned_mark(i, factor), place, mark)
+def _reaches_threshold(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, low_mark: Any) -> Any:
+    return reaches(size, turned_mark(i, factor), low, low_mark)
 
 
-def _passes_place(by: Any, size: Any, s: Any, i: Any, factor: Any, place: Any, mark: Any) -> Any:
-    return passes(size, turned_mark(i, factor), place, mark)
+def _passes_threshold(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, low_mark: Any) -> Any:
+    return passes(size, turned_mark(i, factor), low, low_mark)
 
 
 def kept(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
-    """What `sparse` makes of `tau`, element i of the task vector of source s. Only in compiled code."""
+    """What a sparsity keeps of `tau`, element i of the task vector of source s. Callable only in compiled code."""
     raise NotImplementedError("only in compiled code")
 
 

@@ -1,4 +1,7 @@
-"""The threads of the CPU kernels: as many as torch uses, in a pool of their own. Kernels hold no interpreter lock."""
+"""The threads of the CPU kernels: a pool of their own, with as many threads at work as torch uses.
+
+Kernels hold no interpreter lock.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _local = threading.local()  # is_alone: this thread merges one of many small ten
 
 
 def pieces(num_elements: int, block: int) -> list[tuple[int, int]]:
-    """(start, stop) of each thread's part, in whole blocks; none if there are no elements."""
+    """The (start, stop) of each thread's part of a tensor, in whole blocks; none if there are no elements."""
     is_alone = getattr(_local, "is_alone", False)
     num_pieces = 1 if is_alone else max(1, min(torch.get_num_threads(), num_elements // MIN_PIECE))
     size = max(1, -(-num_elements // (num_pieces * block))) * block
@@ -28,7 +31,7 @@ def pieces(num_elements: int, block: int) -> list[tuple[int, int]]:
 
 
 def run(kernel: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """The results of all calls; the first runs in the calling thread."""
+    """Run a kernel with the arguments of each call, the first in the calling thread; return the results."""
     others = [_threads().submit(kernel, *arguments) for arguments in calls[1:]]
     return [kernel(*arguments) for arguments in calls[:1]] + [other.result() for other in others]
 
@@ -36,7 +39,7 @@ def run(kernel: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[An
 def each_in_one_thread(function: Callable[[T], None], items: Sequence[T]) -> None:
     """Call `function` once for each of `items`, in as many threads as torch uses; kernels it calls stay in its thread.
 
-    For many small tensors: waking a second thread for one takes as long as merging it.
+    It is for many small tensors: waking a second thread for one takes as long as merging it.
     """
     queue = iter(items)  # an iterator of a sequence: `next` is atomic under the interpreter lock
 

@@ -1,7 +1,7 @@
-"""Thresholds that a `MagnitudeTable` leaves open: they are found among the few elements that they could be.
+"""Exact thresholds, found among the few elements that a `MagnitudeTable` leaves undecided.
 
-A pass notes the elements that are `undecided`, between the bounds that the table gives; `decided` makes the exact
-threshold of them.
+A pass collects the elements that are `undecided`, between the bounds that the table gives; `decided` finds the exact
+thresholds among them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from workers.merging.kernels import rules
 from workers.merging.kernels.compilation import IN_PLACE, compiled
 from workers.merging.kernels.elements import NONE, SOME, either, marked, passes, reaches, turned_mark, variance_of
 from workers.merging.kernels.operations import value
-from workers.merging.order_statistics import MOST_LEFT, Place, TieOrder, Trim
+from workers.merging.order_statistics import MOST_LEFT, Threshold, TieOrder, Trim
 
-__all__ = ["decided", "is_between", "most_undecided", "place_of_variance", "undecided"]
+__all__ = ["decided", "is_between", "most_undecided", "undecided", "variance_threshold"]
 
 U32, U64 = np.uint32, np.uint64
 
 
 def undecided(rule: Any, base: Any, xs: Any, i: Any) -> Any:
-    """SOME if element i lies between the bounds of a threshold of `rule`, else NONE. Only in compiled code."""
+    """SOME if element i is between the bounds of a threshold of `rule`, else NONE. Callable only in compiled code."""
     raise NotImplementedError("only in compiled code")
 
 
@@ -59,21 +59,23 @@ def _undecided_between(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 
 
 def is_between(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
-    """SOME if element i of source s, of this magnitude, may be strictly between two places (magnitude, mark), else
-    NONE. Only in compiled code."""
+    """SOME if element i of source s, of this magnitude, may be strictly between two thresholds, else NONE.
+
+    Thresholds are (magnitude, mark). Callable only in compiled code.
+    """
     raise NotImplementedError("only in compiled code")
 
 
 @overload(is_between, jit_options=IN_PLACE)
 def _between_by(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
-    return _between_magnitudes if by.instance_class is rules.ByMagnitude else _between_places
+    return _between_magnitudes if by.instance_class is rules.ByMagnitude else _between_thresholds
 
 
 def _between_magnitudes(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
     return SOME if (size > by.belows[s]) & (size < by.aboves[s]) else NONE
 
 
-def _between_places(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
+def _between_thresholds(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
     mark = turned_mark(i, factor)
     return SOME if passes(size, mark, low[0], low[1]) & (not reaches(size, mark, high[0], high[1])) else NONE
 
@@ -82,7 +84,7 @@ UNDECIDED: dict[type, Callable[..., Any]] = {rules.Trimmed: _undecided_trim, rul
 
 
 def most_undecided(rule: Any) -> int:
-    """The most elements of a tensor that a rule can leave undecided, `MOST_LEFT` for each threshold."""
+    """The largest number of elements of a tensor that a rule can leave undecided: `MOST_LEFT` for each threshold."""
     sparse = getattr(rule, "sparse", None)
     if isinstance(sparse, rules.Trimmed | rules.Between):
         return MOST_LEFT * len(sparse.lows) * (2 if isinstance(sparse, rules.Between) else 1)
@@ -90,7 +92,7 @@ def most_undecided(rule: Any) -> int:
 
 
 def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray) -> Any:
-    """The rule with exact places, from the elements at `positions`: all that were undecided."""
+    """The rule with exact thresholds, found among all elements that it leaves undecided, those at `positions`."""
     sparse = rule.sparse
     sizes = [_magnitudes_at(base, x, positions) for x in xs]
     marks = [_marks_at(positions, U32(factor)) for factor in sparse.factors]
@@ -107,20 +109,22 @@ def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: 
     return rule._replace(sparse=sparse)
 
 
-def place_of_variance(
+def variance_threshold(
     trim: Trim, order: TieOrder, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray
-) -> tuple[Place, bool]:
-    """The place of a rank in the order of variances, and whether all elements of its variance are at it or above; at
-    `positions` are all elements strictly between the places of `trim`, and with `trim.magnitudes` all of its
-    variance."""
+) -> tuple[Threshold, bool]:
+    """The threshold of a rank in the order of variances, and whether all elements of equal variance reach it.
+
+    `positions` has all elements strictly between the bounds of `trim`; where they were compared by `trim.magnitudes`,
+    also all elements of the threshold's variance.
+    """
     sizes, marks = _variances_at(base, xs, positions), _marks_at(positions, U32(order.factor))
     bounds = trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller
-    place = Place(*_of_rank(sizes, marks, bounds))
-    return place, not np.any((sizes == place.magnitude) & (marks < place.mark))
+    threshold = Threshold(*_of_rank(sizes, marks, bounds))
+    return threshold, not np.any((sizes == threshold.magnitude) & (marks < threshold.mark))
 
 
 def _of_rank(sizes: np.ndarray, marks: np.ndarray, cut: tuple[float, int, float, int, int]) -> tuple[float, int]:
-    """The magnitude and the mark of the place of a rank between two places; the second if they are equal."""
+    """The magnitude and mark of the element with a rank between two thresholds; if they are equal, the second."""
     low, low_mark, high, high_mark, rank = cut
     if (low, low_mark) == (high, high_mark):
         return high, high_mark

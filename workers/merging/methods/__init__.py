@@ -1,14 +1,15 @@
-"""Plain merge methods: pure functions from tensors to a tensor, each with its equation. They define the results.
+"""Plain merge methods: pure functions from tensors to a tensor, each with its equation.
 
-All arithmetic is in float32 on the tensors given, element by element in the order of the sources, without fused
-multiply-add; reductions over a tensor are summed in fixed blocks. So the same operands give the same bits with any
-number of threads (except WUDI's matrix products). Coefficients that are tensors without dimensions get gradients, at
-fixed masks, where the declaration says so. Each method is declared in `search_spaces.methods` and has one
-function here, registered by `@merges(NAME)`. Import names from their modules.
+They define the results of merging. All arithmetic is in float32 on the tensors given, element by element in the order
+of the sources, without fused multiply-add; reductions over a tensor are summed in fixed blocks. So the same operands
+give the same bits with any number of threads (except WUDI's matrix products). Coefficients that are tensors without
+dimensions get gradients, at fixed masks, where the declaration says so. Each method is declared in
+`search_spaces.methods` and has one function here, registered by `@merges(NAME)`. Import names from their modules.
 
 - `registry`: the decorator that registers a function
 - `plain`: `PLAIN`, the methods with their functions, and the `Operands` they are called with
-- `averages`: averages and interpolations of whole models, fusions of a pair
+- `averages`: averages and interpolations of whole models
+- `fusions`: fusions of two models, element by element
 - `spherical`: means on a sphere of several models
 - `task_vectors`: sums of task vectors, sparsified or with elected signs
 - `trimming`: task vectors without their smallest elements, or without both ends

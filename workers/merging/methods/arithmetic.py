@@ -37,7 +37,7 @@ CHUNK = 64 * BLOCK  # elements that are converted to float64 at a time
 
 
 def weighted_sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """sum_t w_t theta_t, in the order given."""
+    """The weighted sum of tensors, sum_t w_t theta_t, added in the order given."""
     merged = tensors[0] * weights[0]
     for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
         merged += tensor * weight
@@ -50,12 +50,12 @@ def total(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> floa
 
 
 def dot(first: torch.Tensor, second: torch.Tensor) -> float:
-    """The inner product, summed in float64."""
+    """The inner product of two tensors, summed in float64."""
     return total(torch.mul, first, second)
 
 
 def norm(tensor: torch.Tensor) -> float:
-    """The Euclidean norm, summed in float64."""
+    """The Euclidean norm of a tensor, summed in float64."""
     return math.sqrt(dot(tensor, tensor))
 
 
@@ -65,8 +65,10 @@ def cosine(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = None) -> Products:
-    """The inner products of all pairs [N, N], summed in float64. With `base`, of the differences from it, which are
-    rounded to float32."""
+    """The inner products of all pairs of tensors [N, N], summed in float64.
+
+    With `base`, they are those of the differences from it, which are rounded to float32.
+    """
     products = [[0.0] * len(tensors) for _ in tensors]
     for i, first in enumerate(tensors):
         for j, second in enumerate(tensors[: i + 1]):
@@ -75,7 +77,7 @@ def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = 
 
 
 def cosine_of(products: Products, first: int, second: int) -> float:
-    """`cosine` of the tensors with indices `first` and `second`, from the inner products of all."""
+    """The cosine between the tensors number `first` and `second`, from the inner products of all pairs."""
     norms = (math.sqrt(products[first][first]), math.sqrt(products[second][second]))
     if min(norms) <= NO_DIRECTION:
         return 0.0
@@ -94,12 +96,12 @@ def row_cosines(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def num_kept(k: float, num_elements: int) -> int:
-    """How many elements TIES keeps: floor(k n) in exact arithmetic on k's six decimals, at least one of any."""
+    """The number of elements that TIES keeps: floor(k n) in exact arithmetic on k's six decimals, at least one."""
     return min(num_elements, max(1, share_of(k, num_elements)))
 
 
 def share_of(share: float, num_elements: int) -> int:
-    """floor(share * num_elements), in exact arithmetic on the share's six decimals."""
+    """The number of elements in a share: floor(share * num_elements), exact for a share of six decimals."""
     scale: int = 10**COEFFICIENT_DECIMALS
     return round(share * scale) * num_elements // scale
 

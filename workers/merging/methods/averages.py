@@ -1,4 +1,5 @@
-"""Averages and interpolations of whole models: linear, SLERP and NuSLERP, Model Stock, and two fusions of a pair.
+"""Averages and interpolations of whole models: linear, SLERP and NuSLERP, Model Stock.
+
 Equation numbers are those of "Automated Model Merging", section A.2.
 """
 
@@ -6,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
@@ -15,7 +15,6 @@ from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import COEFFICIENT_DECIMALS
 from workers.merging.methods import scalars
 from workers.merging.methods.arithmetic import (
-    CHUNK,
     Products,
     cosine,
     cosine_of,
@@ -26,17 +25,11 @@ from workers.merging.methods.arithmetic import (
 from workers.merging.methods.registry import merges
 
 __all__ = [
-    "Importance",
-    "ImportancesAt",
-    "arcee_fusion",
-    "importance_of",
-    "importances_at",
     "linear",
     "linear_weights",
     "model_stock",
     "model_stock_rows",
     "model_stock_weights",
-    "nearswap",
     "nuslerp",
     "nuslerp_columns",
     "nuslerp_columns_task_vectors",
@@ -53,7 +46,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-# Beyond this |cos| SLERP interpolates straight, see `slerp`. The value is the customary one.
+# Beyond this |cos| SLERP interpolates straight, see `slerp`. The value is the usual one.
 COLLINEAR = 0.9995
 # NuSLERP is linear only beyond this, where line and circle are equal in float32, see `nuslerp`.
 NUSLERP_COLLINEAR = 1 - 1e-7
@@ -67,7 +60,7 @@ STOCK_ROUNDING = 1e-6
 
 @merges("passthrough")
 def passthrough(tensors: Sequence[torch.Tensor], *, scale: float = 1) -> torch.Tensor:
-    """scale * theta: the one source as it is, or scaled (mergekit's passthrough with `scale`)."""
+    """The one source as it is, or scaled: scale * theta (mergekit's passthrough with `scale`)."""
     is_copy = scale == 1 and not isinstance(scale, torch.Tensor)
     return tensors[0] if is_copy else tensors[0] * scale
 
@@ -84,7 +77,7 @@ def linear(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.T
 
 @merges("weighted_sum")
 def weighted(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """sum_t w_t theta_t with weights as they are (mergekit's linear with `normalize: false`)."""
+    """The weighted sum with weights as they are: sum_t w_t theta_t (mergekit's linear with `normalize: false`)."""
     return weighted_sum(tensors, weights)
 
 
@@ -95,8 +88,10 @@ def linear_weights(weights: Sequence[float]) -> list[float]:
 
 @merges("slerp")
 def slerp(tensors: Sequence[torch.Tensor], *, t: float, cos: float | None = None) -> torch.Tensor:
-    """Spherical interpolation, eq. 10 (Shoemake 1985), with omega the angle between the whole tensors; `cos` is its
-    cosine if known. t = 0 is the first. The tensors keep their norms: their directions determine only the angle.
+    """Spherical interpolation of two tensors, eq. 10 (Shoemake 1985); t = 0 is the first.
+
+    omega is the angle between the whole tensors; `cos` is its cosine, if known. The tensors keep their norms: their
+    directions determine only the angle.
 
     If |cos omega| > 0.9995 it is linear interpolation: the divisor sin omega goes to zero, a float32 angle has few
     significant digits, for nearly equal tensors the two differ by less than 1.3e-4, and between opposite tensors no
@@ -113,11 +108,11 @@ def slerp_weights(t: float, cos: float) -> tuple[float, float]:
 
 @merges("nuslerp")
 def nuslerp(tensors: Sequence[torch.Tensor], *, weights: Sequence[float], cos: float | None = None) -> torch.Tensor:
-    """SLERP, eq. 10, with t = w_2 / (w_1 + w_2); equal shares if the weights sum to zero (mergekit's NuSLERP,
-    `nuslerp_flatten`).
+    """SLERP, eq. 10, with t = w_2 / (w_1 + w_2) (mergekit's NuSLERP with `nuslerp_flatten`).
 
-    Unlike `slerp` it stays on the circle up to |cos omega| = 1 - 1e-7 and is linear beyond: there line and circle of
-    nearly equal tensors agree in float32, and between nearly opposite ones rounding determines the circle.
+    Both tensors have equal shares if the weights sum to zero. Unlike `slerp`, it stays on the circle up to |cos omega|
+    = 1 - 1e-7 and is linear beyond: there, line and circle of nearly equal tensors agree in float32, and between nearly
+    opposite ones rounding determines the circle.
     """
     first, second = tensors
     return weighted_sum(tensors, nuslerp_weights(weights, cosine(first, second) if cos is None else cos))
@@ -157,7 +152,7 @@ def nuslerp_task_vectors(
     weights: Sequence[float],
     products: Products | None = None,
 ) -> torch.Tensor:
-    """theta_pre + `nuslerp` of the task vectors (mergekit's NuSLERP with a base model)."""
+    """The base plus `nuslerp` of the task vectors (mergekit's NuSLERP with a base model)."""
     cos = None if products is None else cosine_of(products, 0, 1)
     return nuslerp([tensor - base for tensor in tensors], weights=weights, cos=cos).add_(base)
 
@@ -166,7 +161,7 @@ def nuslerp_task_vectors(
 def nuslerp_rows_task_vectors(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, weights: Sequence[float]
 ) -> torch.Tensor:
-    """theta_pre + `nuslerp_rows` of the task vectors (mergekit: `nuslerp_flatten: false` with a base model)."""
+    """The base plus `nuslerp_rows` of the task vectors (mergekit: `nuslerp_flatten: false` with a base model)."""
     return nuslerp_rows([tensor - base for tensor in tensors], weights=weights) + base
 
 
@@ -174,7 +169,7 @@ def nuslerp_rows_task_vectors(
 def nuslerp_columns_task_vectors(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, weights: Sequence[float]
 ) -> torch.Tensor:
-    """theta_pre + `nuslerp_columns` of the task vectors (mergekit: also `nuslerp_row_wise: true`)."""
+    """The base plus `nuslerp_columns` of the task vectors (mergekit: also `nuslerp_row_wise: true`)."""
     return nuslerp_columns([tensor - base for tensor in tensors], weights=weights) + base
 
 
@@ -187,12 +182,14 @@ def model_stock(
     products: Products | None = None,
     name: str = "",
 ) -> torch.Tensor:
-    """Model Stock (arXiv:2403.19522), of N models: theta_pre + t * (mean of the task vectors),
-    t = N cos / (1 + (N - 1) cos), cos the mean cosine between task vectors of this tensor.
+    """Model Stock (arXiv:2403.19522): the base plus a share t of the mean task vector of N models.
 
-    A task vector of norm at most 1e-8 counts as orthogonal to the others. If the denominator vanishes the result is
-    the base. Near that pole t is large: raises InvalidRecipe, naming the tensor, if t is not from -N to 1. At -N the
-    result is as far from the base as models at equal distances are. With `unbounded` there is a warning instead.
+    It is theta_pre + t * (mean of the task vectors), with t = N cos / (1 + (N - 1) cos) and cos the mean cosine between
+    task vectors of this tensor.
+
+    A task vector of norm at most 1e-8 counts as orthogonal to the others. If the denominator vanishes the result is the
+    base. Near that pole t is large: raises InvalidRecipe, naming the tensor, if t is not from -N to 1. At -N the result
+    is as far from the base as models at equal distances are. With `unbounded` there is a warning instead.
     """
     taus = [tensor - base for tensor in tensors]
     weights = model_stock_weights(products or inner_products(taus), unbounded=unbounded, name=name)
@@ -222,70 +219,8 @@ def model_stock_rows(
     return weighted_sum(taus, [1 / len(taus)] * len(taus)).mul_(ratio.float()).add_(base)
 
 
-@merges("nearswap")
-def nearswap(tensors: Sequence[torch.Tensor], *, t: float) -> torch.Tensor:
-    """The first model, each element moved towards the second's by at most t (mergekit's NearSwap):
-    w theta_2 + (1 - w) theta_1 with w = min(1, t / |theta_1 - theta_2|)."""
-    first, second = tensors
-    share = (t / (first - second).abs_().clamp_(min=1e-6)).clamp_(max=1)
-    return share * second + (1 - share) * first
-
-
-@dataclass(frozen=True)
-class Importance:
-    """Which elements Arcee Fusion takes over: those whose |difference| times their row's value in `rows`, float32
-    [..., 1], is at least `threshold`, a float32 value."""
-
-    rows: torch.Tensor
-    threshold: float
-
-
-# Returns the elements at given places, from 0, of the importances in ascending order; the third tensor is `rows`.
-ImportancesAt = Callable[[Sequence[int], torch.Tensor, torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]
-
-
-@merges("arcee_fusion")
-def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | None = None) -> torch.Tensor:
-    """The first model with the second's most important changes (mergekit's Arcee Fusion).
-
-    Importance is |theta_2 - theta_1| * KL(softmax of theta_2's row | softmax of theta_1's row); elements whose
-    importance is at least median + 1.5 (Q3 - Q1) are taken over. Quartiles are those of the whole tensor, by the
-    element at floor(q (n - 1)) of the sorted ones. `importance` is that of the two tensors if known.
-    """
-    first, second = tensors
-    delta = second - first
-    known = importance or importance_of(first.cpu(), second.cpu())
-    return delta.masked_fill_(delta.abs().mul_(known.rows.to(delta.device)) < known.threshold, 0).add_(first)
-
-
-def importances_at(
-    places: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
-) -> list[torch.Tensor]:
-    """The elements at `places` of the importances in ascending order, by torch's selection."""
-    importances = ((second.float() - first.float()).abs_() * rows).flatten()
-    return [torch.kthvalue(importances, place + 1).values for place in places]
-
-
-def importance_of(first: torch.Tensor, second: torch.Tensor, select: ImportancesAt = importances_at) -> Importance:
-    """The importance that `arcee_fusion` needs, of two tensors on CPU with at least one element. `select` finds order
-    statistics of the importances."""
-    width = first.shape[-1] if first.dim() else 1
-    parts = (torch.split(tensor.reshape(-1, width), max(1, CHUNK // width)) for tensor in (second, first))
-    rows = torch.cat([_divergences(p.float(), q.float()) for p, q in zip(*parts, strict=True)])
-    rows = rows.view(*first.shape[:-1], 1)
-    ranks = first.numel() - 1
-    lower, median, upper = select([quarter * ranks // 4 for quarter in (1, 2, 3)], first, second, rows)
-    return Importance(rows, float(median + 1.5 * (upper - lower)))
-
-
-def _divergences(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """KL(softmax of the first's row | softmax of the second's), of each row; rounding leaves none below zero."""
-    p, q = (torch.softmax(tensor, dim=-1).add_(1e-8) for tensor in (first, second))
-    return (p * torch.log(p / q)).sum(dim=-1)
-
-
 def shares_of(method: str, weights: Sequence[float]) -> list[float]:
-    """The weights divided by their sum. Raises InvalidRecipe if it is zero."""
+    """The weights of a method divided by their sum. Raises InvalidRecipe if the sum is zero."""
     total = scalars.fsum(weights)
     if abs(total) < NO_WEIGHT:
         raise InvalidRecipe(f"{method}: weights {tuple(weights)} sum to {total}; they must not sum to zero")

@@ -11,7 +11,7 @@ from workers.merging.methods import consensus
 from workers.merging.methods.arithmetic import dot, num_kept, share_of, total
 from workers.merging.methods.registry import merges
 from workers.merging.methods.trimming import Magnitudes, Orders, each_order, trimmed_task_vectors
-from workers.merging.order_statistics import Ranked, TieOrder, place_of_rank
+from workers.merging.order_statistics import Ranked, TieOrder, threshold_of_rank
 
 __all__ = [
     "consensus_ta",
@@ -48,11 +48,14 @@ def sce(
     variances: Ranked | None = None,
     order: TieOrder = ANY_ORDER,
 ) -> torch.Tensor:
-    """SCE (FuseChat, arXiv:2408.07990): select the share of elements that vary most between the task vectors (of those
-    that vary at all), calculate each model's weight as its mean square over the tensor, erase the elements whose sign
-    is not that of the sum; theta_pre + sum_t w_t tau_t / sum_t w_t over the elements that are left. The result is the
-    base where the sum is zero or nothing is selected. `variances` is the table of the elements' variances if
-    known, `order` that of equal variances."""
+    """SCE (FuseChat, arXiv:2408.07990): select the most variable elements, calculate weights, erase minority signs.
+
+    It selects the share of elements that vary most between the task vectors (of those that vary at all), calculates
+    each model's weight as its mean square over the tensor, and erases the elements whose sign is not that of the sum.
+    The result is theta_pre + sum_t w_t tau_t / sum_t w_t over the elements that are left, and the base where the sum is
+    zero or nothing is selected. `variances` is the table of the elements' variances, if known; `order` orders equal
+    variances.
+    """
     taus = [tensor - base for tensor in tensors]
     if select_topk < 1:
         dropped = ~_most_variable(taus, select_topk, order, variances)
@@ -79,8 +82,11 @@ def sce_mergekit(
     variances: Ranked | None = None,
     order: TieOrder = ANY_ORDER,
 ) -> torch.Tensor:
-    """`sce`, but weights are equal if mean squares sum to less than 1e-6, + is elected where the sum is zero, and the
-    divisor is at least 1e-6 (mergekit)."""
+    """`sce` as mergekit computes it, with other results for zero sums and small weights.
+
+    Weights are equal if mean squares sum to less than 1e-6, + is elected where the sum is zero, and the divisor is at
+    least 1e-6.
+    """
     taus = [tensor - base for tensor in tensors]
     if select_topk < 1:
         dropped = ~_most_variable(taus, select_topk, order, variances)
@@ -99,20 +105,23 @@ def sce_mergekit(
 
 
 def num_selected(select_topk: float, num_variable: int) -> int:
-    """How many of the elements that vary at all SCE selects."""
+    """The number of elements that SCE selects, of those that vary at all."""
     return share_of(select_topk, num_variable)
 
 
 def sce_weights(squares: Sequence[float]) -> list[float]:
-    """Each model's weight in SCE, from the sum of squares of its task vector; zeros if all are zero."""
+    """The weight of each model in SCE, from the sum of squares of its task vector; zeros if all are zero."""
     whole = math.fsum(squares)
     return [square / whole if whole else 0.0 for square in squares]
 
 
 @merges("ram")
 def ram(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, epsilon: float) -> torch.Tensor:
-    """RAM (arXiv:2601.13572): elements that one model changed, by more than epsilon, are added; elements that several
-    changed are averaged over these."""
+    """RAM (arXiv:2601.13572): adds what one model changed, averages what several changed.
+
+    An element is changed where it differs from the base by more than epsilon. The average is over the models that
+    changed it.
+    """
     return _ram([tensor - base for tensor in tensors], base, epsilon, None)
 
 
@@ -120,9 +129,11 @@ def ram(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, epsilon: float) 
 def ramplus_tl(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, r: float, alpha: float, epsilon: float
 ) -> torch.Tensor:
-    """RAM+ with counts per tensor (arXiv:2601.13572; mergekit calls it tensor-local): `ram`, with elements that only
-    one model changed multiplied by 1 + r min(alpha, shared / unique): the numbers of elements that this model changed
-    with others and alone."""
+    """RAM+ with counts per tensor (arXiv:2601.13572; mergekit calls it tensor-local).
+
+    It is `ram`, with elements that only one model changed multiplied by 1 + r min(alpha, shared / unique): the numbers
+    of elements that this model changed with others and alone.
+    """
     return _ram([tensor - base for tensor in tensors], base, epsilon, (r, alpha))
 
 
@@ -130,9 +141,12 @@ def ramplus_tl(
 def pcb(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, density: float, orders: Orders = None
 ) -> torch.Tensor:
-    """PCB-Merging as published (arXiv:2410.02396): with Norm scaling a tensor to [0, 1] and N models,
-    beta_i = Softmax(N Norm(tau_i^2)) * sum_j Softmax(Norm(tau_i tau_j)), all but the `density` largest of each beta_i
-    set to zero; theta_pre + lambda sum_i beta_i tau_i / sum_i beta_i, the base where all beta_i are zero."""
+    """PCB-Merging as published (arXiv:2410.02396): a mean of the task vectors, weighted element by element.
+
+    With Norm scaling a tensor to [0, 1] and N models, beta_i = Softmax(N Norm(tau_i^2)) * sum_j Softmax(Norm(tau_i
+    tau_j)), and all but the `density` largest of each beta_i are set to zero. The result is theta_pre + lambda sum_i
+    beta_i tau_i / sum_i beta_i, and the base where all beta_i are zero.
+    """
     taus = [tensor - base for tensor in tensors]
     betas = []
     for tau, order in zip(taus, each_order(orders, tensors), strict=True):
@@ -141,16 +155,19 @@ def pcb(
         for other in taus:
             between += _softmax(_unit_range(tau * other))
         beta = within.mul_(between)
-        smallest = order.lowest(place_of_rank(beta, num_kept(density, beta.numel()), order))
+        smallest = order.lowest(threshold_of_rank(beta, num_kept(density, beta.numel()), order))
         betas.append(beta.masked_fill_(~smallest.reached_by(beta, order), 0))
     return _balanced(taus, betas, lambda_, base)
 
 
 @merges("pcb_tanh")
 def pcb_tanh(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, density: float) -> torch.Tensor:
-    """PCB-Merging as its authors' code computes it: magnitudes clipped to their quantiles at 0.01 % and 99.99 %,
-    beta_i = exp(N Norm(|tau_i|)^2) tanh(tau_i sum_j tau_j) raised to its quantile at 1 - density and scaled to [0, 1],
-    and the same weighted mean, of the clipped task vectors."""
+    """PCB-Merging as its authors' code computes it, with clipped magnitudes and a tanh.
+
+    Magnitudes are clipped to their quantiles at 0.01 % and 99.99 %. beta_i = exp(N Norm(|tau_i|)^2) tanh(tau_i sum_j
+    tau_j), raised to its quantile at 1 - density and scaled to [0, 1]. The result is the weighted mean of `pcb`, of the
+    clipped task vectors.
+    """
     taus = [tensor - base for tensor in tensors]
     summed = taus[0].clone()
     for tau in taus[1:]:
@@ -180,9 +197,11 @@ def consensus_ta(
     mask_lambdas: Sequence[float],
     agreement: int,
 ) -> torch.Tensor:
-    """Consensus task arithmetic (TALL masks, arXiv:2405.07813): of the sum tau of the task vectors, the
-    elements that matter to at least `agreement` models, those with |tau_t| >= mask_lambda_t |tau - tau_t|;
-    theta_pre + lambda times these."""
+    """Consensus task arithmetic (TALL masks, arXiv:2405.07813): the elements that matter to several models.
+
+    Of the sum tau of the task vectors, it keeps the elements that matter to at least `agreement` models: those with
+    |tau_t| >= mask_lambda_t |tau - tau_t|. The result is theta_pre + lambda times these.
+    """
     taus = [tensor - base for tensor in tensors]
     merged = taus[0].clone()
     for tau in taus[1:]:
@@ -202,7 +221,7 @@ def consensus_ties(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """`consensus_ta` with TIES' merged task vector (eq. 6 to 8, without lambda) instead of the sum."""
+    """`consensus_ta` with TIES' merged task vector (eq. 6 to 8, without lambda) in place of the task vectors' sum."""
     merged = consensus.disjoint_mean(trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders))
     taus = [tensor - base for tensor in tensors]
     return _agreed(merged, taus, mask_lambdas, agreement).mul_(lambda_).add_(base)
@@ -212,12 +231,14 @@ def consensus_ties(
 def wudi(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, steps: int, learning_rate: float
 ) -> torch.Tensor:
-    """WUDI-Merging (arXiv:2503.08099): theta_pre + lambda m, with m of a matrix reached from sum_i tau_i by `steps`
-    steps of Adam on sum_i |(m - tau_i) tau_i^T|^2 / |tau_i|^2; other tensors take the mean task vector.
+    """WUDI-Merging (arXiv:2503.08099): theta_pre + lambda m, with m optimised by Adam.
+
+    For a matrix, m is reached from sum_i tau_i by `steps` steps of Adam on sum_i |(m - tau_i) tau_i^T|^2 / |tau_i|^2.
+    For other tensors it is the mean task vector.
 
     The gradient 2 (m A - B), A = sum_i tau_i^T tau_i / |tau_i|^2 and B = sum_i tau_i tau_i^T tau_i / |tau_i|^2, is
-    written out, so a step is one matrix product. The last bits of matrix products depend on the number of threads.
-    Task vectors that are zero do not count in the loss.
+    written out, so a step is one matrix product. The last bits of matrix products depend on the number of threads. Task
+    vectors that are zero do not count in the loss.
     """
     taus = [tensor - base for tensor in tensors]
     if base.dim() != 2:
@@ -245,7 +266,7 @@ def wudi(
 
 
 def sce_mergekit_weights(squares: Sequence[float], num_elements: int) -> list[float]:
-    """Each model's weight in `sce_mergekit`, from the sum of squares of its task vector of so many elements."""
+    """The weight of each model in `sce_mergekit`, from sums of squares of task vectors and the number of elements."""
     whole = math.fsum(squares)
     if whole / max(1, num_elements) < NO_SQUARES:
         return [1 / len(squares)] * len(squares)
@@ -258,16 +279,16 @@ def variance(tensors: Sequence[torch.Tensor], base: torch.Tensor) -> torch.Tenso
 
 
 def _most_variable(taus: Sequence[torch.Tensor], share: float, order: TieOrder, known: Ranked | None) -> torch.Tensor:
-    """Bool: the share of largest variances between task vectors, of those not zero."""
+    """Bool mask of the share of elements with the largest variances between task vectors, of those not zero."""
     variances = _variance(taus)
     count = num_selected(share, int(torch.count_nonzero(variances)))
     if count == 0:
         return torch.zeros_like(variances, dtype=torch.bool)
-    return order.lowest(place_of_rank(variances, count, order, known)).reached_by(variances, order)
+    return order.lowest(threshold_of_rank(variances, count, order, known)).reached_by(variances, order)
 
 
 def _variance(taus: Sequence[torch.Tensor]) -> torch.Tensor:
-    # Differences from the first leave the variance as it is, and exactly zero where all are equal.
+    # Differences from the first do not change the variance, and make it exactly zero where all are equal.
     offsets = [tau - taus[0] for tau in taus]
     mean = torch.zeros_like(taus[0])
     for offset in offsets:
@@ -298,7 +319,7 @@ def _ram(
 
 
 def ramplus_factor(r: float, alpha: float, num_changed: int, num_alone: int) -> float:
-    """RAM+'s factor of the elements that one model changed alone: `num_alone` of the `num_changed` that it changed."""
+    """The factor in RAM+ of elements that a model changed alone: `num_alone` of the `num_changed` that it changed."""
     return 1 + r * min(alpha, (num_changed - num_alone) / num_alone) if num_alone else 1.0
 
 
@@ -322,17 +343,20 @@ def _balanced(
 
 
 def _unit_range(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` scaled to [0, 1]; zeros where all its elements are equal."""
+    """The tensor scaled to [0, 1]; zeros if all its elements are equal."""
     low, high = torch.aminmax(tensor)
     return (tensor - low).div_(high - low) if high > low else torch.zeros_like(tensor)
 
 
 def _softmax(tensor: torch.Tensor) -> torch.Tensor:
-    """The softmax over the whole tensor, in place. The elements must be so small that exp does not overflow."""
+    """The softmax over the whole tensor, in place.
+
+    The elements must be so small that exp does not overflow.
+    """
     exponential = tensor.exp_()
     return exponential.mul_(1 / total(torch.clone, exponential))
 
 
 def _smallest(tensor: torch.Tensor, index: int) -> torch.Tensor:
-    """The element at `index`, from 0, of the sorted elements."""
+    """The element at `index`, from 0, of the elements in ascending order."""
     return torch.kthvalue(tensor.flatten(), index + 1).values

@@ -1,4 +1,4 @@
-"""Merging task vectors by elected signs: the variants of TIES.
+"""Merging of task vectors by elected signs: the variants of TIES.
 
 The functions take task vectors, one per source, and return the merged task vector; they may modify their arguments.
 """
@@ -20,8 +20,10 @@ __all__ = [
 
 
 def disjoint_mean(taus: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Eq. 7 and 8 of "Automated Model Merging", TIES (arXiv:2306.01708): the mean of those that have the sign of the
-    sum; zero where the sum is zero."""
+    """The mean of the task vectors that have the sign of the sum; zero where the sum is zero.
+
+    Eq. 7 and 8 of "Automated Model Merging", TIES (arXiv:2306.01708).
+    """
     return _mean_of_agreeing(taus, _sum(taus).sign_())
 
 
@@ -34,7 +36,7 @@ def disjoint_majority_mean(taus: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def disjoint_sum(taus: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum, not the mean, of the elements that have the sign of the sum (MergeBench)."""
+    """The sum, not the mean, of the task vectors that have the sign of the sum (MergeBench)."""
     elected = _sum(taus).sign_()
     merged = torch.zeros_like(elected)
     for tau in taus:
@@ -43,8 +45,11 @@ def disjoint_sum(taus: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def disjoint_weighted(taus: Sequence[torch.Tensor], weights: Sequence[float], *, normalize: bool) -> torch.Tensor:
-    """Signs elected by the weighted sum of the task vectors, + where it is zero; the weighted sum of those that agree,
-    divided by the sum of their weights (`normalize`; by 1 where that is zero) (mergekit)."""
+    """The weighted sum of the task vectors that have the sign of the weighted sum of all (mergekit).
+
+    The sign is + where that sum is zero. With `normalize`, the result is divided by the sum of the weights of those
+    that agree, by 1 where that is zero.
+    """
     taus = [tau.mul_(weight) for tau, weight in zip(taus, weights, strict=True)]
     is_positive = _sum(taus) >= 0
     merged = torch.zeros_like(taus[0])
@@ -58,8 +63,10 @@ def disjoint_weighted(taus: Sequence[torch.Tensor], weights: Sequence[float], *,
 
 
 def disjoint_weighted_mean(taus: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Signs elected without weights, + where the sum is zero; the weighted sum of those that agree, divided by their
-    number (PEFT)."""
+    """The weighted sum of the task vectors that have the sign of the unweighted sum, divided by their number (PEFT).
+
+    The sign is + where the sum is zero.
+    """
     is_positive = _sum(taus) >= 0
     merged = torch.zeros_like(taus[0])
     count = torch.zeros_like(taus[0])
@@ -71,8 +78,11 @@ def disjoint_weighted_mean(taus: Sequence[torch.Tensor], weights: Sequence[float
 
 
 def disjoint_interpolation(taus: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Signs as in `disjoint_mean`; an element that agrees alone is kept as it is, several are interpolated with their
-    weights divided by the sum of these (M3, appendix H)."""
+    """The interpolation of the task vectors that have the sign of the sum (M3, appendix H).
+
+    An element that agrees alone is kept as it is; several are interpolated with their weights divided by the sum of
+    these.
+    """
     elected = _sum(taus).sign_()
     alone, mixed = torch.zeros_like(elected), torch.zeros_like(elected)
     count, divisor = torch.zeros_like(elected), torch.zeros_like(elected)

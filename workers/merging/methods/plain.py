@@ -1,10 +1,10 @@
 """The plain methods by name, and how they are called.
 
-A function receives the tensors, the base if its method needs one, and its coefficients by name, in the plural if they
-are one per source (`lambdas`, but `lambda_`); `keys` if it draws masks. Statistics that it has parameters for (`cos`,
-`importance`, `magnitudes`, `norms`, `products`, `ranks`, `variances`) are passed where they are known, the orders of
-equal elements (`orders`, `order`) to those that cut at a rank, and the tensor's `name` to those that have messages
-about it.
+A function receives the tensors, the base if its method needs one, and its coefficients by name, in the plural if there
+is one per source (`lambdas`, but `lambda_`); `keys` if it draws masks. Statistics that it has parameters for (`cos`,
+`importance`, `magnitudes`, `norms`, `products`, `ranks`, `variances`) are passed if they are known. The orders of equal
+elements (`orders`, `order`) are passed to functions that cut at a rank, and the tensor's `name` to functions whose
+messages mention it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from search_spaces.methods.base import Coefficient, CoefficientValue, MergeMetho
 from search_spaces.recipe import Merge
 from workers.merging import methods
 from workers.merging.methods.arithmetic import Products
-from workers.merging.methods.averages import Importance
+from workers.merging.methods.fusions import Importance
 from workers.merging.methods.registry import FUNCTIONS
 from workers.merging.order_statistics import Ranked, TieOrder
 
@@ -35,15 +35,17 @@ Statistic = Literal["cosine", "importance", "magnitudes", "norms", "products", "
 
 @dataclass(frozen=True)
 class Operands:
-    """The same tensor of every source, in the order of the merge's sources, float32 and of one shape. None is modified.
+    """The operands of one merge: the same tensor of every source, float32 and of one shape; none is modified.
 
-    `base` is the base model's, for methods that need it; `keys` are the masks' (`masks.mask_key`), one per source, for
-    methods that draw masks. The rest depends only on the sources and may be known from an earlier merge: `cosine` and
-    `importance` of the first two tensors, for each source its `magnitudes`, the table of |source - base|, the inner
-    `products` of all pairs of tensors, or with a base of task vectors, the table of the `variances` between these, the
-    `ranks` of their magnitudes in each row, and the `norms` of each, the sums of magnitudes. `orders` are the orders of
-    elements of equal magnitude in each source, and `order` that of elements of equal variance; without them, any that
-    are repeatable.
+    `tensors` are in the order of the merge's sources. `base` is the base model's tensor, for methods that need it;
+    `keys` are those of the masks (`masks.mask_key`), one per source, for methods that draw masks.
+
+    The rest depends only on the sources and may be known from an earlier merge: `cosine` and `importance` of the first
+    two tensors; for each source its `magnitudes`, the table of |source - base|; the inner `products` of all pairs of
+    tensors, or with a base of task vectors; the table of the `variances` between task vectors; the `ranks` of their
+    magnitudes in each row; and the `norms` of each, the sums of magnitudes. `orders` are the orders of elements of
+    equal magnitude in each source, and `order` that of elements of equal variance; if they are not given, any
+    repeatable order is used.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -61,15 +63,18 @@ class Operands:
     name: str = ""
 
     def in_float32(self) -> Operands:
-        """The same operands in float32, if they are in other dtypes."""
+        """The same operands, converted to float32."""
         base = None if self.base is None else self.base.float()
         return replace(self, tensors=tuple(tensor.float() for tensor in self.tensors), base=base)
 
 
 @dataclass(frozen=True)
 class PlainMethod:
-    """A declared method with the function that computes it; `uses` are the statistics that the function takes;
-    `is_told_name`: it takes the tensor's name; `order_parameter`: what it takes of the orders of equal elements."""
+    """A declared method with the function that computes it.
+
+    `uses` are the statistics that the function takes; `is_told_name`: it takes the tensor's name; `order_parameter`:
+    its parameter for the order of equal elements.
+    """
 
     declared: MergeMethod
     function: Callable[..., torch.Tensor]
@@ -88,8 +93,11 @@ class PlainMethod:
         *,
         given: Mapping[str, Sequence[torch.Tensor] | torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """The merged tensor. Coefficients that are `given` as tensors without dimensions, by name, replace the merge's;
-        the result has gradients by them. Raises InvalidRecipe for coefficients that the method does not take."""
+        """Merge operands with the coefficients of a merge.
+
+        Coefficients that are `given` as tensors without dimensions, by name, replace the merge's; the result has
+        gradients by them. Raises InvalidRecipe for coefficients that the method does not take.
+        """
         replaced = given or {}
         arguments: dict[str, Any] = {
             _keyword(c): replaced[c.name] if c.name in replaced else _value(c, merge)
@@ -111,7 +119,7 @@ class PlainMethod:
 
 
 def merge_tensors(merge: Merge, operands: Operands) -> torch.Tensor:
-    """Apply the merge's method. Raises InvalidRecipe for a merge that its method does not take."""
+    """The merged tensor, by the merge's method. Raises InvalidRecipe for a merge that its method does not take."""
     merge.check()
     return PLAIN[merge.method].merge(operands, merge)
 

@@ -18,8 +18,10 @@ FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {}
 
 
 def merges(name: str) -> Callable[[Function], Function]:
-    """The decorated function computes the declared method `name`. Raises ValueError for an undeclared method, or one
-    that has a function."""
+    """Decorator that registers a function as the one that computes the declared method `name`.
+
+    Raises ValueError for an undeclared method, or one that has a function.
+    """
     if name not in METHODS:
         raise ValueError(f"merge method {name!r} is not declared; declare it in a module of search_spaces/methods")
     if name in FUNCTIONS:

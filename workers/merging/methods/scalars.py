@@ -1,6 +1,6 @@
-"""Arithmetic on coefficients, which are numbers, or tensors without dimensions where a gradient by them is wanted.
+"""Arithmetic on coefficients: numbers, or tensors without dimensions where a gradient by them is wanted.
 
-`math` computes the numbers, so that their bits are its; it would cut a tensor off its gradient.
+Numbers are computed by `math`, so that results have its bits. `math` would detach a tensor from its gradient.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["acos", "cos", "fsum", "sin", "sqrt"]
 
 
 def fsum(numbers: Iterable[float]) -> float:
-    """The exact sum, rounded once; of tensors their sum."""
+    """The exact sum of numbers, rounded once; of tensors, their sum."""
     terms = list(numbers)
     return sum(terms) if any(isinstance(term, torch.Tensor) for term in terms) else math.fsum(terms)
 

@@ -12,7 +12,7 @@ import torch
 
 from workers.merging import masks
 from workers.merging.methods.arithmetic import num_kept, share_of, total
-from workers.merging.order_statistics import Ranked, TieOrder, magnitude_keys, place_of_rank
+from workers.merging.order_statistics import Ranked, TieOrder, magnitude_keys, threshold_of_rank
 
 __all__ = [
     "CutRanks",
@@ -32,27 +32,30 @@ NO_NORM = 1e-7
 
 
 def trimmed(tau: torch.Tensor, k: float, order: TieOrder, magnitudes: Ranked | None = None) -> torch.Tensor:
-    """`tau` with zeros except for its `num_kept(k, n)` largest magnitudes (eq. 6; arXiv:2306.01708)."""
+    """The task vector with zeros except for its `num_kept(k, n)` largest magnitudes (eq. 6; arXiv:2306.01708)."""
     rank = num_kept(k, tau.numel())
     if rank == tau.numel():
         return tau
     sizes = tau.abs()
-    smallest = order.lowest(place_of_rank(sizes, rank, order, magnitudes))
+    smallest = order.lowest(threshold_of_rank(sizes, rank, order, magnitudes))
     return tau.masked_fill_(~smallest.reached_by(sizes, order), 0)
 
 
 def cut_both_ends(
     tau: torch.Tensor, density: float, gamma: float, order: TieOrder, magnitudes: Ranked | None = None
 ) -> torch.Tensor:
-    """`tau` without its floor(gamma n) largest magnitudes and with the floor(density n) largest of the others (Model
-    Breadcrumbs, arXiv:2312.06795, where the two percentiles are 1 - gamma and 1 - gamma - density)."""
+    """The task vector without its largest and its smallest elements (Model Breadcrumbs, arXiv:2312.06795).
+
+    It loses the floor(gamma n) largest magnitudes and keeps the floor(density n) largest of the others. The paper's two
+    percentiles are 1 - gamma and 1 - gamma - density.
+    """
     ranks = cut_ranks(density, gamma, tau.numel())
     if ranks is None:
         return tau
     if ranks.is_empty:
         return tau.zero_()
     sizes = tau.abs()
-    largest, smallest = (place_of_rank(sizes, rank, order, magnitudes) for rank in (ranks.largest, ranks.smallest))
+    largest, smallest = (threshold_of_rank(sizes, rank, order, magnitudes) for rank in (ranks.largest, ranks.smallest))
     is_cut = ~order.lowest(smallest).reached_by(sizes, order)
     return tau.masked_fill_(is_cut | order.above(largest).reached_by(sizes, order), 0)
 
@@ -66,19 +69,22 @@ class CutRanks:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is kept."""
+        """Whether nothing is kept."""
         return self.smallest < self.largest
 
 
 def cut_ranks(density: float, gamma: float, num_elements: int) -> CutRanks | None:
-    """What `cut_both_ends` keeps; None where it keeps all. Fewer are cut at the top where density + gamma exceeds 1."""
+    """The ranks that `cut_both_ends` keeps; None if it keeps all.
+
+    Fewer are cut at the top where density + gamma exceeds 1.
+    """
     count = share_of(density, num_elements)
     num_cut = min(share_of(gamma, num_elements), num_elements - count)
     return None if count == num_elements else CutRanks(num_cut + 1, num_cut + count)
 
 
 def dropped(tau: torch.Tensor, density: float, key: int) -> torch.Tensor:
-    """`tau` with each element kept with probability `density`, not rescaled (DARE, arXiv:2311.03099)."""
+    """The task vector with each element kept with probability `density`, not rescaled (DARE, arXiv:2311.03099)."""
     return tau.masked_fill_(~masks.keep(key, tau.shape, density, device=tau.device), 0)
 
 
@@ -93,8 +99,10 @@ def magnitude_sampled(
     rescale: bool = True,
     ranks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """MagPrune (DELLA, arXiv:2406.11617): keeps larger elements of a row with higher probability, from
-    density - epsilon to density + epsilon in steps by rank; divides what it keeps by that probability (`rescale`).
+    """MagPrune (DELLA, arXiv:2406.11617): keeps larger elements of a row with higher probability.
+
+    The probability is from density - epsilon to density + epsilon in steps by rank. With `rescale`, elements that are
+    kept are divided by it.
 
     The paper's epsilon is twice this one, and its drop probability is p_min + epsilon r / n for ranks r from 0, the
     largest: the smallest element stays a step above density - epsilon. `is_symmetric` divides by n - 1 (mergekit).
@@ -116,7 +124,7 @@ def row_width(tensor: torch.Tensor) -> int:
 
 
 def probability_by_rank(width: int, density: float, epsilon: float, *, is_symmetric: bool) -> tuple[int, float, float]:
-    """(origin, start, step) of MagPrune's probabilities in a row: start + |rank - origin| step."""
+    """The (origin, start, step) of MagPrune's probabilities in a row: start + |rank - origin| step."""
     if not is_symmetric:
         return width - 1, density + epsilon, -2 * epsilon / width
     return (0, density - epsilon, 2 * epsilon / (width - 1)) if width > 1 else (0, density, 0.0)
@@ -133,11 +141,13 @@ def _sorted_ranks(tau: torch.Tensor, order: TieOrder) -> torch.Tensor:
 
 
 def match_l1_norm(sparse: torch.Tensor, tau: torch.Tensor, norm: float | None = None) -> torch.Tensor:
-    """`sparse` scaled to the sum of magnitudes of `tau`, which is `norm` if known, as mergekit rescales; unchanged if
-    either sum is zero."""
+    """A sparse task vector scaled to the sum of magnitudes of `tau`, as mergekit rescales.
+
+    `norm` is the sum of magnitudes of `tau`, if known. It is unchanged if either sum is zero.
+    """
     return sparse * l1_ratio(total(torch.abs, tau) if norm is None else norm, total(torch.abs, sparse))
 
 
 def l1_ratio(before: float, after: float) -> float:
-    """The factor of `match_l1_norm`, from the two sums of magnitudes."""
+    """The factor of `match_l1_norm`: the sums of magnitudes `before` / `after` sparsifying; 1 if one is near zero."""
     return 1.0 if min(before, after) < NO_NORM else before / after

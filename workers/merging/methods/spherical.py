@@ -1,6 +1,6 @@
-"""Means on a sphere of several models: Multi-SLERP and the Karcher mean.
+"""Means of several models on a sphere: Multi-SLERP and the Karcher mean.
 
-Both are sums of the models, whose factors follow from inner products alone.
+Both are weighted sums of the models, whose weights follow from inner products alone.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = [
     "multislerp_weights",
 ]
 
-# Multi-SLERP's epsilon, added to norms it divides by.
+# Multi-SLERP's epsilon, which is added to the norms that it divides by.
 MULTISLERP_EPSILON = 1e-8
 # A shorter weighted mean of directions has no direction: lengths from inner products have an error of about 1e-8.
 NO_MEAN = 1e-7
-# Karcher mean: at most this many steps, and none shorter than the tolerance.
+# The Karcher mean takes at most this many steps, none of them shorter than the tolerance.
 KARCHER_STEPS, KARCHER_TOLERANCE = 10, 1e-5
 # Angles from inner products have an error of about 1e-8.
 SMALLEST_ANGLE = 1e-7
@@ -64,8 +64,10 @@ def multislerp_unscaled(
     eps: float = MULTISLERP_EPSILON,
     products: Products | None = None,
 ) -> torch.Tensor:
-    """`multislerp` with weights as they are: the mean direction is the same, its length sum_t w_t |theta_t| is not
-    (mergekit: `normalize_weights: false`)."""
+    """`multislerp` with weights as they are (mergekit: `normalize_weights: false`).
+
+    The mean direction is the same; its length sum_t w_t |theta_t| is not.
+    """
     if len(tensors) == 1:
         return tensors[0]
     known = products or inner_products(tensors)
@@ -75,8 +77,10 @@ def multislerp_unscaled(
 def multislerp_weights(
     weights: Sequence[float], products: Products, *, eps: float = MULTISLERP_EPSILON, normalize: bool = True
 ) -> list[float]:
-    """The factor of each tensor in `multislerp`, or without `normalize` in `multislerp_unscaled`. Raises InvalidRecipe
-    if more than two directions cancel."""
+    """The factor of each tensor in `multislerp`, or without `normalize` in `multislerp_unscaled`.
+
+    Raises InvalidRecipe if more than two directions cancel.
+    """
     if len(products) == 1:
         return [1.0]
     shares, norms = shares_of("multislerp", weights) if normalize else [*weights], _norms(products)
@@ -104,7 +108,7 @@ def multislerp_task_vectors(
     eps: float = MULTISLERP_EPSILON,
     products: Products | None = None,
 ) -> torch.Tensor:
-    """theta_pre + `multislerp` of the task vectors (mergekit's Multi-SLERP with a base model)."""
+    """The base plus `multislerp` of the task vectors (mergekit's Multi-SLERP with a base model)."""
     if len(tensors) == 1:
         return tensors[0]
     return multislerp([tensor - base for tensor in tensors], weights=weights, eps=eps, products=products).add_(base)
@@ -119,7 +123,7 @@ def multislerp_unscaled_task_vectors(
     eps: float = MULTISLERP_EPSILON,
     products: Products | None = None,
 ) -> torch.Tensor:
-    """theta_pre + `multislerp_unscaled` of the task vectors (mergekit's Multi-SLERP with a base model)."""
+    """The base plus `multislerp_unscaled` of the task vectors (mergekit's Multi-SLERP with a base model)."""
     if len(tensors) == 1:
         return tensors[0]
     taus = [tensor - base for tensor in tensors]
@@ -137,9 +141,9 @@ def karcher(
 ) -> torch.Tensor:
     """The Karcher (Riemannian) mean of directions on the unit sphere, times the mean norm (arXiv:2603.04972).
 
-    The m with sum_t w_t log_m(u_t) = 0, by steps m <- exp_m(sum_t w_t log_m(u_t)) from the normalised mean: at most
-    `max_iter`, and none shorter than `tol`. Tensors no longer than `tol` count in the mean norm, not in the direction.
-    A single tensor is returned. The paper's weights are equal.
+    The mean direction is the m with sum_t w_t log_m(u_t) = 0, found by steps m <- exp_m(sum_t w_t log_m(u_t)) from the
+    normalised mean: at most `max_iter`, and none shorter than `tol`. Tensors no longer than `tol` count in the mean
+    norm, not in the direction. A single tensor is returned. The paper's weights are equal.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -155,7 +159,10 @@ def karcher_weights(
     max_iter: int = KARCHER_STEPS,
     tol: float = KARCHER_TOLERANCE,
 ) -> list[float]:
-    """The factor of each tensor in `karcher`: m and the steps are sums of the u_t, so only angles are needed."""
+    """The factor of each tensor in `karcher`, from inner products.
+
+    The mean m and the steps are sums of the u_t, so only angles are needed.
+    """
     if len(products) == 1:
         return [1.0]
     shares, norms = shares_of("karcher", weights), _norms(products)
@@ -195,7 +202,7 @@ def _norms(products: Products) -> list[float]:
 
 
 def _length(coefficients: Sequence[float], products: Products) -> float:
-    """The norm of the sum of vectors times their coefficients."""
+    """The norm of the sum of vectors times their coefficients, from the inner products of the vectors."""
     terms = (
         a * b * product
         for a, row in zip(coefficients, products, strict=True)

@@ -1,4 +1,7 @@
-"""The declared methods as the Markdown table in this folder's README.md. Run the module to print it."""
+"""The table of the declared methods in this folder's README.md.
+
+Run the module to print it: `python -m workers.merging.methods.table`.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,11 @@ __all__ = ["table"]
 
 
 def table() -> str:
-    """Markdown: each method with its sources, coefficients, the ranges in which studies search them, source, variant
-    and mergekit's name for it."""
+    """The declared methods as a Markdown table.
+
+    Its columns are the sources, coefficients, ranges in which studies search them, source, variant, and mergekit's
+    name.
+    """
     rows = [
         ("method", "sources", "coefficients", "searched", "source", "what it is, and where it deviates", "in mergekit"),
         ("---",) * 7,

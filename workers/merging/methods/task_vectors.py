@@ -1,8 +1,8 @@
 """Task arithmetic and related methods: task vectors are sparsified, merged by sign or weight, and added to the base.
 
 Equation numbers are those of "Automated Model Merging", section A.2, unless another source is named. `magnitudes` are
-for each source the table of |source - base|, and `ranks` the ranks of these magnitudes in their rows, if known.
-`orders` are how elements of equal magnitude are ordered in each source.
+the tables of |source - base|, one per source, and `ranks` the ranks of these magnitudes in their rows, if known.
+`orders` say how elements of equal magnitude are ordered in each source.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Norms = Sequence[float] | None
 
 @merges("task_arithmetic")
 def task_arithmetic(tensors: Sequence[torch.Tensor], base: torch.Tensor, lambdas: Sequence[float]) -> torch.Tensor:
-    """Eq. 4 and 5: theta_pre + sum_t lambda_t (theta_t - theta_pre) (arXiv:2212.04089).
+    """Task arithmetic, eq. 4 and 5 (arXiv:2212.04089): theta_pre + sum_t lambda_t (theta_t - theta_pre).
 
     Eq. 5 has one lambda for all task vectors; one per task vector is the common generalisation.
     """
@@ -88,8 +88,10 @@ def ties_majority(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """`ties`, but where the trimmed task vectors cancel, those with the sign of the tensor's majority of elected signs
-    are kept (MergeLM, which "Automated Model Merging" and M3 build on)."""
+    """`ties`, but where trimmed task vectors cancel, the sign is that of the tensor's majority of signs (MergeLM).
+
+    There the elements with that sign are kept. "Automated Model Merging" and M3 build on this form.
+    """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_majority_mean(taus).mul_(lambda_).add_(base)
 
@@ -104,7 +106,7 @@ def ties_sum(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """`ties`, but those that agree are added, not averaged (MergeBench, "sum")."""
+    """`ties`, but the task vectors that agree are added, not averaged (MergeBench, "sum")."""
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_sum(taus).mul_(lambda_).add_(base)
 
@@ -122,9 +124,12 @@ def ties_weighted(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """`ties` with weights: they count in the election of signs (+ if it is a draw) and in the mean, which is divided by
-    the weights of those that agree, unless `normalize` is 0; with `rescale` the task vectors have their sum of
-    magnitudes again (mergekit's TIES)."""
+    """`ties` with weights, which count in the election of signs and in the mean (mergekit's TIES).
+
+    Where the weighted sum is zero, the positive sign is elected. The mean is divided by the weights of those that
+    agree, unless `normalize` is 0. With `rescale`, trimmed task vectors are scaled to their sum of magnitudes before
+    trimming.
+    """
     taus = trimmed_task_vectors(tensors, base, densities, magnitudes, orders, rescale=rescale)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
 
@@ -142,8 +147,11 @@ def ties_peft(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """`ties` with weights that do not count in the election of signs (+ if it is a draw): the weighted sum of those
-    that agree, divided by their number (PEFT, GENOME)."""
+    """`ties` with weights that do not count in the election of signs (PEFT, GENOME).
+
+    Where the sum is zero, the positive sign is elected. The result is the weighted sum of those that agree, divided by
+    their number.
+    """
     taus = trimmed_task_vectors(tensors, base, densities, magnitudes, orders)
     return consensus.disjoint_weighted_mean(taus, weights).add_(base)
 
@@ -159,8 +167,10 @@ def m3_ties(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """Mixup Model Merge inside TIES (M3, appendix H): trim and elect as `ties`; a parameter that several task vectors
-    keep is interpolated with their weights, one that a single task vector keeps is kept as it is; times lambda.
+    """Mixup Model Merge inside TIES (M3, appendix H): interpolation of what several task vectors keep.
+
+    Trimming and signs are those of `ties`. A parameter that several task vectors keep is interpolated with their
+    weights; one that a single task vector keeps is kept as it is. The result is multiplied by lambda.
 
     The paper has two models with weights w and 1 - w; with more, the weights of those that keep the parameter are
     divided by their sum. Where that is zero the base stays.
@@ -178,8 +188,10 @@ def dare_linear(
     densities: Sequence[float],
     keys: Sequence[int],
 ) -> torch.Tensor:
-    """DARE with task arithmetic (arXiv:2311.03099): theta_pre + sum_t lambda_t m_t tau_t / density_t, with m_t a random
-    mask that keeps the share density_t (the paper's 1 - p). Density 1 is task arithmetic."""
+    """DARE with task arithmetic (arXiv:2311.03099): theta_pre + sum_t lambda_t m_t tau_t / density_t.
+
+    m_t is a random mask that keeps the share density_t (the paper's 1 - p). Density 1 is task arithmetic.
+    """
     merged = base.clone()
     for tensor, lambda_, density, key in zip(tensors, lambdas, densities, keys, strict=True):
         merged += dropped(tensor - base, density, key).mul_(lambda_ / density)
@@ -214,8 +226,10 @@ def dare_ties(
     densities: Sequence[float],
     keys: Sequence[int],
 ) -> torch.Tensor:
-    """DARE instead of TIES' trimming (arXiv:2311.03099): m_t tau_t / density_t, then signs, mean and lambda as in
-    `ties`."""
+    """DARE instead of TIES' trimming (arXiv:2311.03099): signs are elected among m_t tau_t / density_t.
+
+    Signs, mean and lambda are as in `ties`.
+    """
     taus = [
         dropped(tensor - base, density, key).mul_(1 / density)
         for tensor, density, key in zip(tensors, densities, keys, strict=True)
@@ -236,7 +250,7 @@ def dare_ties_l1(
     rescale: bool = True,
     norms: Norms = None,
 ) -> torch.Tensor:
-    """DARE scaled to the sum of magnitudes, instead of the trimming of `ties_weighted` (mergekit's dare_ties)."""
+    """DARE, scaled to the task vectors' sums of magnitudes, merged as in `ties_weighted` (mergekit's dare_ties)."""
     taus = [
         _dropped_l1(tensor - base, density, key, norm, rescale=rescale)
         for tensor, density, key, norm in zip(tensors, densities, keys, _each(norms, tensors), strict=True)
@@ -254,9 +268,11 @@ def m3_dare(
     densities: Sequence[float],
     keys: Sequence[int],
 ) -> torch.Tensor:
-    """Mixup Model Merge on DARE's task vectors (M3, section 4.4): theta_pre + lambda sum_t w_t m_t tau_t /
-    density_t, the weights divided by their sum: direction and magnitude apart. It is `dare_linear` with
-    lambda_t = lambda w_t."""
+    """Mixup Model Merge on DARE's task vectors (M3, section 4.4).
+
+    It is theta_pre + lambda sum_t w_t m_t tau_t / density_t, with the weights divided by their sum, so that direction
+    and magnitude are set separately. It is `dare_linear` with lambda_t = lambda w_t.
+    """
     return dare_linear(tensors, base, lambdas=m3_lambdas(weights, lambda_), densities=densities, keys=keys)
 
 
@@ -278,8 +294,11 @@ def della(
     ranks: Ranks = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """DELLA (arXiv:2406.11617): MagPrune (`sparsify.magnitude_sampled`) divided by each element's probability, then
-    signs, mean and lambda as in `ties`."""
+    """DELLA (arXiv:2406.11617): MagPrune instead of TIES' trimming.
+
+    MagPrune (`sparsify.magnitude_sampled`) divides each kept element by its probability. Signs, mean and lambda are as
+    in `ties`.
+    """
     taus = [
         magnitude_sampled(tensor - base, density, epsilon, key, order, ranks=known)
         for tensor, density, epsilon, key, order, known in zip(
@@ -304,8 +323,10 @@ def della_l1(
     ranks: Ranks = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """MagPrune with symmetric probabilities, scaled to the sum of magnitudes, instead of the trimming of
-    `ties_weighted` (mergekit's della)."""
+    """MagPrune, scaled to the task vectors' sums of magnitudes, merged as in `ties_weighted` (mergekit's della).
+
+    Its probabilities are symmetric.
+    """
     taus = [
         _sampled_l1(tensor - base, density, epsilon, key, order, known, rescale=rescale)
         for tensor, density, epsilon, key, order, known in zip(
@@ -368,9 +389,12 @@ def breadcrumbs(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """Model Breadcrumbs (arXiv:2312.06795): theta_pre + sum_t lambda_t times the task vectors without their
-    largest (share gamma) and smallest elements (`sparsify.cut_both_ends`). The paper has one lambda. With `rescale`
-    they have their sum of magnitudes again (mergekit)."""
+    """Model Breadcrumbs (arXiv:2312.06795): task arithmetic without the largest and the smallest elements.
+
+    It is theta_pre + sum_t lambda_t times the task vectors without their largest (share gamma) and smallest elements
+    (`sparsify.cut_both_ends`). The paper has one lambda. With `rescale`, these are scaled to the sum of magnitudes of
+    the whole task vector (mergekit).
+    """
     merged = base.clone()
     crumbs = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders, rescale=rescale)
     for tau, lambda_ in zip(crumbs, lambdas, strict=True):
@@ -395,8 +419,10 @@ def breadcrumbs_ties(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """Breadcrumbs instead of the trimming of `ties_weighted`, likewise with `rescale` (mergekit's
-    breadcrumbs_ties)."""
+    """Model Breadcrumbs' selection of elements, then the merge of `ties_weighted` (mergekit's breadcrumbs_ties).
+
+    `rescale` is that of `ties_weighted`.
+    """
     taus = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders, rescale=rescale)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
 

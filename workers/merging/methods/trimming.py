@@ -1,7 +1,7 @@
-"""Task vectors without their smallest elements, or without both ends: what several methods begin with.
+"""Task vectors without their smallest elements, or without both ends: the first step of several methods.
 
-`magnitudes` are for each source the table of |source - base|, if known, `orders` how elements of equal magnitude are
-ordered in each source. With `rescale` the sum of the magnitudes that are kept is that of the whole task vector
+`magnitudes` are the tables of |source - base|, one per source, if known; `orders` say how elements of equal magnitude
+are ordered in each source. With `rescale`, the sum of the magnitudes that are kept is that of the whole task vector
 (mergekit: `rescale: true`).
 """
 
@@ -29,7 +29,7 @@ def trimmed_task_vectors(
     *,
     rescale: bool = False,
 ) -> list[torch.Tensor]:
-    """theta_t - theta_pre, each with only the share of its largest magnitudes."""
+    """The task vectors theta_t - theta_pre, each with only the share of its largest magnitudes."""
     known = magnitudes or (None,) * len(tensors)
     taus = [
         trimmed(tensor - base, share, order, table)
@@ -48,7 +48,7 @@ def trimmed_breadcrumbs(
     *,
     rescale: bool = False,
 ) -> list[torch.Tensor]:
-    """theta_t - theta_pre, each without its largest and its smallest elements."""
+    """The task vectors theta_t - theta_pre, each without its largest and its smallest elements."""
     known = magnitudes or (None,) * len(tensors)
     shares = zip(densities, gammas, each_order(orders, tensors), strict=True)
     taus = [
@@ -58,7 +58,7 @@ def trimmed_breadcrumbs(
 
 
 def each_order(orders: Orders, tensors: Sequence[torch.Tensor]) -> Sequence[TieOrder]:
-    """The order of equal magnitudes in each source; where none is given, one of its own for each place."""
+    """The order of equal magnitudes in each source; if none is given, a different one for each source."""
     return [TieOrder(place) for place in range(len(tensors))] if orders is None else orders
 
 

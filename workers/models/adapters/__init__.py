@@ -1,12 +1,12 @@
 """PEFT's LoRA adapters as models: which tensors of its base an adapter changes, and how.
 
-Read from adapter_config.json and the headers of adapter_model.safetensors; what peft decides by the types of modules
-is derived from the base's tensors. The product of an adapter's matrices is not computed here.
+Everything is read from adapter_config.json and the headers of adapter_model.safetensors. What peft decides by the types
+of modules is derived from the base's tensors. The product of an adapter's matrices is not computed here.
 
 - `reading`: an adapter applied to a base, or everything that is wrong with it
 - `settings`: adapter_config.json
-- `stored`: what adapter_model.safetensors holds
-- `adapted_base`: which of the base's tensors a parameter is
+- `stored`: the tensors of adapter_model.safetensors, by what peft uses them for
+- `adapted_base`: the base's tensor for each parameter of the adapted model
 - `experts`: adapters of the experts of a mixture
 """
 

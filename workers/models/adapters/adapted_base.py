@@ -1,4 +1,4 @@
-"""The base that an adapter changes: which of its tensors a parameter of the adapted model is."""
+"""The base that an adapter changes, and its tensor for each parameter of the adapted model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ class AdaptedBase:
     layout: Layout
 
     def name(self, parameter: str) -> str | None:
-        """The tensor that `parameter` of the adapted model is; stored models may lack or have the outermost module."""
+        """The base's tensor for `parameter` of the adapted model; None if there is none.
+
+        Stored models may lack or have the outermost module.
+        """
         names = self.layout.places
         if parameter in names:
             return parameter
@@ -40,8 +43,11 @@ class AdaptedBase:
         return outer[0] if len(outer) == 1 else None
 
     def stack(self, parameter: str) -> str | None:
-        """The stack of experts that `parameter` of the adapted model is: its name among `Layout.stacks`, or that of the
-        tensor that is stored. Files may call the module of the mixture otherwise than transformers does."""
+        """The stack of experts for `parameter` of the adapted model; None if there is none.
+
+        It is a name in `Layout.stacks`, or the tensor in which the stack is stored. The module of the mixture may have
+        other names in files than in transformers.
+        """
         if (name := self.name(parameter)) is not None:
             return name if len(self.tensors[name].shape) == 3 else None
         layer, matrix = LAYER.match(parameter), parameter.rpartition(".")[2]

@@ -1,5 +1,7 @@
-"""Adapters of the experts of a mixture: transformers holds those of a layer as one parameter for each kind of matrix,
-which `target_parameters` names."""
+"""Adapters of the experts of a mixture, which `target_parameters` names.
+
+transformers holds the experts of a layer as one parameter for each kind of matrix.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,11 @@ __all__ = ["Stack", "changed_stack", "stack_at", "stack_problems"]
 
 @dataclass(frozen=True)
 class Stack:
-    """A parameter that holds a matrix of each expert of a layer: `parameter` is its name in transformers, `parts` for
-    each expert the tensors that are joined in it by rows. They are one tensor where it is stored as it is."""
+    """A parameter that holds a matrix of each expert of a layer.
+
+    `parameter` is its name in transformers. `parts` are, for each expert, the tensors that are joined in it by rows;
+    they are one tensor if the stack is stored as it is (`is_stored`).
+    """
 
     parameter: str
     parts: tuple[tuple[str, ...], ...]
@@ -25,10 +30,11 @@ class Stack:
 
 
 def stack_at(module: str, base: AdaptedBase, settings: Settings) -> Stack | None:
-    """What the matrices at `module` change, if that is one of `target_parameters` that holds experts.
+    """The stack of experts that the matrices at `module` change, if it is one of `target_parameters`; else None.
 
     peft wraps a module once for each of its parameters that are trained, in the order in which the module has them: the
-    first is innermost, with the most `base_layer` in its name."""
+    first is innermost, with the most `base_layer` in its name.
+    """
     experts = module.replace(".base_layer", "")
     depth = module.count(".base_layer")
     trained = []
@@ -43,7 +49,7 @@ def stack_at(module: str, base: AdaptedBase, settings: Settings) -> Stack | None
 
 
 def stack_problems(module: str, matrices: Matrices, stack: Stack, base: AdaptedBase, settings: Settings) -> list[str]:
-    """What keeps matrices from changing a stack of experts."""
+    """The problems that keep an adapter's matrices from changing a stack of experts."""
     if missing := {"A", "B"} - matrices.sides.keys():
         return [f"{module}: its LoRA matrix {missing.pop()} is missing"]
     a, b = matrices.sides["A"].shape, matrices.sides["B"].shape
@@ -56,7 +62,7 @@ def stack_problems(module: str, matrices: Matrices, stack: Stack, base: AdaptedB
 
 
 def _stack_shape(stack: Stack, base: AdaptedBase) -> tuple[int, int, int]:
-    """Experts, outputs and inputs."""
+    """The shape of a stack of experts, as (experts, outputs, inputs)."""
     shapes = [base.tensors[name].shape for name in stack.parts[0]]
     if not stack.is_stored:
         return len(stack.parts), sum(shape[0] for shape in shapes), shapes[0][1]
@@ -65,7 +71,7 @@ def _stack_shape(stack: Stack, base: AdaptedBase) -> tuple[int, int, int]:
 
 
 def changed_stack(matrices: Matrices, stack: Stack, base: AdaptedBase, settings: Settings) -> dict[str, SourceTensor]:
-    """The tensors that a stack of experts is made of, as its matrices leave them."""
+    """The tensors that a stack of experts is made of, as an adapter's matrices change them."""
     a, b, scaling = matrices.sides["A"], matrices.sides["B"], settings.scaling(stack.parameter)
     if stack.is_stored:
         ((name,),) = stack.parts

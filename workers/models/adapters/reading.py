@@ -30,13 +30,13 @@ class Adapter:
 
 
 def is_adapter(path: Path) -> bool:
-    """The directory holds an adapter and no whole model."""
+    """Whether a directory holds an adapter and no whole model."""
     models = ("model.safetensors", "model.safetensors.index.json")
     return (path / ADAPTER_CONFIG).is_file() and not any((path / name).is_file() for name in models)
 
 
 def stated_base(path: Path) -> str:
-    """The model that the adapter in `path` says it was trained on: its trainer's path or hub id; "" if none."""
+    """The model that an adapter was trained on, by its configuration: a path or hub id of its trainer; "" if none."""
     settings = read_settings(path, [])
     return settings.stated_base if settings else ""
 
@@ -77,7 +77,7 @@ def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> A
             continue
         name = base.name(f"{module}.weight")
         if is_output_head(f"{module}.weight") and base.layout.is_tied:
-            continue  # the embedding's matrices again, or a problem that `_tied_problems` reports
+            continue  # either the embedding's matrices again, or reported by `_tied_problems`
         if name is None:
             unknown.append(f"{module}.weight")
             continue
@@ -98,7 +98,8 @@ def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> A
         name = base.name(f"{module}.weight")
         numbers = settings.token_numbers(module)
         if name is None or len(rows.shape) != 2 or rows.shape[1:] != tensors[name].shape[1:]:
-            problems.append(f"{where}: {module}: rows of single tokens that are not the base's")
+            of_base = "has no such tensor" if name is None else f"has {list(tensors[name].shape)}"
+            problems.append(f"{where}: {module}: its rows of single tokens are {list(rows.shape)}; the base {of_base}")
         elif rows.shape[0] != len(numbers) or not all(0 <= n < tensors[name].shape[0] for n in numbers):
             problems.append(
                 f"{where}: {module}: has {rows.shape[0]} rows for the tokens {list(numbers)!r:.80} of "
@@ -118,7 +119,10 @@ def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> A
 
 @lru_cache
 def _warn(message: str) -> None:
-    """Log a warning once per process. Only shapes decide whether an adapter fits: directories and names may differ."""
+    """Log a warning once per process.
+
+    Only shapes decide whether an adapter fits: directories and names may differ.
+    """
     log.warning("%s", message)
 
 
@@ -152,10 +156,11 @@ def _matrix_problems(
 
 
 def _tied_problems(parts: Parts, settings: Settings) -> Iterator[str]:
-    """Embedding and head of a tied model that an adapter trained as two tensors, so that the result is not tied.
+    """Problems of adapters that trained the embedding and output head of a tied model as two tensors.
 
-    peft trains the two as one where `ensure_weight_tying` asks for it, and stores the matrices of both. The model is
-    then the tied one with their product added once; peft 0.21's own merge adds it twice."""
+    The result would not be tied. peft trains the two as one where `ensure_weight_tying` asks for it, and stores the
+    matrices of both. The model is then the tied one with their product added once; peft 0.21's own merge adds it twice.
+    """
     heads = [module for module in parts.matrices if is_output_head(f"{module}.weight")]
     embeddings = [module for module, matrices in parts.matrices.items() if matrices.is_embedding]
     if settings.ties_weights:

@@ -1,4 +1,4 @@
-"""The settings in adapter_config.json that merging needs, checked."""
+"""Reading of the settings in adapter_config.json that merging needs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Settings:
         return self.ranks.get(_pattern(self.ranks, module), self.r)
 
     def scaling(self, module: str) -> float:
-        """alpha / r, or alpha / sqrt(r) if rank-stabilised (arXiv:2312.03732)."""
+        """The factor of the product B A: alpha / r, or alpha / sqrt(r) if rank-stabilised (arXiv:2312.03732)."""
         rank = self.rank(module)
         return self.alphas.get(_pattern(self.alphas, module), self.alpha) / (
             math.sqrt(rank) if self.is_rank_stabilized else rank
@@ -66,12 +66,12 @@ class Settings:
 
 
 def _pattern(patterns: Mapping[str, Any], module: str) -> str:
-    """The first pattern that matches the end of the module's name, as peft does it."""
+    """The first pattern that matches the end of the module's name, as in peft."""
     return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", module)), "")
 
 
 def read_settings(path: Path, problems: list[str]) -> Settings | None:
-    """None if the settings cannot be read or are not those of a plain LoRA adapter."""
+    """Read adapter_config.json; None if it cannot be read or is not that of a plain LoRA adapter."""
     file = path / ADAPTER_CONFIG
     try:
         config = json.loads(file.read_bytes())

@@ -1,4 +1,4 @@
-"""What an adapter's file holds: matrices, whole tensors and rows, by the names that peft gives them."""
+"""The tensors of an adapter's file: matrices, whole tensors and rows, by the names that peft gives them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ LORA = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB]
 WRAPPERS = re.compile(r"\.(?:base_layer|modules_to_save)(?=\.)")
 
 
-# What belongs to matrices, and rows of single tokens.
+# Names of what is stored beside matrices: DoRA's magnitudes, the bias of B, and rows of single tokens.
 MAGNITUDE, BIAS, TOKENS = ".lora_magnitude_vector", ".lora_B.bias", ".token_adapter.trainable_tokens_delta"
 
 
 @dataclass
 class Matrices:
-    """A and B of one module, as far as they are stored; those of an embedding change the transposed weight. `magnitude`
-    is DoRA's, `bias` that of B."""
+    """The LoRA matrices A and B of one module, as far as they are stored.
+
+    Those of an embedding change the transposed weight. `magnitude` is DoRA's, `bias` that of B.
+    """
 
     is_embedding: bool
     sides: dict[str, TensorInfo] = field(default_factory=dict)
@@ -74,7 +76,7 @@ def parts_of(stored: Mapping[str, TensorInfo]) -> Parts:
 
 
 def unexpected(parts: Parts, settings: Settings) -> Iterator[str]:
-    """What is stored, though the settings do not say so."""
+    """The stored tensors that contradict the settings."""
     for module, matrices in parts.matrices.items():
         if matrices.magnitude is not None and not settings.is_dora:
             yield f"{PREFIX}{module}{MAGNITUDE}"

@@ -3,7 +3,7 @@
 - `locations`: `locate`: the directory of a model or hub id; which commit a directory holds
 - `metadata`: metadata-only snapshots: small files, and headers in place of weights
 - `downloads`: the weights: what is missing, whether there is room, `fetched`
-- `reachability`: not to wait for a hub that does not answer
+- `reachability`: no waiting for a hub that does not answer
 - `errors`: why a hub model cannot be used, for messages
 """
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -14,6 +12,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
+from workers.directories import write_file
 from workers.errors import InvalidModel
 from workers.models.hub.errors import HubUnusable, reason_of
 from workers.models.hub.metadata import SnapshotRecord, is_metadata_only, read_record
@@ -33,7 +32,7 @@ MARGIN_BYTES = 2**30
 
 
 def absent_bytes(directories: Iterable[Path]) -> int:
-    """Bytes that `fetched` would download; each model counts once."""
+    """The bytes that `fetched` would download; each model counts once."""
     return sum(
         sum(_absent_files(read_record(directory)).values())
         for directory in {*directories}
@@ -42,7 +41,7 @@ def absent_bytes(directories: Iterable[Path]) -> int:
 
 
 def fetched(directories: Sequence[Path], *, note: Callable[[str], None] = log.info) -> tuple[Path, ...]:
-    """The directories, each metadata-only snapshot replaced by the model itself, downloaded at the same commit.
+    """The directories, with each metadata-only snapshot replaced by the model, downloaded at the same commit.
 
     Complete files are kept if a download is interrupted. `note` is called with lines about the progress. Raises
     InvalidModel, also if the cache's disk is too small: then nothing was downloaded.
@@ -76,18 +75,18 @@ def _fetch(record: SnapshotRecord, note: Callable[[str], None]) -> Path:
 
 
 def _absent_files(record: SnapshotRecord) -> dict[str, int]:
-    """The sizes of the weights that the cache does not have."""
+    """The sizes of the weights that the cache does not have, by file."""
     snapshot = _snapshot_dir(record.name, record.commit)
     return {file: size for file, size in record.sizes.items() if not has_size(snapshot / file, size)}
 
 
 def _snapshot_dir(name: str, commit: str) -> Path:
-    """Where the hub's cache keeps a commit of a model."""
+    """The directory of a commit of a model in the hub's cache."""
     return hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots" / commit
 
 
 def hub_cache() -> Path:
-    """Where the hub's client keeps what it downloads."""
+    """The directory in which the hub's client keeps downloads."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE).expanduser().resolve()
@@ -112,7 +111,7 @@ def lack_of_space(directories: Iterable[Path]) -> str | None:
 
 
 def download(name: str, commit: str, files: Sequence[str], progress: type | None = None) -> Path:
-    """The cache's directory of the commit, with these files."""
+    """Download files of a commit, and return the commit's directory in the cache."""
     from huggingface_hub import snapshot_download
 
     if files:
@@ -130,16 +129,13 @@ def point_to(snapshot: Path, revision: str) -> None:
     reference = snapshot.parents[1] / "refs" / revision
     if COMMIT.fullmatch(revision):
         return
-    with suppress(OSError):  # a cache that cannot be written to
+    with suppress(OSError):  # the cache cannot be written to
         if not reference.is_file() or reference.read_text() != snapshot.name:
-            reference.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=reference.parent, delete=False) as temporary:
-                temporary.write(snapshot.name)
-            os.replace(temporary.name, reference)
+            write_file(reference, snapshot.name)
 
 
 def _notes(note: Callable[[str], None], total: int) -> type:
-    """A progress bar for the hub's client that calls `note` with lines: bars would disturb other output."""
+    """A progress bar class for the hub's client that calls `note` with lines: bars would disturb other output."""
     from huggingface_hub.utils import tqdm
 
     class Notes(tqdm):  # type: ignore[misc]

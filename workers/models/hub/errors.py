@@ -1,4 +1,4 @@
-"""Why a hub model cannot be used, in one line for messages."""
+"""The reason why a hub model cannot be used, in one line for messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["HubUnusable", "reason_of"]
 
 
 class HubUnusable(Exception):
-    """The hub answers, but not with what is needed."""
+    """The hub answers, but does not send what is needed."""
 
 
 def reason_of(error: Exception, name: str, revision: str) -> str:

@@ -1,7 +1,8 @@
-"""Where a model is: a directory, a hub model in the hub's cache, or a metadata-only snapshot of one on the hub.
+"""The directory of a model: its own, that of a hub model in the hub's cache, or of a metadata-only snapshot.
 
-A model whose weights are not all in the cache is checked as a metadata-only snapshot, so that whether a family can be
-merged is known before its weights are downloaded. A snapshot is of one commit, and so is the download that replaces it.
+A hub model whose weights are not all in the cache is checked as a metadata-only snapshot, so that whether a family can
+be merged is known before its weights are downloaded. A snapshot is of one commit, and so is the download that replaces
+it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from workers.models.tokenizers import TOKENIZER_FILES
 
 __all__ = ["HUB_ID", "commit_of", "id_of", "locate"]
 
-# How the files of whole models and of adapters begin.
+# What the names of the files of whole models and of adapters begin with.
 STEMS = ("model", "adapter_model")
 
 INDEX = "{}.safetensors.index.json"
@@ -35,7 +36,7 @@ NEEDED_FILES = (
     *TOKENIZER_FILES,
 )
 
-# With its model card, which states the licence.
+# The needed files, and the model card, which states the licence.
 SMALL_FILES = (*NEEDED_FILES, "README.md")
 
 DIRECTORY = "a directory with config.json, tokenizer files and *.safetensors"
@@ -51,8 +52,8 @@ MAX_PLAIN_BYTES = 10 * 2**20
 def locate(model: str | Path) -> Path:
     """The directory of `model`: itself, or that of a hub model in the hub's cache, or a metadata-only snapshot of it.
 
-    No weights are downloaded. A complete model in the cache is used as it is where its commit is given, and where the
-    hub cannot be reached (or HF_HUB_OFFLINE is set). Raises InvalidModel.
+    No weights are downloaded. A complete model in the cache is used without asking the hub where its commit is given,
+    and where the hub cannot be reached (or HF_HUB_OFFLINE is set). Raises InvalidModel.
     """
     path = Path(model)
     if path.is_dir():
@@ -68,7 +69,7 @@ def locate(model: str | Path) -> Path:
         return cached
     try:
         return _looked_up(name, revision)
-    except Exception as error:  # of the hub's client, of its HTTP library, and of the system
+    except Exception as error:  # raised by the hub's client, by its HTTP library, or by the system
         if cached:
             return cached
         reason = reason_of(error, name, revision)
@@ -81,14 +82,14 @@ def locate(model: str | Path) -> Path:
 
 
 def commit_of(directory: Path) -> str | None:
-    """The commit of the hub model at `directory`, which is a result of `locate`; None for other directories."""
+    """The commit of the hub model at `directory`, a result of `locate`; None for other directories."""
     if is_metadata_only(directory):
         return read_record(directory).commit
     return directory.name if directory.parent.name == "snapshots" and COMMIT.fullmatch(directory.name) else None
 
 
 def id_of(directory: Path) -> str | None:
-    """owner/name of the hub model at `directory`, which is a result of `locate`; None for other directories."""
+    """The hub id (owner/name) of the model at `directory`, a result of `locate`; None for other directories."""
     if is_metadata_only(directory):
         return read_record(directory).name
     owner, _, name = directory.parent.parent.name.removeprefix("models--").rpartition("--")
@@ -96,7 +97,7 @@ def id_of(directory: Path) -> str | None:
 
 
 def _cached(name: str, revision: str) -> Path | None:
-    """The model's directory in the cache if all files that it names are there, else None."""
+    """The directory of a hub model in the cache if all of its files are there, else None."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -110,7 +111,7 @@ def _cached(name: str, revision: str) -> Path | None:
 
 
 def _looked_up(name: str, revision: str) -> Path:
-    """The model as the hub has it now: its directory in the cache, or a metadata-only snapshot."""
+    """A hub model as the hub has it now: its directory in the cache, or a metadata-only snapshot."""
     from huggingface_hub import HfApi
 
     info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=TIMEOUT_S)
@@ -136,8 +137,10 @@ def _looked_up(name: str, revision: str) -> Path:
 
 
 def _weights(directory: Path, names: Collection[str]) -> list[str]:
-    """The safetensors files, among `names`, of the model whose small files are in `directory`; not those of a second
-    copy in another format. Empty where it has no readable index."""
+    """The safetensors files, among `names`, of the model whose small files are in `directory`.
+
+    A second copy in another format is not included. There are none if an index cannot be read.
+    """
     for stem in STEMS:
         if (single := f"{stem}.safetensors") in names:
             return [single]

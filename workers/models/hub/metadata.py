@@ -1,4 +1,4 @@
-"""Metadata-only snapshots: what a hub model's files say, without its weights.
+"""Metadata-only snapshots: the files of a hub model without the contents of its weights.
 
 A snapshot is a directory with the model's small files and, for each file of weights, one that begins with the real
 file's header, has its size, and is sparse after the header. Code that reads configurations and headers works on it as
@@ -45,7 +45,7 @@ CONNECTIONS = 8
 
 @dataclass(frozen=True)
 class SnapshotRecord:
-    """What a snapshot contains: a model's files, and the sizes and sha256 (hex) that the hub states for its weights."""
+    """The contents of a snapshot: a model's files, and the hub's sizes and sha256 (hex) of its weights."""
 
     name: str
     revision: str
@@ -63,7 +63,8 @@ def is_metadata_only(directory: Path) -> bool:
 def stated_hash(file: Path) -> str | None:
     """The sha256 (hex) that the hub states for a snapshot's file of weights; None for files that are here.
 
-    Raises InvalidModel if the hub states none."""
+    Raises InvalidModel if the hub states none.
+    """
     if not is_metadata_only(file.parent):
         return None
     record = read_record(file.parent)
@@ -75,7 +76,7 @@ def stated_hash(file: Path) -> str | None:
 
 
 def named(text: str) -> str:
-    """`text` with the directories of snapshots replaced by their model and commit: owner/name@commit."""
+    """Text in which directories of snapshots are replaced by their model and commit, owner/name@commit."""
     return text.replace(f"{snapshots_dir()}{os.sep}", "")
 
 
@@ -88,7 +89,7 @@ def read_record(directory: Path) -> SnapshotRecord:
 
 
 def make_snapshot(record: SnapshotRecord, snapshot: Path, pickles: Iterable[str]) -> Path:
-    """The snapshot of `record`, which is created if it does not exist yet."""
+    """The directory of the snapshot that `record` describes, created if it does not exist yet."""
     place = snapshots_dir() / f"{record.name}@{record.commit}"
     if is_metadata_only(place):
         return place
@@ -114,7 +115,7 @@ def make_snapshot(record: SnapshotRecord, snapshot: Path, pickles: Iterable[str]
 
 
 def _header(record: SnapshotRecord, file: str) -> bytes:
-    """The safetensors header with its length; where the file cannot have one, what it begins with."""
+    """The safetensors header of a file with its length; only the first bytes if the file cannot have one."""
     size = record.sizes[file]
     start = _range(record, file, 0, min(size, FIRST_BYTES))
     end = 8 + int.from_bytes(start[:8], "little")
@@ -124,7 +125,7 @@ def _header(record: SnapshotRecord, file: str) -> bytes:
 
 
 def _range(record: SnapshotRecord, file: str, begin: int, end: int) -> bytes:
-    """Bytes [begin, end) of a file on the hub; no more than that is downloaded."""
+    """The bytes [begin, end) of a file on the hub; no more than that is downloaded."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 

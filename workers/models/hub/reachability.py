@@ -1,4 +1,4 @@
-"""Whether the hub answers: where it does not, its client retries every request for a minute and more."""
+"""Whether the hub answers; if it does not, its client retries every request for more than a minute."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _silent_at: dict[str, float] = {}
 
 @contextmanager
 def without_waiting() -> Iterator[None]:
-    """Where the hub does not answer, let its client use its cache alone, and fail at once where that is not enough."""
+    """Context in which the hub's client uses its cache alone, without retries, if the hub does not answer.
+
+    What is not in the cache fails at once.
+    """
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
@@ -40,7 +43,7 @@ def _answers() -> bool:
         return False
     try:
         get_session().head(constants.ENDPOINT, timeout=TIMEOUT_S)
-    except Exception:  # of its HTTP library, of TLS and of the system
+    except Exception:  # raised by its HTTP library, by TLS, or by the system
         _silent_at[constants.ENDPOINT] = time.monotonic()
         return False
     return True

@@ -7,8 +7,9 @@
 - `models`: the model that is trained: all weights, some layers, or LoRA
 - `trainer`: the loop over steps, the same on one rank and on several
 - `history`: the numbers of every update and evaluation
-- `checkpoints`: its state on disk, complete or absent
+- `checkpoints`: the state of a training on disk, complete or absent
 - `evaluation`: the tasks of studies, scored while training
-- `analysis`: the distribution of task vectors, and the losses of merges
+- `task_vectors`: the distribution of a trained expert's task vector
+- `merge_losses`: the losses of merges of trained experts
 - `result`: the trained model as a directory, with a model card
 """

@@ -1,6 +1,6 @@
-"""The state of a training on disk: weights that are trained, the optimizer's state, and the step. Never a pickle.
+"""The state of a training on disk: trained weights, the optimizer's state, and the step. No pickle is used.
 
-A checkpoint's directory appears once it is complete (`workers.directories`), so the newest one can always be loaded.
+A checkpoint's directory appears once it is complete (`workers.directories`), so that the newest can always be loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from workers.directories import appearing
 
 __all__ = ["KEPT", "latest", "load", "save", "step_of"]
 
-# The newest ones stay.
+# The number of checkpoints that are kept, the newest.
 KEPT = 2
 
 PREFIX = "step-"
@@ -27,7 +27,10 @@ WEIGHTS, MOMENTS, STATE = "weights.safetensors", "optimizer.safetensors", "state
 
 
 def save(directory: Path, *, step: int, trained: Mapping[str, torch.Tensor], optimizer: Optimizer, loss: float) -> Path:
-    """Write the state after `step` updates below `directory`, and remove the oldest beyond KEPT. Returns its place."""
+    """Write the state after `step` updates below `directory`, and return its directory.
+
+    The oldest checkpoints beyond KEPT are removed.
+    """
     out = directory / f"{PREFIX}{step:08}"
     if not out.exists():
         tensors, rest = _split(optimizer.state_dict())
@@ -41,19 +44,19 @@ def save(directory: Path, *, step: int, trained: Mapping[str, torch.Tensor], opt
 
 
 def latest(directory: Path) -> Path | None:
-    """The newest complete checkpoint below `directory`."""
+    """The newest complete checkpoint below `directory`; None if there is none."""
     found = _all(directory)
     return found[-1] if found else None
 
 
 def step_of(checkpoint: Path | None) -> int:
-    """How many updates a checkpoint is after; 0 for none."""
+    """The number of updates before a checkpoint; 0 for None."""
     return 0 if checkpoint is None else int(checkpoint.name.removeprefix(PREFIX))
 
 
 @torch.no_grad()
 def load(checkpoint: Path, *, trained: Mapping[str, torch.Tensor], optimizer: Optimizer) -> None:
-    """Set weights and optimizer to the checkpoint's. Raises ValueError if it is of other parameters."""
+    """Set weights and optimizer to the checkpoint's. Raises ValueError if it has other parameters."""
     weights = load_file(checkpoint / WEIGHTS)
     if weights.keys() != trained.keys():
         raise ValueError(f"{checkpoint}: holds other parameters than are trained; expected those of this specification")
@@ -68,7 +71,7 @@ def _all(directory: Path) -> list[Path]:
 
 
 def _split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors of an optimizer's state by "parameter.name", and all else, as plain data."""
+    """The tensors of an optimizer's state by "parameter.name", and the rest as plain data."""
     tensors, plain = {}, {}
     for number, entries in state["state"].items():
         plain[str(number)] = {name: value for name, value in entries.items() if not isinstance(value, torch.Tensor)}

@@ -1,7 +1,7 @@
 """Training data: rows of a JSONL file or dataset as documents of tokens, packed into rows of one length.
 
-A token's loss counts if it belongs to a completion, or ends one. The order is a function of the seed alone, so every
-rank has the same rows and takes its own of each batch.
+A token's loss counts if it belongs to a completion, or ends one. The order is a function of the seed alone, so that
+every rank has the same rows and takes its own part of each batch.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ MESSAGES = "messages"
 
 @dataclass(frozen=True)
 class Document:
-    """A text of `tokens`; `has_loss` says of which tokens. `place` is where it comes from, for messages."""
+    """A text of `tokens`, with the tokens whose loss counts (`has_loss`) and its origin, for messages."""
 
     tokens: tuple[int, ...]
     has_loss: tuple[bool, ...]
-    place: str
+    origin: str
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows as the model reads them, [rows, length] each: token ids, positions that begin anew with each document, and
-    the labels of the next token, IGNORED where there is no loss."""
+    """Rows as the model reads them, [rows, length] each.
+
+    `tokens` are ids, `positions` restart with each document, and `labels` are the next tokens, IGNORED where no loss
+    counts.
+    """
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -51,8 +54,11 @@ class Batch:
 
 
 def read_documents(data: Data, prompts: Prompts) -> list[Document]:
-    """All documents in the order of the data. Raises InvalidTask: data missing, malformed or empty (with its line), no
-    completion to learn from, a document longer than a row, no end-of-text token."""
+    """All documents of the training data, in its order.
+
+    Raises InvalidTask: data missing, malformed or empty (with its line), no completion to learn from, a document longer
+    than a row, no end-of-text token.
+    """
     eos = prompts.tokenizer.eos_token_id
     if eos is None:
         raise InvalidTask(f"data: the tokenizer of {prompts.directory} has no end-of-text token; completions need one")
@@ -64,15 +70,15 @@ def read_documents(data: Data, prompts: Prompts) -> list[Document]:
         refuse_null=True,
     )
     documents = []
-    for place, fields in _lines(data) if data.file is not None else _dataset_rows(data):
+    for origin, fields in _lines(data) if data.file is not None else _dataset_rows(data):
         if MESSAGES in fields:
-            document = _chat(fields[MESSAGES], prompts, place)
+            document = _chat(fields[MESSAGES], prompts, origin)
         else:
-            row = templates.row(fields, where=place)
-            document = _completion(row.prompt, row.answer, int(eos), prompts, place)
+            row = templates.row(fields, where=origin)
+            document = _completion(row.prompt, row.answer, int(eos), prompts, origin)
         if len(document.tokens) > data.max_length:
             raise InvalidTask(
-                f"{place}: {len(document.tokens)} tokens; data.max_length is {data.max_length}: raise it or shorten "
+                f"{origin}: {len(document.tokens)} tokens; data.max_length is {data.max_length}: raise it or shorten "
                 "the text"
             )
         documents.append(document)
@@ -82,8 +88,11 @@ def read_documents(data: Data, prompts: Prompts) -> list[Document]:
 
 
 def pack(documents: Sequence[Document], *, length: int, packing: bool, seed: int) -> list[tuple[Document, ...]]:
-    """Rows of at most `length` tokens, of documents in an order by `seed`: as many as fit, or one each without
-    `packing`. The open row with the least room that suffices takes a document."""
+    """Rows of at most `length` tokens, of documents in an order given by `seed`.
+
+    A row has as many documents as fit, or one without `packing`. A document goes into the open row with the least
+    sufficient room.
+    """
     order = list(documents)
     random.Random(f"documents {seed}").shuffle(order)
     if not packing:
@@ -106,12 +115,12 @@ def pack(documents: Sequence[Document], *, length: int, packing: bool, seed: int
     return [tuple(row) for row in rows]
 
 
-# Rows that documents may still be added to: looking through all would take quadratic time.
+# The largest number of open rows: searching all rows would take quadratic time.
 MAX_OPEN = 63
 
 
 def batch_rows(num_rows: int, *, batch: int, step: int, seed: int) -> list[int]:
-    """The numbers of the `batch` rows of update `step` (0, 1, ...): each pass over all rows has an order of its own."""
+    """The numbers of the `batch` rows of update `step` (0, 1, ...); each pass over all rows has its own order."""
     found = []
     for position in range(step * batch, (step + 1) * batch):
         epoch, index = divmod(position, num_rows)
@@ -120,7 +129,7 @@ def batch_rows(num_rows: int, *, batch: int, step: int, seed: int) -> list[int]:
 
 
 def tensors_of(rows: Sequence[Sequence[Document]], *, pad: int) -> Batch:
-    """The rows, filled up with `pad` to the longest."""
+    """The rows as tensors, padded with `pad` to the longest."""
     width = max(sum(len(document.tokens) for document in row) for row in rows)
     tokens = torch.full((len(rows), width), pad)
     positions = torch.zeros_like(tokens)
@@ -132,7 +141,7 @@ def tensors_of(rows: Sequence[Sequence[Document]], *, pad: int) -> Batch:
             ids = torch.tensor(document.tokens)
             tokens[i, start : start + size] = ids
             positions[i, start : start + size] = torch.arange(size)
-            # The label stands where the token is predicted: one place before it.
+            # A token's label is at the position before it, where it is predicted.
             counted = torch.tensor(document.has_loss[1:])
             labels[i, start : start + size - 1] = torch.where(counted, ids[1:], IGNORED)
             start += size
@@ -160,8 +169,8 @@ def _lines(data: Data) -> Iterator[tuple[str, Mapping[str, Any]]]:
         with Path(data.file).open("rb") as stream:
             for number, line in enumerate(stream, start=1):
                 if line.strip():
-                    place = f"{data.file}, line {number}"
-                    yield place, parse_line(line, where=place)
+                    origin = f"{data.file}, line {number}"
+                    yield origin, parse_line(line, where=origin)
     except OSError as error:
         raise InvalidTask(f"{data.file}: cannot be read ({error.strerror})") from error
 
@@ -171,34 +180,37 @@ def _dataset_rows(data: Data) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
     try:
         rows = datasets.load_dataset(data.dataset, split=data.split)
-    except Exception as error:  # of any of its many sources
+    except Exception as error:  # a data set can raise any class
         raise InvalidTask(f"dataset {data.dataset!r}, split {data.split!r}: cannot be loaded: {error}") from error
     for number, row in enumerate(rows):
         yield f"dataset {data.dataset!r}, row {number}", row
 
 
-def _completion(prompt: str, completion: str, eos: int, prompts: Prompts, place: str) -> Document:
-    """Prompt and completion, tokenized together where that keeps the prompt's tokens, and the end of text."""
+def _completion(prompt: str, completion: str, eos: int, prompts: Prompts, origin: str) -> Document:
+    """A document of prompt, completion and end of text.
+
+    Prompt and completion are tokenized together where that keeps the prompt's tokens.
+    """
     if not completion:
-        raise InvalidTask(f"{place}: the completion is empty")
+        raise InvalidTask(f"{origin}: the completion is empty")
     context, whole = prompts.encode(prompt), prompts.encode(prompt + completion)
     if whole[: len(context)] != context or len(whole) == len(context):
         whole = [*context, *prompts.encode(completion, special_tokens=False)]
     if whole[-1] != eos:
         whole = [*whole, eos]
-    return Document(tuple(whole), (False,) * len(context) + (True,) * (len(whole) - len(context)), place)
+    return Document(tuple(whole), (False,) * len(context) + (True,) * (len(whole) - len(context)), origin)
 
 
-def _chat(messages: Any, prompts: Prompts, place: str) -> Document:
-    """A conversation by the tokenizer's chat template; what the assistant says has loss, with what ends its turn."""
+def _chat(messages: Any, prompts: Prompts, origin: str) -> Document:
+    """A conversation by the tokenizer's chat template; the assistant's turns have loss, their end included."""
     if not isinstance(messages, list) or not all(
         isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in messages
     ):
-        raise InvalidTask(f"{place}: {MESSAGES} is not a list of objects with role and content")
+        raise InvalidTask(f"{origin}: {MESSAGES} is not a list of objects with role and content")
     if not any(each["role"] == "assistant" for each in messages):
-        raise InvalidTask(f"{place}: no message of the assistant to learn from")
+        raise InvalidTask(f"{origin}: no message of the assistant to learn from")
     if not prompts.tokenizer.chat_template:
-        raise InvalidTask(f"{place}: the tokenizer of {prompts.directory} has no chat template for {MESSAGES}")
+        raise InvalidTask(f"{origin}: the tokenizer of {prompts.directory} has no chat template for {MESSAGES}")
 
     def rendered(count: int, *, asks: bool) -> list[int]:
         text = prompts.tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=asks)
@@ -212,9 +224,9 @@ def _chat(messages: Any, prompts: Prompts, place: str) -> Document:
         before, after = rendered(index, asks=True), rendered(index + 1, asks=False)
         if after[: len(before)] != before or before[: len(tokens)] != tokens:
             raise InvalidTask(
-                f"{place}: the chat template of {prompts.directory} renders earlier messages differently when later "
+                f"{origin}: the chat template of {prompts.directory} renders earlier messages differently when later "
                 "ones follow, so the loss cannot be placed"
             )
         has_loss += [False] * (len(before) - len(tokens)) + [True] * (len(after) - len(before))
         tokens = after
-    return Document(tuple(tokens), tuple(has_loss), place)
+    return Document(tuple(tokens), tuple(has_loss), origin)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.engines.transformers.backend import Reference
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.metric_process import MetricProcess
@@ -20,8 +20,10 @@ __all__ = ["Evaluator"]
 
 
 class Evaluator:
-    """Scores the objectives of `section` on a model that is being trained. `access` limits the files that tasks lead to
-    (None: no limit). Raises InvalidTask."""
+    """Scores the objectives of `section` on a model that is being trained.
+
+    `access` limits the files that tasks may use (None: no limit). Raises InvalidTask.
+    """
 
     def __init__(
         self,
@@ -35,7 +37,7 @@ class Evaluator:
     ) -> None:
         reference = Reference(str(base), EngineOptions(max_model_len=max_length), model=_OnDevice(model))
         self._model = model
-        # Ray Train calls a training in a thread; the process ends with that.
+        # Ray Train calls a training in a thread, with which the process ends.
         is_main = threading.current_thread() is threading.main_thread()
         self._evaluator = TaskEvaluator(reference, reference.prompts, metrics=None if is_main else MetricProcess())
         self._spans = []
@@ -59,7 +61,7 @@ class Evaluator:
 
 
 class _OnDevice:
-    """The model, called with tensors of any device."""
+    """A model that accepts tensors of any device."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -1,8 +1,8 @@
 """Fleets and pipelines: one specification for an expert per task, and for the study that merges them.
 
-A fleet is a specification with `experts`: alias -> what is different for that expert, section by section. A pipeline is
-a fleet with `study`: a study without `models`, which are the base and the experts of the fleet. With `analysis`, what
-was trained is analysed at the end.
+A fleet is a specification with `experts`: alias -> the options that differ for that expert, section by section. A
+pipeline is a fleet with `study`: a study without `models`, which are the base and the experts of the fleet. With
+`analysis`, the trained experts are analysed at the end.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from search_spaces.errors import InvalidStudy, Problem
-from search_spaces.section import Section
-from search_spaces.study.checks import WORDS
+from search_spaces.section import NAME, Section
+from search_spaces.study.checks import HINTS
 from search_spaces.study.file import Study, parse_study
-from search_spaces.study.sections import NAME
 from search_spaces.study.validation import problems_of
 from search_spaces.study.yaml import read_document
 from workers.training.finetuning.spec import FinetuneSpec, parse_spec
@@ -41,18 +40,18 @@ __all__ = [
 # Keys of a fleet, and the directories of its results.
 EXPERTS, STUDY = "experts", "study"
 
-# What a specification of an expert or a fleet may have beside the options of experts.
+# Keys of a specification besides the options of experts.
 ANALYSIS = "analysis"
 
 # Options that are the same for all experts of a fleet.
 COMMON = ("name", "base")
 
-# Sections, over which an expert's own options are laid.
+# Sections whose options an expert may override one by one.
 SECTIONS, OPTIONAL_SECTIONS = ("data", "method", "training"), ("adapter", "evaluation")
 
 
 class Analysis(Section):
-    """Of the trained experts: the distribution of their task vectors, the losses of their merges."""
+    """Which analyses of the trained experts are made: the distribution of task vectors, the losses of merges."""
 
     samples: Annotated[int, Field(ge=1)] = 100
     """Of each evaluation task, whose reference answers give the losses."""
@@ -60,8 +59,11 @@ class Analysis(Section):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The specification of each expert by its alias, the document of the study, if there is one, and what is to be
-    analysed. `is_fleet`: they were given as a fleet, be it of one; `name` is the fleet's, or that of the one expert."""
+    """The specification of each expert by its alias, the study that merges them, and the analysis.
+
+    `study` is a document; None without a study. `is_fleet` says that the experts were given as a fleet, even if it has
+    one; `name` is the fleet's, or that of the one expert.
+    """
 
     name: str
     experts: Mapping[str, FinetuneSpec]
@@ -71,16 +73,18 @@ class Pipeline:
     analysis: Analysis | None = None
 
     def places(self, out: Path) -> dict[str, Path]:
-        """Where each expert is trained: `out` itself, or a directory in it for each of a fleet."""
+        """The directory in which each expert is trained: `out`, or for a fleet a directory in it."""
         return {alias: out / EXPERTS / alias if self.is_fleet else out for alias in self.experts}
 
     def field_of(self, alias: str, field: str = "") -> str:
-        """Where an option of an expert is in the document, as messages name it."""
+        """The place of an expert's option in the document, for messages."""
         return ".".join(filter(None, [*((EXPERTS, alias) if self.is_fleet else ()), field]))
 
     def canonical(self) -> dict[str, Any]:
-        """As plain data with all defaults written out and all paths absolute; `parse_pipeline` returns an equal one
-        from it, but for `directory`, which no longer matters."""
+        """Plain data with all defaults and with absolute paths.
+
+        `parse_pipeline` returns an equal pipeline from it, except for `directory`, which has no effect then.
+        """
         specs = {alias: spec.canonical() for alias, spec in self.experts.items()}
         analysis = {} if self.analysis is None else {ANALYSIS: self.analysis.model_dump(mode="json")}
         if not self.is_fleet:
@@ -94,7 +98,10 @@ class Pipeline:
         return document
 
     def study_of(self, directories: Mapping[str, Path]) -> Study | None:
-        """The study of the experts in these directories. Raises InvalidStudy with every problem found."""
+        """The study of the experts in these directories; None without one.
+
+        Raises InvalidStudy with every problem found.
+        """
         if self.study is None:
             return None
         base = next(iter(self.experts.values())).base
@@ -103,18 +110,20 @@ class Pipeline:
 
 
 def is_pipeline(document: Mapping[str, Any]) -> bool:
-    """Whether a document is meant as a fine-tuning rather than as a study, which has `models` in place of a base."""
+    """Whether a document is meant as a fine-tuning. A study has `models` where a fine-tuning has a base."""
     return "base" in document and "models" not in document
 
 
 def load_pipeline(file: Path) -> Pipeline:
-    """The fleet or pipeline in a YAML or JSON file; relative paths are relative to its directory. That of one expert
-    has its name as alias. Raises InvalidStudy with every problem found."""
+    """The fleet or pipeline in a YAML or JSON file; relative paths are relative to its directory.
+
+    A single expert has the specification's name as alias. Raises InvalidStudy with every problem found.
+    """
     return parse_pipeline(read_document(file), file.absolute().parent)
 
 
 def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -> Pipeline:
-    """As `load_pipeline`, from a document."""
+    """The fleet or pipeline that a document describes; see `load_pipeline`."""
     problems: list[Problem] = []
     analysis = _analysis(document.get(ANALYSIS), problems)
     if EXPERTS not in document:
@@ -164,19 +173,19 @@ def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -
 
 
 def _analysis(given: Any, problems: list[Problem]) -> Analysis | None:
-    """None if there is to be none; what is wrong with it is added to `problems`."""
+    """The analysis, or None without one. What is wrong with it is added to `problems`."""
     if given is None:
         return None
     try:
         return Analysis.model_validate_json(json.dumps(given), strict=True)
     except ValidationError as error:
-        found = problems_of(error.errors(include_url=False), Analysis.model_json_schema(), WORDS)
+        found = problems_of(error.errors(include_url=False), Analysis.model_json_schema(), HINTS)
         problems += [Problem(".".join(filter(None, (ANALYSIS, p.field))), p.message) for p in found]
         return None
 
 
 def _laid_over(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The shared sections with an expert's own options in them."""
+    """The shared sections, overridden by an expert's own options."""
     merged = dict(shared)
     for key, value in own.items():
         below = shared.get(key)

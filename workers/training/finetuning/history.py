@@ -1,4 +1,4 @@
-"""The numbers of a training, a line each: of every update, and of every evaluation.
+"""The numbers of a training, one line for every update and for every evaluation.
 
 {"step": 1, "steps": 500, "loss": 2.3, "gradient_norm": 0.8, "learning_rate": 1e-5, "tokens": 512, "seconds": 0.4}
 {"step": 50, "values": {"math": 0.61}}
@@ -12,16 +12,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from workers.directories import write_file
+
 __all__ = ["CHECKPOINTS", "EXPERT", "METRICS", "History", "HistoryReader", "Report", "read_history"]
 
-# In the directory of a training: its history, its checkpoints, and the expert.
+# Names in the directory of a training: its history, its checkpoints, and the expert.
 METRICS, CHECKPOINTS, EXPERT = "metrics.jsonl", "checkpoints", "model"
 
 Report = Callable[[Mapping[str, Any]], None]
 
 
 def read_history(file: Path) -> list[dict[str, Any]]:
-    """All lines; one that a killed process left incomplete is left out."""
+    """All lines of a history, except one that a killed process left incomplete."""
     try:
         lines = file.read_text().splitlines()
     except FileNotFoundError:
@@ -59,7 +61,7 @@ class HistoryReader:
 
 
 class History:
-    """`file` is written by one rank, `report` called on every one."""
+    """The history of a training: one rank writes `file`, and every rank calls `report`."""
 
     def __init__(self, file: Path, *, is_writer: bool, report: Report) -> None:
         self._file, self._is_writer, self._report = file, is_writer, report
@@ -71,13 +73,11 @@ class History:
         self._report(line)
 
     def forget_after(self, step: int) -> None:
-        """Remove what was written after the checkpoint of `step`: it is written again."""
+        """Remove what was written after the checkpoint of `step`, because those updates are made again."""
         if self._is_writer:
             kept = [line for line in read_history(self._file) if line["step"] <= step]
-            new = self._file.with_suffix(".new")
-            new.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            new.replace(self._file)
+            write_file(self._file, "".join(json.dumps(line) + "\n" for line in kept))
 
     def last(self, key: str) -> Any:
-        """The latest number under `key`, None if there is none."""
+        """The latest number under `key`; None if there is none."""
         return next((line[key] for line in reversed(read_history(self._file)) if key in line), None)

@@ -19,7 +19,10 @@ __all__ = ["fitted_scale", "make_optimizer"]
 
 
 def fitted_scale(method: Method, base: Path) -> Fit | None:
-    """The fit to task vectors that `scale: auto` asks for. Raises InvalidModel, and ValueError if these are 0."""
+    """The fit to task vectors for `scale: auto`; None for another scale.
+
+    Raises InvalidModel, and ValueError if the task vectors are 0.
+    """
     if method.scale != "auto" or method.kind != "mergopt":
         return None
     return fit(sample_of(base, [locate(expert) for expert in method.fit_to]), method.noise)
@@ -35,8 +38,10 @@ def make_optimizer(
     moved: Sequence[torch.nn.Parameter] | None = None,
     fitted: Fit | None = None,
 ) -> Optimizer:
-    """The optimizer of the parameters `trained` of `model`. `moved` are those that MergOPT gives an offset, if these
-    are others."""
+    """The optimizer of the parameters `trained` of `model`.
+
+    `moved` are the parameters that get MergOPT's offset, if they are not those that are trained.
+    """
     parameters = list(trained)
     is_sgd = method.kind == "sgd" or (method.kind != "adamw" and method.optimizer == "sgd")
     inner: Optimizer

@@ -1,4 +1,4 @@
-"""The model that is trained: all its weights, those of some layers, or LoRA adapters on frozen ones."""
+"""The model that is trained: all its weights, those of some layers, or LoRA adapters on frozen weights."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ __all__ = ["TrainedModel", "load_model", "pad_token"]
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """`module` is what transformers or peft saves; `forward` gives logits and is called in training: the same, or its
+    """A model in training.
+
+    `module` is what transformers or peft saves. `forward` returns logits and is called in training: `module`, or its
     tangent model. `trained` are the parameters that are updated, by name; `moved` those that get MergOPT's offset, None
-    if they are the same."""
+    if they are the same.
+    """
 
     module: Any
     forward: torch.nn.Module
@@ -28,7 +31,7 @@ class TrainedModel:
 
 
 class _Logits(torch.nn.Module):
-    """A model of transformers as a function from tokens to logits [rows, columns, vocabulary]."""
+    """A transformers model as a function from tokens to logits [rows, columns, vocabulary]."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -40,8 +43,10 @@ class _Logits(torch.nn.Module):
 
 
 def load_model(spec: FinetuneSpec, base: Path, device: torch.device) -> TrainedModel:
-    """The base in float32 on `device`, in training mode. Raises InvalidModel: layers that it has not, adapter targets
-    that match nothing."""
+    """The base in float32 on `device`, in training mode.
+
+    Raises InvalidModel for layers that the base does not have, and for adapter targets that match nothing.
+    """
     from transformers import AutoModelForCausalLM
 
     is_tangent = spec.method.kind == "tangent"
@@ -66,7 +71,7 @@ def load_model(spec: FinetuneSpec, base: Path, device: torch.device) -> TrainedM
 
 
 def pad_token(spec: FinetuneSpec, tokenizer: Any, base: Path) -> int:
-    """The id of the token that rows are filled up with. Raises InvalidModel if there is none."""
+    """The id of the token that rows are padded with. Raises InvalidModel if there is none."""
     name = spec.data.pad_token
     if name is not None:
         found = tokenizer.get_vocab().get(name)

@@ -1,4 +1,4 @@
-"""The trained expert as a directory that studies take: safetensors, tokenizer, model card, and how it was trained."""
+"""The trained expert as a directory that studies accept: safetensors, tokenizer, model card, training record."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from workers.training.finetuning.spec import FinetuneSpec
 
 __all__ = ["TRAINING_FILE", "write_expert"]
 
-# How the expert was trained, beside its weights.
+# The file, beside the weights, that records how the expert was trained.
 TRAINING_FILE = "finetune.json"
 
 
 def write_expert(
     spec: FinetuneSpec, base: Path, model: Any, out: Path, *, facts: Mapping[str, Any], values: Mapping[str, float]
 ) -> Path:
-    """Write the model, or its adapter, to the new directory `out`. `facts` are for TRAINING_FILE and the card,
-    `values` what the last evaluation found. The weights of `model` are rounded to the expert's
-    dtype in place. Returns `out`, left as it is if it exists."""
+    """Write the model, or its adapter, to the new directory `out`, and return `out`; an existing directory is kept.
+
+    `facts` are for TRAINING_FILE and the card, `values` are those of the last evaluation. The weights of `model` are
+    rounded to the expert's dtype in place.
+    """
     if out.exists():
         return out
     with appearing(out, "expert") as place:
@@ -55,8 +57,10 @@ def write_expert(
 
 
 def _sources(spec: FinetuneSpec, base: Path) -> dict[str, str]:
-    """What the expert was made from, by content: the base's fingerprint, as studies have it, and the sha256 of its data
-    file."""
+    """The contents that the expert was made from.
+
+    They are the base's fingerprint, as in studies, and the sha256 of its data file.
+    """
     data = {} if spec.data.file is None else {"data": content_hash(spec.data.file)}
     return {"base": fingerprint(open_checkpoint(base)), **data}
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
 from search_spaces.errors import InvalidStudy, Problem
-from search_spaces.section import Section
-from search_spaces.study.checks import WORDS
-from search_spaces.study.file import ObjectiveSpec, resolved_model, resolved_objective
-from search_spaces.study.sections import InlineTask, Line, Name
+from search_spaces.section import Line, Name, Section
+from search_spaces.study.checks import HINTS
+from search_spaces.study.file import resolved_model, resolved_objective
+from search_spaces.study.objectives import InlineTask, ObjectiveSpec
 from search_spaces.study.validation import in_file_order, problems_of
 from search_spaces.study.yaml import read_document
 from workers.file_access import FileAccess
@@ -149,18 +150,21 @@ class FinetuneSpec(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
     def canonical(self) -> dict[str, Any]:
-        """As plain data with all defaults written out; `parse_spec` returns the same specification from it."""
+        """Plain data with all defaults; `parse_spec` returns the same specification from it."""
         return self.model_dump(mode="json")
 
 
+@cache
 def finetune_json_schema() -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of a specification."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **FinetuneSpec.model_json_schema()}
 
 
 def load_spec(file: Path | str) -> FinetuneSpec:
-    """The specification in a YAML or JSON file; relative paths are relative to its directory. Raises InvalidStudy with
-    every problem found."""
+    """The specification in a YAML or JSON file; relative paths are relative to its directory.
+
+    Raises InvalidStudy with every problem found.
+    """
     file = Path(file)
     return parse_spec(read_document(file), file.absolute().parent)
 
@@ -168,11 +172,12 @@ def load_spec(file: Path | str) -> FinetuneSpec:
 def parse_spec(document: Mapping[str, Any], directory: Path | None = None) -> FinetuneSpec:
     """The specification that `document` describes. Relative paths are resolved against `directory`; None leaves them.
 
-    Raises InvalidStudy with every problem found."""
+    Raises InvalidStudy with every problem found.
+    """
     try:
         spec = FinetuneSpec.model_validate_json(json.dumps(document), strict=True)
     except ValidationError as error:
-        problems = problems_of(error.errors(include_url=False), finetune_json_schema(), WORDS)
+        problems = problems_of(error.errors(include_url=False), finetune_json_schema(), HINTS)
         raise InvalidStudy(in_file_order(problems, document)) from error
     if problems := _contradictions(spec):
         raise InvalidStudy(in_file_order(problems, document))
@@ -180,7 +185,10 @@ def parse_spec(document: Mapping[str, Any], directory: Path | None = None) -> Fi
 
 
 def task_of(objective: ObjectiveSpec, *, seed: int, access: FileAccess | None = None) -> TaskSpec:
-    """An objective's task as it is built while training. `access` limits the files that are read; None: no limit."""
+    """The task of an objective, as it is built while training.
+
+    `access` limits the files that are read; None: no limit.
+    """
     return TaskSpec(
         task=objective.task.model_dump(mode="json") if isinstance(objective.task, InlineTask) else objective.task,
         metric=objective.metric,

@@ -2,7 +2,7 @@
 
 Ranks share each batch's rows and average gradients (DDP). The loss of an update is the mean over the targets of the
 whole batch, so that the number of workers and of rows read at once changes rounding only. A training that was killed
-goes on from its last checkpoint.
+continues from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.errors import InvalidModel, TrainingFailed
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.tasks import check_task
@@ -38,7 +38,7 @@ from workers.training.finetuning.spec import FinetuneSpec, Training, task_of
 __all__ = ["check", "check_data", "learning_rate_at", "train"]
 
 SEEDS = 1_000_003
-SHOWN = 5  # documents of a failed batch that are named
+SHOWN = 5  # documents of a failed batch that a message names
 
 
 def train(
@@ -49,12 +49,13 @@ def train(
     device: torch.device | None = None,
     access: FileAccess | None = None,
 ) -> dict[str, Any]:
-    """Train, or go on with, what `spec` describes in the directory `out`, whose user holds it for this training alone.
+    """Train, or continue to train, what `spec` describes in the directory `out`; no other training may use `out`.
 
-    Runs on every rank of the process group, if there is one. `report` is called on each with the numbers of every
-    update and evaluation, as METRICS has them; `device` is this rank's (None: a GPU if there is one). `access` limits
-    the files that evaluation tasks lead to (None: no limit). Returns the facts of the training. Raises InvalidModel,
-    InvalidTask and TrainingFailed."""
+    Runs on every rank of the process group, if there is one. Each rank calls `report` with the numbers of every update
+    and evaluation, as METRICS has them; `device` is this rank's (None: a GPU if there is one). `access` limits the
+    files that evaluation tasks may use (None: no limit). Returns the facts of the training. Raises InvalidModel,
+    InvalidTask and TrainingFailed.
+    """
     ranks = _Ranks.here(device)
     base = locate(spec.base)
     prompts = Prompts(str(base), EngineOptions(max_model_len=spec.data.max_length))
@@ -96,7 +97,7 @@ def train(
             group["lr"] = rate
         torch.manual_seed(
             ((spec.seed * SEEDS + step) * SEEDS + ranks.rank) % 2**63
-        )  # of dropout, after a resumption too
+        )  # the random numbers of dropout, also after a resumption
         update = passes.update(step, optimizer, kept=newest)
         optimizer.step(update.gradients)
         loss = update.loss
@@ -124,14 +125,17 @@ def train(
 
 
 def check(spec: FinetuneSpec) -> None:
-    """Everything that can be checked without the model's weights. Raises InvalidModel and InvalidTask."""
+    """Check everything that can be checked without the model's weights. Raises InvalidModel and InvalidTask."""
     check_data(spec)
     for objective in spec.evaluation.objectives if spec.evaluation is not None else ():
         check_task(task_of(objective, seed=spec.seed))
 
 
 def check_data(spec: FinetuneSpec) -> None:
-    """As `check`, but for the tasks of the evaluation: InvalidModel is about the base, InvalidTask about the data."""
+    """Check everything that `check` does, except the tasks of the evaluation.
+
+    An InvalidModel is about the base, an InvalidTask about the data.
+    """
     base = locate(spec.base)
     reads = open_checkpoint(base).settings.get("max_position_embeddings")
     if reads is not None and spec.data.max_length > reads:
@@ -144,7 +148,7 @@ def check_data(spec: FinetuneSpec) -> None:
 
 
 def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
-    """That of update `step` (0, 1, ...): a linear warm-up, then a fall to 0 after the last update."""
+    """The learning rate of update `step` (0, 1, ...): a linear warm-up, then a decay to 0 after the last update."""
     warmup = training.warmup_steps
     if step < warmup:
         return training.learning_rate * (step + 1) / warmup
@@ -155,7 +159,7 @@ def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
 
 @dataclass(frozen=True)
 class _Ranks:
-    """This process among those that train together."""
+    """This process's rank, the number of processes that train together, and operations over all of them."""
 
     rank: int
     size: int
@@ -173,7 +177,7 @@ class _Ranks:
             dist.barrier()
 
     def total(self, number: float) -> float:
-        """The sum over all ranks."""
+        """The sum of a number over all ranks."""
         if self.size == 1:
             return number
         found = torch.tensor(number, dtype=torch.float64, device=self.device)
@@ -211,7 +215,7 @@ class _Passes:
         return logits
 
     def without_averaging(self) -> AbstractContextManager[Any]:
-        """Within, backward passes only add to this rank's gradients."""
+        """A context in which backward passes only add to this rank's gradients."""
         if isinstance(self._forward, DistributedDataParallel):
             context: AbstractContextManager[Any] = self._forward.no_sync()
             return context
@@ -219,8 +223,11 @@ class _Passes:
 
 
 class _Update:
-    """One update's batch. `gradients` is the optimizer's closure, which may be called more than once; `loss` is that of
-    its first call. `kept` is the last checkpoint, for messages."""
+    """The batch of one update, and the closure that computes its gradients.
+
+    `gradients` is the closure, which may be called more than once; `loss` is the result of its first call. `kept` is
+    the last checkpoint, for messages.
+    """
 
     def __init__(
         self,
@@ -237,7 +244,7 @@ class _Update:
         self._is_first = True
 
     def gradients(self) -> float:
-        """Clear the gradients, compute those of the mean loss over all targets of the batch, clip them; the loss."""
+        """Set the gradients to the clipped ones of the mean loss over all targets of the batch, and return the loss."""
         self._optimizer.zero_grad()
         ranks = self._passes.ranks
         total = 0.0
@@ -247,7 +254,7 @@ class _Update:
                 logits = self._passes.logits(batch.tokens, batch.positions).flatten(0, 1).float()
                 labels = batch.labels.flatten().to(logits.device)
                 loss = cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
-                # Averaged over ranks, where this is a sum over them.
+                # DDP averages over ranks; this loss is a sum over them.
                 torch.autograd.backward(loss * (ranks.size / self.num_targets))
                 total += float(loss.detach())
         limit = self._passes.spec.training.max_gradient_norm
@@ -267,10 +274,10 @@ class _Update:
             yield mine[start : start + size], start + size >= len(mine)
 
     def _failure(self, loss: float, norm: float) -> str:
-        places = [document.place for row in self._batch for document in row]
-        others = f" and {len(places) - SHOWN} others" if len(places) > SHOWN else ""
+        origins = [document.origin for row in self._batch for document in row]
+        others = f" and {len(origins) - SHOWN} others" if len(origins) > SHOWN else ""
         kept = f"the last good checkpoint is {self._kept}" if self._kept else "there is no checkpoint yet"
         return (
             f"step {self._step + 1}: the loss is {loss} and the gradient's norm {norm}; the batch was "
-            f"{'; '.join(places[:SHOWN])}{others}; {kept}. A lower learning rate or other data may help"
+            f"{'; '.join(origins[:SHOWN])}{others}; {kept}. A lower learning rate or other data may help"
         )

@@ -1,8 +1,8 @@
-"""Statistics of each layer's weights, which tell a policy what a layer is like without naming its model.
+"""Statistics of each layer's weights, which describe a layer to a policy without naming its model.
 
-Of each component of a layer (attention, MLP, norms), over all its numbers: the mean, the logarithm of the standard
-deviation, the kurtosis, and the logarithm of the distance from the base's layer relative to the base's norm. HM3's
-authors embed the layers' parameters without saying how; these are ours.
+They are computed over all numbers of each component of a layer (attention, MLP, norms): the mean, the logarithm of the
+standard deviation, the kurtosis, and the logarithm of the distance from the base's layer relative to the base's norm.
+HM3's authors embed the layers' parameters without saying how; these statistics were chosen here.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ __all__ = ["STATISTICS", "layer_descriptors"]
 
 STATISTICS = ("mean", "log_std", "kurtosis", "log_distance")
 
-# In place of a distance of 0, and of a standard deviation of 0.
+# Replaces a distance of 0, and a standard deviation of 0.
 SMALLEST = 1e-8
 
 
 @lru_cache(maxsize=4)
 def layer_descriptors(family: Family, models: tuple[str, ...]) -> Tensor:
-    """[num_models, num_layers, num_components * 4]: of the models with these aliases, each statistic standardised over
-    all layers of all models; one that is the same everywhere is 0. Kept by the models' fingerprints."""
+    """The statistics [num_models, num_layers, num_components * 4] of the models with these aliases.
+
+    Each is standardised over all layers of all models; a constant one is 0. They are cached by the models'
+    fingerprints.
+    """
     key = "hm3 descriptors 1 " + json.dumps([family.fingerprints[alias] for alias in (family.base.alias, *models)])
     found = cached(key)
     if found is None:

@@ -1,4 +1,4 @@
-"""The runner: episodes, each one path, played with given networks.
+"""The runner plays episodes, each one path, with given networks.
 
 Axes: B episodes, T steps, A steps of the pool with the end, C candidates, D dimensions of an embedding, H of a state.
 """
@@ -23,8 +23,11 @@ __all__ = ["Episode", "Role", "generator_of", "play"]
 
 @dataclass(frozen=True)
 class Role:
-    """What an episode is played with. `exploration` is a probability in [0, 1]; `noise` is in deviations. `path`: the
-    one that was taken, where it is known; None: the policy chooses."""
+    """The conditions under which an episode is played.
+
+    `exploration` is a probability in [0, 1]; `noise` is in standard deviations. `path` is the path that was taken;
+    None: the policy chooses it.
+    """
 
     number: int
     preference: tuple[float, ...]
@@ -35,8 +38,11 @@ class Role:
 
 @dataclass(frozen=True)
 class Episode:
-    """`steps` [T] are numbers of the pool's steps, the end included where the policy chose it; `path` is without it.
-    `protos` [T, D] are the proto-actions, `log_densities` [T] those under the policy that played."""
+    """A played path, and the data that the policy learns from.
+
+    `steps` [T] are numbers of the pool's steps, including the end if the policy chose it; `path` is without the end.
+    `protos` [T, D] are the proto-actions, `log_densities` [T] their log densities under the policy that played.
+    """
 
     number: int
     preference: tuple[float, ...]
@@ -47,21 +53,24 @@ class Episode:
 
 
 def generator_of(seed: int, number: int) -> torch.Generator:
-    """The random numbers of episode `number`: a function of the two numbers alone."""
+    """The random generator of episode `number`, a function of the two numbers alone."""
     digest = hashlib.sha256(f"hm3:{seed}:{number}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 @torch.no_grad()
 def play(networks: Networks, roles: Sequence[Role], *, seed: int, k: int) -> list[Episode]:
-    """The paths of some episodes, played side by side. A step is explored with probability `exploration`, and
-    proto-actions have `noise` times the policy's deviation: with neither, the path is that which the policy holds best.
-    Where one step alone is allowed it is taken without the policy; the end of a path of maximal length is such a step
-    and no part of the episode. The proto-actions of a given path are the embeddings of its steps, to which they lead
-    for certain: so the policy learns from it which steps were good.
+    """The paths of some episodes, played side by side.
 
-    An episode's random numbers are its own. Its rounding is that of all episodes that are played with it, so whoever
-    plays it again plays the same ones."""
+    A step is explored with probability `exploration`, and proto-actions have `noise` times the policy's deviation: with
+    neither, the path is the one that the policy prefers. A step without an alternative is taken without the policy; the
+    end of a path of maximal length is such a step and no part of the episode. The proto-actions of a given path are the
+    embeddings of its steps, which certainly lead to these steps, so that the policy learns from the path which steps
+    were good.
+
+    An episode's random numbers are its own. Its rounding depends on all episodes that are played with it, so that
+    repeating it means playing the same episodes together.
+    """
     paths = networks.paths
     noise_BTD, draws_BTE = _random_numbers(networks, roles, seed=seed)
     weights = torch.tensor([role.preference for role in roles], dtype=torch.float32)
@@ -112,7 +121,10 @@ def play(networks: Networks, roles: Sequence[Role], *, seed: int, k: int) -> lis
 
 
 def _random_numbers(networks: Networks, roles: Sequence[Role], *, seed: int) -> tuple[Tensor, Tensor]:
-    """[B, T, D] normal, times each episode's noise; [B, T, 2] uniform: whether a step is explored, and which."""
+    """Normal numbers [B, T, D], times each episode's noise, and uniform numbers [B, T, 2].
+
+    The uniform numbers decide whether a step is explored, and which.
+    """
     longest, size = networks.paths.longest, len(networks.log_std)
     noise, draws = [], []
     for role in roles:
@@ -123,14 +135,14 @@ def _random_numbers(networks: Networks, roles: Sequence[Role], *, seed: int) -> 
 
 
 def _allowed(paths: LayerPaths, steps: Sequence[int]) -> Tensor:
-    """After the end: the end, which is played no more."""
+    """Which steps each path allows; after its end only the end, which has no effect."""
     if steps and steps[-1] == stop_of(paths):
         return torch.arange(paths.num_steps + 1) == stop_of(paths)
     return allowed_steps(paths, steps)
 
 
 def _after(networks: Networks, hidden_1BH: Tensor, steps_BCD: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, C, H] each: the states after each candidate, and what the encoder remembers then."""
+    """The states after each candidate, and the encoder's memory then, [B, C, H] each."""
     count, num = steps_BCD.shape[:2]
     before = hidden_1BH.repeat_interleave(num, dim=1)
     states, hiddens = networks.gru(steps_BCD.reshape(count * num, 1, -1), before)

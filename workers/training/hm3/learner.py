@@ -1,4 +1,4 @@
-"""The learner: improves the networks by the episodes of one iteration, and is saved and restored as bytes."""
+"""The learner improves the networks by the episodes of one iteration, and is saved and restored as bytes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from workers.training.hm3.episodes import Episode, generator_of
 from workers.training.hm3.networks import NetworkOptions, Networks
 from workers.training.hm3.ppo import Losses, gae, log_density, remaining_shares, surrogate
 
-__all__ = ["Batch", "Learner", "LearnerOptions", "Memory", "UpdateStatistics"]
+__all__ = ["EpisodeBatch", "Learner", "LearnerOptions", "Memory", "UpdateStatistics"]
 
-# Streams of random numbers beside those of episodes, whose numbers are at least 0.
+# Streams of random numbers that differ from those of episodes, whose numbers are at least 0.
 FIRST_NETWORKS, MINI_BATCHES = -1, -2
 
 
 @dataclass(frozen=True)
 class LearnerOptions:
-    """Clip, gamma and lambda are those that HM3's authors state; the other numbers are ours. `recalled`: how many
-    episodes of all that were learned from the value network learns from in each mini-batch."""
+    """Options of an update.
+
+    Clip, gamma and lambda are those that HM3's authors state; the other numbers were chosen here. `recalled` is the
+    number of earlier episodes that the value network learns from in each mini-batch.
+    """
 
     clip: float = 0.1
     gamma: float = 0.990
@@ -63,7 +66,7 @@ class Learner:
         self.num_updates = 0
         self._seed = seed
         self._memory: Memory | None = None
-        # The first numbers of the networks are a function of the seed, and nobody else's random state moves.
+        # The initial networks are a function of the seed; no other random state changes.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator_of(seed, FIRST_NETWORKS).initial_seed())
             self.networks = Networks(paths, networks, descriptors)
@@ -71,14 +74,16 @@ class Learner:
 
     @property
     def num_remembered(self) -> int:
-        """How many episodes the value network learns from."""
+        """The number of episodes that the value network learns from."""
         return 0 if self._memory is None else len(self._memory.lengths)
 
     def update(self, episodes: Sequence[Episode], outcomes_BK: Tensor) -> UpdateStatistics:
-        """Learn from the episodes of one iteration. `outcomes_BK`: of each, what every objective's part of R was, less
-        the price of its length; R is their sum weighted by the episode's preference, and R / T the reward of each of
-        its T steps."""
-        batch = Batch.of(episodes, outcomes_BK)
+        """Learn from the episodes of one iteration.
+
+        `outcomes_BK` are the parts of each episode's outcome R by objective, less the price of its length. R is their
+        sum weighted by the episode's preference, and R / T is the reward of each of its T steps.
+        """
+        batch = EpisodeBatch.of(episodes, outcomes_BK)
         if self.num_updates == 0:
             self.networks.measure(outcomes_BK)
         self._memory = batch.remembered if self._memory is None else self._memory.joined(batch.remembered)
@@ -102,23 +107,25 @@ class Learner:
 
         return UpdateStatistics(mean("policy"), mean("value"), mean("entropy"), mean("kl"))
 
-    def losses(self, batch: Batch, advantages_BT: Tensor, recalled: Memory) -> Losses:
-        """PPO's losses: of the policy over some episodes of this iteration, of the value network over episodes of any.
-        The value of a state is the outcome that is expected, times the share of it that is still to be paid: so
-        expected outcomes of states at different places can be compared, and to end now or later is judged by the
-        outcome alone."""
+    def losses(self, batch: EpisodeBatch, advantages_BT: Tensor, recalled: Memory) -> Losses:
+        """PPO's losses: of the policy over some episodes of this iteration, of the value network over any episodes.
+
+        The value of a state is the expected outcome, times the share of it that is still to be paid. Therefore expected
+        outcomes of states after any number of steps can be compared, and the choice between ending now or later depends
+        on the outcome alone.
+        """
         options = self.options
         networks = self.networks
         num = len(batch.steps)
         states = networks.states(_stacked(batch.steps, recalled.steps))
         length = batch.steps.shape[1]
-        # The encoder is trained by outcomes alone: the policy's noisy gradients would undo what it has learned.
+        # Only outcomes train the encoder: the policy's noisy gradients would undo what it has learned.
         mean = networks.proto(states[:num, :length].detach(), batch.preferences[:, None])
         log_ratio = log_density(batch.protos, mean, networks.log_std) - batch.log_densities
         is_step = batch.is_step
         log_ratio = torch.where(is_step, log_ratio, 0.0)
         policy = -surrogate(log_ratio, advantages_BT, clip=options.clip)[is_step].mean()
-        # All states count: that after the end too, whose outcome is the episode's.
+        # All states count, including that after the end, whose outcome is the episode's.
         expected = networks.outcomes(states[num:, : recalled.steps.shape[1] + 1], recalled.preferences[:, None])
         errors = ((expected - recalled.outcomes[:, None]) / networks.spread) ** 2
         value = errors[recalled.is_state].mean()
@@ -128,8 +135,8 @@ class Learner:
         return Losses(total, policy, value, entropy, kl)
 
     @torch.no_grad()
-    def _advantages(self, batch: Batch) -> Tensor:
-        """[B, T]: by GAE, normalised over all steps of the iteration; 0 beyond an episode's end."""
+    def _advantages(self, batch: EpisodeBatch) -> Tensor:
+        """The advantages [B, T] by GAE, normalised over all steps of the iteration; 0 beyond an episode's end."""
         options = self.options
         states = self.networks.states(batch.steps)
         found = self.networks.outcomes(states, batch.preferences[:, None])
@@ -146,7 +153,7 @@ class Learner:
         return torch.where(batch.is_step, (advantages - real.mean()) / scale, 0.0)
 
     def to_bytes(self) -> bytes:
-        """Everything that the next update depends on."""
+        """The state on which the next update depends, as bytes."""
         buffer = io.BytesIO()
         state = {
             "networks": self.networks.state_dict(),
@@ -158,8 +165,11 @@ class Learner:
         return buffer.getvalue()
 
     def restore(self, content: bytes, *, remembers: bool = True) -> None:
-        """Take over what `to_bytes` of a learner with networks of the same shapes gave; with `remembers` false without
-        its episodes, which are those of another search. Raises ValueError with the shapes for other networks."""
+        """Restore the state that `to_bytes` returned, of a learner with networks of the same shapes.
+
+        With `remembers` false its episodes, which are those of another search, are left out. Raises ValueError with the
+        shapes for other networks.
+        """
         state = torch.load(io.BytesIO(content), weights_only=True)
         given = {name: list(tensor.shape) for name, tensor in state["networks"].items()}
         own = {name: list(tensor.shape) for name, tensor in self.networks.state_dict().items()}
@@ -177,8 +187,10 @@ class Learner:
 
 @dataclass(frozen=True)
 class Memory:
-    """Episodes side by side, as far as the value network needs them: B, padded to T steps with step 0; lengths [B],
-    preferences and outcomes [B, K]."""
+    """The parts of B episodes that the value network needs, padded to T steps with step 0.
+
+    Lengths [B], preferences and outcomes [B, K].
+    """
 
     steps: Tensor
     lengths: Tensor
@@ -202,14 +214,14 @@ class Memory:
 
 
 def _stacked(first_BT: Tensor, second_BT: Tensor) -> Tensor:
-    """The episodes of both, padded to the longer."""
+    """The steps of two batches of episodes as one batch, padded to the longer one."""
     longest = max(first_BT.shape[1], second_BT.shape[1])
     return torch.cat([torch.nn.functional.pad(steps, (0, longest - steps.shape[1])) for steps in (first_BT, second_BT)])
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Episodes side by side: B, padded to T steps with step 0; protos [B, T, D], preferences and outcomes [B, K]."""
+class EpisodeBatch:
+    """B episodes, padded to T steps with step 0; protos [B, T, D], preferences and outcomes [B, K]."""
 
     steps: Tensor
     protos: Tensor
@@ -219,7 +231,7 @@ class Batch:
     lengths: tuple[int, ...]
 
     @classmethod
-    def of(cls, episodes: Sequence[Episode], outcomes_BK: Tensor) -> Batch:
+    def of(cls, episodes: Sequence[Episode], outcomes_BK: Tensor) -> EpisodeBatch:
         pad = torch.nn.utils.rnn.pad_sequence
         return cls(
             steps=pad([episode.steps for episode in episodes], batch_first=True),
@@ -238,8 +250,8 @@ class Batch:
     def remembered(self) -> Memory:
         return Memory(self.steps, torch.tensor(self.lengths), self.preferences, self.outcomes)
 
-    def only(self, rows: Tensor) -> Batch:
-        return Batch(
+    def only(self, rows: Tensor) -> EpisodeBatch:
+        return EpisodeBatch(
             self.steps[rows],
             self.protos[rows],
             self.log_densities[rows],

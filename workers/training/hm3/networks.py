@@ -1,4 +1,4 @@
-"""The module: from the path so far to a state, a proto-action, and the outcomes that are expected.
+"""The networks, which map the path so far to a state, a proto-action, and the expected outcomes.
 
 Axes: B episodes, T steps, A steps of the pool with the end, D dimensions of an embedding, H of a state, K objectives.
 """
@@ -14,14 +14,17 @@ from search_spaces.spaces.layer_paths import LayerPaths
 
 __all__ = ["NetworkOptions", "Networks"]
 
-# Outcomes that differ by less are as good as equal.
+# Outcomes that differ by less count as equal.
 SMALLEST_SPREAD = 1e-3
 
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """`by_index`: models have embeddings of their own beside their layers' descriptors; without, the networks can be
-    used for another pool of the same number of layers. `sees_preference`: the preference vector is an input."""
+    """Sizes and inputs of the networks.
+
+    With `by_index` models have embeddings of their own beside their layers' descriptors; without, the networks can be
+    used for another pool with the same number of layers. With `sees_preference` the preference vector is an input.
+    """
 
     num_objectives: int = 1
     num_statistics: int = 0
@@ -35,7 +38,8 @@ class NetworkOptions:
 class Networks(nn.Module):
     """Encoder, policy network and value network over one pool.
 
-    `descriptors` [num_models, num_layers, num_statistics] are statistics of the layers' weights, standardised."""
+    `descriptors` [num_models, num_layers, num_statistics] are statistics of the layers' weights, standardised.
+    """
 
     def __init__(self, paths: LayerPaths, options: NetworkOptions, descriptors: Tensor | None = None) -> None:
         super().__init__()
@@ -49,7 +53,7 @@ class Networks(nn.Module):
                 f"descriptors of shape {tuple(descriptors.shape)}; the pool and options need "
                 f"{(len(paths.models), paths.num_layers, options.num_statistics)}"
             )
-        # Belongs to the pool and not to what is learned.
+        # Part of the pool, not of the learned state.
         self.register_buffer("descriptors", descriptors.to(torch.float32), persistent=False)
         if options.by_index:
             self.models = nn.Embedding(len(paths.models), size)
@@ -69,12 +73,12 @@ class Networks(nn.Module):
 
     @torch.no_grad()
     def measure(self, outcomes_BK: Tensor) -> None:
-        """Let outcomes be expected in units of these, which are the first that are known: their mean and deviation."""
+        """Set the unit of expected outcomes to the mean and deviation of `outcomes_BK`, the first known ones."""
         self.centre.copy_(outcomes_BK.mean(dim=0))
         self.spread.copy_(outcomes_BK.std(dim=0, unbiased=False).clamp(min=SMALLEST_SPREAD))
 
     def embeddings(self) -> Tensor:
-        """[A, D]: of every step of the pool, then of the end; each has length 1."""
+        """The embeddings [A, D] of every step of the pool, then of the end; each has length 1."""
         paths = self.paths
         found = self.layers.weight[None].expand(len(paths.models), -1, -1)
         if self.options.by_index:
@@ -85,20 +89,23 @@ class Networks(nn.Module):
         return nn.functional.normalize(every, dim=1)
 
     def states(self, steps_BT: Tensor) -> Tensor:
-        """[B, T + 1, H]: the states before the first step, and after each of the steps."""
+        """The states [B, T + 1, H] before the first step, and after each of the steps."""
         table = self.embeddings()
         begun = nn.functional.normalize(self.start, dim=0).expand(len(steps_BT), 1, -1)
         states: Tensor = self.gru(torch.cat([begun, table[steps_BT]], dim=1))[0]
         return states
 
     def proto(self, states: Tensor, preference_K: Tensor) -> Tensor:
-        """[..., D]: the mean of the proto-action in each state [..., H]."""
+        """The mean [..., D] of the proto-action in each state [..., H]."""
         found: Tensor = self.policy(self._seen(states, preference_K))
         return found
 
     def outcomes(self, states: Tensor, preference_K: Tensor) -> Tensor:
-        """[..., K]: what each objective is expected to be once a path from this state [..., H] is complete, less the
-        price of its length. The preference's weighted sum of them is the expected outcome R."""
+        """The expected outcome [..., K] of each objective once a path from this state [..., H] is complete.
+
+        The price of the path's length is subtracted. The preference's weighted sum of the outcomes is the expected
+        outcome R.
+        """
         found: Tensor = self.centre + self.spread * self.value(self._seen(states, preference_K))
         return found
 
@@ -109,7 +116,7 @@ class Networks(nn.Module):
 
 
 def _head(num_inputs: int, hidden: int, num_outputs: int) -> nn.Sequential:
-    """Two layers, whose outputs are near 0 at first."""
+    """Two layers, whose outputs are near 0 initially."""
     last = nn.Linear(hidden, num_outputs)
     nn.init.normal_(last.weight, std=0.01)
     nn.init.zeros_(last.bias)

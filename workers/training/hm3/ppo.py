@@ -17,7 +17,7 @@ __all__ = ["Losses", "gae", "log_density", "remaining_shares", "surrogate"]
 
 @dataclass(frozen=True)
 class Losses:
-    """Of one mini-batch: `total` is what is minimised."""
+    """The losses of one mini-batch; `total` is minimised."""
 
     total: Tensor
     policy: Tensor
@@ -28,8 +28,11 @@ class Losses:
 
 
 def gae(rewards_T: Tensor, values_T: Tensor, *, gamma: float, lambda_: float) -> Tensor:
-    """[T]: the advantage of each step of a finished episode: sum over l of (gamma lambda)^l delta_{t+l}, where delta_t
-    is r_t + gamma V(s_{t+1}) - V(s_t), and the value after the last step is 0."""
+    """The advantage of each step [T] of a finished episode.
+
+    It is the sum over l of (gamma lambda)^l delta_{t+l}, where delta_t is r_t + gamma V(s_{t+1}) - V(s_t), and the
+    value after the last step is 0.
+    """
     following = torch.cat([values_T[1:], values_T.new_zeros(1)])
     deltas = rewards_T + gamma * following - values_T
     advantages = torch.empty_like(deltas)
@@ -41,18 +44,20 @@ def gae(rewards_T: Tensor, values_T: Tensor, *, gamma: float, lambda_: float) ->
 
 
 def remaining_shares(num_steps: int, *, gamma: float) -> Tensor:
-    """[T]: what of the outcome R is still to be paid at each step, discounted, where each of T steps is paid R / T:
-    (1 / T) sum_{j >= t} gamma^(j - t)."""
+    """The discounted share of the outcome R that is still to be paid at each step [T].
+
+    Each of T steps is paid R / T: the share is (1 / T) sum_{j >= t} gamma^(j - t).
+    """
     return gae(torch.full((num_steps,), 1.0 / num_steps), torch.zeros(num_steps), gamma=gamma, lambda_=1.0)
 
 
 def log_density(proto: Tensor, mean: Tensor, log_std_D: Tensor) -> Tensor:
-    """The log density of proto-actions [..., D] under independent normal distributions: [...]."""
+    """The log density [...] of proto-actions [..., D] under independent normal distributions."""
     z = (proto - mean) * torch.exp(-log_std_D)
     return (-0.5 * z**2 - log_std_D - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
 
 
 def surrogate(log_ratio: Tensor, advantages: Tensor, *, clip: float) -> Tensor:
-    """Elementwise: the clipped objective (larger is better), min(ratio A, clip(ratio, 1 - clip, 1 + clip) A)."""
+    """The clipped objective (larger is better), elementwise: min(ratio A, clip(ratio, 1 - clip, 1 + clip) A)."""
     ratio = log_ratio.exp()
     return torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)

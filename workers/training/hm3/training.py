@@ -1,13 +1,13 @@
 """Which networks play which episode, with which preference: a function of the options, the seed and earlier outcomes.
 
-Iterations follow each other, each of the same number of episodes. Iteration i plays with the networks of i - 1, which
-have learned from the iterations up to i - 2: so the episodes of one iteration are scored while those of the next are
-played. With a policy for each preference vector the policies take turns, an iteration each; one that is conditioned on
-the vector plays all of them in each iteration, one after the other.
+All iterations have the same number of episodes. Iteration i plays with the networks of i - 1, which have learned from
+the iterations up to i - 2, so that the episodes of one iteration are scored while those of the next are played. With
+one policy per preference vector the policies take turns, one iteration each. A policy that is conditioned on the vector
+plays all vectors in each iteration, one after the other.
 
-Policies may be given to begin with. They have no warm-up, and explore from the beginning as rarely as a search does in
-the end. Where they do not learn either, the first episode of each preference vector is the path that the policy holds
-best, without noise.
+A search may begin with given policies. They have no warm-up, and explore from the beginning as rarely as a search does
+at its end. If they do not learn either, the first episode of each preference vector is the path that the policy
+prefers, without noise.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ from workers.training.hm3.episodes import Episode, Role, play
 from workers.training.hm3.learner import Learner, LearnerOptions, UpdateStatistics
 from workers.training.hm3.networks import NetworkOptions
 
-__all__ = ["Training", "TrainingOptions"]
+__all__ = ["PolicyTraining", "PolicyTrainingOptions"]
 
-# Episodes that are played for a proposal, as a policy repeats itself.
+# Episodes that are played for a proposal, because a policy repeats paths.
 TRIES = 16
 
 
 @dataclass(frozen=True)
-class TrainingOptions:
-    """`episodes` of an iteration. `warm_up`: iterations of each policy that nothing is learned from, in which every
-    step is drawn from all that are allowed. `k`: neighbours of a proto-action. Exploration falls linearly from 1 to
-    `exploration` over the `explored` iterations of a policy after its warm-up. With `draws_paths` whole paths are
-    explored, drawn as the space draws: all in the warm-up, and fewer and fewer over the `explored` iterations; steps
-    are explored as rarely as in the end. With `learns` false, the policies that a search begins with play all episodes,
-    and the vectors take turns."""
+class PolicyTrainingOptions:
+    """Options of a policy's training.
+
+    `episodes` is the number of an iteration. `warm_up` is the number of iterations of each policy that nothing is
+    learned from, in which every step is drawn from all allowed ones. `k` is the number of neighbours of a proto-action.
+    Exploration decreases linearly from 1 to `exploration` over the `explored` iterations of a policy after its warm-up.
+    With `draws_paths` whole paths are explored, drawn as the space draws them: all in the warm-up, then a share that
+    decreases to zero over the `explored` iterations; single steps are explored as rarely as at the end. With `learns`
+    false, the policies that a search begins with play all episodes, and the vectors take turns.
+    """
 
     episodes: int = 16
     warm_up: int = 1
@@ -58,15 +61,18 @@ class _Played:
     episodes: Mapping[int, Episode]
 
 
-class Training:
-    """The policies of one search. `preferences` are the vectors, at least one. `saved` has checkpoints by the iteration
-    that they have learned from last; of each policy those of its last two iterations are needed. `start`: of each
-    policy the checkpoint that it begins with; none: new ones. Raises ValueError for another number of them."""
+class PolicyTraining:
+    """The policies of one search.
+
+    `preferences` are the vectors, at least one. `saved` has checkpoints by the iteration that they have learned from
+    last; those of the last two iterations of each policy are needed. `start` has the checkpoint that each policy begins
+    with; none: new policies. Raises ValueError for another number of them.
+    """
 
     def __init__(
         self,
         paths: LayerPaths,
-        options: TrainingOptions,
+        options: PolicyTrainingOptions,
         *,
         seed: int,
         preferences: Sequence[tuple[float, ...]],
@@ -92,23 +98,26 @@ class Training:
         return 1 if self.options.is_conditioned else len(self.preferences)
 
     def iteration_of(self, number: int) -> int:
-        """Of episode `number`."""
+        """The iteration of episode `number`."""
         return number // self.options.episodes
 
     def numbers_in(self, iteration: int) -> range:
-        """The episodes of an iteration."""
+        """The numbers of an iteration's episodes."""
         first = iteration * self.options.episodes
         return range(first, first + self.options.episodes)
 
     def num_needed(self, number: int) -> int:
-        """How many iterations must be finished before episode `number` is played: all but the one before its own."""
+        """The number of iterations that must be finished before episode `number` is played.
+
+        These are all but the one before its own.
+        """
         return max(0, self.iteration_of(number) - 1) if self.options.learns else 0
 
     def policy_of(self, iteration: int) -> int:
         return iteration % self.num_policies
 
     def turn_of(self, iteration: int) -> int:
-        """How many iterations of the same policy come before."""
+        """The number of earlier iterations of the same policy."""
         return iteration // self.num_policies
 
     def preference_of(self, number: int) -> tuple[float, ...]:
@@ -120,7 +129,7 @@ class Training:
         return self.options.learns and (bool(self._start) or self.turn_of(iteration) >= self.options.warm_up)
 
     def source_of(self, iteration: int, *, newest: int) -> int | None:
-        """The last iteration up to `newest` that the policy of `iteration` has learned from; None: none."""
+        """The last iteration up to `newest` that the policy of `iteration` has learned from; None if there is none."""
         last = newest - (newest - iteration) % self.num_policies
         return last if last >= 0 and self.is_learned_from(last) else None
 
@@ -131,8 +140,10 @@ class Training:
     # -- episodes and updates --------------------------------------------------------------------------------------
 
     def play(self, number: int) -> Episode:
-        """Episode `number`; those of its iteration are played together. Raises KeyError if the networks that they need
-        are not saved."""
+        """Episode `number`, played together with those of its iteration.
+
+        Raises KeyError if the networks that these episodes need are not saved.
+        """
         iteration = self.iteration_of(number)
         source = self.source_of(iteration, newest=iteration - 2) if self.options.learns else None
         by = None if source is None else self.saved[source]
@@ -179,10 +190,12 @@ class Training:
     def learn(
         self, iteration: int, outcomes_BK: Tensor, *, paths: Sequence[Path] | None = None
     ) -> UpdateStatistics | None:
-        """Learn from an iteration whose episodes had these outcomes (see `Learner.update`), and save the result; None
-        in the warm-up. Episodes that were played elsewhere are played again, which gives what they were. `paths`: those
-        that had the outcomes; where one is not the episode's, as in a search that an earlier version of this package
-        began, it is what is learned from."""
+        """Learn from an iteration whose episodes had these outcomes (see `Learner.update`), and save the result.
+
+        Returns None in the warm-up. Episodes that another process played are played again, with the same result.
+        `paths` are those that had the outcomes; where one differs from the episode's, as in a search that an earlier
+        version of this package began, the policy learns from the given path.
+        """
         if not self.is_learned_from(iteration):
             return None
         episodes = [self.play(number) for number in self.numbers_in(iteration)]
@@ -197,8 +210,10 @@ class Training:
         return found
 
     def proposals(self, content: bytes, *, preference: tuple[float, ...], count: int) -> list[Path]:
-        """At most `count` different paths of a policy that was saved, for any preference vector and without learning:
-        first the one that it holds best, then others that it plays, with the exploration that is left in the end."""
+        """At most `count` different paths of a saved policy, for any preference vector, without learning.
+
+        The first is the one that the policy prefers; the others are played with the exploration of the end of a search.
+        """
         learner = self._new(0)
         learner.restore(content)
         found: dict[Path, None] = {}
@@ -219,7 +234,10 @@ class Training:
         return Learner(self.paths, options.networks, options.learner, seed=seed, descriptors=self._descriptors)
 
     def _learner(self, iteration: int, source: int | None) -> Learner:
-        """That of the iteration's policy once it has learned from `source`; None: as the search begins."""
+        """The learner of the iteration's policy after it learned from iteration `source`.
+
+        If `source` is None, it is the learner with which the search begins.
+        """
         learner = self._new(iteration)
         if source is not None:
             learner.restore(self.saved[source])

@@ -1,4 +1,4 @@
-"""From proto-actions to steps: the k nearest steps by embedding, of which the one is taken whose outcome is best.
+"""Choice of a step from a proto-action: of the k steps with the nearest embeddings, the best by expected outcome.
 
 Dulac-Arnold et al., "Deep Reinforcement Learning in Large Discrete Action Spaces" (2015), section 4, with the value of
 the state after a step in place of the action-value, as HM3's authors describe it. B episodes, A steps, C candidates.
@@ -13,9 +13,11 @@ __all__ = ["choose", "nearest"]
 
 
 def nearest(protos_BD: Tensor, embeddings_AD: Tensor, allowed_BA: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
-    """[B, C] each: the numbers of the allowed steps whose embeddings are nearest to each proto-action (Euclidean),
-    nearest first, of equal ones the smaller number first; and which of them are candidates. C is the smaller of `k` and
-    A; where fewer steps are allowed, the last numbers of a row are no candidates."""
+    """The numbers of the allowed steps nearest to each proto-action, and which of them are candidates, [B, C] each.
+
+    The distance is that of the embeddings (Euclidean), nearest first, of equal ones the smaller number first. C is the
+    smaller of `k` and A; where fewer steps are allowed, the last numbers of a row are no candidates.
+    """
     distances = torch.linalg.vector_norm(embeddings_AD - protos_BD[:, None], dim=2)
     distances = torch.where(allowed_BA, distances, torch.inf)
     order = torch.sort(distances, dim=1, stable=True).indices[:, :k]
@@ -23,8 +25,11 @@ def nearest(protos_BD: Tensor, embeddings_AD: Tensor, allowed_BA: Tensor, *, k: 
 
 
 def choose(outcomes_BC: Tensor, is_candidate_BC: Tensor, *, explores_B: Tensor, draws_B: Tensor) -> Tensor:
-    """[B]: the place of one of the candidates: of the one with the largest outcome (of equal ones the nearest), or
-    where an episode explores that which its draw from [0, 1) names, all of them equally likely."""
+    """The index [B] of the chosen candidate.
+
+    It is the one with the largest outcome, of equal ones the nearest. Where an episode explores, its draw from [0, 1)
+    chooses among all candidates with equal probability.
+    """
     best = torch.where(is_candidate_BC, outcomes_BC, -torch.inf).argmax(dim=1)
     counts = is_candidate_BC.sum(dim=1)
     drawn = torch.minimum((draws_B * counts).long(), counts - 1)

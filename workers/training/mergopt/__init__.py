@@ -1,13 +1,15 @@
-"""Fine-tuning for experts that are to be merged: MergOPT (papers: "MergOPT: A merge-aware optimizer for robust model
-merging"), and the optimizers that it is compared with. All are `torch.optim.Optimizer` with `step(closure)`.
+"""Fine-tuning for experts that are to be merged: MergOPT, and the optimizers that it is compared with.
+
+Paper: "MergOPT: A merge-aware optimizer for robust model merging". All are `torch.optim.Optimizer` with
+`step(closure)`.
 
 - `optimizer`: MergOPT, around any optimizer: the gradient at parameters with a merge's offset, the update without it
 - `noise`: the distributions of the offset, drawn by counter: element i of step s is a function of seed, s and i
 - `kernel`: the same noise, added by compiled code on CPU
-- `elements`: where a parameter's elements, or a rank's shard of them, are among all
+- `elements`: the numbers of a parameter's elements, or of a rank's shard, among all elements
 - `in_layers`: offsets added where layers read their weights, and made again in the backward pass
-- `fit`: the scale of the noise from task vectors that there are, and how well it fits them
-- `wrapper`: what optimizers around others have in common
+- `fit`: the scale of the noise from existing task vectors, and how well it fits them
+- `wrapper`: the common part of optimizers around other optimizers
 - `sharpness`: SAM and ASAM
 - `tangent`: fine-tuning in the tangent space of the base, for small models
 """

@@ -1,7 +1,7 @@
-"""Where the elements of parameters are among the elements of all of them: the counter of the noise.
+"""The number of each parameter's elements among the elements of all parameters: the counter of the noise.
 
 Parameters follow each other in the optimizer's order, each in C order of its whole shape. A rank that holds a shard of
-a parameter (FSDP2) counts as if it held all: so its noise is that part of the noise of a process that does.
+a parameter (FSDP2) counts as if it held all, so that its noise equals that part of an unsharded process's noise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Part", "parts_of"]
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What this process holds of a parameter: `tensor`, sharing its memory, whose first element is number `start`."""
+    """This process's part of a parameter: `tensor` shares its memory, and its first element has number `start`."""
 
     parameter: torch.Tensor
     tensor: torch.Tensor
@@ -34,8 +34,11 @@ class Part:
 
 
 def parts_of(parameters: Iterable[torch.Tensor]) -> list[Part]:
-    """This process's parts; a parameter given twice counts once. Raises ValueError for a parameter that is not of a
-    floating dtype, or sharded along another dimension than the first."""
+    """This process's parts; a parameter given twice counts once.
+
+    Raises ValueError for a parameter that is not of a floating dtype, or is sharded along another dimension than the
+    first.
+    """
     found: list[Part] = []
     seen: set[int] = set()
     start = 0

@@ -1,5 +1,7 @@
-"""The scale of MergOPT's noise from task vectors that there are (`b: auto`), and how well the noise fits them: the
-Kolmogorov-Smirnov distance and mean log-likelihood of the paper's table 10 (appendix D.1.1)."""
+"""The scale of MergOPT's noise from existing task vectors (`b: auto`), and how well the noise fits them.
+
+Fits are compared by the Kolmogorov-Smirnov distance and mean log-likelihood of the paper's table 10 (appendix D.1.1).
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,17 @@ from workers.training.mergopt.noise import Gaussian, Laplace, Noise
 
 __all__ = ["Fit", "fit", "sample_of"]
 
-# Elements of a task vector that are looked at, as in the paper's footnote 2.
+# Elements of a task vector that are used, as in the paper's footnote 2.
 SAMPLE = 1_000_000
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A distribution around 0 by maximum likelihood. `distance` is the Kolmogorov-Smirnov distance in [0, 1] between
-    it and the elements, `log_likelihood` the mean of the elements' (natural log), `zeros` the share of elements that
-    are exactly 0, which rounding to a short dtype makes."""
+    """A distribution around 0, fitted by maximum likelihood.
+
+    `distance` is the Kolmogorov-Smirnov distance in [0, 1] between it and the elements, `log_likelihood` the mean over
+    the elements (natural log), `zeros` the share of elements that are exactly 0 because of rounding to a short dtype.
+    """
 
     distribution: str
     scale: float
@@ -39,8 +43,10 @@ class Fit:
 
 
 def fit(elements: torch.Tensor, distribution: str = "laplace") -> Fit:
-    """Of task vectors' `elements` [n]: b = mean |x| for "laplace", the root of mean x^2 for "gaussian". Raises
-    ValueError for another name, and where no element differs from 0."""
+    """The fit to task vectors' `elements` [n]: b = mean |x| for "laplace", the root of mean x^2 for "gaussian".
+
+    Raises ValueError for another name, and if no element differs from 0.
+    """
     x = elements.detach().flatten().double().sort().values
     if not x.numel() or not bool(x.abs().max() > 0):
         raise ValueError("mergopt: the task vectors are 0; expected experts that differ from their base")
@@ -61,8 +67,11 @@ def fit(elements: torch.Tensor, distribution: str = "laplace") -> Fit:
 
 
 def sample_of(base: Path, experts: Sequence[Path], *, num_elements: int = SAMPLE) -> torch.Tensor:
-    """Elements of the experts' task vectors, float32: as many of each, evenly spaced in each tensor, about
-    `num_elements` in all. `experts` are whole models or adapters. Raises InvalidModel."""
+    """About `num_elements` elements of the experts' task vectors, in float32.
+
+    They are as many of each expert, evenly spaced in each tensor. `experts` are whole models or adapters. Raises
+    InvalidModel.
+    """
     origin = open_checkpoint(base)
     return torch.cat([_spaced(origin, expert, num_elements // len(experts)) for expert in experts])
 

@@ -1,11 +1,12 @@
 """Offsets added where layers read their weights, so that no parameter changes and no copy of all is held.
 
-While a module computes, a parameter with an offset is hidden behind a tensor with noise. What autograd keeps of that
-tensor is a note how to make it again, so it is freed when the module is done. The backward pass makes it again, one
-at a time. At most one layer's tensors exist at once; under activation checkpointing those of a checkpointed part.
+While a module computes, a parameter with an offset is hidden behind a tensor with noise. Instead of that tensor,
+autograd keeps a note how to make it again, so that the tensor is freed when the module is done. The backward pass makes
+the tensors again, one at a time. At most one layer's tensors exist at once; with activation checkpointing, those of a
+checkpointed part.
 
-Parameters that a module reads from another module than itself are not seen, and autocast keeps casts of weights, as it
-does without offsets.
+Parameters that a module reads from another module than itself are not seen. Autocast keeps casts of weights, as it does
+without offsets.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ __all__ = ["offset_in_layers"]
 def offset_in_layers(
     model: torch.nn.Module, parts: Sequence[Part], tables: Mapping[torch.device, torch.Tensor], *, key: int
 ) -> Iterator[None]:
-    """Within, forward and backward passes of `model` see its parameters with the noise of `key`; `tables` has the
-    quantiles for each device. Raises ValueError if `model` does not have all of `parts`."""
+    """A context in which forward and backward passes of `model` see its parameters with the noise of `key`.
+
+    `tables` has the quantiles for each device. Raises ValueError if `model` does not have all of `parts`.
+    """
     known = {id(part.parameter): part for part in parts}
     owners: list[tuple[torch.nn.Module, dict[str, Part]]] = []
     for module in model.modules():
@@ -50,7 +53,7 @@ def offset_in_layers(
 
 @dataclass(frozen=True)
 class _Note:
-    """A tensor that autograd asked to keep: a view of a part with noise."""
+    """A note in place of a tensor that autograd asked to keep: a view of a part with noise."""
 
     part: Part
     size: tuple[int, ...]
@@ -69,7 +72,7 @@ class _Draw:
         for name, part in named.items():
             noisy: torch.Tensor = _with_noise(part.parameter, partial(self._made, part))
             self._alive[noisy.untyped_storage().data_ptr()] = part
-            module.__dict__[name] = noisy  # found before the parameter, which stays where state_dict reads it
+            module.__dict__[name] = noisy  # hides the parameter, which state_dict still finds
 
     def show(self, named: Mapping[str, Part], module: torch.nn.Module, *_: Any) -> None:
         for name in named:
@@ -96,7 +99,7 @@ class _Draw:
 
 
 class _WithNoise(torch.autograd.Function):
-    """The parameter with noise; its gradient is that of the parameter."""
+    """A function that adds noise to a parameter; its gradient is that of the parameter."""
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, make: Any) -> Any:

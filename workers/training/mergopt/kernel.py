@@ -18,13 +18,13 @@ __all__ = ["DTYPES", "add_noise"]
 
 DTYPES = tuple(WORDS)
 
-BLOCK = 1 << 10  # elements: the parts of threads are whole ones
+BLOCK = 1 << 10  # elements; each thread has whole blocks
 HIGH_WORD = 1 << 32  # the compiled hash takes indices below this
 MASK_32 = HIGH_WORD - 1
 
 
 def add_noise(flat: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) -> None:
-    """As `noise.add_plainly`, for a contiguous tensor on CPU whose dtype is one of DTYPES."""
+    """Add noise as `noise.add_plainly` does, for a contiguous tensor on CPU whose dtype is one of DTYPES."""
     words, table = as_array(flat), quantiles.numpy()
     k0, k1 = key_words(key)
     first = 0

@@ -2,10 +2,10 @@
 
     h = hash(key, i), that of `workers.merging.masks`;  z_i = quantiles[h >> 16]
 
-The quantiles are those of the distribution in the middle of 2^16 intervals of equal probability, in float32. So a draw
-needs no transcendental functions, which differ between devices, and a table that fits a core's cache. What this cuts
-off are values beyond probability 2^-17 at either end: |z| stays below 11.1 b under Laplace, 4.4 standard deviations
-under Gauss.
+The quantiles are those of the distribution in the middle of 2^16 intervals of equal probability, in float32. Therefore
+a draw needs no transcendental functions, which differ between devices, and a table that fits a core's cache. It cuts
+off values beyond probability 2^-17 at either end: |z| stays below 11.1 b under Laplace, 4.4 standard deviations under
+Gauss.
 """
 
 from __future__ import annotations
@@ -70,8 +70,11 @@ def draw_key(seed: int, step: int) -> int:
 
 
 def add_plainly(flat: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) -> None:
-    """Add to each of the elements `start`, `start` + 1, ... its noise, in place; `flat` [n] of any floating dtype. The
-    sum is in float32, rounded once. `quantiles` are on the device of `flat`."""
+    """Add noise to `flat` [n], of any floating dtype, in place; its elements have the numbers `start`, `start` + 1, ...
+
+    The noise is drawn from `quantiles` by `key`. The sum is in float32, rounded once. `quantiles` are on the device of
+    `flat`.
+    """
     for first in range(0, flat.numel(), CHUNK):
         part = flat[first : first + CHUNK]
         elements = torch.arange(start + first, start + first + part.numel(), device=flat.device)

@@ -37,8 +37,10 @@ STATE = "mergopt"
 
 @dataclass(frozen=True)
 class Draw:
-    """What a step simulates: the merge of `num_models` experts with task vectors z and coefficient `alpha`. `key` is
-    that of z's elements."""
+    """The merge that a step simulates, of `num_models` experts with task vectors z and coefficient `alpha`.
+
+    `key` is that of z's elements.
+    """
 
     alpha: float
     num_models: int
@@ -46,7 +48,7 @@ class Draw:
 
     @property
     def factor(self) -> float:
-        """K alpha - 1, by which z is multiplied."""
+        """The factor K alpha - 1 of the task vectors z, for K models and coefficient alpha."""
         return self.num_models * self.alpha - 1
 
 
@@ -59,7 +61,7 @@ def draw_of(
 
 
 class MergOPT(OptimizerWrapper):
-    """Wraps any optimizer.
+    """An optimizer around any other optimizer.
 
     With a closure that computes the loss and its gradients (of all micro-batches, clipped if wanted):
 
@@ -72,13 +74,14 @@ class MergOPT(OptimizerWrapper):
         scaler.step(optimizer)              # the parameters are theta
 
     One draw belongs to one step of the optimizer, however often `offset` is entered before it. Outside of `offset` the
-    parameters are theta, bit for bit. By default they come back from a copy, which is the memory it takes. With `model`
-    they never change: the noise is added where the layers of `model` read their weights and made again in the backward
-    pass, which takes the memory of the largest tensor (`in_layers`); not for sharded parameters.
+    parameters are theta, bit for bit. By default they are restored from a copy, which needs the memory of all
+    parameters. With `model` they never change: the noise is added where the layers of `model` read their weights and
+    made again in the backward pass, which needs the memory of the largest tensor (`in_layers`). This is not possible
+    for sharded parameters.
 
     `noise` is the distribution of z, `coefficients` A, `max_models` K_max. `moved` are the parameters that get an
     offset, by default those of the optimizer; with adapters they are the frozen weights that these adapt. `seed` and
-    the number of the step decide the draw; both are in `state_dict`. All ranks of a data-parallel or fully sharded
+    the number of the step determine the draw; both are in `state_dict`. All ranks of a data-parallel or fully sharded
     model must have the same seed, and hold their parameters in the same order.
     """
 
@@ -113,12 +116,12 @@ class MergOPT(OptimizerWrapper):
 
     @property
     def draw(self) -> Draw:
-        """What the next update simulates."""
+        """The draw of the next update."""
         return draw_of(self._seed, self._step, coefficients=self._coefficients, max_models=self._max_models)
 
     @contextmanager
     def offset(self) -> Iterator[Draw]:
-        """Within, forward and backward passes see theta + (K alpha - 1) z. Raises RuntimeError if nested."""
+        """A context in which forward and backward passes see theta + (K alpha - 1) z. Raises RuntimeError if nested."""
         if self._is_offset:
             raise RuntimeError("mergopt: offset() within offset()")
         draw = self.draw
@@ -154,16 +157,21 @@ class MergOPT(OptimizerWrapper):
                 torch._foreach_copy_(tensors, self._copies)
 
     def _scaled_quantiles(self, factor: float) -> dict[torch.device, torch.Tensor]:
-        """The quantiles of (K alpha - 1) z on each device: what is added is rounded here, and so the same wherever it
-        is added."""
+        """The quantiles of (K alpha - 1) z on each device.
+
+        They are rounded here, so that the same numbers are added everywhere.
+        """
         devices = {part.tensor.device for part in self._parts}
         for device in devices - self._tables.keys():
             self._tables[device] = self._noise.quantiles.to(device)
         return {device: self._tables[device] * factor for device in devices}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update theta by the gradients, which were computed within `offset`: by `closure`, if given, whose result is
-        returned, else before. Raises RuntimeError if they were not, and within `offset`."""
+        """Update theta by gradients that were computed within `offset`.
+
+        If `closure` is given, it computes the gradients and its result is returned; otherwise they were computed
+        before. Raises RuntimeError if they were not computed, and within `offset`.
+        """
         if self._is_offset:
             raise RuntimeError("mergopt: step() within offset(); the update belongs to theta, so leave offset() first")
         loss = None
@@ -178,11 +186,11 @@ class MergOPT(OptimizerWrapper):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the wrapped optimizer, with the seed and number of the next draw."""
+        """The state of the wrapped optimizer, with the seed and number of the next draw."""
         return {**super().state_dict(), STATE: {"seed": self._seed, "step": self._step}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raises ValueError for a state of another optimizer."""
+        """Restore what `state_dict` returned. Raises ValueError for the state of another optimizer."""
         if STATE not in state_dict:
             raise ValueError(f"mergopt: the state has no {STATE!r}; expected one that its state_dict() gave")
         super().load_state_dict({name: value for name, value in state_dict.items() if name != STATE})

@@ -1,9 +1,10 @@
-"""Sharpness-aware minimization, with which SAFT-Merge trains experts: SAM (Foret et al., ICLR 2021, equations 2 and 3)
-and ASAM (Kwon et al., ICML 2021, equation 7 and algorithm 1).
+"""Sharpness-aware minimization, with which SAFT-Merge trains experts: SAM and ASAM.
+
+SAM: Foret et al., ICLR 2021, equations 2 and 3. ASAM: Kwon et al., ICML 2021, equation 7 and algorithm 1.
 
     SAM:  theta + rho g / |g|;    ASAM:  theta + rho T^2 g / |T g|, T = |theta| + eta on matrices, 1 on vectors
 
-The gradient there updates theta. Two forward and backward passes a step.
+The gradient there updates theta. A step takes two forward and backward passes.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ SAM_RHO, ASAM_RHO, ASAM_ETA = 0.05, 0.5, 0.01
 
 
 class SharpnessAware(OptimizerWrapper):
-    """Wraps any optimizer. `step` takes a closure that clears the gradients, computes the loss and its gradients, and
-    returns the loss; it is called twice, and the loss at theta is returned. `rho` > 0 is the radius; `is_adaptive`
-    makes SAM an ASAM. Under data parallelism gradients are averaged over ranks before the ascent, so that all ascend
-    alike; sharded parameters are refused (ValueError)."""
+    """SAM or ASAM around any optimizer.
+
+    `step` takes a closure that clears the gradients, computes the loss and its gradients, and returns the loss; it is
+    called twice, and the loss at theta is returned. `rho` > 0 is the radius; `is_adaptive` selects ASAM. Under data
+    parallelism gradients are averaged over ranks before the ascent, so that all ranks ascend alike; sharded parameters
+    are refused (ValueError).
+    """
 
     def __init__(
         self, optimizer: Optimizer, *, rho: float | None = None, is_adaptive: bool = False, eta: float = ASAM_ETA
@@ -41,7 +45,7 @@ class SharpnessAware(OptimizerWrapper):
         self.rho, self.is_adaptive, self.eta = rho, is_adaptive, eta
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update. Raises ValueError without a closure."""
+        """Make one update. Raises ValueError without a closure."""
         if closure is None:
             raise ValueError("sam: step() needs a closure, which it calls at two points")
         with torch.enable_grad():
@@ -53,7 +57,7 @@ class SharpnessAware(OptimizerWrapper):
 
     @torch.no_grad()
     def _ascent(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The parameters with a gradient, and what is added to each."""
+        """The parameters that have a gradient, each with the offset at which the second gradient is computed."""
         moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not moved:
             return []
@@ -71,7 +75,7 @@ class SharpnessAware(OptimizerWrapper):
 
 
 class _Moved:
-    """Within, parameters have something added; afterwards they are as they were, bit for bit."""
+    """A context in which offsets are added to parameters; afterwards these are restored, bit for bit."""
 
     def __init__(self, steps: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._steps = steps

@@ -1,7 +1,8 @@
-"""Fine-tuning in the tangent space of the base (Ortiz-Jimenez et al., "Task arithmetic in the tangent space", NeurIPS
-2023, equation 6): f(x; theta_0) + <grad f(x; theta_0), theta - theta_0>, by one Jacobian-vector product.
+"""Fine-tuning in the tangent space of the base, by one Jacobian-vector product.
 
-For small models: it holds theta_0 beside theta, and a forward pass takes two to three times as long.
+Ortiz-Jimenez et al., "Task arithmetic in the tangent space", NeurIPS 2023, equation 6: f(x; theta_0) + <grad f(x;
+theta_0), theta - theta_0>. It is for small models: theta_0 is in memory beside theta, and a forward pass takes two to
+three times as long.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ __all__ = ["TangentModel"]
 
 
 class TangentModel(torch.nn.Module):
-    """The linearization of `model` at the weights that it has now. Its parameters are those of `model`, which move;
-    the output's logits [rows, columns, vocabulary] are linear in them. Attention must be eager: fused kernels have no
-    forward derivative."""
+    """The linearization of `model` at its present weights.
+
+    Its parameters are those of `model`, which are trained; the output's logits [rows, columns, vocabulary] are linear
+    in them. Attention must be eager, because fused kernels have no forward derivative.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -27,7 +30,7 @@ class TangentModel(torch.nn.Module):
         }
 
     def forward(self, **inputs: Any) -> torch.Tensor:
-        """The logits."""
+        """The logits [rows, columns, vocabulary] of the linearized model."""
         moving = dict(self.model.named_parameters())
         differences = {name: moving[name] - origin for name, origin in self._origin.items()}
 

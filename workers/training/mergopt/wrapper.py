@@ -1,4 +1,4 @@
-"""An optimizer around another one: it has its parameter groups and state, so learning-rate schedules work on either."""
+"""An optimizer around another one, with the same parameter groups and state, so that schedules work on either."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["OptimizerWrapper"]
 
 
 class OptimizerWrapper(Optimizer):
-    """Subclasses define `step`. Parameters are given to the wrapped `optimizer`, before."""
+    """A base class whose subclasses define `step`. Parameters are given to the wrapped `optimizer` before."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -22,7 +22,7 @@ class OptimizerWrapper(Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises RuntimeError: what wrappers keep of parameters is made once."""
+        """Raise RuntimeError: the data that wrappers keep of parameters are made once."""
         if hasattr(self, "optimizer"):
             raise RuntimeError(f"{type(self).__name__}: construct it with all parameters; none can be added")
         super().add_param_group(param_group)
@@ -35,6 +35,6 @@ class OptimizerWrapper(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Loading a state replaces the wrapped optimizer's groups and state."""
+        """Use the wrapped optimizer's groups and state, which loading a state replaces."""
         self.param_groups = self.optimizer.param_groups
         self.state = self.optimizer.state

@@ -1,4 +1,4 @@
-"""Heartbeats say when the driver last got on with the study."""
+"""Heartbeats store when the driver last made progress with the study."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Engines that failed a check, and how many canaries an engine had passed when it scored a chunk."""
+"""Faults of engines have a table, and evidence has the number of canaries that the engine had passed."""
 
 import sqlalchemy as sa
 from alembic import op

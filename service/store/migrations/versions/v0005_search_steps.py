@@ -1,4 +1,4 @@
-"""What searchers compute beside the scores of trials."""
+"""Steps that searchers compute beside the scores of trials have a table."""
 
 import sqlalchemy as sa
 from alembic import op

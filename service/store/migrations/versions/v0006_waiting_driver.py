@@ -1,4 +1,4 @@
-"""Heartbeats say what the driver waits for."""
+"""Heartbeats store the reason why the driver waits."""
 
 import sqlalchemy as sa
 from alembic import op

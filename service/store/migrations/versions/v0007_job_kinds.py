@@ -1,4 +1,4 @@
-"""Studies have a kind of job; drivers leave artifacts."""
+"""Studies have a kind of job, and artifacts have a table."""
 
 import sqlalchemy as sa
 from alembic import op

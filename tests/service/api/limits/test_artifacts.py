@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,8 @@ from service.disk import artifacts_dir
 from service.errors import Conflict
 from service.store import Store
 from service.store.artifacts import ArtifactStore
-from service.types import JobKind, JobRecord, JobState
-from tests.service.api.harness import finetuning, finished_finetune, stored_finetune
+from service.types import JobRecord, JobState
+from tests.service.api.harness import finetuning, finished_finetune
 from workers.training.finetuning.fleet import parse_pipeline
 
 
@@ -24,9 +23,8 @@ def store(tmp_path: Path) -> Store:
 
 def begun(store: Store, num_bytes: int) -> JobRecord:
     """A fine-tuning whose experts will take `num_bytes`."""
-    resolved = replace(stored_finetune(store).resolved, artifact_bytes=num_bytes)
     document = parse_pipeline(finetuning("begun")).canonical()
-    return store.create_job(name="begun", document=document, resolved=resolved, kind=JobKind.FINETUNE)
+    return store.create_job(kind="finetune", name="begun", document=document, accepted={"artifact_bytes": num_bytes})
 
 
 def admitted(store: Store, directory: Path, num_bytes: int, *, quota: int) -> bool:
@@ -68,7 +66,7 @@ def test_deleting_frees_the_room(store: Store, tmp_path: Path) -> None:
 
 def test_the_refusal_says_what_takes_the_room(store: Store, tmp_path: Path) -> None:
     quota = ArtifactQuota(store, ArtifactStore(store, artifacts_dir(tmp_path)), 2**30)
-    with pytest.raises(Conflict, match=r"need 2\.0 GiB; of --artifact-quota, 1\.0 GiB, .* take 0\.0 GiB"):
+    with pytest.raises(Conflict, match=r"need 2\.0 GiB; of the 1\.0 GiB of --artifact-quota, .* take 0\.0 GiB"):
         quota.admit(2**31, lambda: None)
 
 

@@ -119,9 +119,8 @@ def test_what_is_in_progress_is_not_deleted(
 # Studies.
 
 
-def test_a_study_that_has_ended_is_deleted_with_all_that_belongs_to_it(
-    http: httpx.Client, server: ApiServer, study: str
-) -> None:
+def test_ended_study_is_deleted_whole(http: httpx.Client, server: ApiServer, study: str) -> None:
+    """A study that has ended is deleted with everything that belongs to it."""
     other = finished_study(server.store, num_trials=3).id
     directory = stored_export(server, study, "a", days=1)
     (server.data_dir / "studies" / study).mkdir(parents=True)

@@ -87,9 +87,9 @@ def test_too_many_requests_are_sent_away() -> None:
     async def scenario() -> None:
         scene = Scene(2, max_waiting=2, max_clients=1)
         await scene.send("a1", "a2", "a3", "a4", "b1", "c1")
-        with pytest.raises(Unavailable, match="2 studies of this client wait to be checked already"):
+        with pytest.raises(Unavailable, match="2 requests of this client wait to be checked already"):
             await scene.tasks["a4"]
-        with pytest.raises(Unavailable, match="studies of 1 clients wait to be checked already"):
+        with pytest.raises(Unavailable, match="requests of 1 clients wait to be checked already"):
             await scene.tasks["c1"]
         assert scene.begun == ["a1", "b1"]
         await scene.end("a1", "a2", "a3")

@@ -1,25 +1,15 @@
 """SVG helpers: scales, positions, escaping."""
 
+from __future__ import annotations
+
 import re
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from service.results.report.charts import (
-    Bar,
-    Cell,
-    Interval,
-    Legend,
-    Levels,
-    Plot,
-    Scale,
-    forest,
-    heatmap,
-    legend,
-    nice_scale,
-    stacked_bar,
-)
+from service.results.report.charts import Bar, Cell, Interval, Legend, Plot, forest, heatmap, legend, stacked_bar
+from service.results.report.scales import Levels, Scale, nice_scale
 
 
 @pytest.mark.parametrize(
@@ -31,20 +21,20 @@ from service.results.report.charts import (
         ([], 0, 1, ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
     ],
 )
-def test_scale_has_round_ends_and_ticks(values, low, high, ticks):
+def test_scale_has_round_ends_and_ticks(values: list[float], low: float, high: float, ticks: list[str]) -> None:
     scale = nice_scale(values)
     assert (scale.low, scale.high) == pytest.approx((low, high))
     assert [scale.text(tick) for tick in scale.ticks] == ticks
 
 
-def test_scale_stays_within_its_bounds():
+def test_scale_stays_within_its_bounds() -> None:
     assert nice_scale([0.93, 1.0], bounds=(0, 1)).high == 1.0
     assert nice_scale([1.0], bounds=(0, 1)).high == 1.0
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20))
 @example([0.0, 5e-324])
-def test_scale_holds_every_value_and_few_ticks(values):
+def test_scale_holds_every_value_and_few_ticks(values: list[float]) -> None:
     scale = nice_scale(values)
     slack = 1e-6 * scale.step
     assert scale.low <= min(values) + slack
@@ -52,7 +42,7 @@ def test_scale_holds_every_value_and_few_ticks(values):
     assert 1 <= len(scale.ticks) <= 12
 
 
-def test_points_and_steps_are_where_their_values_are():
+def test_points_and_steps_are_where_their_values_are() -> None:
     plot = Plot(Scale(0, 10, 5), Scale(0, 1, 0.5), label="", height=150)
     plot.point(2.5, 1.0, css="a")
     plot.steps([(0, 1), (10, 0)], css="b")
@@ -65,14 +55,14 @@ def test_points_and_steps_are_where_their_values_are():
     ]
 
 
-def test_forest_draws_each_interval_where_it_is():
+def test_forest_draws_each_interval_where_it_is() -> None:
     svg = forest([Interval("base", 0.5, 0.25, 0.75, css="source")], Scale(0, 1, 0.5), label="x", reference=1.0)
     assert '<line x1="25.00%" x2="75.00%"' in svg
     assert 'cx="50.00%"' in svg
     assert 'class="reference"' in svg
 
 
-def test_texts_are_escaped_everywhere():
+def test_texts_are_escaped_everywhere() -> None:
     bad = '<b title="x">&'
     plot = Plot(Scale(0, 1, 1), Scale(0, 1, 1), label=bad, x_title=bad, y_title=bad)
     plot.point(0, 0, css="a", title=bad)
@@ -88,25 +78,25 @@ def test_texts_are_escaped_everywhere():
         assert "&lt;b" in svg
 
 
-def test_levels_are_labelled_by_their_names():
+def test_levels_are_labelled_by_their_names() -> None:
     scale = Levels(0, 3.3, 1, names=("30", "90", "270"))
     assert [scale.text(tick) for tick in scale.ticks] == ["", "30", "90", "270"]
 
 
-def test_a_curve_joins_its_points_and_a_bar_is_level():
+def test_a_curve_joins_its_points_and_a_bar_is_level() -> None:
     plot = Plot(Scale(0, 10, 1), Scale(0, 1, 1), label="a curve and a bar")
     plot.curve([(0, 0), (5, 1), (10, 0)], css="loss", style="stroke:red")
     plot.bar(2, 4, 0.5, css="stop", title="<b>")
     html = plot.render()
     assert html.count('class="loss" style="stroke:red"') == 2
     number = '"([0-9.%]+)"'
-    x1, x2, y1, y2 = re.search(f'x1={number} x2={number} y1={number} y2={number} class="stop"', html).groups()
+    ((x1, x2, y1, y2),) = re.findall(f'x1={number} x2={number} y1={number} y2={number} class="stop"', html)
     assert (x1, x2) == ("20.00%", "40.00%")
     assert y1 == y2
     assert "<title>&lt;b&gt;</title>" in html
 
 
-def test_a_heatmap_has_its_cells_in_place_and_cuts_long_names():
+def test_a_heatmap_has_its_cells_in_place_and_cuts_long_names() -> None:
     rows = [
         ("embedding", [Cell(0, 1.0, "all", span=2)]),
         ("layer 0", [Cell(0, 0.5, "a"), Cell(1, -2.0, "<b>")]),

@@ -1,20 +1,23 @@
 """report.html: one file, whole, safe, and true to the records."""
 
+from __future__ import annotations
+
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 
 from search_spaces.objectives import Objective
 from search_spaces.recipe import Merge, Source
-from service.results.files import summary
-from service.results.record import EngineFigures, SearchFigures
+from service.results.record import EngineFigures, RunRecord, SearchFigures
 from service.results.report import render_report
 from service.results.report.marks import MAX_POINTS
-from service.results.selection import best_trial
+from service.results.summary import summary
 from service.types import JobState, Origin, TrialState
-from tests.service.synthetic_run import gradients, run_record
+from tests.service.synthetic_run import best_of, gradients, run_record
 
 VOID = {"meta", "br", "col", "link", "img", "input", "hr"}
 
@@ -22,41 +25,43 @@ VOID = {"meta", "br", "col", "link", "img", "input", "hr"}
 class Page(HTMLParser):
     """Collects tags and texts, and fails on tags that do not close."""
 
-    def __init__(self, html):
+    def __init__(self, html: str) -> None:
         super().__init__()
-        self.tags, self.open, self.text = [], [], ""
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = ""
         self.feed(html)
         assert self.open == []
 
-    def handle_starttag(self, tag, attributes):
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attributes)))
         if tag not in VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag, attributes):
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attributes)))
 
-    def handle_endtag(self, tag):
+    def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
-    def handle_data(self, data):
+    def handle_data(self, data: str) -> None:
         if "style" not in self.open:
             self.text += data
 
 
 @pytest.fixture(scope="module")
-def run():
+def run() -> RunRecord:
     return run_record()
 
 
 @pytest.fixture(scope="module")
-def page(run):
+def page(run: RunRecord) -> Page:
     return Page(render_report(run))
 
 
-def test_single_tensors_of_the_best_recipe_are_listed(run, page):
+def test_single_tensors_of_the_best_recipe_are_listed(run: RunRecord, page: Page) -> None:
     assert "a merge of its own" not in page.text
-    best = best_trial(run.trials, run.objectives)
+    best = best_of(run)
     own = Merge("task_arithmetic", (Source("math"), Source("text")), {"lambda": (0.35, -0.15)})
     finer = replace(best, recipe=replace(best.recipe, tensors={"model.norm.weight": own}))
     trials = tuple(finer if trial.number == best.number else trial for trial in run.trials)
@@ -66,7 +71,7 @@ def test_single_tensors_of_the_best_recipe_are_listed(run, page):
     assert "-0.15" in text
 
 
-def test_report_loads_nothing_and_runs_nothing(run):
+def test_report_loads_nothing_and_runs_nothing(run: RunRecord) -> None:
     html = render_report(run)
     tags = Page(html).tags
     assert not {tag for tag, _ in tags} & {"script", "link", "img", "iframe", "object", "embed"}
@@ -74,8 +79,9 @@ def test_report_loads_nothing_and_runs_nothing(run):
     assert not re.search(r"https?:|@import|url\(", html)
 
 
-def test_headline_says_how_good_the_best_trial_is_and_what_was_found(run, page):
-    document = summary(run)
+def test_headline(run: RunRecord, page: Page) -> None:
+    """The headline says how good the best trial is and what was found."""
+    document: Any = summary(run)
     best = document["best"]["trial"]
     mine = next(row for row in document["holdout"] if row["trial"] == best)
     assert f"Trial {best} reaches a mean of {mine['mean']['value']:.3f} on held-out data." in page.text
@@ -88,28 +94,31 @@ def test_headline_says_how_good_the_best_trial_is_and_what_was_found(run, page):
         assert test["differences"][0]["trial"] == best
 
 
-def test_every_held_out_value_is_in_the_table(run, page):
+def test_every_held_out_value_is_in_the_table(run: RunRecord, page: Page) -> None:
+    assert run.holdout
+    assert all(row.values for row in run.holdout)
     for row in run.holdout:
         for estimate in row.values.values():
             assert f"{estimate.value:.3f}" in page.text
             assert f"{estimate.ci95[0]:.3f} to {estimate.ci95[1]:.3f}" in page.text
 
 
-def test_every_chart_says_what_it_shows_and_has_a_table(page):
+def test_every_chart_says_what_it_shows_and_has_a_table(page: Page) -> None:
     charts = [attributes for tag, attributes in page.tags if attributes.get("role") == "img"]
     assert len(charts) == 4 + 4 + 1 + 3 + 1 + 3  # held-out, history, races, front, hypervolume, coefficients
-    assert all(len(chart["aria-label"]) > 20 for chart in charts)
+    assert all(len(chart["aria-label"] or "") > 20 for chart in charts)
     assert sum(tag == "table" for tag, _ in page.tags) >= 7
 
 
-def test_history_draws_every_rung_of_every_trial(run, page):
+def test_history_draws_every_rung_of_every_trial(run: RunRecord, page: Page) -> None:
     rungs = sum(len(trial.rungs) for trial in run.trials if trial.origin is Origin.SEARCH)
-    drawn = [a for tag, a in page.tags if tag == "circle" and "--rung" in a.get("style", "")]
+    drawn = [a for tag, a in page.tags if tag == "circle" and "--rung" in (a.get("style") or "")]
     legend_entries = 3
     assert len(drawn) == 4 * rungs + legend_entries
 
 
-def test_descents_are_drawn_with_their_trials_and_their_preference_vectors(run, page):
+def test_descents_are_drawn(run: RunRecord, page: Page) -> None:
+    """Descents are drawn with their trials and preference vectors."""
     assert "Descents" not in page.text
     html = render_report(replace(run, gradients=gradients()))
     text = Page(html).text
@@ -125,7 +134,7 @@ def test_descents_are_drawn_with_their_trials_and_their_preference_vectors(run, 
     assert len(lines) > 3 * 40
 
 
-def test_races_say_who_was_stopped_where_and_what_that_saved(run):
+def test_races_say_who_was_stopped_where_and_what_that_saved(run: RunRecord) -> None:
     html = render_report(run)
     stopped = [trial for trial in run.trials if trial.state is TrialState.PRUNED]
     saved = sum(270 - max(rung.num_samples["math"] for rung in trial.rungs) for trial in stopped)
@@ -138,9 +147,10 @@ def test_races_say_who_was_stopped_where_and_what_that_saved(run):
     assert 'id="races"' not in render_report(replace(run, trials=full)), "with one rung nobody is stopped"
 
 
-def test_coefficients_are_drawn_for_every_expert_by_layer_and_component(run):
+def test_coefficients_are_drawn(run: RunRecord) -> None:
+    """Coefficients are drawn for every expert by layer and component."""
     html = render_report(run)
-    best = best_trial(run.trials, run.objectives)
+    best = best_of(run)
     for expert in ("math", "text", "lookup"):
         titles = re.findall(rf"<title>{expert}, layer (\d+) (attention|mlp|norm): -?\d\.\d+</title>", html)
         methods = [
@@ -149,7 +159,7 @@ def test_coefficients_are_drawn_for_every_expert_by_layer_and_component(run):
         assert len(titles) == sum(method != "slerp" for method in methods)
 
 
-def test_verification_failures_and_engine_are_told(run, page):
+def test_verification_failures_and_engine_are_told(run: RunRecord, page: Page) -> None:
     assert "141 of 144 samples are equal" in page.text
     assert "930 tokens of completions were compared, and 2,100 log-probabilities" in page.text
     nothing = replace(
@@ -166,14 +176,14 @@ def test_verification_failures_and_engine_are_told(run, page):
     assert f"{summary(run)['samples']['scored']:,} samples were scored" in page.text
 
 
-def test_the_searcher_its_reason_and_its_cost_are_told(run):
+def test_the_searcher_its_reason_and_its_cost_are_told(run: RunRecord) -> None:
     search = SearchFigures("gradient", "there are references", ("losses go with scores",), steps=52, charges={9: 7104})
     page = render_report(replace(run, search=search))
     for text in ("gradient: there are references", "losses go with scores", "charged as 7,104 samples"):
         assert text in page
 
 
-def test_texts_of_users_cannot_become_markup(run):
+def test_texts_of_users_cannot_become_markup(run: RunRecord) -> None:
     bad = "<script>alert(1)</script>"
     trials = [replace(trial, label=bad, reason=bad if trial.reason else None) for trial in run.trials]
     holdout = [replace(row, label=bad) for row in run.holdout]
@@ -186,7 +196,7 @@ def test_texts_of_users_cannot_become_markup(run):
     Page(html)
 
 
-def test_every_stage_of_a_run_can_be_rendered(run):
+def test_every_stage_of_a_run_can_be_rendered(run: RunRecord) -> None:
     nothing = replace(run, trials=(), holdout=(), verifications=(), engine=EngineFigures(), samples_per_second=None)
     assert "No trial has reached the full budget yet." in Page(render_report(nothing)).text
     waiting = [replace(t, state=TrialState.WAITING, rungs=(), values={}, standard_errors={}) for t in run.trials]
@@ -195,23 +205,23 @@ def test_every_stage_of_a_run_can_be_rendered(run):
     assert "the engine did not start" in Page(render_report(replace(nothing, study=failed))).text
     searching = replace(run, holdout=(), verifications=(), trials=run.trials[:20])
     text = Page(render_report(searching)).text
-    assert "No held-out stage yet" in text
+    assert "There are no held-out results yet" in text
     assert "Not verified: nothing was scored again by plain transformers." in text
 
 
-def test_one_objective_gets_bars_instead_of_a_front():
+def test_one_objective_gets_bars_instead_of_a_front() -> None:
     run = run_record(num_objectives=1)
     page = Page(render_report(run))
     assert "Pareto front" not in page.text
-    assert [a for tag, a in page.tags if tag == "rect" and a.get("class", "").startswith("bar")]
+    assert [a for tag, a in page.tags if tag == "rect" and (a.get("class") or "").startswith("bar")]
     assert "expert:math reaches" in page.text
     assert "No merge found is better than expert:math" in page.text
 
 
-def test_objectives_to_minimise_and_with_ranges_are_drawn(run):
+def test_objectives_to_minimise_and_with_ranges_are_drawn(run: RunRecord) -> None:
     objectives = (*run.objectives[:2], Objective("lookup", "perplexity", "minimize", (0.0, 40.0)))
 
-    def scaled(values):
+    def scaled(values: Mapping[str, float]) -> Mapping[str, float]:
         return {**values, "lookup": 40 * values["lookup"]} if values else values
 
     trials = tuple(
@@ -223,7 +233,7 @@ def test_objectives_to_minimise_and_with_ranges_are_drawn(run):
 
 
 @pytest.mark.slow
-def test_ten_thousand_trials_stay_drawable(run):
+def test_ten_thousand_trials_stay_drawable(run: RunRecord) -> None:
     search = [trial for trial in run.trials if trial.origin is Origin.SEARCH]
     many = [replace(search[i % len(search)], number=9 + i) for i in range(10_000)]
     html = render_report(replace(run, trials=(*run.trials[:9], *many)))

@@ -1,18 +1,19 @@
 """The picture of a recipe."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest
 
 from search_spaces.recipe import Merge, Source
 from service.results.report.recipe_picture import recipe_picture
-from service.results.selection import best_trial
-from tests.service.synthetic_run import run_record
+from tests.service.synthetic_run import best_of, run_record
 
 
-def test_recipe_picture_has_a_row_per_run_of_equal_layers():
+def test_recipe_picture_has_a_row_per_run_of_equal_layers() -> None:
     run = run_record()
-    best = best_trial(run.trials, run.objectives)
+    best = best_of(run)
     drawn = recipe_picture(best.recipe, experts=("text", "math"))
     assert [row["name"] for row in drawn["rows"]] == [
         "layers 0 to 1",
@@ -21,13 +22,14 @@ def test_recipe_picture_has_a_row_per_run_of_equal_layers():
         "layers 6 to 7",
     ]
     assert drawn["models"] == ["text", "math", "lookup"]
+    assert len(drawn["contributions"]) == 6
     for row in drawn["contributions"]:
         assert sum(row["shares"]) == pytest.approx(1)
 
 
-def test_single_tensors_are_listed_with_their_own_coefficients():
+def test_single_tensors_are_listed_with_their_own_coefficients() -> None:
     run = run_record()
-    whole = best_trial(run.trials, run.objectives).recipe
+    whole = best_of(run).recipe
     assert recipe_picture(whole)["tensors"] == []
     names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1)]
     sources = (Source("math", 0), Source("text", 0))

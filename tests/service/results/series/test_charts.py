@@ -1,12 +1,16 @@
 """Charts: found without a list, and the same series in the report and in the API's JSON."""
 
+from __future__ import annotations
+
 import pkgutil
 import re
 from dataclasses import is_dataclass, replace
+from typing import Any
 
 import pytest
 
 from service.results import series
+from service.results.record import RunRecord
 from service.results.report import render_report
 from service.results.series import CHARTS
 from service.results.series.base import chart
@@ -31,28 +35,30 @@ NAMES = [
 
 
 @pytest.fixture(scope="module")
-def run():
+def run() -> RunRecord:
     return run_record(num_trials=20)
 
 
-def test_every_module_but_base_declares_the_chart_of_its_name():
+def test_every_module_but_base_declares_the_chart_of_its_name() -> None:
     assert sorted([*CHARTS, "base"]) == sorted(module.name for module in pkgutil.iter_modules(series.__path__))
     assert list(CHARTS) == NAMES
 
 
 @pytest.mark.parametrize("name", list(CHARTS))
-def test_a_chart_is_a_frozen_dataclass_and_its_document_says_which(name, run):
+def test_chart_is_a_frozen_dataclass(name: str, run: RunRecord) -> None:
+    """A chart is a frozen dataclass, and its document names it."""
     drawn = CHARTS[name](run)
     assert is_dataclass(drawn)
     assert type(drawn) is CHARTS[name].series_type
-    assert type(drawn).__dataclass_params__.frozen
+    params: Any = vars(type(drawn))["__dataclass_params__"]
+    assert params.frozen
     assert CHARTS[name].document(run)["plot"] == name
     assert CHARTS[name].document(replace(run, trials=(), holdout=()))["plot"] == name
 
 
-def test_a_declared_chart_takes_name_and_title_from_its_function(run):
+def test_a_declared_chart_takes_name_and_title_from_its_function(run: RunRecord) -> None:
     @chart(place=9)
-    def nothing(run) -> HistoryPlot:
+    def nothing(run: RunRecord) -> HistoryPlot:
         """No trial at all."""
         return HistoryPlot("history", (), ())
 
@@ -60,15 +66,17 @@ def test_a_declared_chart_takes_name_and_title_from_its_function(run):
     assert nothing.document(run) == {"plot": "history", "series": (), "failed": ()}
 
 
-def test_what_only_the_report_needs_is_not_in_the_document(run):
+def test_what_only_the_report_needs_is_not_in_the_document(run: RunRecord) -> None:
     points = CHARTS["history"].document(run)["series"][0]["points"]
     assert points
     assert all(list(point) == ["trial", "label", "origin", "rung", "samples", "value", "is_full"] for point in points)
 
 
-def test_the_report_draws_the_points_of_the_series(run):
+def test_the_report_draws_the_points_of_the_series(run: RunRecord) -> None:
     html = render_report(run)
-    for drawn in CHARTS["history"](run).series:
+    series = CHARTS["history"](run).series
+    assert len(series) == 4
+    for drawn in series:
         searched = [point for point in drawn.points if point.origin == "search"]
         assert searched
         for point in searched:

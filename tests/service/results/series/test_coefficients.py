@@ -6,27 +6,26 @@ from dataclasses import replace
 from typing import Any
 
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
-from search_spaces.spaces import SPACES
+from search_spaces.spaces.layerwise import LayerwiseSection
 from service.results.record import RunRecord
-from service.results.selection import best_trial
 from service.results.series.coefficients import Coefficient, coefficients
 from tests.search_spaces.spaces.families import models
-from tests.service.synthetic_run import EXPERTS, FINGERPRINTS, run_record
+from tests.service.synthetic_run import EXPERTS, FINGERPRINTS, best_of, run_record
 
 RUN = run_record(num_trials=12)
 
 
 def with_best(recipe: Recipe | None = None, **changes: Any) -> RunRecord:
-    best = best_trial(RUN.trials, RUN.objectives)
-    assert best is not None
-    changed = replace(best, **({} if recipe is None else {"recipe": recipe}), **changes)
+    best = best_of(RUN)
+    changed = replace(best, recipe=recipe or best.recipe, **changes)
     return replace(RUN, trials=tuple(changed if trial.number == best.number else trial for trial in RUN.trials))
 
 
-def test_every_parameter_of_a_layerwise_space_is_one_of_the_coefficients() -> None:
+def test_parameters_are_coefficients() -> None:
+    """Every parameter of a layerwise space is one of the coefficients."""
     known = models(experts=EXPERTS, num_layers=3)
     for granularity in ("tensor", "component", "layer"):
-        space = SPACES["layerwise"](kind="layerwise", granularity=granularity).build(known)
+        space = LayerwiseSection(kind="layerwise", granularity=granularity).build(known)
         configuration = {name: number / 100 for number, name in enumerate(space.parameters.names)}
         found = coefficients(with_best(configuration=configuration)).values
         assert sorted(c.value for c in found) == sorted(configuration.values())

@@ -8,7 +8,7 @@ import pytest
 
 from search_spaces.constraints import parse_constraint
 from search_spaces.objectives import Objective
-from service.results.files import pareto
+from service.results.documents import pareto
 from service.results.record import RunRecord, SearchFigures
 from service.results.report.hypervolume import hypervolume_picture
 from service.results.series.hypervolume import hypervolume
@@ -38,7 +38,8 @@ def study(*trials: TrialRecord, charges: dict[int, int] | None = None, constrain
     return replace(RUN, objectives=objectives, trials=trials, search=SearchFigures(charges=charges or {}))
 
 
-def test_volumes_are_those_of_the_front_so_far_below_the_reference_point() -> None:
+def test_volume_is_of_the_front_so_far() -> None:
+    """Each volume is that of the front so far below the reference point."""
     run = study(trial(0, 0.5, 0.5), trial(1, 0.4, 0.4), trial(2, 0.9, 0.3), trial(3, 0.5, 0.5, copy_of=0, scored=0))
     plot = hypervolume(run)
     assert plot.reference_point == [1.1, 1.1]
@@ -48,7 +49,8 @@ def test_volumes_are_those_of_the_front_so_far_below_the_reference_point() -> No
     assert [point.trial for point in plot.points] == [0, 1, 2]
 
 
-def test_what_is_spent_are_the_samples_of_all_trials_up_to_it_and_the_steps_for_their_proposals() -> None:
+def test_spent_samples_include_steps() -> None:
+    """The spent samples are those of all trials so far and of the steps for their proposals."""
     stopped = replace(trial(1, 0.4, 0.4, scored=7), state=TrialState.PRUNED, values={})
     run = study(trial(2, 0.9, 0.3), trial(0, 0.5, 0.5), stopped, charges={1: 30, 2: 4, 3: 1000})
     plot = hypervolume(run)

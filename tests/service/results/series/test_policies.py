@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from service.results.record import UpdateRecord
 from service.results.report import render_report
 from service.results.series.policies import policies
+from service.store.steps import UpdateRequest, UpdateResult, UpdateStep
 from tests.service.synthetic_run import run_record
 
 RUN = run_record(num_trials=12)
 VECTORS = ({"math": 1.0, "text": 0.0}, {"math": 0.0, "text": 1.0})
 
 
-def updates(*, num_iterations: int, vectors: tuple[dict[str, float], ...] = ({},)) -> tuple[UpdateRecord, ...]:
+def updates(*, num_iterations: int, vectors: tuple[dict[str, float], ...] = ({},)) -> tuple[UpdateStep, ...]:
     return tuple(
-        UpdateRecord(
+        UpdateStep(
             iteration,
             9 + iteration,
-            {"outcome": 0.1 * iteration, "outcome_std": 0.05, "length": 7.5, "entropy": 2.0},
-            vectors[iteration % len(vectors)],
+            UpdateRequest(label="", iteration=iteration, preference=vectors[iteration % len(vectors)]),
+            UpdateResult(statistics={"outcome": 0.1 * iteration, "outcome_std": 0.05, "length": 7.5, "entropy": 2.0}),
         )
         for iteration in range(num_iterations)
     )

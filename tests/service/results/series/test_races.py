@@ -33,7 +33,9 @@ def test_every_proposed_trial_ends_at_its_last_look() -> None:
     assert failed.rule.startswith("NaN in the logits")
 
 
-def test_the_rule_is_the_schedulers_unless_the_reason_names_another() -> None:
+def test_stopping_rule_of_a_race() -> None:
+    """The stopping rule is the scheduler's unless the reason names another."""
+
     def rules(run: RunRecord) -> set[str | None]:
         return {entry.rule for entry in races(run).trials if entry.end == "stopped"}
 

@@ -1,17 +1,18 @@
 """The series of a recipe: runs of layers that are merged alike, and every model's share."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest
 
 from search_spaces.recipe import LayerRecipe, Merge, Source
-from service.results.selection import best_trial
 from service.results.series.recipe import layer_runs, model_shares, recipe
-from tests.service.synthetic_run import run_record
+from tests.service.synthetic_run import best_of, run_record
 
 
-def test_layers_are_one_run_only_where_they_take_the_same_steps():
-    def layer(model, source, scale=1.0):
+def test_layers_are_one_run_only_where_they_take_the_same_steps() -> None:
+    def layer(model: str, source: int, scale: float = 1.0) -> LayerRecipe:
         merge = Merge("passthrough", (Source(model, source),))
         return LayerRecipe(merge, merge, merge, scale=scale)
 
@@ -19,7 +20,7 @@ def test_layers_are_one_run_only_where_they_take_the_same_steps():
     assert [(start, stop) for start, stop, _ in layer_runs(layers)] == [(0, 2), (2, 3), (3, 4), (4, 5)]
 
 
-def test_shares_follow_coefficients():
+def test_shares_follow_coefficients() -> None:
     three = tuple(Source(name, 0) for name in "abc")
     assert model_shares(Merge("task_arithmetic", three, {"lambda": (0.5, 0.25, 0.25)})) == {
         "a": 0.5,
@@ -31,10 +32,10 @@ def test_shares_follow_coefficients():
     assert model_shares(Merge("linear", three[:2], {"weight": (0.0, 0.0)})) == {"a": 0.0, "b": 0.0}
 
 
-def test_the_series_has_the_single_tensors_of_the_best_recipe():
+def test_the_series_has_the_single_tensors_of_the_best_recipe() -> None:
     run = run_record(num_trials=10)
     assert recipe(run).tensors == {}
-    best = best_trial(run.trials, run.objectives)
+    best = best_of(run)
     own = Merge("task_arithmetic", (Source("math"), Source("text")), {"lambda": (0.3, 0.1)})
     finer = replace(best, recipe=replace(best.recipe, tensors={"model.norm.weight": own}))
     trials = tuple(finer if trial.number == best.number else trial for trial in run.trials)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from service.errors import Conflict
-from service.results.training.analysis import analyse, analysis_context, joined, merge_text
+from service.results.training.analysis import analyse, joined
+from service.results.training.pictures import analysis_context, merge_text
 from service.schemas.api import AnalysisDocument, MergeLossDocument
 from tests.service.api.harness import analysed_fleet as fleet
 from tests.service.api.harness import finetuning
@@ -69,7 +70,8 @@ def test_fleets_of_other_experts_are_refused() -> None:
         analyse([(experts, places), (fewer, places)], samples=1)
 
 
-def test_trainings_by_the_same_optimizer_are_named_by_what_differs() -> None:
+def test_trainings_are_named_by_differences() -> None:
+    """Trainings by the same optimizer are named by their differences."""
     document: AnalysisDocument = {"samples": 1, "fleets": [fleet("mergopt", 1, 2, 3, 4)]}
     changes: dict[str, dict[str, Any]] = {
         "a": {"method": {"scale": 0.001}},

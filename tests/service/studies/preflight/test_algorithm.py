@@ -56,15 +56,17 @@ def chosen(
 
 
 @pytest.mark.parametrize("named", ["auto", "gradient"])
-def test_where_merges_have_gradients_and_tasks_references_auto_descends(named: str, tasks: Any) -> None:
+def test_auto_descends_with_gradients(named: str, tasks: Any) -> None:
+    """Where merges have gradients and tasks have references, `auto` is a gradient search."""
     found, problems = chosen(named, LAYERWISE, tasks)
     assert (found.name, problems) == ("gradient", [])
 
 
-def test_elsewhere_auto_says_why_it_takes_smac_and_gradient_is_refused(tasks: Any, tmp_path: Path) -> None:
+def test_auto_takes_smac_elsewhere(tasks: Any, tmp_path: Path) -> None:
+    """Elsewhere `auto` says why it uses SMAC, and `gradient` is refused."""
     found, problems = chosen("auto", LFS, tasks)
     assert (found.name, problems) == ("smac", [])
-    assert "a space of kind lfs have no gradients, those of layerwise and sfs have" in found.reason
+    assert "a space of kind lfs have no gradients, those of layerwise and sfs do" in found.reason
     _, problems = chosen("gradient", LFS, tasks)
     assert any("gradient cannot be used: coefficients of a space of kind lfs" in p.message for p in problems)
 
@@ -87,17 +89,21 @@ def test_a_searcher_that_is_named_is_taken(tasks: Any) -> None:
     assert chosen("random", LAYERWISE, tasks) == (Algorithm("random", "the study names it"), [])
 
 
-def test_preference_vectors_are_refused_by_searchers_that_do_not_use_them(tasks: Any) -> None:
+def test_unused_preferences_are_refused(tasks: Any) -> None:
+    """Searchers that do not use preference vectors refuse them."""
     for name, declared in SEARCHERS.items():
         if name in ("auto", "cmaes", "de", "es", "hm3"):  # auto chooses; of the others each takes one objective or
             continue  # another space
         _, problems = chosen(name, LAYERWISE, tasks, preferences={"lattice": 2})
         assert [problem.field for problem in problems] == ["search.preferences"] * (not declared.uses_preferences)
     _, (problem,) = chosen("smac", LAYERWISE, tasks, preferences={"lattice": 2})
-    assert problem.message == ("smac does not use preference vectors; leave them out; searchers that do: gradient, hm3")
+    assert problem.message == (
+        "smac does not use preference vectors; leave them out; searchers that use them: gradient, hm3"
+    )
 
 
-def test_every_searcher_of_a_pool_merged_by_preference_vectors_may_have_them(tasks: Any) -> None:
+def test_merged_pool_takes_preferences(tasks: Any) -> None:
+    """Every searcher may have preference vectors where they merge the pool."""
     family = replace(models(experts=("sums", "choices")), preferences=({"sums": 1.0, "choices": 0.0}, EQUAL))
     given = {"vectors": [{"sums": 1.0, "choices": 0.0}, EQUAL]}
     for name in ("moead", "random", "smac", "grid"):
@@ -115,12 +121,13 @@ def test_samples_to_fit_are_refused_by_searchers_that_fit_none(tasks: Any) -> No
     ):
         _, (problem,) = chosen(name, over, tasks, fit_share=0.5)
         assert problem.field == "search.fit_share"
-        assert "smac fits no samples, and would leave a share of them out" in problem.message
+        assert "smac fits no samples, and would only leave a share of them out" in problem.message
         assert part in problem.message
-        assert problem.message.endswith("; searchers that do: gradient")
+        assert problem.message.endswith("; searchers that fit samples: gradient")
 
 
-def test_where_auto_finds_no_gradients_it_says_why_it_has_no_use_for_preference_vectors(tasks: Any) -> None:
+def test_auto_explains_unused_preferences(tasks: Any) -> None:
+    """Without gradients, `auto` says why it does not use preference vectors."""
     assert chosen("auto", LAYERWISE, tasks, preferences={"lattice": 2})[1] == []
     _, (problem,) = chosen("auto", LFS, tasks, preferences={"lattice": 2})
     assert problem.field == "search.preferences"

@@ -11,7 +11,7 @@ import yaml
 
 from search_spaces.errors import InvalidStudy
 from search_spaces.study.file import load_study, parse_study
-from service.studies.dry_run import check
+from service.jobs.search.dry_run import check
 from service.studies.preflight import durations
 from tests.builders import tiny_family
 from workers.evaluation import lengths
@@ -56,9 +56,8 @@ def test_answers_end_where_the_references_do_or_at_the_limit(root: Path, speed: 
     assert "min, by this machine's arithmetic speed and 8 to 13 tokens a sample" in plan.to_text()
 
 
-def test_what_was_counted_of_a_task_is_kept_until_its_data_change(
-    root: Path, tmp_path: Path, speed: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_token_counts_are_kept(root: Path, tmp_path: Path, speed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counted tokens of a task are kept until its data change."""
     data, counted = tmp_path / "own.jsonl", []
     count = lengths._counted
     monkeypatch.setattr(lengths, "_counted", lambda *arguments: counted.append(1) or count(*arguments))
@@ -70,7 +69,8 @@ def test_what_was_counted_of_a_task_is_kept_until_its_data_change(
     assert len(counted) == 2
 
 
-def test_prompts_that_an_engine_would_refuse_are_told_before_one_starts(root: Path) -> None:
+def test_long_prompts_are_reported_early(root: Path) -> None:
+    """Prompts that an engine would refuse are reported before one starts."""
     task = {
         "task": "beams",
         "dataset_path": "json",
@@ -88,7 +88,8 @@ def test_prompts_that_an_engine_would_refuse_are_told_before_one_starts(root: Pa
 
 
 @pytest.mark.slow
-def test_the_time_of_a_measured_study_is_met_within_a_factor_of_two(root: Path, speed: None) -> None:
+def test_time_of_a_measured_study(root: Path, speed: None) -> None:
+    """The estimated time of a measured study is right within a factor of two."""
     plan = check(load_study(EXAMPLES / "dis.yaml"), root)
     assert plan.samples.search == 81_540, "as the study scored"
     assert MEASURED_S / 2 < plan.hours * 3600 < plan.most_hours * 3600 < 2 * MEASURED_S

@@ -18,14 +18,16 @@ from safetensors.torch import load_file
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.fidelity import Bracket
 from search_spaces.searchers import SEARCHERS
+from search_spaces.study.engine import EngineOptions
 from search_spaces.study.file import Study, parse_study
-from search_spaces.study.sections import EngineOptions
-from service.studies.dry_run import check
-from service.studies.merge import check_merge
-from service.studies.preflight.examine import ExpectedSamples, PreflightResult, examine
+from service.jobs.search.dry_run import check
+from service.merges.merge import check_merge
+from service.resolved_study import ResolvedStudy
+from service.studies.preflight.examine import examine
 from service.studies.preflight.models import check_models
 from service.studies.preflight.resources import ENGINE_OVERHEAD_BYTES, GRADIENT_OVERHEAD_BYTES
-from service.types import Origin, ResolvedStudy
+from service.studies.preflight.result import ExpectedSamples, PreflightResult
+from service.types import Origin
 from tests.builders import character_tokenizer, lora_adapter, tiny_family, tiny_qwen2, with_tokens
 from tests.conftest import HIDDEN, write_choices
 from tests.layouts import LAYOUTS, layout_family
@@ -34,7 +36,7 @@ from workers.errors import InvalidModel
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.tasks import content_hash
 from workers.merging.bank import Bank
-from workers.merging.materialize import check_recipe
+from workers.merging.plan import check_recipe
 from workers.models.family import locate_family
 from workers.types import Family
 
@@ -80,14 +82,16 @@ def examined(root: Path, **sections: Any) -> PreflightResult:
 @pytest.mark.slow
 def test_models_space_and_tasks_are_as_on_disk(root: Path) -> None:
     found = examined(root)
-    assert [model.alias for model in found.family.models] == ["base", "math", "text"]
-    assert found.num_layers == 3
-    assert found.num_parameters == sum(t.numel() for t in load_file(root / "base" / "model.safetensors").values())
+    assert [model.alias for model in found.models.family.models] == ["base", "math", "text"]
+    assert found.models.num_layers == 3
+    assert found.models.num_parameters == sum(
+        t.numel() for t in load_file(root / "base" / "model.safetensors").values()
+    )
     assert [group.label for group in found.space.describe().layer_groups] == ["layers 1-2", "layer 3"]
-    assert {name: info.num_samples for name, info in found.task_infos.items()} == SIZES
-    assert {name: info.num_samples for name, info in found.holdout_infos.items()} == dict.fromkeys(SIZES, HOLDOUT)
-    assert found.tasks["sums"].content == content_hash(root / "sums.jsonl")
-    assert {task.permutation_seed for task in found.tasks.values()} == {5}
+    assert {name: info.num_samples for name, info in found.tasks.search_infos.items()} == SIZES
+    assert {name: info.num_samples for name, info in found.tasks.holdout_infos.items()} == dict.fromkeys(SIZES, HOLDOUT)
+    assert found.tasks.search["sums"].content == content_hash(root / "sums.jsonl")
+    assert {task.permutation_seed for task in found.tasks.search.values()} == {5}
 
 
 CLASSIFIER = {"architectures": ["LlamaForSequenceClassification"]}
@@ -120,33 +124,34 @@ def test_every_layout_has_a_space_whose_points_are_merges_of_it(
         "experts": {expert.alias: expert.directory for expert in family.experts},
     }
     found = examined(root, models=models)
-    assert found.num_layers == 3
-    assert found.family.fingerprints == family.fingerprints
-    assert ("runs transformers' modules" in found.engine_note) == (model_type == "gpt_neox")
+    assert found.models.num_layers == 3
+    assert found.models.family.fingerprints == family.fingerprints
+    assert ("runs transformers' modules" in found.models.engine_note) == (model_type == "gpt_neox")
     point = found.space.parameters.sample(np.random.default_rng(0))
-    check_recipe(found.space.to_recipe(point), Bank(found.family))
+    check_recipe(found.space.to_recipe(point), Bank(found.models.family))
 
 
 def test_rungs_and_brackets_are_those_of_hyperband(root: Path) -> None:
     found = examined(root)
-    assert found.rung_samples == tuple(dict.fromkeys(SIZES, size) for size in (4, 12, 36))
-    assert found.cycle == (Bracket(9, 0, 3, 3), Bracket(5, 1, 3, 3), Bracket(3, 2, 3, 3))
+    assert found.budget.rung_samples == tuple(dict.fromkeys(SIZES, size) for size in (4, 12, 36))
+    assert found.budget.cycle == (Bracket(9, 0, 3, 3), Bracket(5, 1, 3, 3), Bracket(3, 2, 3, 3))
     found = examined(root, fidelity={"scheduler": "hyperband", "rungs": [10, 30]})
-    assert found.rung_samples == tuple(dict.fromkeys(SIZES, size) for size in (10, 30))
-    assert found.cycle == (Bracket(3, 0, 2, 3), Bracket(2, 1, 2, 3))
+    assert found.budget.rung_samples == tuple(dict.fromkeys(SIZES, size) for size in (10, 30))
+    assert found.budget.cycle == (Bracket(3, 0, 2, 3), Bracket(2, 1, 2, 3))
 
 
-def test_without_a_scheduler_there_is_one_rung_of_all_samples_or_of_those_asked_for(root: Path) -> None:
+def test_one_rung_without_a_scheduler(root: Path) -> None:
+    """Without a scheduler, there is one rung of all samples or of `max_samples`."""
     found = examined(root, fidelity={"scheduler": "none"})
-    assert found.rung_samples == (SIZES,)
-    assert found.cycle == (Bracket(14, 0, 1, 3),)
+    assert found.budget.rung_samples == (SIZES,)
+    assert found.budget.cycle == (Bracket(14, 0, 1, 3),)
     found = examined(root, fidelity={"scheduler": "none", "max_samples": 38})
-    assert found.rung_samples == (dict.fromkeys(SIZES, 38),)
+    assert found.budget.rung_samples == (dict.fromkeys(SIZES, 38),)
 
 
 def test_asha_has_one_bracket_of_all_trials(root: Path) -> None:
     found = examined(root, fidelity={"scheduler": "asha", "min_samples": 4, "max_samples": 36})
-    assert found.cycle == (Bracket(14, 0, 3, 3),)
+    assert found.budget.cycle == (Bracket(14, 0, 3, 3),)
     plan = found.plan("s", found.resolved())
     assert (plan.scheduler, plan.eta) == ("asha", 3)
 
@@ -154,34 +159,37 @@ def test_asha_has_one_bracket_of_all_trials(root: Path) -> None:
 def test_objectives_may_have_rungs_of_their_own(root: Path) -> None:
     specs = [{**objective("sums", "sums"), "rungs": [5, 10, 40]}, objective("words", "words")]
     found = examined(root, objectives=specs)
-    assert found.rung_samples == ({"sums": 5, "words": 4}, {"sums": 10, "words": 12}, {"sums": 40, "words": 36})
+    assert found.budget.rung_samples == ({"sums": 5, "words": 4}, {"sums": 10, "words": 12}, {"sums": 40, "words": 36})
     specs[1]["rungs"] = [6]
     with pytest.raises(InvalidStudy, match=r"objectives\.1\.rungs: \[6\] differs in length"):
         examined(root, objectives=specs)
     del specs[0]["rungs"]
     found = examined(root, objectives=specs, fidelity={"scheduler": "none"})
-    assert found.rung_samples == ({"sums": 40, "words": 6},)
+    assert found.budget.rung_samples == ({"sums": 40, "words": 6},)
 
 
-def test_data_smaller_than_an_objectives_own_rungs_are_told_at_that_objective(root: Path) -> None:
+def test_small_data_is_reported_at_objective(root: Path) -> None:
+    """Data smaller than an objective's own rungs are reported at that objective."""
     specs = [{**objective(name, name), "rungs": [10, 39]} for name in SIZES]
     with pytest.raises(InvalidStudy) as caught:
         examined(root, objectives=specs, fidelity={})
     assert str(caught.value) == "objectives.1.rungs: 39 samples requested, objective 'words' has 38; use at most 38"
 
 
-def test_the_last_rung_may_be_as_large_as_the_smallest_data_and_no_larger(root: Path) -> None:
-    assert examined(root, fidelity={"rungs": [10, 38]}).rung_samples[1:] == (dict.fromkeys(SIZES, 38),)
+def test_last_rung_fits_the_smallest_data(root: Path) -> None:
+    """The last rung may be as large as the smallest data and no larger."""
+    assert examined(root, fidelity={"rungs": [10, 38]}).budget.rung_samples[1:] == (dict.fromkeys(SIZES, 38),)
     with pytest.raises(InvalidStudy) as caught:
         examined(root, fidelity={"rungs": [10, 39]})
     assert str(caught.value) == "fidelity.rungs: 39 samples requested, objective 'words' has 38; use at most 38"
 
 
 def test_expected_samples_are_those_counted_by_hand(root: Path) -> None:
-    """Both objectives together: rungs of 8, 24 and 72 samples; ten source and published recipes pay 72 each.
+    """Both objectives together: rungs of 8, 24 and 72 samples; ten baselines pay 72 each.
 
     Nine configurations start at 8 (72), three go on for 16 more (48), one for 48 more: 168. Five start at 24 (120) and
-    one goes on for 48 more: 168. Held out: ten recipes and about four finalists on 2 x 20 samples."""
+    one goes on for 48 more: 168. Held out: ten recipes and about four finalists on 2 x 20 samples.
+    """
     found = examined(root)
     assert len(found.baselines()) == 10
     assert found.expected_samples() == ExpectedSamples(10 * 72 + 168 + 168, 14 * 40, 24 * 72)
@@ -211,17 +219,19 @@ def test_without_a_scheduler_every_trial_pays_for_all_samples(root: Path) -> Non
     assert expected == ExpectedSamples(search=24 * 78, holdout=0, full_budget=24 * 78)
 
 
-def test_sources_and_published_recipes_come_first_and_are_of_this_family(root: Path) -> None:
+def test_baselines_come_first(root: Path) -> None:
+    """The baselines come first and are of this family."""
     found = examined(root)
     origins = [origin for origin, _, _ in found.baselines()]
     assert origins == [Origin.SOURCE] * 3 + [Origin.PUBLISHED] * 7
     assert [label for _, label, _ in found.baselines()][:4] == ["base", "expert:math", "expert:text", "uniform average"]
     for _, _, recipe in found.baselines():
         assert len(recipe.layers) == 3
-        assert set(recipe.models.values()) <= set(found.family.fingerprints.values())
+        assert set(recipe.models.values()) <= set(found.models.family.fingerprints.values())
 
 
-def test_the_same_study_resolves_to_the_same_and_is_stored_as_plain_data(root: Path) -> None:
+def test_resolution_is_repeatable(root: Path) -> None:
+    """The same study resolves to the same plain data."""
     resolved = examined(root).resolved()
     facts = resolved.to_json()
     assert json.loads(json.dumps(facts)) == json.loads(json.dumps(examined(root).resolved().to_json()))
@@ -236,7 +246,8 @@ def test_the_same_study_resolves_to_the_same_and_is_stored_as_plain_data(root: P
     assert set(facts["fingerprints"]) == {"base", "math", "text"}
 
 
-def test_constraints_are_those_of_their_objectives_and_are_stored_with_them(root: Path) -> None:
+def test_constraints_are_stored(root: Path) -> None:
+    """Constraints are those of their objectives and are stored with them."""
     texts = ["words >= base - 0.01", "sums >= 0.5", "words <= 0.9"]
     resolved = examined(root, search={"max_trials": 14, "seed": 5, "constraints": texts}).resolved()
     sums, words = resolved.objectives
@@ -246,10 +257,11 @@ def test_constraints_are_those_of_their_objectives_and_are_stored_with_them(root
     assert ResolvedStudy.from_json(facts) == resolved
     for objective in facts["objectives"]:
         del objective["constraints"]  # as earlier versions stored them
-    assert ResolvedStudy.from_json(facts).objectives == examined(root).objectives
+    assert ResolvedStudy.from_json(facts).objectives == examined(root).tasks.objectives
 
 
-def test_what_a_study_resolves_to_follows_the_data_the_models_and_the_order_of_samples(root: Path) -> None:
+def test_resolution_follows_its_inputs(root: Path) -> None:
+    """The resolved study follows the data, the models and the order of samples."""
     before = examined(root).resolved()
     other_data = examined(root, objectives=[objective("sums", "words"), objective("words", "words")]).resolved()
     assert other_data.tasks["sums"] != before.tasks["sums"]
@@ -265,11 +277,12 @@ def test_the_plan_keeps_the_staleness_that_the_study_began_with(root: Path) -> N
     plan = found.plan("s", replace(found.resolved(), max_staleness=11))
     assert (plan.max_staleness, plan.seed, plan.max_trials, plan.eta) == (11, 5, 14, 3)
     assert plan.holdout_samples == dict.fromkeys(SIZES, HOLDOUT)
-    assert plan.bank_fingerprint == found.family.fingerprint
+    assert plan.bank_fingerprint == found.models.family.fingerprint
     assert found.concurrency == 3
 
 
-def test_only_a_search_that_compares_baselines_waits_for_all_of_them(root: Path) -> None:
+def test_comparing_search_awaits_baselines(root: Path) -> None:
+    """Only a search that compares baselines waits for all of them."""
     found = examined(root)
     of = {
         name: found.plan("s", replace(found.resolved(), algorithm=name)).waits_for_baselines
@@ -279,12 +292,13 @@ def test_only_a_search_that_compares_baselines_waits_for_all_of_them(root: Path)
     assert [name for name, waits in of.items() if waits] == ["gradient"]
 
 
-def test_a_share_of_the_samples_is_fitted_and_trials_are_scored_on_the_others_alone(root: Path) -> None:
+def test_fitted_samples_are_not_scored(root: Path) -> None:
+    """A share of the samples is fitted, and trials are scored on the others only."""
     fitted: dict[str, Any] = {"search_space": {"kind": "layerwise"}, "search": {"max_trials": 14, "fit_share": 0.25}}
     found = examined(root, **fitted, fidelity={"scheduler": "none"})
     assert found.algorithm.name == "gradient"
     rest = {"sums": 30, "words": 28}  # of 40 and 38
-    assert found.rung_samples == (rest,)
+    assert found.budget.rung_samples == (rest,)
     setting = found.search_setting(num_baselines=9)
     parts = {name: (set(range(rest[name])), set(setting.fitted(name))) for name in SIZES}
     assert all(scored | fit == set(range(SIZES[name])) for name, (scored, fit) in parts.items())
@@ -307,7 +321,7 @@ def test_a_share_of_the_samples_is_fitted_and_trials_are_scored_on_the_others_al
 
 def test_by_default_all_samples_are_fitted_and_scored(root: Path) -> None:
     found = examined(root, search_space={"kind": "layerwise"}, fidelity={"scheduler": "none"})
-    assert found.rung_samples == (SIZES,)
+    assert found.budget.rung_samples == (SIZES,)
     setting = found.search_setting(num_baselines=9)
     assert {name: setting.fitted(name) for name in SIZES} == {name: range(size) for name, size in SIZES.items()}
 
@@ -327,16 +341,17 @@ def choices(directory: Path, higher_is_better: bool) -> dict[str, Any]:
     return {"name": "choices", "task": str(write_choices(directory, metric_list=metrics)), "metric": "acc"}
 
 
-def test_the_direction_is_the_tasks_own_unless_the_study_says_another(root: Path, tmp_path: Path) -> None:
+def test_direction_is_the_tasks_own(root: Path, tmp_path: Path) -> None:
+    """The direction is the task's own unless the study sets another."""
     fidelity = {"scheduler": "none"}
     spec = {**choices(tmp_path, higher_is_better=False), "range": [0, 1]}
-    (found,) = examined(root, fidelity=fidelity, objectives=[spec], holdout=[]).objectives
+    (found,) = examined(root, fidelity=fidelity, objectives=[spec], holdout=[]).tasks.objectives
     assert (found.direction, found.range) == ("minimize", (0.0, 1.0))
     spec["direction"] = "maximize"
-    (found,) = examined(root, fidelity=fidelity, objectives=[spec], holdout=[]).objectives
+    (found,) = examined(root, fidelity=fidelity, objectives=[spec], holdout=[]).tasks.objectives
     assert found.direction == "maximize"
     spec = choices(tmp_path, higher_is_better=True)
-    (found,) = examined(root, fidelity=fidelity, objectives=[spec], holdout=[]).objectives
+    (found,) = examined(root, fidelity=fidelity, objectives=[spec], holdout=[]).tasks.objectives
     assert found.direction == "maximize"
 
 
@@ -362,25 +377,27 @@ def test_memory_is_the_bank_once_and_an_engine_for_every_replica(root: Path, dty
     found = examine(study, available_bytes=2**40)
     memory = found.memory
     assert memory.bank_bytes == bank_bytes(root)
-    assert memory.engine_bytes == COPIES * size * found.num_parameters + ENGINE_OVERHEAD_BYTES
+    assert memory.engine_bytes == COPIES * size * found.models.num_parameters + ENGINE_OVERHEAD_BYTES
     assert memory.needed_bytes == memory.bank_bytes + memory.engine_bytes
     assert memory.available_bytes == 2**40
 
 
-def test_a_cache_of_ranks_takes_two_bytes_for_each_parameter_of_each_expert(root: Path) -> None:
+def test_rank_cache_takes_two_bytes(root: Path) -> None:
+    """A cache of ranks takes two bytes for each parameter of each expert."""
     plain, ranks = (
         examine(study_of(root, engine={"max_model_len": 64, "rank_cache": is_asked}), available_bytes=2**40)
         for is_asked in (False, True)
     )
-    assert ranks.memory.engine_bytes - plain.memory.engine_bytes == 2 * 2 * plain.num_parameters
+    assert ranks.memory.engine_bytes - plain.memory.engine_bytes == 2 * 2 * plain.models.num_parameters
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the model is in the GPU's memory")
-def test_gradients_take_one_merged_model_and_the_gradient_of_its_largest_tensor(root: Path) -> None:
+def test_memory_of_gradients(root: Path) -> None:
+    """Gradients take the memory of one merged model and of its largest tensor's gradient."""
     found = examine(study_of(root, search_space={}), available_bytes=2**40)
     largest = max(tensor.nbytes for tensor in load_file(root / "base" / "model.safetensors").values())
     assert found.algorithm.name == "gradient"
-    assert found.memory.gradient_bytes == 4 * found.num_parameters + largest + GRADIENT_OVERHEAD_BYTES
+    assert found.memory.gradient_bytes == 4 * found.models.num_parameters + largest + GRADIENT_OVERHEAD_BYTES
     assert (
         found.memory.needed_bytes == found.memory.bank_bytes + found.memory.engine_bytes + found.memory.gradient_bytes
     )
@@ -403,7 +420,9 @@ def test_replicas_share_the_bank(root: Path) -> None:
     assert memory.needed_bytes == memory.bank_bytes + 3 * memory.engine_bytes
 
 
-def test_a_searcher_that_cannot_handle_the_study_is_refused_before_the_weights_are_read(root: Path) -> None:
+def test_unfit_searcher_is_refused_early(root: Path) -> None:
+    """A searcher that cannot handle the study is refused before the weights are read."""
+
     def not_reached() -> None:
         raise AssertionError("the weights are looked at")
 
@@ -505,7 +524,8 @@ def test_a_plan_under_asha_promises_no_more_than_is_known(root: Path) -> None:
     assert "samples   at least 944 in the search (at most 45% fewer than 1,728 at full budget)" in text
 
 
-def test_an_adapter_is_an_expert_that_takes_the_memory_of_its_matrices(root: Path) -> None:
+def test_adapter_memory(root: Path) -> None:
+    """An adapter is an expert that takes the memory of its matrices."""
     lora_adapter(root / "base", root / "tuned")
     sizes = {
         name: examine(
@@ -526,17 +546,18 @@ def test_an_adapter_is_an_expert_that_takes_the_memory_of_its_matrices(root: Pat
     assert any("foreign/adapter_model.safetensors: an adapter of another model: " in message for message in messages)
 
 
-def test_a_study_of_models_with_other_tokens_has_the_vocabulary_that_it_names(root: Path) -> None:
+def test_study_has_the_named_vocabulary(root: Path) -> None:
+    """A study of models with other tokens has the vocabulary that it names."""
     with_tokens(root / "base", root / "tools", "<tool>", rows=130)
     models = {"base": "base", "experts": {"math": "math", "tools": "tools"}}
     counts = {}
     for tokenizer in ("base", "union", "tools"):
         found = examine(study_of(root, models={**models, "tokenizer": tokenizer}))
-        counts[tokenizer] = found.num_parameters
-        assert found.family.tokenizer == tokenizer
+        counts[tokenizer] = found.models.num_parameters
+        assert found.models.family.tokenizer == tokenizer
         recipes = [recipe for _, _, recipe in found.baselines()]
         recipes.append(found.space.to_recipe(found.space.parameters.sample(np.random.default_rng(0))))
-        bank = Bank(found.family)
+        bank = Bank(found.models.family)
         for recipe in recipes:
             assert recipe.tokenizer == tokenizer
             check_recipe(recipe, bank)
@@ -547,14 +568,15 @@ def test_a_study_of_models_with_other_tokens_has_the_vocabulary_that_it_names(ro
         study_of(root, models={**models, "tokenizer": "code"})
 
 
-def test_a_tokenizer_is_refused_only_where_an_engine_would_refuse_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Under the class that transformers chooses for a Qwen2 a tokenizer of characters loses white space."""
+def test_tokenizer_refusal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Preflight refuses a tokenizer only where an engine would refuse it.
+
+    Under the class that transformers chooses for a Qwen2 a tokenizer of characters loses white space.
+    """
     tiny_family(tmp_path, build=tiny_qwen2, experts=("math", "text"))
     character_tokenizer().save_pretrained(tmp_path / "base")
     study = study_of(tmp_path, objectives=[objective("sums", "sums")], holdout=[])
-    located = locate_family(study.models.base, study.models.experts)
+    located = locate_family(study.models.base, study.models.named)
     problems: list[Problem] = []
     sources = check_models(located, study, problems)
     assert problems == []
@@ -569,9 +591,8 @@ def test_a_tokenizer_is_refused_only_where_an_engine_would_refuse_it(
         _ = Prompts(sources.result_dir, study.engine.options).tokenizer
 
 
-def test_the_printed_plan_says_how_vllm_runs_models_that_it_has_no_code_for(
-    root: Path, layouts: dict[str, Family]
-) -> None:
+def test_plan_says_how_vllm_runs_models(root: Path, layouts: dict[str, Family]) -> None:
+    """The printed plan says how vLLM runs models for which it has no code."""
     family = layouts["gpt_neox"]
     models = {"base": family.base.directory, "experts": {model.alias: model.directory for model in family.experts}}
     lines = check(study_of(root, models=models), root).to_text().splitlines()
@@ -603,7 +624,7 @@ def test_each_model_is_located_opened_and_fingerprinted_once(
         monkeypatch.setattr(place, counted)
     experts = {"math": "math", "text": "text", "code": str(tmp_path / "code")}
     found = examined(root, models={"base": "base", "experts": experts})
-    assert len(found.family.models) == 4
+    assert len(found.models.family.models) == 4
     assert counts == {
         "locate": 4,
         "read_headers": 4,

@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from search_spaces.errors import InvalidStudy
 from search_spaces.study.file import Study, parse_study
-from service.api.preflight_process import examine_here
-from service.studies.dry_run import check
-from service.studies.merge import check_merge, merge_file
+from service.jobs.base import RequestContext
+from service.jobs.search.dry_run import check
+from service.jobs.search.request import accept
+from service.merges.merge import check_merge, merge_file
+from service.resolved_study import ResolvedStudy
 from service.studies.preflight.examine import examine
 from service.studies.preflight.models import with_revisions
-from service.types import ResolvedStudy
 from tests.builders import lora_adapter, tiny_llama
 from tests.hub_server import Hub, only_hub
 from workers.engines.vllm.support import CapabilityProbe
@@ -73,7 +74,8 @@ def size_of(hub: Hub, name: str) -> int:
     return len(repository.commits[repository.head]["model.safetensors"])
 
 
-def test_a_check_says_what_will_be_downloaded_and_downloads_none_of_it(hub: Hub, root: Path) -> None:
+def test_check_downloads_nothing(hub: Hub, root: Path) -> None:
+    """A check says what will be downloaded and downloads none of it."""
     plan = check(study_of(root), root)
     assert plan.disk_bytes["download"] == size_of(hub, "math") + size_of(hub, "text")
     absent = [f"owner/{name}@{hub.repositories[f'owner/{name}'].head}" for name in EXPERTS]
@@ -89,10 +91,11 @@ def test_a_check_says_what_will_be_downloaded_and_downloads_none_of_it(hub: Hub,
     assert "download " not in plan.to_text()
 
 
-def test_a_posted_study_resolves_to_what_its_driver_finds_and_has_its_commits(hub: Hub, root: Path) -> None:
+def test_posted_study_has_commits(hub: Hub, root: Path) -> None:
+    """A posted study resolves to what its driver finds and has the models' commits."""
     study = study_of(root)
     body = json.dumps(study.canonical()).encode()
-    resolved = examine_here(body, is_json=True).resolved
+    resolved = ResolvedStudy.from_json(accept(json.loads(body), RequestContext()).facts)
     assert ResolvedStudy.from_json(json.loads(json.dumps(resolved.to_json()))) == resolved
     assert hub.sent == {f"owner/{name}/model.safetensors": FIRST_BYTES for name in EXPERTS}
     assert resolved.commits == {f"owner/{name}": hub.repositories[f"owner/{name}"].head for name in EXPERTS}
@@ -100,7 +103,7 @@ def test_a_posted_study_resolves_to_what_its_driver_finds_and_has_its_commits(hu
     notes: list[str] = []
     found = examine(with_revisions(study, resolved), note=notes.append)
     assert found.resolved().fingerprints == resolved.fingerprints
-    assert found.absent_bytes == 0
+    assert found.models.absent_bytes == 0
     assert len(notes) == 2
     assert examine(study).resolved().fingerprints != resolved.fingerprints
 
@@ -134,7 +137,8 @@ def test_no_room_for_a_download_is_told_with_all_other_problems(
     assert messages["models"].startswith("owner/math, owner/text: ")
 
 
-def test_a_merge_of_hub_models_is_checked_before_their_weights_come(hub: Hub, root: Path, tmp_path: Path) -> None:
+def test_hub_merge_is_checked_early(hub: Hub, root: Path, tmp_path: Path) -> None:
+    """A merge of Hub models is checked before their weights are downloaded."""
     file = tmp_path / "merge.yml"
     document = {
         "merge_method": "task_arithmetic",
@@ -149,7 +153,8 @@ def test_a_merge_of_hub_models_is_checked_before_their_weights_come(hub: Hub, ro
         f"owner/{name}@{hub.repositories[f'owner/{name}'].head}" for name in ("base", "math")
     ]
     assert "of weights from the hub; they are checked for NaN and infinity" in plan.to_text()
-    assert all(count <= FIRST_BYTES for count in hub.sent.values())
+    assert hub.sent
+    assert max(hub.sent.values()) <= FIRST_BYTES
     notes: list[str] = []
     merge_file(file, {}, tmp_path / "out", note=notes.append)
     assert len(notes) == 2

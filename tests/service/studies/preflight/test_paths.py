@@ -13,8 +13,9 @@ import torch
 
 from search_spaces.errors import InvalidStudy
 from search_spaces.study.file import parse_study
-from service.studies.preflight.examine import PreflightResult, examine
+from service.studies.preflight.examine import examine
 from service.studies.preflight.resources import ENGINE_OVERHEAD_BYTES
+from service.studies.preflight.result import PreflightResult
 from tests.builders import tiny_family
 from tests.layouts import layout_family
 
@@ -55,7 +56,7 @@ def test_memory_counts_the_layers_that_an_engine_holds(root: Path) -> None:
         pytest.skip("on a GPU the layers are not in host memory")
     result = examined(root)
     outside = 2 * 128 * 32 + 32
-    layer = (result.num_parameters - outside) // LAYERS
+    layer = (result.models.num_parameters - outside) // LAYERS
     held = outside + (3 * LAYERS + 5) * layer  # every layer of three models, and a whole merge besides
     assert result.memory.engine_bytes == 2 * 4 * held + ENGINE_OVERHEAD_BYTES
 
@@ -63,9 +64,9 @@ def test_memory_counts_the_layers_that_an_engine_holds(root: Path) -> None:
 def test_the_largest_merge_is_what_an_export_may_take(root: Path) -> None:
     result, layerwise = examined(root), examined(root, search_space={"kind": "layerwise"}, limits={})
     outside = 2 * 128 * 32 + 32
-    layer = (result.num_parameters - outside) // LAYERS
-    assert layerwise.export_bytes == 4 * result.num_parameters
-    assert result.export_bytes == 4 * (outside + 5 * layer)
+    layer = (result.models.num_parameters - outside) // LAYERS
+    assert layerwise.models.export_bytes == 4 * result.models.num_parameters
+    assert result.models.export_bytes == 4 * (outside + 5 * layer)
 
 
 def changed(root: Path, model: str, **fields: Any) -> None:
@@ -81,9 +82,8 @@ def changed(root: Path, model: str, **fields: Any) -> None:
         (lambda root: layout_family(root, "gemma", hidden=128), "model_type is 'gemma'; other depths and orders"),
     ],
 )
-def test_models_whose_layers_cannot_follow_each_other_are_refused(
-    root: Path, change: Callable[[Path], Any], message: str
-) -> None:
+def test_unchainable_layers_are_refused(root: Path, change: Callable[[Path], Any], message: str) -> None:
+    """Models whose layers cannot follow each other are refused."""
     change(root)
     with pytest.raises(InvalidStudy) as caught:
         examined(root)
@@ -129,7 +129,8 @@ def test_an_option_of_paths_that_cannot_be_is_refused(root: Path, field: str, va
     assert re.match(message, problem.message)
 
 
-def test_a_difference_in_geometry_is_told_with_the_field_and_both_models(root: Path) -> None:
+def test_geometry_difference_is_described(root: Path) -> None:
+    """A difference in geometry is reported with the field and both models."""
     changed(root, "text", num_key_value_heads=2, rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
     with pytest.raises(InvalidStudy) as caught:
         examined(root)
@@ -138,7 +139,8 @@ def test_a_difference_in_geometry_is_told_with_the_field_and_both_models(root: P
     assert any("text: rope_theta is 500000.0; the base has 10000.0" in text for text in found)
 
 
-def test_a_longest_merge_that_does_not_fit_into_memory_is_refused_and_told_how_long_one_may_be(root: Path) -> None:
+def test_too_long_merge_is_refused(root: Path) -> None:
+    """A longest merge beyond the memory is refused with the length that would fit."""
     if torch.cuda.is_available():
         pytest.skip("on a GPU the layers are not in host memory")
     needed = examined(root, limits={"max_layers": 60_000}).memory.needed_bytes
@@ -153,7 +155,8 @@ def test_a_longest_merge_that_does_not_fit_into_memory_is_refused_and_told_how_l
         examined(root, limits={"max_layers": longest + 1}, available_bytes=needed)
 
 
-def test_where_no_merge_fits_into_memory_no_number_of_layers_is_advised(root: Path) -> None:
+def test_no_advice_where_nothing_fits(root: Path) -> None:
+    """Where no merge fits into memory, no number of layers is advised."""
     with pytest.raises(InvalidStudy, match="use fewer replicas, a smaller dtype or a larger machine"):
         examined(root, limits={"max_layers": 500_000}, available_bytes=2**20)
 

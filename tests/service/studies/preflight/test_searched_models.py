@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from service.studies.preflight.models import searched_models
 from tests.builders import tiny_family, tiny_qwen2
 from tests.layouts import LAYOUTS, layout_family
 from workers.merging.bank import Bank
-from workers.merging.materialize import merged_names, merged_tensors
+from workers.merging.materialize import merged_tensors
+from workers.merging.plan import merged_names
 from workers.models.family import open_sources
 from workers.types import Family
 
@@ -28,8 +30,8 @@ def told(family: Family) -> SearchedModels:
     return searched_models(sources, sources.fingerprints)
 
 
-def space_of(family: Family, kind: str = "layerwise", **options: object) -> SearchSpace:
-    return SPACES[kind](kind=kind, **options).build(told(family))  # type: ignore[arg-type]
+def space_of(family: Family, kind: str = "layerwise", **options: Any) -> SearchSpace:
+    return SPACES[kind](kind=kind, **options).build(told(family))
 
 
 def assert_slots_are_the_coefficients(space: SearchSpace, family: Family, *, seed: int) -> None:
@@ -42,15 +44,16 @@ def assert_slots_are_the_coefficients(space: SearchSpace, family: Family, *, see
         expected = base + sum(
             configuration[parameter] * (bank.get(alias, name).float() - base) for alias, parameter in space.slots(name)
         )
-        torch.testing.assert_close(
-            merged, expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-5, msg=(name + ": {}").format)
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "component", "layer", "layer_group"])
 def test_a_searched_coefficient_is_that_of_the_merged_tensors(tmp_path: Path, granularity: str) -> None:
     family = tiny_family(tmp_path, experts=("math", "text"), layers=2)
-    options = {"granularity": granularity, **({"layer_groups": 2} if granularity == "layer_group" else {})}
+    options: dict[str, Any] = {
+        "granularity": granularity,
+        **({"layer_groups": 2} if granularity == "layer_group" else {}),
+    }
     assert_slots_are_the_coefficients(space_of(family, **options), family, seed=1)
 
 
@@ -65,7 +68,8 @@ def test_tensors_are_told_in_the_order_in_which_they_are_merged(tmp_path: Path) 
     assert places == [(None, "embedding"), *in_layers, (None, "head")]
 
 
-def test_a_tied_head_that_the_files_hold_is_told_as_the_embedding(tmp_path: Path) -> None:
+def test_tied_head_counts_as_embedding(tmp_path: Path) -> None:
+    """A tied head that the files hold counts as the embedding."""
     family = tiny_family(tmp_path, build=tiny_qwen2, experts=("math", "text"), tied=True)
     assert told(family).tied == {}
     file = Path(family.base.directory, "model.safetensors")
@@ -81,7 +85,8 @@ def test_a_tied_head_that_the_files_hold_is_told_as_the_embedding(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", LAYOUTS)
-def test_every_layout_has_a_coefficient_for_each_tensor_and_expert(tmp_path: Path, model_type: str) -> None:
+def test_layouts_have_all_coefficients(tmp_path: Path, model_type: str) -> None:
+    """Every layout has a coefficient for each tensor and expert."""
     family = layout_family(tmp_path, model_type)
     space = space_of(family)
     assert len(space.parameters) == 2 * len(told(family).tensors)

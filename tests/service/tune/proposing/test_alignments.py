@@ -7,18 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from search_spaces.spaces.base import LayerPair
 from service.errors import StudyFailed
-from service.tune.proposing import alignments
 from service.tune.proposing.alignments import alignments_in, learn_alignments
 from tests.conftest import OPTIONS
 from tests.workers.recipes import whole_model
+from workers.alignments.activations import read_activations
+from workers.alignments.files import is_stored
+from workers.alignments.fitting import fit_alignment
+from workers.alignments.pairs import AlignmentInputs, alignment_file, find_alignment
+from workers.alignments.samples import prompts_of
 from workers.cache import CACHE_VARIABLE
 from workers.errors import InvalidTask
-from workers.merging.alignments import is_stored
-from workers.training.hm3.activations import prompts_of, read_activations
-from workers.training.hm3.pairs import AlignmentJob, file_of, fit, found
 from workers.types import Family, TaskSpec
 
 PAIRS: tuple[LayerPair, ...] = ((("math", 1), ("text", 2)), (("text", 4), ("math", 0)))
@@ -29,41 +31,43 @@ def test_pairs_are_learned_in_parallel_and_only_once(
 ) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     pool = {alias: whole_model(untied_family, alias) for alias in ("math", "text")}
-    job = AlignmentJob(untied_family, pool, OPTIONS, {"sums": sums}, {"sums": range(12)}, "moments")
+    inputs = AlignmentInputs(untied_family, pool, OPTIONS, {"sums": sums}, {"sums": range(12)}, "moments")
     notes: list[str] = []
-    names = learn_alignments(job, PAIRS, note=notes.append)
+    names = learn_alignments(inputs, PAIRS, note=notes.append)
     assert notes[0] == "Learning 2 alignments between layers ..."
     assert set(names) == set(PAIRS)
-    assert all(file_of(name).is_file() for name in names.values())
-    prompts = prompts_of(untied_family.base.directory, job.options, job.tasks, job.positions)
-    math, text = (read_activations(untied_family, pool[alias], prompts, device="cpu") for alias in ("math", "text"))
-    expected = fit("moments", math.after(1), text.before[2], math.is_held_out)
-    known = found(job, PAIRS[0])
+    assert all(alignment_file(name).is_file() for name in names.values())
+    prompts = prompts_of(untied_family.base.directory, inputs.options, inputs.tasks, inputs.positions)
+    sources = {model.alias: model.directory for model in untied_family.models}
+    experts = [AutoModelForCausalLM.from_pretrained(sources[alias], dtype=torch.float32) for alias in ("math", "text")]
+    math, text = (read_activations(expert, prompts) for expert in experts)
+    expected = fit_alignment("moments", math.after(1), text.before[2], math.is_held_out)
+    known = find_alignment(inputs, PAIRS[0])
     assert known is not None
-    scales = [aligned.alignment.tensors()["scale"] for aligned in (known[1], expected)]
-    assert torch.allclose(*scales, rtol=1e-3, atol=1e-4)
+    scale, expected_scale = (aligned.alignment.tensors()["scale"] for aligned in (known[1], expected))
+    assert torch.allclose(scale, expected_scale, rtol=1e-3, atol=1e-4)
     assert known[1].after < known[1].before
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("a pair that is known is not learned again")
 
-    monkeypatch.setattr(alignments.ray, "remote", refuse)
-    assert learn_alignments(job, PAIRS[:1]) == {PAIRS[0]: names[PAIRS[0]]}
+    monkeypatch.setattr("ray.remote", refuse)
+    assert learn_alignments(inputs, PAIRS[:1]) == {PAIRS[0]: names[PAIRS[0]]}
     # A study's own copies need no cache. One that was lost is learned again: an equal one is as good.
     study, elsewhere = tmp_path / "study", tmp_path / "elsewhere"
-    assert alignments_in(study, job, PAIRS, before={}) == names
+    assert alignments_in(study, inputs, PAIRS, before={}) == names
     monkeypatch.setenv(CACHE_VARIABLE, str(elsewhere))
-    assert alignments_in(study, job, PAIRS, before=names) == names
+    assert alignments_in(study, inputs, PAIRS, before=names) == names
     (study / f"{names[PAIRS[1]]}.safetensors").write_bytes(b"damaged")
     monkeypatch.undo()
     monkeypatch.setenv(CACHE_VARIABLE, str(elsewhere))
-    assert alignments_in(study, job, PAIRS, before=names) == names
+    assert alignments_in(study, inputs, PAIRS, before=names) == names
     assert is_stored(study, names[PAIRS[1]])
     (study / f"{names[PAIRS[0]]}.safetensors").unlink()
     lost_one = {**names, PAIRS[0]: "0" * 64}
     with pytest.raises(StudyFailed, match=r"1 of 2 alignments were lost, .* from math 1 to text 2: .* a new study"):
-        alignments_in(study, job, PAIRS, before=lost_one)
+        alignments_in(study, inputs, PAIRS, before=lost_one)
     gone = TaskSpec({"file": str(tmp_path / "gone.jsonl")}, "exact_match")
-    lost = AlignmentJob(untied_family, pool, OPTIONS, {"gone": gone}, {"gone": range(2)}, "moments")
+    lost = AlignmentInputs(untied_family, pool, OPTIONS, {"gone": gone}, {"gone": range(2)}, "moments")
     with pytest.raises(InvalidTask, match=r"gone\.jsonl"):
         learn_alignments(lost, PAIRS[:1])

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.baselines import sources_and_published
+from search_spaces.baselines import all_baselines
 from search_spaces.objectives import Objective
 from service.store import JobWriter, Store
+from service.store.steps import CompletionsRequest
 from service.tune.proposing.completions import SourceCompletions
-from service.tune.steps import StepKind, StepRequest
 from service.types import Origin, RungRecord, TrialRecord, TrialState
 from tests.service.resolved import resolved_study
 from tests.service.tune.harness import FINGERPRINTS
@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def score(writer: JobWriter, number: int, values: Values, *, split: Split = Split.SEARCH, full: bool = True) -> None:
     """Trial `number`: base, math, text, then published recipes."""
-    known = sources_and_published(base="base", experts=("math", "text"), fingerprints=FINGERPRINTS, num_layers=4)
+    known = all_baselines(base="base", experts=("math", "text"), fingerprints=FINGERPRINTS, num_layers=4)
     origin, label, recipe = known[number]
     writer.add_trial(TrialRecord(number, Origin(origin), label, TrialState.WAITING, recipe))
     samples = tuple(
@@ -50,7 +50,9 @@ def score(writer: JobWriter, number: int, values: Values, *, split: Split = Spli
 
 
 def test_the_first_source_that_is_correct_has_the_reference(store: Store) -> None:
-    writer = store.open_attempt(store.create_job(name="s", document={}, resolved=resolved_study()).id)
+    writer = store.open_attempt(
+        store.create_job(kind="search", name="s", document={}, accepted=resolved_study().to_json()).id
+    )
     # Expert "math" is stored before the base: the order is that of the trials.
     score(writer, 1, {"math": {0: (1.0, ((5, 2),)), 1: (1.0, ((6, 2),)), 2: (0.5, ((7, 2),))}})
     score(
@@ -60,17 +62,20 @@ def test_the_first_source_that_is_correct_has_the_reference(store: Store) -> Non
     score(writer, 3, {"math": {4: (1.0, ((1,),))}})
     score(writer, 2, {"math": {4: (1.0, ((1,),))}}, full=False)
     completions = SourceCompletions(store, writer.job_id, OBJECTIVES)
-    found = completions.find(StepRequest(StepKind.COMPLETIONS, "", completions=("math", "text"))).completions
+    found = completions.find(CompletionsRequest(label="", completions=("math", "text"))).completions
     assert found == {"math": ((0, 1), (1, 0)), "text": ((0, 0),)}
     assert completions.read(found) == {"math": {0: (5, 2), 1: (8, 2)}, "text": {0: (4,)}}
     assert completions.read({"math": ((1, 1),)}) == {"math": {1: (6, 2)}}, "what was decided, not what would be now"
 
 
-def test_options_several_completions_and_samples_without_tokens_are_no_references(store: Store) -> None:
-    writer = store.open_attempt(store.create_job(name="s", document={}, resolved=resolved_study()).id)
+def test_samples_without_references(store: Store) -> None:
+    """Options, several completions and samples without tokens are no references."""
+    writer = store.open_attempt(
+        store.create_job(kind="search", name="s", document={}, accepted=resolved_study().to_json()).id
+    )
     score(writer, 0, {"quiz": {0: (1.0, None)}, "math": {0: (1.0, ((5,), (6,))), 1: (1.0, ((),)), 2: (1.0, ((7,),))}})
     score(writer, 1, {"math": {0: (1.0, ((1,),))}}, split=Split.HOLDOUT)
     found = SourceCompletions(store, writer.job_id, OBJECTIVES).find(
-        StepRequest(StepKind.COMPLETIONS, "", completions=("math", "quiz"))
+        CompletionsRequest(label="", completions=("math", "quiz"))
     )
     assert found.completions == {"math": ((2, 0),), "quiz": ()}

@@ -14,18 +14,35 @@ import ray
 
 from search_spaces.spaces import SPACES
 from search_spaces.spaces.base import DifferentiableSpace, SearchedModels
-from search_spaces.study.sections import GradientOptions, PolicyOptions
+from search_spaces.spaces.layerwise import LayerwiseSection
+from search_spaces.study.search import GradientOptions, PolicyOptions, Search
 from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
+from service.store.steps import (
+    CompletionsRequest,
+    CompletionsResult,
+    CompletionsStep,
+    GradientRequest,
+    GradientResult,
+    GradientStep,
+    LossesRequest,
+    LossesResult,
+    LossesStep,
+    NoteRequest,
+    NoteResult,
+    Step,
+    StepRequest,
+    StepResult,
+    step_of,
+)
 from service.studies.preflight.models import searched_models
 from service.tune.coordinator import Coordinator
 from service.tune.proposing.checkpoints import PolicyCheckpoints
 from service.tune.proposing.gradient_actor import GradientJob
 from service.tune.proposing.ray_proposer import RayProposer
-from service.tune.searchers.base import Observation, SearchSetting
+from service.tune.searchers.base import Observation, ProposalContext, SearchSetting
 from service.tune.searchers.gradient import SEARCHER
 from service.tune.searchers.hm3 import SEARCHER as HM3
-from service.tune.steps import Step, StepKind, StepRequest, StepResult
 from service.types import EventKind
 from tests.conftest import OPTIONS
 from tests.search_spaces.spaces.families import models
@@ -40,20 +57,17 @@ GRADIENT = GradientOptions(steps=6, batch=4, points=3)
 
 
 def differentiable(known: SearchedModels) -> DifferentiableSpace:
-    space = SPACES["layerwise"](kind="layerwise", granularity="component").build(known)
+    space = LayerwiseSection(kind="layerwise", granularity="component").build(known)
     assert isinstance(space, DifferentiableSpace)
     return space
 
 
-def stored_steps(store: Store, study: str) -> list[Step]:
-    return [Step.from_json(row.number, row.proposal, row.document) for row in store.steps(study)]
-
-
 class Stepper:
-    """`proposals.Proposer` in the caller's thread: the gradient searcher. Its losses are a quadratic's, and least
-    where the fake scores are best.
+    """`proposals.Proposer` for the gradient searcher, in the caller's thread.
 
-    `observer` is called before each step is computed and after it was stored."""
+    Its losses are quadratic, and smallest where the fake scores are best. `observer` is called before each step is
+    computed and after it was stored.
+    """
 
     def __init__(
         self,
@@ -66,7 +80,9 @@ class Stepper:
     ) -> None:
         self._parameters = space.parameters
         self._steps = list(steps)
-        self._setting = SearchSetting(NAMES, dict.fromkeys(NAMES, 36), num_baselines, GRADIENT, preferences)
+        self._setting = SearchSetting(
+            NAMES, dict.fromkeys(NAMES, 36), num_baselines, Search(gradient=GRADIENT), preferences
+        )
         self._log = log
         self._observer = observer
         self._call: Mapping[str, Any] = {}
@@ -75,47 +91,53 @@ class Stepper:
         self._call = call
 
     def result(self, *, timeout_s: float) -> Step | dict[str, Any] | None:
-        answer = SEARCHER.advance(self._parameters, seed=0, steps=self._steps, setting=self._setting, **self._call)
-        if not isinstance(answer, StepRequest):
+        context = ProposalContext(self._parameters, seed=0, steps=self._steps, setting=self._setting, **self._call)
+        answer = SEARCHER.advance(context)
+        if isinstance(answer, dict):
             return answer
         self._observer("step")
         self._log.append(len(self._steps))
-        return Step(len(self._steps), self._call["number"], answer, self._computed(answer))
+        return step_of(len(self._steps), self._call["number"], answer, self._computed(answer))
 
     def stored(self, step: Step) -> None:
         self._observer("stored")
         self._steps.append(step)
 
     def _computed(self, request: StepRequest) -> StepResult:
-        if request.kind is StepKind.NOTE:
-            return StepResult()
-        slope = 2 * (np.array(request.point) - 0.6 * request.preference.get("math", 1.0))
+        if isinstance(request, NoteRequest):
+            return NoteResult()
+        assert isinstance(request, (LossesRequest, GradientRequest))
+        preference = request.preference if isinstance(request, GradientRequest) else {}
+        slope = 2 * (np.array(request.point) - 0.6 * preference.get("math", 1.0))
         losses = dict.fromkeys(NAMES, float((slope**2).sum()))
-        return StepResult(losses, tuple(slope.tolist()) if request.kind is StepKind.GRADIENT else ())
+        if isinstance(request, LossesRequest):
+            return LossesResult(losses=losses)
+        return GradientResult(losses=losses, gradient=tuple(slope.tolist()))
 
 
 @pytest.mark.parametrize(
     ("preferences", "num_steps"), [((), 6), (((1.0, 0.0), (0.5, 0.5), (0.3, 0.7)), 8)], ids=["one", "several"]
 )
-def test_a_study_that_is_killed_at_any_step_ends_as_if_undisturbed_and_computes_no_stored_step_again(
+def test_kill_at_any_step_repeats_no_step(
     preferences: tuple[tuple[float, ...], ...], num_steps: int, tmp_path: Path
 ) -> None:
+    """A study killed at any step ends as if undisturbed and computes no stored step again."""
     space = differentiable(replace(models(experts=NAMES, num_layers=4), fingerprints=FINGERPRINTS))
 
     def attempt(store: Store, study: str, log: list[int], observer: Any = lambda _: None) -> None:
         plan = make_plan(study, max_trials=5, waits_for_baselines=True)
-        proposer = Stepper(space, stored_steps(store, study), len(plan.baselines), log, observer, preferences)
+        proposer = Stepper(space, store.steps(study), len(plan.baselines), log, observer, preferences)
         writer: JobWriter = store.open_attempt(study)
         drive(Coordinator(plan, space=space, store=store, writer=writer, proposer=proposer), FakeScorer())
 
     (tmp_path / "undisturbed").mkdir()
     expected_store, expected = new_study(tmp_path / "undisturbed")
     attempt(expected_store, expected, [])
-    steps = stored_steps(expected_store, expected)
-    compared = [step for step in steps if step.request.kind is StepKind.LOSSES]
+    steps = expected_store.steps(expected)
+    compared = [step for step in steps if isinstance(step, LossesStep)]
     known = [recipe for _, _, recipe in make_plan(expected).baselines if space.from_recipe(recipe) is not None]
     assert len(compared) == len(known) > 4, "it is compared on all baselines that the space contains"
-    assert sum(step.request.kind is StepKind.GRADIENT for step in steps) == num_steps
+    assert sum(isinstance(step, GradientStep) for step in steps) == num_steps
     (note,) = expected_store.events(expected, kinds=[EventKind.SEARCH_NOTE])
     assert note.payload["text"].startswith("gradients are")
 
@@ -131,7 +153,7 @@ def test_a_study_that_is_killed_at_any_step_ends_as_if_undisturbed_and_computes_
             continue
         break
     assert num_kills > len(steps)
-    assert stored_steps(store, study) == steps
+    assert store.steps(study) == steps
     assert trial_list(store, study) == trial_list(expected_store, expected)
 
 
@@ -149,27 +171,27 @@ def job(untied_family: Family, tmp_path: Path) -> GradientJob:
 
 def steps_and_proposals(
     job: GradientJob, *, kill_after: int | None = None, before: Sequence[Step] = (), completions: Any = None
-) -> tuple[list[Step], list[dict[str, Any]]]:
+) -> tuple[list[Any], list[dict[str, Any]]]:
     """Two proposals of a study with the steps `before`; the gradient actor is killed after so many more."""
     proposer = RayProposer(
         algorithm="gradient",
         parameters=job.space.parameters,
         seed=3,
-        setting=SearchSetting(NAMES, dict.fromkeys(NAMES, 40), 0, GRADIENT),
+        setting=SearchSetting(NAMES, dict.fromkeys(NAMES, 40), 0, Search(gradient=GRADIENT)),
         steps=before,
         job=job,
         completions=completions,
     )
-    steps: list[Step] = []
+    steps: list[Any] = []
     proposals = []
     for number in range(2):
         proposer.submit(number=number, observations=(), pending=())
-        while isinstance(answer := proposer.result(timeout_s=120.0), Step):
+        while not isinstance(answer := proposer.result(timeout_s=120.0), dict):
+            assert answer is not None
             steps.append(answer)
             if len(steps) == kill_after:
                 ray.kill(proposer._gradients)
             proposer.stored(answer)
-        assert answer is not None
         proposals.append(answer)
     return steps, proposals
 
@@ -177,38 +199,44 @@ def steps_and_proposals(
 class KnownCompletions:
     """`SourceCompletions` of a study whose sources answer "9" to the first samples of math."""
 
-    def find(self, request: StepRequest) -> StepResult:
+    def find(self, request: CompletionsRequest) -> CompletionsResult:
         raise AssertionError("they were found before")
 
     def read(self, chosen: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, dict[int, tuple[int, ...]]]:
         return {name: {position: (57 + source,) for position, source in pairs} for name, pairs in chosen.items()}
 
 
-def test_gradients_on_ray_are_the_same_again_and_after_the_actor_has_died(ray_cluster: None, job: GradientJob) -> None:
-    """With completions that the study had found before it went on."""
-    found = StepResult(completions={"math": tuple((position, position % 2) for position in range(10))})
-    before = [Step(0, 0, StepRequest(StepKind.COMPLETIONS, "", completions=("math",)), found)]
+def without_seconds(step: Step) -> Step:
+    return replace(step, result=replace(step.result, seconds=0.0)) if isinstance(step, GradientStep) else step
+
+
+def test_ray_gradients_survive_the_actor(ray_cluster: None, job: GradientJob) -> None:
+    """Gradients on Ray are the same again and after the actor's death.
+
+    With completions that the study had found before it went on.
+    """
+    found = CompletionsResult(completions={"math": tuple((position, position % 2) for position in range(10))})
+    before = [CompletionsStep(0, 0, CompletionsRequest(label="", completions=("math",)), found)]
     steps, proposals = steps_and_proposals(job, before=before, completions=KnownCompletions())
-    assert [step.request.kind for step in steps] == [StepKind.NOTE] + [StepKind.GRADIENT] * 4
+    assert [step.request.kind for step in steps] == ["note"] + ["gradient"] * 4
     assert [step.number for step in steps] == [1, 2, 3, 4, 5]
     assert all(step.request.completions == ("math",) for step in steps[1:])
     assert all(max(step.request.positions["math"]) < 10 for step in steps[1:])
     again, same = steps_and_proposals(job, before=before, completions=KnownCompletions(), kill_after=3)
-    assert [(step.request, step.result.losses, step.result.gradient) for step in again] == [
-        (step.request, step.result.losses, step.result.gradient) for step in steps
-    ]
+    assert list(map(without_seconds, again)) == list(map(without_seconds, steps))
     assert same == proposals
-    gradients = [step.result for step in steps if step.request.kind is StepKind.GRADIENT]
+    gradients = [step.result for step in steps if isinstance(step, GradientStep)]
     assert all(any(result.gradient) and result.bank == job.family.fingerprint for result in gradients)
     assert len({result.recipe for result in gradients}) == len(gradients)
 
 
-def test_an_actor_reads_completions_only_where_a_step_asks_for_them(job: GradientJob) -> None:
+def test_actor_reads_requested_completions(job: GradientJob) -> None:
+    """An actor reads completions only where a step asks for them."""
     from service.tune.proposing.gradient_actor import GradientActor
 
     actor = GradientActor(job)
     point = (0.5,) * len(job.space.parameters)
-    request = StepRequest(StepKind.LOSSES, "d", point, {"math": (0, 3), "text": (1,)})
+    request = LossesRequest(label="", point=point, positions={"math": (0, 3), "text": (1,)})
     expected = actor.run(request).losses
     actor.use_completions({"math": {0: (57,), 3: (60, 61)}})
     assert actor.run(request).losses == expected
@@ -217,12 +245,17 @@ def test_an_actor_reads_completions_only_where_a_step_asks_for_them(job: Gradien
     assert found["math"] != expected["math"]
 
 
-def test_models_and_tasks_that_the_actor_cannot_use_are_named_and_not_tried_again(
-    ray_cluster: None, job: GradientJob, tmp_path: Path
-) -> None:
+def test_unusable_models_are_named(ray_cluster: None, job: GradientJob, tmp_path: Path) -> None:
+    """Models and tasks that the actor cannot use are named and not tried again."""
     (tmp_path / "sums.jsonl").write_text("{}\n")
     with pytest.raises(InvalidTask, match=r"sums\.jsonl"):
         steps_and_proposals(job)
+
+
+def gradient(actor: Any, point: tuple[float, ...], positions: Any, weights: Any) -> tuple[float, ...]:
+    found = actor.run(GradientRequest(label="", descent=0, point=point, positions=positions, weights=weights))
+    assert isinstance(found, GradientResult)
+    return found.gradient
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
@@ -231,8 +264,7 @@ def test_coefficients_of_zero_have_derivatives(job: GradientJob, value: float) -
     from service.tune.proposing.gradient_actor import GradientActor
 
     point = tuple(value if name.endswith("math") else 0.0 for name in job.space.parameters.names)
-    request = StepRequest(StepKind.GRADIENT, "d", point, {"math": (0, 3)}, {"math": 1.0})
-    found = GradientActor(job).run(request).gradient
+    found = gradient(GradientActor(job), point, {"math": (0, 3)}, {"math": 1.0})
     assert all(found)
 
 
@@ -244,38 +276,38 @@ def test_the_gradient_is_that_of_finite_differences(job: GradientJob) -> None:
     point = [0.5] * len(job.space.parameters)
     positions = {"math": (0, 3, 5), "text": (1, 2)}
     weights = {"math": 0.7, "text": 0.3}
-    found = actor.run(StepRequest(StepKind.GRADIENT, "d", tuple(point), positions, weights)).gradient
+    found = gradient(actor, tuple(point), positions, weights)
     place = max(range(len(point)), key=lambda i: abs(found[i]))
 
     def loss(value: float) -> float:
         there = tuple(value if i == place else number for i, number in enumerate(point))
-        losses = actor.run(StepRequest(StepKind.LOSSES, "d", there, positions)).losses
+        losses = actor.run(LossesRequest(label="", point=there, positions=positions)).losses
         return sum(weights[name] * losses[name] for name in NAMES)
 
     step = 0.02
     assert found[place] == pytest.approx((loss(0.5 + step) - loss(0.5 - step)) / (2 * step), rel=0.05)
 
 
-def policy_proposals(directory: Path, *, kill_after: int | None = None) -> tuple[list[Step], list[dict[str, Any]]]:
+def policy_proposals(directory: Path, *, kill_after: int | None = None) -> tuple[list[Any], list[dict[str, Any]]]:
     """The first proposals of a policy's search; its process is killed after so many steps."""
     family = replace(models(experts=NAMES, num_layers=4), fingerprints=FINGERPRINTS)
     parameters = SPACES["hm3"](kind="hm3").build(family).parameters
     options = PolicyOptions(episodes=3, mini_batches=1, epochs=1)
-    setting = SearchSetting(NAMES, dict.fromkeys(NAMES, 40), 0, GRADIENT, policy=options)
+    setting = SearchSetting(NAMES, dict.fromkeys(NAMES, 40), 0, Search(hm3=options))
     directory.mkdir()
     store, study = new_study(directory)
     checkpoints = PolicyCheckpoints(ArtifactStore(store, directory), study, HM3, setting)
     proposer = RayProposer(algorithm="hm3", parameters=parameters, seed=3, setting=setting, checkpoints=checkpoints)
-    steps: list[Step] = []
+    steps: list[Any] = []
     found: list[Observation] = []
     for number in range(13):
         proposer.submit(number=number, observations=tuple(found[: number - 2]), pending=())
-        while isinstance(answer := proposer.result(timeout_s=120.0), Step):
+        while not isinstance(answer := proposer.result(timeout_s=120.0), dict):
+            assert answer is not None
             steps.append(answer)
             if len(steps) == kill_after:
                 ray.kill(proposer._searcher)
             proposer.stored(answer)
-        assert answer is not None
         found.append(Observation(answer, 1.0, (1 / len(answer), 0.5), number=number, rung=0))
     store.close()
     return steps, [dict(observation.configuration) for observation in found]

@@ -24,7 +24,8 @@ def population(better: int, worse: int, *, size: int = POPULATION) -> NDArray[np
     return np.array([1.0] * worse + [-1.0] * better + [0.0] * (size - better - worse))
 
 
-def test_whoever_bets_on_a_difference_that_is_none_seldom_wins_whatever_the_number_of_looks() -> None:
+def test_bets_without_difference_seldom_win() -> None:
+    """Bets on a difference of zero seldom win, whatever the number of looks."""
     rng = np.random.default_rng(0)
     for better, worse in ((30, 30), (5, 5), (60, 60), (40, 30)):
         differences = population(better, worse)
@@ -34,7 +35,8 @@ def test_whoever_bets_on_a_difference_that_is_none_seldom_wins_whatever_the_numb
             assert np.mean(np.array(largest) >= 1 / alpha) <= alpha + 3 * math.sqrt(alpha * (1 - alpha) / 1500)
 
 
-def test_a_sum_that_is_positive_whatever_follows_is_certain_and_one_that_may_be_zero_is_not() -> None:
+def test_certain_sum() -> None:
+    """A sum that stays positive whatever follows is certain; one that may be zero is not."""
     assert largest_capital(np.array([1.0] * 31), population=60) == math.inf
     assert 1e6 < largest_capital(np.array([1.0] * 30), population=60) < math.inf
     assert largest_capital(np.array([1.0] * 30 + [-1.0] * 30), population=60) < math.inf
@@ -54,8 +56,11 @@ def test_the_capital_is_that_of_the_bets_by_hand() -> None:
 
 
 def race(costs: NDArray[np.float64], *, error_rate: float | None) -> dict[int, tuple[int, str]]:
-    """At which rung each stopped trial was, and why. `costs` [trials, samples] are of one baseline, then of the
-    proposed trials; without an error rate, whoever is behind is stopped."""
+    """Rung at which each stopped trial was, and the reason, by trial number.
+
+    `costs` [trials, samples] are those of one baseline, then of the proposed trials. Without an error rate, every trial
+    that is behind is stopped.
+    """
 
     def differences(number: int, rival: int, rung: int) -> list[NDArray[np.float64]]:
         return [(costs[number] - costs[rival])[: LOOKS[rung]]]
@@ -90,14 +95,16 @@ def wrong_studies(num_studies: int, *, error_rate: float | None) -> float:
     return float(np.mean([bool(race(costs, error_rate=error_rate)) for costs in studies]))
 
 
-def test_of_all_studies_those_that_stop_a_candidate_wrongly_are_within_the_error_rate() -> None:
+def test_wrong_stops_keep_the_error_rate() -> None:
+    """The share of studies that stop a candidate wrongly is within the error rate."""
     num_studies = 300
     limit = ERROR_RATE + 3 * math.sqrt(ERROR_RATE * (1 - ERROR_RATE) / num_studies)
     assert wrong_studies(num_studies, error_rate=ERROR_RATE) <= limit
     assert wrong_studies(50, error_rate=None) > 0.9, "whoever is behind is stopped"
 
 
-def test_a_clear_loser_is_stopped_at_the_first_look_and_the_decision_says_by_what() -> None:
+def test_clear_loser_is_stopped() -> None:
+    """A clear loser is stopped at the first look, and the decision says by which rival."""
     rng = np.random.default_rng(2)
     shares = (0.5, 0.95, 0.3)
     costs = np.stack([rng.permutation(np.arange(POPULATION) < share * POPULATION).astype(float) for share in shares])
@@ -118,8 +125,9 @@ def test_later_candidates_and_more_rivals_need_more_certainty() -> None:
     assert not is_behind(candidate=1, num_rivals=2)
 
 
-def test_with_several_objectives_a_candidate_must_be_behind_in_all_of_them() -> None:
+def test_loser_is_behind_in_all_objectives() -> None:
+    """With several objectives, a stopped candidate is behind in all of them."""
     behind, level = np.array([1.0] * 30), np.array([0.0] * 30)
     for second, expected in ((behind, True), (level, False)):
-        bound = Bound(lambda *_, second=second: [behind, second], (POPULATION, POPULATION), 0.05)  # type: ignore[misc]
+        bound = Bound(lambda *_, second=second: [behind, second], (POPULATION, POPULATION), 0.05)
         assert bound.is_behind(1, 0, 0, candidate=1, num_rivals=1) is expected

@@ -31,7 +31,8 @@ def scored_in_full(table: RacingTable, number: int, *costs: float) -> None:
     table.record(number, LOOKS - 1, (costs[-1],))
 
 
-def test_a_trial_is_stopped_at_the_first_look_at_which_a_rival_is_ahead_on_the_same_samples() -> None:
+def test_rival_ahead_stops_a_trial() -> None:
+    """A trial is stopped at the first look at which a rival is ahead on the same samples."""
     table = race()
     scored_in_full(table, 0, 0.9, 0.1, 0.3)
     scored_in_full(table, 1, 0.1, 0.9, 0.5)  # ahead at the first look, but no rival: trial 0 is better in full
@@ -56,7 +57,8 @@ def test_a_tie_goes_on_and_whoever_ends_best_is_the_next_rival() -> None:
     assert stopped.pruned == (2,)
 
 
-def test_of_several_objectives_all_rivals_on_the_front_count_and_only_one_that_dominates_stops() -> None:
+def test_dominating_rival_stops_a_trial() -> None:
+    """All rivals on the front count, and only one that dominates stops a trial."""
     table = race()
     for number, costs in enumerate([(0.1, 0.8), (0.8, 0.1)]):
         table.know(number, {0: costs, 1: costs})
@@ -69,7 +71,8 @@ def test_of_several_objectives_all_rivals_on_the_front_count_and_only_one_that_d
             table.record(number, 1, (0.9, 0.9))
 
 
-def test_rivals_are_trials_that_the_proposal_may_know_and_a_failure_is_none() -> None:
+def test_rivals_are_known_trials() -> None:
+    """Rivals are trials that the proposal may know; a failed trial is none."""
     table = race(baselines=3, max_staleness=2)
     scored_in_full(table, 0, 0.5, 0.5, 0.5)
     table.fail(1)
@@ -84,7 +87,8 @@ def test_rivals_are_trials_that_the_proposal_may_know_and_a_failure_is_none() ->
 
 
 @pytest.mark.parametrize("max_staleness", [1, 3])
-def test_results_in_the_order_of_a_resumed_search_give_the_same_decisions(max_staleness: int) -> None:
+def test_resumed_order_gives_same_decisions(max_staleness: int) -> None:
+    """Results in the order of a resumed search give the same decisions."""
     costs = [[(i < 2) + (i * 37 % 11 + rung * (i % 3)) / 20 for rung in range(LOOKS)] for i in range(12)]
 
     def live() -> tuple[RacingTable, dict[int, int]]:

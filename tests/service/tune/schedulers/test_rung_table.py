@@ -82,7 +82,8 @@ def play(table: RungTable, cost: Callable[[int], float] = float) -> list[Decisio
 # Promotion.
 
 
-def test_a_rung_closes_with_its_last_trial_and_promotes_one_in_eta_lowest_cost_first() -> None:
+def test_rung_promotes_one_in_eta() -> None:
+    """A rung closes with its last trial and promotes one in eta, the lowest cost first."""
     table = filled(9)
     *earlier, last = decisions(table, [9, 2, 8, 1, 7, 3, 6, 5, 4], rung=0)
     assert earlier == [()] * 8
@@ -112,9 +113,8 @@ def test_several_objectives_are_promoted_by_front_before_mean() -> None:
         ([None] * 8 + [1], (8,)),
     ],
 )
-def test_failed_trials_count_for_how_many_are_promoted_and_are_never_promoted(
-    outcomes: list[float | None], promoted: tuple[int, ...]
-) -> None:
+def test_failed_trials_count_for_promotions(outcomes: list[float | None], promoted: tuple[int, ...]) -> None:
+    """Failed trials count for the number of promotions and are never promoted."""
     (decision,) = decisions(filled(9), outcomes, rung=0)[-1]
     assert decision.promoted == promoted
     assert set(decision.pruned).isdisjoint({number for number, cost in enumerate(outcomes) if cost is None})
@@ -132,7 +132,8 @@ def test_a_bracket_of_failures_ends_without_a_promotion() -> None:
     assert list(table.ready()) == []
 
 
-def test_a_promoted_trial_that_fails_frees_no_place_for_a_pruned_one() -> None:
+def test_failed_promotion_frees_no_place() -> None:
+    """A promoted trial that fails frees no place for a pruned one."""
     table = filled(9)
     decisions(table, [1, 2, 3, 4, 5, 6, 7, 8, 9], rung=0)
     assert [table.fail(0), table.fail(1)] == [(), ()]
@@ -149,8 +150,11 @@ def test_a_waiting_trial_is_neither_ready_nor_finished() -> None:
     assert not table.is_finished
 
 
-def test_a_decision_lost_before_it_was_stored_is_made_again_from_the_same_books() -> None:
-    """A driver that died at a promotion rebuilds the table from what is stored."""
+def test_lost_decision_is_made_again() -> None:
+    """A decision lost before it was stored is made again from the same books.
+
+    A driver that died at a promotion rebuilds the table from what is stored.
+    """
     costs = [9, 2, 8, 1, 7, 3, 6, 5, 4]
     first = decisions(filled(9), list(costs), rung=0)[-1]
     again = filled(9)
@@ -162,7 +166,8 @@ def test_a_decision_lost_before_it_was_stored_is_made_again_from_the_same_books(
 # Order of evaluations.
 
 
-def test_later_rungs_go_before_first_ones_and_baselines_before_those() -> None:
+def test_order_of_evaluations() -> None:
+    """Later rungs precede first ones, and baselines precede both."""
     table = table_of(max_trials=14, baselines=1, max_staleness=15)
     for _ in range(14):
         propose(table)
@@ -173,7 +178,8 @@ def test_later_rungs_go_before_first_ones_and_baselines_before_those() -> None:
     assert list(table.ready()) == [(1, 1), (2, 1), (3, 1), (10, 1), (11, 1), (12, 1), (13, 1), (14, 1)]
 
 
-def test_a_promoted_trial_goes_before_an_older_one_that_has_no_result_yet() -> None:
+def test_promoted_trial_precedes_older_one() -> None:
+    """A promoted trial precedes an older one without a result."""
     table = table_of(max_trials=14, max_staleness=14)
     for _ in range(14):
         propose(table)
@@ -182,7 +188,8 @@ def test_a_promoted_trial_goes_before_an_older_one_that_has_no_result_yet() -> N
     assert list(table.ready())[:2] == [(9, 2), (0, 0)]
 
 
-def test_baselines_are_evaluated_once_at_the_last_rung_and_are_no_members_of_brackets() -> None:
+def test_baselines_belong_to_no_bracket() -> None:
+    """Baselines are evaluated once at the last rung and belong to no bracket."""
     table = table_of(max_trials=3, baselines=2)
     assert list(table.ready()) == [(0, 2), (1, 2)]
     assert table.num_proposed == 0
@@ -190,7 +197,8 @@ def test_baselines_are_evaluated_once_at_the_last_rung_and_are_no_members_of_bra
     assert list(table.ready()) == [(1, 2)]
 
 
-def test_the_position_is_the_oldest_open_bracket_at_its_lowest_rung() -> None:
+def test_position_is_the_oldest_open_bracket() -> None:
+    """The position is the oldest open bracket at its lowest rung."""
     table = table_of(max_trials=14, max_staleness=14)
     assert table.position() is None
     for _ in range(14):
@@ -208,7 +216,8 @@ def test_the_position_is_the_oldest_open_bracket_at_its_lowest_rung() -> None:
 # What proposals wait for and may know.
 
 
-def test_a_proposal_waits_for_the_first_result_of_the_trial_a_lag_before_it() -> None:
+def test_proposal_waits_for_the_lag() -> None:
+    """A proposal waits for the first result of the trial one lag before it."""
     table = table_of(max_trials=9, max_staleness=2)
     assert [propose(table), propose(table)] == [0, 1]
     assert propose(table) is None  # trial 2 may know trial 0, which has no result
@@ -228,7 +237,8 @@ def test_a_failure_is_a_first_result_too() -> None:
     assert (proposal.visible, proposal.failed, proposal.pending) == ((), (0,), ())
 
 
-def test_a_proposal_sees_nothing_newer_than_the_lag_even_if_it_is_known() -> None:
+def test_proposal_sees_nothing_newer() -> None:
+    """A proposal sees nothing newer than the lag, even if it is known."""
     table = table_of(max_trials=9, max_staleness=3)
     for _ in range(3):
         propose(table)
@@ -251,7 +261,8 @@ def test_baselines_are_visible_at_the_last_rung_and_waited_for() -> None:
     assert (proposal.number, proposal.visible) == (2, ((0, 2), (1, 2)))
 
 
-def test_a_proposal_before_the_baselines_are_added_is_a_programming_error() -> None:
+def test_proposal_before_baselines_fails() -> None:
+    """A proposal before the baselines are added is a programming error."""
     table = SCHEDULERS["none"](
         num_rungs=1,
         eta=3,
@@ -260,12 +271,15 @@ def test_a_proposal_before_the_baselines_are_added_is_a_programming_error() -> N
         max_trials=1,
         max_staleness=1,
     )
-    with pytest.raises(AssertionError, match="sources and published trials come first"):
+    with pytest.raises(AssertionError, match="baselines come first"):
         table.proposal()
 
 
-def test_later_rungs_of_the_bracket_before_stay_hidden_and_those_of_older_ones_are_seen() -> None:
-    """Brackets of 9, 5 and 3; the proposals of bracket 1 see only first results of bracket 0, those of 2 all of it."""
+def test_older_brackets_are_seen() -> None:
+    """Later rungs of the bracket before stay hidden; those of older brackets are seen.
+
+    Brackets of 9, 5 and 3; the proposals of bracket 1 see only first results of bracket 0, those of 2 all of it.
+    """
     table = table_of(max_trials=17, max_staleness=1)
     seen = {}
     while not table.is_finished:
@@ -283,7 +297,8 @@ def test_later_rungs_of_the_bracket_before_stay_hidden_and_those_of_older_ones_a
     assert seen[14].visible == (*everything, *((number, 1) for number in range(9, 14)))
 
 
-def test_a_bracket_opens_only_when_those_two_before_it_are_closed() -> None:
+def test_bracket_opens_after_two_closed() -> None:
+    """A bracket opens only when the brackets up to the one two before it are closed."""
     table = table_of(max_trials=17, max_staleness=1)
     for number in range(9):
         assert propose(table) == number
@@ -301,7 +316,7 @@ def test_a_bracket_opens_only_when_those_two_before_it_are_closed() -> None:
     assert (proposal.bracket, proposal.opens) == (2, Bracket(3, first_rung=2, num_rungs=3, eta=3))
 
 
-@pytest.mark.parametrize("scheduler", ["hyperband", "asha", "racing", "none"])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_searcher_that_waits_for_baselines_knows_all_of_them(scheduler: Scheduler) -> None:
     def first_known(waits_for_baselines: bool) -> tuple[int, Proposal]:
         """How many baselines have ended when the first proposal may be asked for."""
@@ -335,10 +350,9 @@ def test_only_the_baselines_are_waited_for() -> None:
 
 @pytest.mark.parametrize("waits_for_baselines", [False, True])
 @pytest.mark.parametrize("max_staleness", [1, 2, 5, 9])
-@pytest.mark.parametrize("scheduler", ["hyperband", "asha", "racing"])
-def test_what_a_proposal_sees_does_not_depend_on_the_order_of_results(
-    scheduler: Scheduler, max_staleness: int, waits_for_baselines: bool
-) -> None:
+@pytest.mark.parametrize("scheduler", [name for name in SCHEDULERS if name != "none"])
+def test_order_of_results_is_not_seen(scheduler: Scheduler, max_staleness: int, waits_for_baselines: bool) -> None:
+    """The observations of a proposal do not depend on the order of results."""
     settings: dict[str, Any] = {"max_staleness": max_staleness, "waits_for_baselines": waits_for_baselines}
 
     def seen(pick: Callable[[list[tuple[int, int]]], tuple[int, int]]) -> dict[int, Any]:
@@ -366,7 +380,8 @@ def test_what_a_proposal_sees_does_not_depend_on_the_order_of_results(
     ("max_trials", "sizes"),
     [(1, [1]), (4, [4]), (9, [9]), (11, [9, 2]), (17, [9, 5, 3]), (20, [9, 5, 3, 3]), (30, [9, 5, 3, 9, 4])],
 )
-def test_the_cycle_repeats_and_the_last_bracket_is_cut_to_max_trials(max_trials: int, sizes: list[int]) -> None:
+def test_last_bracket_is_cut(max_trials: int, sizes: list[int]) -> None:
+    """The cycle repeats, and the last bracket is cut to `max_trials`."""
     table = table_of(max_trials=max_trials)
     play(table)
     assert table.num_proposed == max_trials
@@ -378,7 +393,8 @@ def test_a_cut_bracket_still_brings_one_trial_to_the_last_rung(cut: int, climb: 
     assert [len(decision.promoted) for decision in play(table_of(max_trials=cut))] == climb
 
 
-def test_a_larger_max_trials_opens_a_new_bracket_and_leaves_the_cut_one_as_it_is() -> None:
+def test_more_trials_open_a_new_bracket() -> None:
+    """A larger `max_trials` opens a new bracket and leaves the cut one unchanged."""
     before = table_of(max_trials=4, max_staleness=4)
     play(before)
     after = table_of(max_trials=8, max_staleness=4)
@@ -394,7 +410,8 @@ def test_a_larger_max_trials_opens_a_new_bracket_and_leaves_the_cut_one_as_it_is
     assert proposal.opens == Bracket(4, first_rung=1, num_rungs=3, eta=3)
 
 
-def test_ending_the_search_cuts_open_brackets_and_plays_them_to_the_end() -> None:
+def test_end_cuts_open_brackets() -> None:
+    """The end of the search cuts open brackets and finishes them."""
     table = table_of(max_trials=100, max_staleness=9)
     for _ in range(4):
         propose(table)
@@ -410,7 +427,8 @@ def test_ending_the_search_cuts_open_brackets_and_plays_them_to_the_end() -> Non
     assert table.is_finished
 
 
-def test_ending_the_search_while_trials_run_leaves_the_rung_open_until_they_are_in() -> None:
+def test_end_waits_for_running_trials() -> None:
+    """A rung stays open after the end of the search until its running trials have results."""
     table = table_of(max_trials=100, max_staleness=9)
     for _ in range(4):
         propose(table)
@@ -420,7 +438,8 @@ def test_ending_the_search_while_trials_run_leaves_the_rung_open_until_they_are_
     assert table.record(3, 0, (0.0,)) == (Decision(0, 0, promoted=(3,), pruned=(0, 1)),)
 
 
-def test_ending_the_search_again_or_with_full_brackets_changes_nothing() -> None:
+def test_second_end_changes_nothing() -> None:
+    """A second end of the search, or one with full brackets, changes nothing."""
     table = filled(9)
     assert table.end_search() == ()
     assert table.size(0) == 9
@@ -452,9 +471,12 @@ def asha_of(size: int, **settings: Any) -> RungTable:
     return filled(size, scheduler="asha", **settings)
 
 
-def test_asha_promotes_with_every_result_that_makes_a_trial_one_of_the_best() -> None:
-    """One in eta of what the rung holds: after three results the best, after six the two best. A better one that comes
-    late goes on as well, although that makes three of seven."""
+def test_asha_promotes_at_once() -> None:
+    """ASHA promotes with every result that makes a trial one of the best.
+
+    One in eta of what the rung holds: after three results the best, after six the two best. A better one that comes
+    late goes on as well, although that makes three of seven.
+    """
     decided = decisions(asha_of(10), [5, 3, 4, 6, 7, 2, 1], rung=0)
     assert [[decision.promoted for decision in found] for found in decided] == [[], [], [(1,)], [], [], [(5,)], [(6,)]]
     assert [number for number, rung in asha_ready(10, [5, 3, 4, 6, 7, 2, 1]) if rung == 1] == [1, 5, 6]
@@ -466,7 +488,8 @@ def asha_ready(size: int, costs: list[float | None]) -> list[tuple[int, int]]:
     return list(table.ready())
 
 
-def test_asha_counts_a_rung_in_the_order_of_its_trials_whenever_their_results_come() -> None:
+def test_asha_counts_in_order_of_trials() -> None:
+    """ASHA counts a rung in the order of its trials, whenever their results arrive."""
     table = asha_of(9)
     costs = [5, 3, 4, 6, 7, 2]
     assert [table.record(number, 0, (costs[number],)) for number in (5, 4, 3, 2, 1)] == [()] * 5
@@ -484,20 +507,23 @@ def test_asha_prunes_a_rung_when_nobody_can_come_to_it_any_more() -> None:
     assert table.is_finished
 
 
-def test_asha_failures_count_for_what_a_rung_holds_and_are_never_promoted() -> None:
+def test_asha_never_promotes_failures() -> None:
+    """Failures count as members of an ASHA rung and are never promoted."""
     table = asha_of(9)
     assert decisions(table, [None, 2, None], rung=0)[-1] == (Decision(0, 0, promoted=(1,), pruned=()),)
     assert decisions(asha_of(3), [None] * 3, rung=0) == [()] * 3
 
 
-def test_asha_cascades_to_higher_rungs_where_the_results_are_there() -> None:
+def test_asha_cascades() -> None:
+    """ASHA promotes through several rungs where their results exist."""
     table = asha_of(4)
     assert decisions(table, [2, 1, 3], rung=0)[-1] == (Decision(0, 0, promoted=(1,), pruned=()),)
     assert table.record(1, 1, (1.0,)) == ()
     assert table.record(3, 0, (4.0,)) == (Decision(0, 0, (), (0, 2, 3)), Decision(0, 1, (1,), ()))
 
 
-def test_asha_search_that_ends_early_still_brings_one_trial_to_the_last_rung() -> None:
+def test_asha_early_end_reaches_last_rung() -> None:
+    """An ASHA search that ends early brings one trial to the last rung."""
     table = table_of(max_trials=50, scheduler="asha", max_staleness=9)
     for _ in range(2):
         propose(table)
@@ -509,9 +535,12 @@ def test_asha_search_that_ends_early_still_brings_one_trial_to_the_last_rung() -
     assert table.is_finished
 
 
-def test_asha_sees_the_second_evaluation_of_a_trial_two_lags_after_the_result_that_brought_it_about() -> None:
-    """Trial 2 is promoted by its own result: proposal 6 = 2 + 2 lags waits for its second evaluation. Trial 1 is
-    promoted by the result of trial 5, which is hidden from 6 even if it is there."""
+def test_asha_sees_promotions_after_two_lags() -> None:
+    """A second evaluation under ASHA is seen two lags after the result that caused it.
+
+    Trial 2 is promoted by its own result: proposal 6 = 2 + 2 lags waits for its second evaluation. Trial 1 is
+    promoted by the result of trial 5, which is hidden from 6 even if it is there.
+    """
     table = table_of(max_trials=20, scheduler="asha", max_staleness=2)
     seen: dict[int, Proposal] = {}
 

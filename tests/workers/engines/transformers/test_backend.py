@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from tests.builders import tiny_llama
 from workers.engines.transformers.backend import Reference, choice_gaps, logprobs
 from workers.errors import EvidenceMismatch, InvalidTask

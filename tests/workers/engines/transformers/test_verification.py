@@ -1,20 +1,22 @@
+from __future__ import annotations
+
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from tests.builders import tiny_llama
 from tests.conftest import write_choices
 from workers.engines.transformers.backend import Reference, logprobs
 from workers.engines.transformers.verification import nothing_to_compare, texts_to_read, verify
 from workers.errors import InvalidTask
 from workers.evaluation.lm_eval import TaskEvaluator
-from workers.evaluation.prompts import Generation, Prompts
+from workers.evaluation.prompts import Continuation, Generation, Prompts
 from workers.types import SampleResult, Span, TaskSpec, VerificationReport
 
 pytestmark = pytest.mark.slow  # transformers generates in each
@@ -27,9 +29,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(str(tiny_llama(tmp_path_factory.mktemp("llama"), 4)), OPTIONS)
 
 
-def test_verification_lists_each_difference_with_how_near_the_choice_was(
-    reference: Reference, tmp_path: Path, choices: TaskSpec
-) -> None:
+def test_differences_have_margins(reference: Reference, tmp_path: Path, choices: TaskSpec) -> None:
+    """Verification lists each difference with the margin of the choice."""
     file = tmp_path / "a.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": f"{i}+{i}=", "answer": "?"}) for i in range(10)))
     spec = TaskSpec({"file": str(file), "max_tokens": 5}, "exact_match")
@@ -39,18 +40,20 @@ def test_verification_lists_each_difference_with_how_near_the_choice_was(
     request = evaluator.requests(spec, 0)[0]
     known = {request.tokens: logprobs(reference.model, request.tokens)}
 
-    def check(changed: list[object], engine_logprobs: dict[tuple[int, ...], list[float]]):  # type: ignore[no-untyped-def]
+    def check(
+        changed: Sequence[SampleResult], engine_logprobs: dict[tuple[int, ...], list[float]]
+    ) -> VerificationReport:
         return verify(
             "digest",
             reference.prompts.directory,
             OPTIONS,
-            samples=changed,  # type: ignore[arg-type]
+            samples=tuple(changed),
             spans=spans,
             dtype="float32",
             engine_logprobs=engine_logprobs,
         )
 
-    report = check([*samples], known)
+    report = check(samples, known)
     assert (report.num_samples, report.num_equal, report.num_beyond) == (22, 22, 0)
     assert report.max_logprob_difference < 1e-5
 
@@ -71,7 +74,10 @@ def test_verification_lists_each_difference_with_how_near_the_choice_was(
     report = check([*samples[:-1], replace(last, value=1 - last.value, response=moved)], {})
     assert (len(report.differences), report.num_beyond) == (1, 0)
     # Over the tokens of an option errors add up, as their root.
-    lengths = [len(asked.tokens) - asked.num_context for asked in evaluator.requests(choices, 11)]
+    lengths = []
+    for asked in evaluator.requests(choices, 11):
+        assert isinstance(asked, Continuation)
+        lengths.append(len(asked.tokens) - asked.num_context)
     moved = json.dumps([value + 0.1 for value in json.loads(last.response)])
     (difference,) = check([*samples[:-1], replace(last, value=1 - last.value, response=moved)], {}).differences
     assert difference.top2_gap == pytest.approx(0.1 / min(lengths) ** 0.5, abs=1e-4)
@@ -80,14 +86,16 @@ def test_verification_lists_each_difference_with_how_near_the_choice_was(
 
 
 class Scored:
-    """Twelve completions and twelve choices as an engine that is transformers itself stores them; `verify` compares
-    them as `change` leaves them, and log-probabilities that are off by `nats`."""
+    """Twelve completions and twelve choices, stored as by an engine that computes exactly as transformers.
+
+    `verify` compares them after `change`, and with log-probabilities that are off by `nats`.
+    """
 
     def __init__(self, reference: Reference, file: Path, choices: TaskSpec, *, max_tokens: int = 5) -> None:
         file.write_text("\n".join(json.dumps({"prompt": f"{i}+{i}=", "answer": "?"}) for i in range(12)))
         sums = TaskSpec({"file": str(file), "max_tokens": max_tokens}, "exact_match")
         self.reference = reference
-        self.spans = (Span("sums", sums, 0, 12), Span("choices", choices, 0, 12))
+        self.spans: tuple[Span, ...] = (Span("sums", sums, 0, 12), Span("choices", choices, 0, 12))
         self.evaluator = TaskEvaluator(reference, Prompts(reference.prompts.directory, OPTIONS))
         self.samples = self.evaluator.score(self.spans).samples
 
@@ -133,7 +141,9 @@ def test_garbage_that_scores_the_same_is_beyond_tolerance(scored: Scored, is_sto
     assert report.num_without_tokens == (0 if is_stored else 12)
 
 
-def test_other_tokens_are_beyond_tolerance_unless_transformers_finds_them_as_likely(scored: Scored) -> None:
+def test_other_tokens_are_beyond_tolerance(scored: Scored) -> None:
+    """Other tokens are beyond tolerance unless transformers finds them as likely."""
+
     def with_token(index: int, token: int) -> Callable[[SampleResult], SampleResult]:
         def change(sample: SampleResult) -> SampleResult:
             if sample.objective != "sums":
@@ -150,7 +160,8 @@ def test_other_tokens_are_beyond_tolerance_unless_transformers_finds_them_as_lik
         assert {difference.what for difference in report.differences} == {"tokens"}
 
 
-def test_log_probabilities_that_are_off_are_beyond_tolerance_whatever_is_chosen(scored: Scored) -> None:
+def test_wrong_logprobs_are_beyond_tolerance(scored: Scored) -> None:
+    """Wrong log-probabilities are beyond tolerance, whatever is chosen."""
     report = scored.verify(lambda sample: sample, nats=2.0)
     assert report.num_beyond == len(report.differences) == 8 + 8, "the first of each objective"
     assert {difference.what for difference in report.differences} == {"log-probabilities"}
@@ -166,7 +177,8 @@ def test_log_probabilities_that_are_off_are_beyond_tolerance_whatever_is_chosen(
     assert {difference.objective for difference in report.differences} == {"choices"}
 
 
-def test_log_probabilities_that_are_no_numbers_are_beyond_tolerance(scored: Scored) -> None:
+def test_nan_logprobs_are_beyond_tolerance(scored: Scored) -> None:
+    """Log-probabilities that are not numbers are beyond tolerance."""
     for nats in (float("nan"), float("inf")):
         report = scored.verify(lambda sample: sample, nats=nats)
         assert report.num_beyond == 16
@@ -183,7 +195,10 @@ def test_a_completion_may_part_at_a_tie(tmp_path: Path, choices: TaskSpec) -> No
         reference.model.lm_head.weight[twin] = reference.model.lm_head.weight[token]
     reference.model.save_pretrained(directory)
     scored = Scored(Reference(directory, OPTIONS), tmp_path / "sums.jsonl", choices, max_tokens=1)
-    other = {((token,),): ((twin,),), ((twin,),): ((token,),)}
+    other: dict[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]] = {
+        ((token,),): ((twin,),),
+        ((twin,),): ((token,),),
+    }
     num_swapped = sum(sample.tokens in other for sample in scored.samples)
     report = scored.verify(lambda sample: replace(sample, tokens=other.get(sample.tokens or (), sample.tokens)))
     assert len(report.differences) == num_swapped == 24 - report.num_equal > 0

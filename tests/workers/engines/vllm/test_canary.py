@@ -14,9 +14,9 @@ import torch
 
 from search_spaces.recipe import Recipe
 from tests.workers.recipes import arithmetic
-from workers.engines.transformers.backend import merged_model
+from workers.engines.source_recipes import base_recipe
+from workers.engines.transformers.merged_models import merged_model
 from workers.engines.vllm.canary import Calibration, calibrate, canary_prompts, read, typical_difference
-from workers.engines.vllm.engine import base_recipe
 from workers.errors import EvidenceMismatch
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
@@ -63,7 +63,8 @@ def of_layers(*layers: int) -> Callable[[str], bool]:
     return lambda name: any(f"layers.{layer}." in name for layer in layers)
 
 
-def test_the_tolerance_is_a_small_multiple_of_this_models_rounding(calibration: Calibration) -> None:
+def test_tolerance_follows_rounding(calibration: Calibration) -> None:
+    """The tolerance is a small multiple of the model's rounding."""
     assert calibration.rounding is not None
     assert 0.02 < calibration.rounding < 0.08
     assert calibration.tolerance == pytest.approx(2.5 * calibration.rounding)

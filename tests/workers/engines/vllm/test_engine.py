@@ -14,9 +14,10 @@ import torch
 from search_spaces.recipe import Merge, Recipe, Source
 from tests.conftest import OPTIONS
 from tests.workers.recipes import arithmetic, slerp
+from workers.engines.source_recipes import base_recipe
 from workers.engines.transformers.backend import Reference, logprobs
 from workers.engines.transformers.verification import verify
-from workers.engines.vllm.engine import Engine, base_recipe
+from workers.engines.vllm.engine import Engine
 from workers.engines.vllm.plugin import PACK
 from workers.engines.vllm.worker_extension import family_to_json, open_bank
 from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, TrialFailed
@@ -39,9 +40,8 @@ def test_engine_starts_with_the_base_model_in_float32(engine: Engine, untied_fam
     assert engine.logprobs([tokens])[0] == pytest.approx(logprobs(reference.model, tokens), abs=1e-3)
 
 
-def test_after_a_swap_log_probabilities_are_those_of_transformers_on_the_export(
-    engine: Engine, untied_family: Family, tmp_path: Path
-) -> None:
+def test_logprobs_after_a_swap(engine: Engine, untied_family: Family, tmp_path: Path) -> None:
+    """Log-probabilities after a swap are those of transformers on the export."""
     recipes = [arithmetic(untied_family, 0.4, 0.9), slerp(untied_family, 0.3), arithmetic(untied_family, 0.0, 1.0)]
     prompts = [engine.prompts.encode(text) for text in ("1+1=2", "name: Ada", "z" * 200)]
     seen = []
@@ -56,9 +56,8 @@ def test_after_a_swap_log_probabilities_are_those_of_transformers_on_the_export(
     assert min(abs(a - b) for a, b in itertools.pairwise(seen)) > 0.01, "the recipes differ"
 
 
-def test_swap_to_the_recipe_held_does_nothing_and_equal_recipes_give_equal_parameters(
-    engine: Engine, untied_family: Family
-) -> None:
+def test_swap_to_the_held_recipe(engine: Engine, untied_family: Family) -> None:
+    """A swap to the held recipe does nothing, and equal recipes give equal parameters."""
     first = engine.swap(arithmetic(untied_family, 0.5, 0.5))
     again = engine.swap(arithmetic(untied_family, 0.5, 0.5))
     assert (again.is_new, again.swap_count, again.swap_s) == (False, first.swap_count, 0.0)
@@ -100,9 +99,10 @@ def test_cached_prefixes_do_not_outlive_a_swap(engine: Engine, untied_family: Fa
     assert completions[0].text != completions[1].text
 
 
-def test_stored_samples_are_what_transformers_gives_on_the_export(
+def test_samples_agree_with_export(
     engine: Engine, untied_family: Family, sums: TaskSpec, choices: TaskSpec, tmp_path: Path
 ) -> None:
+    """Stored samples are those that transformers gives on the export."""
     recipe = arithmetic(untied_family, 0.6, 0.3)
     engine.swap(recipe)
     evaluation = TaskEvaluator(engine, engine.prompts)
@@ -197,9 +197,8 @@ def damage(model: Any) -> None:
     getattr(layer, PACK)()
 
 
-def test_an_engine_that_fails_its_canary_holds_nothing_and_refuses_everything(
-    faulty: Engine, untied_family: Family
-) -> None:
+def test_failed_canary_refuses_everything(faulty: Engine, untied_family: Family) -> None:
+    """An engine that fails its canary holds nothing and refuses every request."""
     recipe, other = arithmetic(untied_family, 0.3, 0.3), slerp(untied_family, 0.4)
     assert faulty.swap(recipe, check=True).digest == recipe.digest
     faulty._llm.apply_model(damage)
@@ -259,9 +258,8 @@ def test_a_layer_that_is_not_packed_again_fails_the_swap(faulty: Engine, untied_
         setattr(layer, PACK, pack)
 
 
-def test_merge_that_cannot_be_computed_fails_the_trial_and_nothing_is_held(
-    engine: Engine, untied_family: Family
-) -> None:
+def test_failed_merge_holds_nothing(engine: Engine, untied_family: Family) -> None:
+    """A merge that cannot be computed fails the trial, and the engine holds nothing."""
     with pytest.raises(TrialFailed, match="the recipe has 3 layers, the model 5"):
         engine.swap(arithmetic(untied_family, 0.3, 0.3, layers=3))
     good = arithmetic(untied_family, 0.3, 0.3)
@@ -285,10 +283,11 @@ def test_start_that_fails_says_why_and_where_the_log_is(tmp_path: Path, untied_f
     assert caught.value.__cause__ is not None
 
 
-def test_on_a_gpu_vllm_is_given_its_share_and_the_bank_its_places(
-    engine: Engine, untied_family: Family, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM itself stays out of it: what it would be given on a GPU is looked at."""
+def test_gpu_memory_is_shared(engine: Engine, untied_family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, vLLM receives its share of memory and the bank its placements.
+
+    vLLM itself stays out of it: what it would be given on a GPU is looked at.
+    """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 

@@ -1,8 +1,9 @@
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.engines.vllm.environment import engine_environment
 
 
-def test_environment_keeps_one_core_free_and_respects_what_is_set() -> None:
+def test_environment_keeps_a_core_free() -> None:
+    """The environment keeps one core free and respects set variables."""
     environment = engine_environment(EngineOptions(), {"VLLM_LOGGING_LEVEL": "DEBUG"})
     assert int(environment["OMP_NUM_THREADS"]) >= 1
     assert "VLLM_LOGGING_LEVEL" not in environment

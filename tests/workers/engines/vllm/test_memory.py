@@ -23,7 +23,7 @@ from workers.errors import EngineUnavailable
 from workers.merging.bank import Bank
 from workers.models.config import read_config
 from workers.models.family import open_sources
-from workers.types import Family
+from workers.types import Family, Placement
 
 GB = 10**9
 LLAMA_2_7B = {"num_attention_heads": 32, "hidden_size": 4096, "num_hidden_layers": 32}
@@ -65,10 +65,13 @@ def test_what_is_given_out_fits_into_the_gpu() -> None:
                 assert found.placements[-1] == "mapped", "there is always a place left"
 
 
-def test_four_models_of_7b_are_in_host_memory_beside_an_engine_of_80_gb_and_on_a_gpu_of_141_gb() -> None:
+def test_placement_of_four_7b_models() -> None:
+    """Four 7B models are in host memory beside an 80 GB engine, and on a GPU of 141 GB."""
     found = divided(four(LLAMA_2_7B), A100)
     assert found == EngineMemory(
-        ("host", "mapped"), 0.9052, "next to 56.0 GB of sources the GPU's 85.0 GB have too little room for an engine"
+        (Placement.HOST, Placement.MAPPED),
+        0.9052,
+        "next to 56.0 GB of sources the GPU's 85.0 GB have too little room for an engine",
     )
     found = divided(four(MISTRAL_7B), H200)
     assert found.placements == ("gpu", "host", "mapped")
@@ -76,7 +79,8 @@ def test_four_models_of_7b_are_in_host_memory_beside_an_engine_of_80_gb_and_on_a
     assert found.reason == "56.0 GB of sources leave 64.6 GB of the GPU's 150.0 GB for keys and values"
 
 
-def test_a_gpu_that_leaves_room_for_few_texts_is_better_than_mapped_files_but_not_than_host_memory() -> None:
+def test_crowded_gpu_beats_mapped_files() -> None:
+    """A GPU with room for few texts is preferred to mapped files, not to host memory."""
     needs = four(MISTRAL_7B)
     num_bytes = needs.bank + needs.scratch + needs.engine(2 * FEW_TEXTS)
     assert 2 * FEW_TEXTS < MANY_TEXTS
@@ -88,7 +92,8 @@ def test_a_gpu_that_leaves_room_for_few_texts_is_better_than_mapped_files_but_no
     assert tokens == pytest.approx(2 * FEW_TEXTS * TEXT_TOKENS, rel=0.01)
 
 
-def test_every_gpu_of_a_machine_may_bring_a_copy_into_host_memory() -> None:
+def test_host_memory_counts_every_gpu() -> None:
+    """Every GPU of a machine may bring a copy into host memory."""
     needs = replace(four(LLAMA_2_7B), bank=70 * GB)
     assert divided(needs, A100, host=140 * GB).placements == ("host", "mapped")
     found = divided(needs, A100, host=140 * GB, copies=2)
@@ -105,7 +110,8 @@ def test_statistics_are_in_host_memory_beside_the_sources() -> None:
     assert "host" not in divided(replace(needs, statistics=3 * GB + 1), A100, host=host).placements
 
 
-def test_a_rank_of_several_has_its_part_of_the_weights_and_all_sources() -> None:
+def test_memory_of_one_rank() -> None:
+    """One rank of several has its part of the weights and all sources."""
     one, two = four(MISTRAL_7B), four(MISTRAL_7B, ranks=2)
     assert (two.weights, two.kv_token, two.bank, two.scratch) == (
         one.weights // 2,
@@ -135,7 +141,7 @@ def test_needs_are_those_of_the_files(untied_family: Family, tmp_path: Path) -> 
     bank = Bank(untied_family, cache=tmp_path)
     needs = memory_requirements(open_sources(untied_family), config=config, dtype="bfloat16", max_length=64)
     models = len(untied_family.models)
-    largest = max(tensor.num_bytes for tensor in bank.base.tensors.values())
+    largest = max(stored.num_bytes for tensor in bank.base.tensors.values() for stored in tensor.stored())
     assert needs == MemoryRequirements(
         bank.num_bytes,
         bank.num_bytes // models,

@@ -19,7 +19,8 @@ def layer(dtype: torch.dtype) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_copy_of_other_weights_is_seen_however_small_the_difference(dtype: torch.dtype) -> None:
+def test_other_weights_are_detected(dtype: torch.dtype) -> None:
+    """A copy with other weights is detected, however small the difference."""
     linear = layer(dtype)
     assert _gives_its_columns(linear)
     linear.weight *= 1 + 2 * torch.finfo(dtype).eps

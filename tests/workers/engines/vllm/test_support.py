@@ -64,19 +64,22 @@ def test_of_a_model_that_vllm_runs_nothing_is_said(cache: Path) -> None:
     assert answer("llama", cache) == answer("gemma2", cache) == Capability()
 
 
-def test_a_model_that_vllm_runs_with_transformers_code_is_run_and_that_is_said(cache: Path, vllm: str) -> None:
+def test_transformers_backend_is_said(cache: Path, vllm: str) -> None:
+    """A model that vLLM runs with transformers' code is accepted, and the note says so."""
     note = f"{vllm} has no code of its own for GPTNeoXForCausalLM: it runs transformers' modules"
     assert answer("generic", cache) == Capability(note=note)
 
 
-def test_transformers_code_is_no_help_where_layers_are_not_attention(cache: Path, vllm: str) -> None:
+def test_transformers_code_needs_attention(cache: Path, vllm: str) -> None:
+    """Transformers' code does not help where layers are not attention."""
     own = f"{vllm} has no code of its own for BambaForCausalLM"
     assert answer("generic hybrid", cache).problem == (
         f"{own}, and cannot run layers of type linear_attention without; {WANTED}"
     )
 
 
-def test_an_architecture_that_vllm_does_not_know_is_refused_with_some_that_it_knows(cache: Path, vllm: str) -> None:
+def test_unknown_architecture_is_refused(cache: Path, vllm: str) -> None:
+    """An architecture unknown to vLLM is refused with some that it knows."""
     assert answer("unknown", cache).problem == (
         f"{PREFIX.format('CodeGenForCausalLM')}{vllm} cannot run it: Model architectures ['CodeGenForCausalLM'] are "
         f"not supported for now; {WANTED}"
@@ -101,13 +104,15 @@ def test_heads_that_the_cpu_has_no_kernel_for_are_refused(cache: Path) -> None:
     assert "has kernels for 32, 64," in found.problem
 
 
-def test_attention_whose_weights_are_multiplied_at_the_start_is_refused(cache: Path) -> None:
+def test_absorbed_attention_is_refused(cache: Path) -> None:
+    """Attention whose weights are multiplied at the start is refused."""
     found = answer("latent", cache).problem
     assert "so no merge can be written over them" in found
     assert found.endswith(MERGES)
 
 
-def test_what_vllm_refuses_of_a_known_architecture_is_told_in_its_words(cache: Path, vllm: str) -> None:
+def test_vllm_refusal_is_quoted(cache: Path, vllm: str) -> None:
+    """VLLM's refusal of a known architecture is quoted."""
     found = answer("uneven", cache).problem
     assert found.startswith(f"{PREFIX.format('LlamaForCausalLM')}{vllm} cannot run it: ")
     assert "not a multiple of the number of attention heads (7)" in found
@@ -134,9 +139,8 @@ def test_where_vllm_is_not_installed_that_is_said(tmp_path: Path, monkeypatch: p
     )
 
 
-def test_where_vllm_cannot_be_asked_the_reason_is_said_and_not_remembered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_probe_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where vLLM cannot be asked, the reason is reported and not remembered."""
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('libcudart.so.12: no such file')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -19,15 +19,16 @@ from search_spaces.recipe import Merge, Recipe, Source
 from tests.builders import opposed_family
 from tests.conftest import OPTIONS
 from tests.workers.recipes import arithmetic, model_stock, slerp
+from workers.engines.source_recipes import base_recipe
 from workers.engines.vllm.checksum import checksum
-from workers.engines.vllm.engine import Engine, base_recipe
+from workers.engines.vllm.engine import Engine
 from workers.engines.vllm.plugin import IS_PACKED, PACK
 from workers.engines.vllm.worker_extension import MergeExtension, family_to_json, open_bank
 from workers.errors import EvidenceMismatch, TrialFailed
 from workers.evaluation.prompts import Prompts
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
-from workers.types import Family
+from workers.types import Family, Placement
 
 
 class Extension(MergeExtension):
@@ -109,7 +110,7 @@ def test_merges_are_written_where_the_loader_was_seen_to_write(extension: Extens
     extension.parameters[moved].data = extension.parameters[moved].detach().clone()
     square = "model.layers.2.self_attn.o_proj.weight"
     extension.transformed = {turned: lambda tensor: tensor * 2, square: lambda tensor: tensor.t()}
-    extension._mergesearch_weights.places = {}
+    extension._mergesearch_weights.destinations = {}
     extension.mergesearch_forget()
     extension.apply(base_recipe(tied_family))
     extension.parameters[moved].data = extension.parameters[moved].detach().clone()
@@ -182,7 +183,8 @@ def engine_of(extension: Extension, family: Family) -> Engine:
     return engine
 
 
-def test_sources_that_were_overwritten_are_not_scored_but_stop_the_study(own_family: Family) -> None:
+def test_overwritten_sources_stop_the_study(own_family: Family) -> None:
+    """Sources that were overwritten are not scored but stop the study."""
     extension = Extension(own_family)
     engine, recipes = engine_of(extension, own_family), [arithmetic(own_family, n, 0.5) for n in (0.3, 0.4)]
     engine.swap(recipes[0])
@@ -214,7 +216,8 @@ def test_sources_that_are_overwritten_during_a_swap_are_not_held(
     assert extension.apply(arithmetic(own_family, 0.3, 0.5))["digest"] is None
 
 
-def test_a_ratio_of_model_stock_near_its_pole_fails_the_candidate(tmp_path: Path) -> None:
+def test_model_stock_pole_fails_candidate(tmp_path: Path) -> None:
+    """A ratio of Model Stock near its pole fails the candidate."""
     family = opposed_family(tmp_path)
     engine = engine_of(Extension(family), family)
     with pytest.raises(TrialFailed) as caught:
@@ -285,22 +288,23 @@ def test_sources_go_where_there_is_room_and_the_summary_says_why(
 
     placing, tried = workers.merging.bank._placing, []
 
-    def full(placement: str, *rest: Any) -> Any:
+    def full(placement: Placement, *rest: Any) -> Any:
         tried.append(placement)
-        if placement == "gpu":
+        if placement is Placement.GPU:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        if placement == "host":
+        if placement is Placement.HOST:
             raise torch.AcceleratorError("no pinned memory")
         return placing(placement, *rest)
 
     monkeypatch.setattr(workers.merging.bank, "_placing", full)
     monkeypatch.setattr("workers.engines.vllm.worker_extension._opened", {})
-    bank = open_bank(family_to_json(tied_family), ("gpu", "host", "mapped"), "cuda:0")
-    assert tried == ["gpu", "host", "mapped"]
+    placements = (Placement.GPU, Placement.HOST, Placement.MAPPED)
+    bank = open_bank(family_to_json(tied_family), placements, "cuda:0")
+    assert tried == [*placements]
     assert (bank.placement, bank.device) == ("mapped", torch.device("cuda", 0))
 
     extension = Extension(tied_family)  # the bank of this process is used as it is
-    extension.mergesearch_open(family_to_json(tied_family), ("gpu", "host", "mapped"), 0, "there is much room")
+    extension.mergesearch_open(family_to_json(tied_family), placements, 0, "there is much room")
     found = extension.apply(base_recipe(tied_family))["bank"]
     assert found["placement"] == "mapped"
     assert found["reason"] == "there is much room; in GPU memory there was too little left once the engine ran"
@@ -309,29 +313,30 @@ def test_sources_go_where_there_is_room_and_the_summary_says_why(
 def test_a_swap_plans_its_recipe_once(
     extension: Extension, tied_family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import workers.merging.materialize
+    import workers.merging.plan
 
-    plan, planned = workers.merging.materialize._plan, []
+    plan, planned = workers.merging.plan._plan, []
 
     def counted(recipe: Recipe, canonical: Recipe, bank: Bank) -> Any:
         planned.append(recipe.digest)
         return plan(recipe, canonical, bank)
 
-    monkeypatch.setattr(workers.merging.materialize, "_plan", counted)
+    monkeypatch.setattr(workers.merging.plan, "_plan", counted)
     first, second = arithmetic(tied_family, 0.3, 0.5), arithmetic(tied_family, 0.4, 0.5)
     extension.apply(first)
     extension.apply(second)
     assert planned == [first.digest, second.digest]
 
 
-def test_rows_of_nan_or_infinity_are_counted_once_and_leave_no_caches(extension: Extension) -> None:
+def test_infinite_rows_are_counted_once(extension: Extension) -> None:
+    """Rows of NaN or infinity are counted once and leave no caches."""
     model = extension.model_runner.get_model()
     with torch.inference_mode():
-        caches = [torch.ones(3), [torch.ones(2), torch.ones(1)]]
-        extension.model_runner.kv_caches = caches
+        caches = torch.ones(3), torch.ones(2), torch.ones(1)
+        extension.model_runner.kv_caches = [caches[0], [*caches[1:]]]
         model.compute_logits(torch.tensor([[1.0, 2.0], [float("nan"), 0.0], [float("inf"), 1.0]]))
     assert extension.mergesearch_bad_rows() == [1, 1]
-    assert [torch.count_nonzero(cache) for cache in (caches[0], *caches[1])] == [0, 0, 0]
+    assert [torch.count_nonzero(cache) for cache in caches] == [0, 0, 0]
     assert extension.mergesearch_bad_rows() == [0, 0]
 
 
@@ -380,7 +385,7 @@ def test_masked_logits_do_not_fail_the_candidate(
 
 
 def test_what_attention_keeps_of_weights_is_made_again(extension: Extension, tied_family: Family) -> None:
-    made = []
+    made: list[Any] = []
     sinks = SimpleNamespace(process_weights_after_loading=made.append)
     extension.model_runner.get_model().model.layers[1].self_attn.impl = sinks
     extension.mergesearch_open(family_to_json(tied_family))

@@ -57,9 +57,12 @@ def compiling() -> list[Path]:
 
 
 @pytest.mark.slow
-def test_sources_have_the_compiling_modules_and_all_that_they_import() -> None:
-    """A name that is compiled in must also be defined in the module that it is imported from, or a change of the module
-    that defines it would pass unnoticed."""
+def test_sources_include_all_imports() -> None:
+    """The sources are the compiling modules and all that they import.
+
+    A name that is compiled in must also be defined in the module that it is imported from, or a change of the module
+    that defines it would pass unnoticed.
+    """
     expected = set(compiling())
     for source in compiling():
         for module, names in imported_by(source).items():
@@ -100,8 +103,10 @@ print(probe(7), probe._cache._cache_file._index_path, sum(probe.stats.cache_hits
 
 @pytest.mark.slow
 def test_compiled_code_of_another_version_is_not_used(tmp_path: Path) -> None:
-    """In a copy of the packages, a compiled function that does not change itself follows a constant two modules away,
-    and is loaded from disk while nothing changes."""
+    """A compiled function is loaded from disk until code that it uses changes, even a constant two modules away.
+
+    The test runs on a copy of the packages.
+    """
     for package in ("workers", "search_spaces"):
         ignored = shutil.ignore_patterns("__pycache__", "tiny_family")
         shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)

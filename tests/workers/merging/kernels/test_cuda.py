@@ -43,13 +43,15 @@ def check_all(sizes: tuple[int, ...], device: str) -> int:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
-def test_kernels_give_the_bits_of_the_plain_methods_on_the_device() -> None:
+def test_device_gives_plain_bits() -> None:
+    """Kernels give the bits of the plain methods on the device."""
     assert check_all((1, 1000, 1_000_003), "cuda") > 100
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="the device itself is tested")
-def test_kernels_give_the_bits_of_the_plain_methods_in_the_interpreter() -> None:
+def test_interpreter_gives_plain_bits() -> None:
+    """Kernels give the bits of the plain methods in the interpreter."""
     code = "from tests.workers.merging.kernels.test_cuda import check_all; print(check_all((1, 1500), 'cpu'))"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}  # read when Triton is imported
     finished = subprocess.run(

@@ -21,8 +21,10 @@ from workers.merging.kernels.sorting import ascending_importances, ascending_mag
 from workers.merging.methods.arithmetic import cosine_of, num_kept, total
 from workers.merging.methods.competition import variance
 from workers.merging.methods.plain import PLAIN, Operands
-from workers.merging.order_statistics import ALL, MOST_LEFT, SPACING, TieOrder, magnitude_keys, place_of_rank
+from workers.merging.order_statistics import ALL, MOST_LEFT, SPACING, TieOrder, magnitude_keys, threshold_of_rank
 from workers.merging.statistics import importance_of, inner_products, magnitude_table, row_ranks, variance_table
+
+Coefficients = dict[str, float | tuple[float, ...]]
 
 ORDER = TieOrder(2**63 + 12345)
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
@@ -72,9 +74,9 @@ def chosen_merges(num_sources: int) -> Iterator[Merge]:
         yield Merge("m3_ties", sources, {"lambda": 0.7, "k": k, "weight": weights})
         yield Merge("ties_peft", sources, {"weight": numbers, "density": each})
         for normalize in (0, 1):
-            coefficients = {"weight": numbers, "density": each, "lambda": 0.9, "normalize": normalize}
+            coefficients: Coefficients = {"weight": numbers, "density": each, "lambda": 0.9, "normalize": normalize}
             yield Merge("ties_weighted", sources, coefficients)
-            gammas = {"gamma": tuple(0.1 * (1 - number) for number in each)}
+            gammas: Coefficients = {"gamma": tuple(0.1 * (1 - number) for number in each)}
             yield Merge("breadcrumbs_ties", sources, coefficients | gammas)
         yield Merge("breadcrumbs", sources, {"lambda": numbers, "density": each} | gammas)
         yield Merge("consensus_ties", sources, {"lambda": 0.7, "k": k, "mask_lambda": weights, "agreement": 2})
@@ -90,12 +92,12 @@ def chosen_merges(num_sources: int) -> Iterator[Merge]:
         yield Merge("dare_linear_l1", sources, {"lambda": numbers, "density": each}, seed=3)
         yield Merge("m3_dare", sources, {"lambda": 0.8, "density": each, "weight": weights}, seed=3)
         yield Merge("dare_ties_l1", sources, {"weight": numbers, "density": each}, seed=3)
-        share = {"density": each, "epsilon": tuple(min(number, 1 - number) / 2 for number in each)}
+        share: Coefficients = {"density": each, "epsilon": tuple(min(number, 1 - number) / 2 for number in each)}
         yield Merge("della", sources, {"lambda": 0.8} | share, seed=3)
         yield Merge("della_l1", sources, {"weight": numbers} | share, seed=3)
         yield Merge("della_linear", sources, {"lambda": numbers} | share, seed=3)
         yield Merge("della_linear_l1", sources, {"lambda": numbers} | share, seed=3)
-        yield Merge("della_linear_l1", sources, {"lambda": numbers, "rescale": 0} | share, seed=3)
+        yield Merge("della_linear_l1", sources, share | {"lambda": numbers, "rescale": 0}, seed=3)
         yield Merge("dare_ties_l1", sources, {"weight": numbers, "density": each, "rescale": 0}, seed=3)
     yield Merge("ram", sources, {"epsilon": 0.03})
     yield Merge("multislerp", sources, {"weight": numbers})
@@ -239,7 +241,8 @@ def test_results_may_start_anywhere(dtype: torch.dtype) -> None:
             assert (memory[start + 1023 :] == 7).all()
 
 
-def test_many_tensors_are_merged_in_several_threads_and_none_twice(two_threads: None) -> None:
+def test_threads_merge_each_tensor_once(two_threads: None) -> None:
+    """Several threads merge many tensors, each once."""
     sizes = [1, 5, 900, 70_000, 300_000, *[4000] * 300]
     done: list[int] = []
     for_each(done.append, list(zip(sizes, range(len(sizes)), strict=True)), torch.device("cpu"))
@@ -300,9 +303,9 @@ def test_any_rank_is_found_among_fewer_than_the_tables_spacing(
     expected = int(keys.sort().values[-rank])
     assert expected == (trim.high.key if trim.low == trim.high else between[trim.num_smaller])
     assert table.num_not_zero == int(torch.count_nonzero(ordered))
-    found = table.place(rank, source.abs(), order)
-    assert found == place_of_rank(source.abs(), rank, order)
-    assert (found.key, found.magnitude) == (expected, ordered[-rank])
+    found = table.threshold(rank, source.abs(), order)
+    assert found == threshold_of_rank(source.abs(), rank, order)
+    assert (found.key, found.magnitude) == (expected, float(ordered[-rank]))
     assert int(found.reached_by(source.abs(), order).sum()) == rank
     assert table.num_bytes <= 9 * (size / SPACING + 2)
     # Where magnitudes alone are compared, few elements are left, and the others are on the right side.
@@ -328,7 +331,8 @@ def test_sums_are_those_of_torch_in_another_order() -> None:
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
-def test_variances_and_importances_are_sorted_as_torch_sorts_them(dtype: torch.dtype) -> None:
+def test_sorting_agrees_with_torch(dtype: torch.dtype) -> None:
+    """Variances and importances are sorted as torch sorts them."""
     given = operands((300, 20), (dtype,) * 4)
     assert given.base is not None
     expected = variance(given.tensors, given.base).flatten().sort().values

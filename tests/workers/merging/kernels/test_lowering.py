@@ -17,7 +17,8 @@ def test_every_rule_belongs_to_a_declared_method() -> None:
     assert len(set(FUSED.values())) == len(FUSED)
 
 
-def test_a_second_rule_for_a_method_and_one_for_no_method_are_refused() -> None:
+def test_wrong_rules_are_refused() -> None:
+    """A second rule for a method and one for no method are refused."""
     with pytest.raises(ValueError, match=r"nearswap has a rule in workers.merging.kernels.lowering.averages already"):
         fuses("nearswap")
     with pytest.raises(

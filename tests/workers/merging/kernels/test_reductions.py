@@ -13,7 +13,7 @@ from workers.merging.kernels import reductions, rules
 from workers.merging.methods.arithmetic import BLOCK, CHUNK, dot, inner_products, total
 from workers.merging.methods.competition import variance
 from workers.merging.methods.sparsify import dropped
-from workers.merging.order_statistics import ALL, TieOrder, place_of_rank
+from workers.merging.order_statistics import ALL, TieOrder, threshold_of_rank
 from workers.merging.statistics import inner_products as fast_inner_products
 from workers.merging.statistics import variance_table
 
@@ -96,11 +96,11 @@ def test_squares_of_variable_elements_are_those_of_torch(num_sources: int) -> No
         variances = variance(sources, base)
         table, order = variance_table(sources, base, TieOrder(5)), TieOrder(5)
         for rank in {1, (size + 1) // 2, size}:
-            by, place, squares = reductions.variable_squares(table.trim(rank), order, sources, base)
-            assert place == place_of_rank(variances, rank, order)
+            by, threshold, squares = reductions.variable_squares(table.trim(rank), order, sources, base)
+            assert threshold == threshold_of_rank(variances, rank, order)
             if isinstance(by, rules.ByMagnitude):
                 assert int((variances >= by.aboves[0]).sum()) == rank
-            is_kept = place.reached_by(variances, order)
+            is_kept = threshold.reached_by(variances, order)
             assert int(is_kept.sum()) == rank
             taus = [(source - base).masked_fill(~is_kept, 0) for source in sources]
             assert squares == [dot(tau, tau) for tau in taus]
@@ -115,9 +115,9 @@ def test_one_of_two_equal_variances_may_be_selected(rank: int) -> None:
     variances, order = variance(sources, base), TieOrder(5)
     trim = variance_table(sources, base, order).trim(rank)
     assert not trim.is_tied
-    by, place, squares = reductions.variable_squares(trim, order, sources, base)
+    by, threshold, squares = reductions.variable_squares(trim, order, sources, base)
     assert isinstance(by, rules.ByMark if rank % 2 else rules.ByMagnitude)
-    is_kept = place.reached_by(variances, order)
+    is_kept = threshold.reached_by(variances, order)
     assert int(is_kept.sum()) == rank
     taus = [(source - base).masked_fill(~is_kept, 0) for source in sources]
     assert squares == [dot(tau, tau) for tau in taus]

@@ -13,8 +13,11 @@ TOLERANCE = 1e-5  # a step that is shorter ends the iteration, in mergekit and h
 def iterates(
     tensors: Sequence[torch.Tensor], weights: Sequence[float], num_steps: int
 ) -> list[tuple[torch.Tensor, float]]:
-    """For k = 0 to `num_steps`: the merged tensor after k steps, float64, and the length of the step that would follow,
-    an angle. The tensors have directions, and no two of them are opposite."""
+    """Merged tensors after 0 to `num_steps` steps, each with the length of the step that would follow.
+
+    The merged tensors are float64, the lengths are angles. The given tensors are not zero, and no two of them are
+    opposite.
+    """
     shares = [weight / math.fsum(weights) for weight in weights]
     vectors = [tensor.double() for tensor in tensors]
     norms = [vector.norm() for vector in vectors]

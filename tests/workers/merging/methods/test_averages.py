@@ -54,7 +54,8 @@ def test_nuslerp_of_task_vectors_turns_around_the_base() -> None:
     torch.testing.assert_close(merged, base + tensor([math.sqrt(3), 2.0]))
 
 
-def test_multislerp_of_two_is_the_middle_of_the_arc_with_the_mean_length() -> None:
+def test_multislerp_of_two() -> None:
+    """MultiSLERP of two is the middle of the arc with the mean length."""
     merged = spherical.multislerp([tensor([2.0, 0.0]), tensor([0.0, 4.0])], weights=[1.0, 1.0])
     torch.testing.assert_close(merged, 3 * tensor([0.5**0.5, 0.5**0.5]))
 
@@ -69,7 +70,8 @@ def test_multislerp_maps_the_mean_tangent_back_to_the_sphere() -> None:
     torch.testing.assert_close(merged, torch.cos(size) * mean + torch.sin(size) / size.clamp(min=1e-9) * tangent)
 
 
-def test_multislerp_without_a_mean_direction_goes_straight_or_says_so() -> None:
+def test_multislerp_without_direction() -> None:
+    """MultiSLERP without a mean direction averages linearly or raises an error."""
     first = tensor([1.0, 0.0])
     assert torch.equal(spherical.multislerp([first, -first], weights=[1.0, 1.0]), torch.zeros(2))
     angles = [0, 2 * math.pi / 3, 4 * math.pi / 3]
@@ -80,12 +82,14 @@ def test_multislerp_without_a_mean_direction_goes_straight_or_says_so() -> None:
         spherical.multislerp([first, first], weights=[1.0, -1.0])
 
 
-def test_karcher_mean_of_the_axes_is_their_diagonal_with_the_mean_length() -> None:
+def test_karcher_mean_of_axes() -> None:
+    """The Karcher mean of the axes is their diagonal with the mean length."""
     axes = [torch.eye(3)[i] * length for i, length in enumerate((1.0, 2.0, 3.0))]
     torch.testing.assert_close(spherical.karcher(axes, weights=[1.0] * 3), torch.full((3,), 2 / math.sqrt(3)))
 
 
-def test_karcher_mean_divides_an_arc_by_weight_where_the_normalised_mean_does_not() -> None:
+def test_karcher_mean_divides_by_weight() -> None:
+    """The Karcher mean divides an arc by weight, where the normalised mean does not."""
     first, second = tensor([1.0, 0.0]), tensor([0.0, 1.0])
     merged = spherical.karcher([first, second], weights=[3.0, 1.0])
     torch.testing.assert_close(merged, tensor([math.cos(math.pi / 8), math.sin(math.pi / 8)]), rtol=1e-5, atol=1e-5)
@@ -114,7 +118,8 @@ def test_karcher_counts_a_zero_tensor_in_the_length_only() -> None:
     assert spherical.karcher([torch.zeros(2), torch.zeros(2)], weights=[1.0, 1.0]).tolist() == [0.0, 0.0]
 
 
-def test_model_stock_goes_from_the_base_by_the_angle_between_task_vectors() -> None:
+def test_model_stock_follows_the_angle() -> None:
+    """Model Stock moves from the base by the angle between task vectors."""
     base = tensor([5.0, 5.0])
     # cos = 0.5 of two models: t = 2 * 0.5 / (1 + 0.5) = 2/3.
     experts = [base + tensor([1.0, 0.0]), base + tensor([0.5, math.sqrt(3) / 2])]
@@ -134,9 +139,8 @@ def test_model_stock_keeps_the_base_where_the_ratio_has_no_value() -> None:
 
 
 @pytest.mark.parametrize("method", [averages.model_stock, averages.model_stock_rows])
-def test_model_stock_near_its_pole_is_refused_or_kept_with_a_warning(
-    method: Callable[..., torch.Tensor], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_model_stock_pole(method: Callable[..., torch.Tensor], caplog: pytest.LogCaptureFixture) -> None:
+    """Model Stock near its pole is refused, or kept with a warning."""
     base = torch.zeros(2)
     experts = [tensor([1.0, 0.0]), tensor([-0.99, math.sqrt(1 - 0.99**2)])]
     problem = "w: the ratio of model_stock is -198, at a mean cosine of -0.99 between the task vectors of 2 models"
@@ -149,7 +153,8 @@ def test_model_stock_near_its_pole_is_refused_or_kept_with_a_warning(
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_the_range_of_model_stock_ends_where_the_merge_is_as_far_from_the_base_as_the_models(count: int) -> None:
+def test_model_stock_range(count: int) -> None:
+    """Model Stock's range ends where the merge is as far from the base as the models."""
     # N unit vectors whose cosines are all -1/N: their Gram matrix is its Cholesky factor times that factor's transpose.
     gram = torch.full((count, count), -1 / count, dtype=torch.float64).fill_diagonal_(1)
     base, experts = torch.zeros(count), list(torch.linalg.cholesky(gram).float())
@@ -164,29 +169,3 @@ def test_model_stock_by_rows_has_a_ratio_for_each() -> None:
     base = torch.zeros(2, 2)
     experts = [tensor([[1.0, 0.0], [1.0, 0.0]]), tensor([[1.0, 0.0], [0.0, 1.0]])]
     assert averages.model_stock_rows(experts, base).tolist() == [[1.0, 0.0], [0.0, 0.0]]
-
-
-def test_nearswap_moves_each_element_by_at_most_t() -> None:
-    merged = averages.nearswap([tensor([0.0, 0.0, 5.0]), tensor([0.25, -8.0, 5.0])], t=0.5)
-    assert merged.tolist() == [0.25, -0.5, 5.0]
-
-
-def test_nearswap_ends_are_the_models_themselves() -> None:
-    generator = torch.Generator().manual_seed(0)
-    first, second = torch.randn(2, 50, generator=generator)
-    assert torch.equal(averages.nearswap([first, second], t=0.0), first)
-    assert torch.equal(averages.nearswap([first, second], t=100.0), second)
-
-
-def test_arcee_fusion_takes_over_the_outliers_of_importance() -> None:
-    generator = torch.Generator().manual_seed(0)
-    first = torch.randn(6, 8, generator=generator)
-    second = first + 0.01 * torch.randn(6, 8, generator=generator)
-    second[2, 3] += 2.0
-    p, q = second.double().softmax(-1), first.double().softmax(-1)
-    importance = (second - first).abs() * (p * (p / q).log()).sum(-1, keepdim=True)
-    ranked = importance.flatten().sort().values
-    threshold = ranked[23] + 1.5 * (ranked[35] - ranked[11])  # floor(q * 47)
-    merged = averages.arcee_fusion([first, second])
-    torch.testing.assert_close(merged, torch.where(importance >= threshold, second, first))
-    assert (merged != first).sum() < 12

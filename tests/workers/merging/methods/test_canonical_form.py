@@ -106,7 +106,8 @@ def merged(merge: Merge, models: Mapping[str, Tensor]) -> Tensor:
 
 
 @every_method
-def test_what_the_canonical_form_leaves_out_has_no_influence_on_any_bit(name: str) -> None:
+def test_canonical_form_changes_no_bit(name: str) -> None:
+    """Values that the canonical form leaves out influence no bit."""
     found = 0
     for merge in merges(name):
         aliases = dict.fromkeys(source.model for source in merge.sources)

@@ -23,7 +23,8 @@ def test_sce_weighs_by_mean_square_and_erases_the_minority() -> None:
     assert delta(competition.sce(experts, BASE, select_topk=1.0)) == [1.8, 2.0, 0.0, 1.8]
 
 
-def test_sce_of_mergekit_weighs_small_task_vectors_equally_and_elects_plus_where_signs_cancel() -> None:
+def test_sce_of_mergekit() -> None:
+    """Mergekit's SCE weighs small task vectors equally and elects plus where signs cancel."""
     large = near([2.0, 2.0, 0.0, 1.0], [1.0, -1.0, 0.0, -1.0])
     # Squares 9 and 3: weights 0.75 and 0.25; in the last, where the sum is zero, + is elected.
     assert delta(competition.sce_mergekit(large, BASE, select_topk=1.0)) == [1.75, 2.0, 0.0, 1.0]

@@ -63,7 +63,8 @@ def test_gradients_are_the_slopes_of_the_result(name: str, coefficient: str) -> 
 
 
 @pytest.mark.parametrize(("name", "coefficient"), DIFFERENTIABLE)
-def test_coefficients_that_are_tensors_give_the_values_of_numbers(name: str, coefficient: str) -> None:
+def test_tensor_coefficients_equal_numbers(name: str, coefficient: str) -> None:
+    """Coefficients that are tensors give the values of numbers."""
     merge, operands = example(name)
     declared = METHODS[name].coefficient(coefficient)
     assert declared is not None
@@ -80,9 +81,11 @@ def test_the_declarations_say_which_methods_have_no_gradient() -> None:
     assert {name for name, method in METHODS.items() if not method.gradients_by} == WITHOUT
 
 
-def test_sums_of_numbers_are_exact_and_sums_of_tensors_keep_their_gradient() -> None:
+def test_sums_are_exact_or_have_gradients() -> None:
+    """Sums of numbers are exact, and sums of tensors keep their gradient."""
     assert scalars.fsum([1e16, 1.0, -1e16]) == 1.0
     terms = torch.tensor([0.1, 0.2], dtype=torch.float64, requires_grad=True)
     total = scalars.fsum(list(terms))
+    assert isinstance(total, torch.Tensor)
     (gradient,) = torch.autograd.grad(total, terms)
     assert gradient.tolist() == [1.0, 1.0]

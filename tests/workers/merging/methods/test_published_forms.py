@@ -78,7 +78,8 @@ def test_ties_elects_signs_by_mass_and_not_by_count() -> None:
     assert torch.equal(merged, tensor([-5.0]))
 
 
-def test_ties_keeps_its_share_of_the_magnitudes_that_equal_the_smallest_kept() -> None:
+def test_ties_keeps_its_share() -> None:
+    """TIES keeps its share of the magnitudes that equal the smallest kept."""
     base = torch.zeros(5)
     tau = tensor([3.0, -2.0, 2.0, 2.0, 1.0])
     kept = ties([tau], base, lambda_=1.0, k=0.4)
@@ -114,12 +115,14 @@ def test_slerp_between_60_degrees_stays_on_the_circle() -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0001, -1.0])
-def test_slerp_goes_straight_between_parallel_and_opposite_tensors(factor: float) -> None:
+def test_slerp_of_parallel_tensors(factor: float) -> None:
+    """SLERP interpolates linearly between parallel and opposite tensors."""
     merged = slerp([BASE, factor * BASE], t=0.25)
     torch.testing.assert_close(merged, (0.75 + 0.25 * factor) * BASE, rtol=1e-6, atol=0)
 
 
-def test_slerp_near_its_threshold_differs_little_from_the_straight_line() -> None:
+def test_slerp_near_its_threshold() -> None:
+    """SLERP near its threshold differs little from linear interpolation."""
     angle = math.acos(0.9995) * 1.0001
     first, second = tensor([1.0, 0.0]), tensor([math.cos(angle), math.sin(angle)])
     assert (slerp([first, second], t=0.5) - (first + second) / 2).norm() < 1.3e-4

@@ -95,8 +95,9 @@ def test_every_declared_method_has_exactly_one_plain_function() -> None:
     assert len(set(functions)) == len(functions)
 
 
-def test_a_second_function_for_a_method_and_one_for_no_method_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"nearswap is computed by workers.merging.methods.averages already"):
+def test_wrong_functions_are_refused() -> None:
+    """A second function for a method and one for no method are refused."""
+    with pytest.raises(ValueError, match=r"nearswap is computed by workers.merging.methods.fusions already"):
         merges("nearswap")
     with pytest.raises(
         ValueError, match="merge method 'fisher' is not declared; declare it in a module of search_spaces/methods"
@@ -221,7 +222,8 @@ def test_known_magnitudes_change_no_bit(name: str) -> None:
     assert torch.equal(result, merged(name, experts, base))
 
 
-def test_a_method_is_declared_to_cut_at_a_rank_if_its_function_takes_the_order_of_equal_elements() -> None:
+def test_rank_cut_is_declared() -> None:
+    """A method that takes the order of equal elements is declared to cut at a rank."""
     cutting = {name for name, method in PLAIN.items() if method.order_parameter is not None}
     assert cutting == {name for name, method in METHODS.items() if method.cuts_at_rank}
     assert {"ties", "breadcrumbs", "della", "sce", "pcb", "consensus_ties"} <= cutting

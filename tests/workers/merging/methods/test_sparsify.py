@@ -46,7 +46,8 @@ def test_a_density_keeps_its_share_of_equal_magnitudes_exactly(size: int, k: flo
         assert not size - int(kept.sum()) or tau[kept].min() >= tau[~kept].max()
 
 
-def test_equal_magnitudes_are_kept_without_preference_for_a_position_and_repeatably() -> None:
+def test_equal_magnitudes_have_no_position() -> None:
+    """Equal magnitudes are kept repeatably, without preference for a position."""
     tau = torch.ones(20_000)
     masks = [trimmed(tau.clone(), 0.3, TieOrder(key)) != 0 for key in range(20)]
     assert all(int(mask.sum()) == 6000 for mask in masks)
@@ -61,13 +62,15 @@ def test_equal_magnitudes_are_kept_without_preference_for_a_position_and_repeata
     assert float(both) == pytest.approx(0.09, abs=0.005)
 
 
-def test_format_1_keeps_all_magnitudes_equal_to_the_smallest_kept() -> None:
+def test_format_1_keeps_equal_magnitudes() -> None:
+    """Format 1 keeps all magnitudes equal to the smallest kept."""
     tau = tensor([1.0, -2.0, 2.0, 2.0, 3.0])
     assert trimmed(tau.clone(), 0.4, FORMAT_1).tolist() == [0, -2, 2, 2, 3]
     assert int((trimmed(tau.clone(), 0.4, ORDER) != 0).sum()) == 2
 
 
-def test_magprune_ranks_equal_magnitudes_without_preference_for_a_position() -> None:
+def test_magprune_of_equal_magnitudes() -> None:
+    """MagPrune ranks equal magnitudes without preference for a position."""
     tau = torch.ones(400, 50)
     kept = [magnitude_sampled(tau.clone(), 0.5, 0.5, key, TieOrder(key + 1)) != 0 for key in range(10)]
     shares = torch.cat(kept).float().mean(dim=0)  # by column, of 4,000 each

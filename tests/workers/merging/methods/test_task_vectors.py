@@ -49,7 +49,8 @@ def test_the_majority_of_signs_may_be_none() -> None:
     assert delta(task_vectors.ties_majority(experts, BASE, lambda_=1.0, k=1.0)) == [1.0, -1.0, 0.0, 0.0]
 
 
-def test_m3_interpolates_where_both_are_kept_and_keeps_the_single_one_elsewhere() -> None:
+def test_m3_interpolates_where_both_are_kept() -> None:
+    """M3 interpolates where both are kept and keeps the single one elsewhere."""
     merged = task_vectors.m3_ties(near(*TWO), BASE, weights=[0.25, 0.75], lambda_=2.0, k=1.0)
     # 0.25 * 1 + 0.75 * 3, nothing, 5 as it is, -(0.25 * 3 + 0.75 * 1), each doubled.
     assert delta(merged) == [5.0, 0.0, 10.0, -3.0]
@@ -68,7 +69,8 @@ def test_m3_with_the_weights_of_those_kept_zero_leaves_the_base() -> None:
     assert delta(merged) == [0.0, 3.0, 0.0, 0.0]
 
 
-def test_dare_drops_and_rescales_each_task_vector_by_its_own_mask() -> None:
+def test_dare_has_a_mask_per_task_vector() -> None:
+    """DARE drops and rescales each task vector by its own mask."""
     base, size = torch.zeros(500), (500,)
     experts = [torch.full(size, 2.0), torch.full(size, 3.0)]
     merged = task_vectors.dare_linear(experts, base, lambdas=[0.5, 1.0], densities=[0.25, 0.5], keys=KEYS[:2])

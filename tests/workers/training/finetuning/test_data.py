@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from tests.builders import tiny_llama
 from workers.errors import InvalidTask
 from workers.evaluation.prompts import Prompts
@@ -116,7 +116,7 @@ def documents(tmp_path: Path, prompts: Prompts, count: int) -> Any:
 def test_packing_keeps_every_document_once_and_rows_short(tmp_path: Path, prompts: Prompts) -> None:
     every = documents(tmp_path, prompts, 200)
     rows = pack(every, length=40, packing=True, seed=3)
-    assert Counter(d.place for row in rows for d in row) == Counter(d.place for d in every)
+    assert Counter(d.origin for row in rows for d in row) == Counter(d.origin for d in every)
     assert max(sum(len(d.tokens) for d in row) for row in rows) <= 40
     assert sum(len(d.tokens) for d in every) / (40 * len(rows)) > 0.9
     assert rows == pack(every, length=40, packing=True, seed=3) != pack(every, length=40, packing=True, seed=4)

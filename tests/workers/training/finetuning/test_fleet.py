@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from search_spaces.errors import InvalidStudy
+from search_spaces.study.objectives import InlineTask, ObjectiveSpec
 from workers.training.finetuning.fleet import parse_pipeline
 
 FLEET: dict[str, Any] = {
@@ -39,7 +40,10 @@ def test_the_study_merges_the_fleets_experts(tmp_path: Path) -> None:
     study = pipeline.study_of({alias: tmp_path / alias for alias in pipeline.experts})
     assert study is not None
     assert study.models.experts == {"math": str(tmp_path / "math"), "text": str(tmp_path / "text")}
-    assert study.objectives[0].task.file == str(tmp_path / "dev.jsonl")
+    (objective,) = study.objectives
+    assert isinstance(objective, ObjectiveSpec)
+    assert isinstance(objective.task, InlineTask)
+    assert objective.task.file == str(tmp_path / "dev.jsonl")
 
 
 def test_the_canonical_form_gives_the_same_pipeline(tmp_path: Path) -> None:

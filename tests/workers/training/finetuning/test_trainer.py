@@ -54,7 +54,8 @@ def run(place: Path, out: Path, **changes: Any) -> dict[str, Any]:
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
-    return load_file(out / EXPERT / "model.safetensors")
+    tensors: dict[str, torch.Tensor] = load_file(out / EXPERT / "model.safetensors")
+    return tensors
 
 
 def are_equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
@@ -126,7 +127,8 @@ def test_reading_fewer_rows_at_once_changes_rounding_only(place: Path, tmp_path:
         assert torch.allclose(tensor, weights(tmp_path / "parts")[name], rtol=1e-4, atol=1e-5)
 
 
-def test_gradient_checkpointing_and_noise_in_layers_change_nothing(place: Path, tmp_path: Path) -> None:
+def test_gradient_checkpointing_and_noise(place: Path, tmp_path: Path) -> None:
+    """Gradient checkpointing and noise in layers change nothing."""
     run(place, tmp_path / "plain")
     run(place, tmp_path / "other", method={"in_layers": True}, training={"gradient_checkpointing": True})
     for name, tensor in weights(tmp_path / "plain").items():
@@ -226,7 +228,8 @@ def test_the_tasks_of_studies_are_scored_while_training(place: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_tasks_are_scored_in_a_thread_as_ray_train_calls_a_training(place: Path, tmp_path: Path) -> None:
+def test_tasks_are_scored_in_a_thread(place: Path, tmp_path: Path) -> None:
+    """Tasks are scored in a thread, as Ray Train calls a training."""
     objective = {"name": "sums", "task": {"file": "data.jsonl", "max_tokens": 4}, "metric": "exact_match"}
     changes = {"training": {"steps": 1}, "evaluation": {"samples": 2, "objectives": [objective]}}
     with ThreadPoolExecutor(1) as pool:

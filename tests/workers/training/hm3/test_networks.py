@@ -10,7 +10,7 @@ from torch import Tensor
 
 from search_spaces.spaces.layer_paths import LayerPaths
 from workers.training.hm3.episodes import Episode, Role, play
-from workers.training.hm3.learner import Batch, Learner, LearnerOptions
+from workers.training.hm3.learner import EpisodeBatch, Learner, LearnerOptions
 from workers.training.hm3.networks import NetworkOptions, Networks
 from workers.training.hm3.pool import allowed_steps, stop_of
 from workers.training.hm3.ppo import log_density
@@ -40,7 +40,8 @@ def neighbours(proto: Tensor, allowed: Tensor, *, k: int) -> list[int]:
     return [int(number) for number in numbers[is_candidate]]
 
 
-def test_the_nearest_steps_come_first_and_those_that_are_not_allowed_not_at_all() -> None:
+def test_nearest_allowed_steps_come_first() -> None:
+    """The nearest steps come first, and those that are not allowed are absent."""
     proto = torch.tensor([0.9, 0.2])
     # Distances: 0.92, 0.22, 1.20, 0.81, 2.11.
     assert neighbours(proto, EVERY, k=3) == [1, 3, 0]
@@ -61,7 +62,8 @@ def test_every_episode_has_neighbours_of_its_own() -> None:
     assert is_candidate.tolist() == [[True, True], [True, False]]
 
 
-def test_the_neighbour_with_the_best_outcome_is_taken_or_one_is_explored() -> None:
+def test_best_neighbour_or_exploration() -> None:
+    """The neighbour with the best outcome is chosen, or one is explored."""
     outcomes = torch.tensor([[0.1, 0.4, 0.4, 0.9]])
     is_candidate = torch.tensor([[True, True, True, False]])  # the last one, though best, is none
 
@@ -114,7 +116,8 @@ def test_an_episode_is_a_function_of_seed_number_and_networks() -> None:
     assert any(played(number).path != played(number, seed=2).path for number in range(4))
 
 
-def test_episodes_that_are_played_together_are_those_of_each_alone() -> None:
+def test_episodes_together_equal_single_ones() -> None:
+    """Episodes played together equal those of each alone."""
     net = networks()
     roles = [Role(number, (1.0,), exploration=0.5) for number in range(8)]
     for episode in play(net, roles, seed=1, k=3):
@@ -125,7 +128,8 @@ def test_episodes_that_are_played_together_are_those_of_each_alone() -> None:
         assert torch.allclose(episode.log_densities, alone.log_densities, atol=1e-4)
 
 
-def test_the_proto_actions_of_a_given_path_are_the_embeddings_of_its_steps() -> None:
+def test_proto_actions_of_a_path() -> None:
+    """The proto-actions of a given path are the embeddings of its steps."""
     net = networks()
     free = played(3, net)
     other = next(played(number, net) for number in range(4, 40) if played(number, net).path != free.path)
@@ -213,9 +217,10 @@ def test_gradients_reach_encoder_policy_and_value_network() -> None:
     }
 
 
-def test_the_encoder_learns_from_outcomes_and_the_policy_from_its_states() -> None:
+def test_encoder_and_policy_learn() -> None:
+    """The encoder learns from outcomes, and the policy from its states."""
     own = learner()
-    batch = Batch.of(some_episodes(own), torch.rand(8, 2))
+    batch = EpisodeBatch.of(some_episodes(own), torch.rand(8, 2))
     reached = {}
     for name in ("policy", "value"):
         own.networks.zero_grad()
@@ -238,7 +243,7 @@ def test_the_value_network_learns_from_earlier_iterations_too() -> None:
     own.update(first, torch.zeros(8, 2) + torch.tensor([1.0, 0.0]))
     for _ in range(3):
         own.update(second, torch.zeros(8, 2) + torch.tensor([0.0, 1.0]))
-    batch = Batch.of(first, torch.zeros(8, 2))
+    batch = EpisodeBatch.of(first, torch.zeros(8, 2))
     with torch.no_grad():
         found = own.networks.outcomes(own.networks.states(batch.steps), batch.preferences[:, None])
     after_the_end = torch.stack([found[row, length] for row, length in enumerate(batch.lengths)])
@@ -246,7 +251,8 @@ def test_the_value_network_learns_from_earlier_iterations_too() -> None:
     assert after_the_end[:, 1].mean() < 0.3
 
 
-def test_a_learner_without_the_episodes_of_another_search_has_its_networks_alone() -> None:
+def test_learner_without_episodes() -> None:
+    """A learner without the episodes of another search has only its networks."""
     own = learner()
     episodes, outcomes = some_episodes(own), torch.rand(8, 2, generator=torch.Generator().manual_seed(1))
     own.update(episodes, outcomes)
@@ -260,7 +266,8 @@ def test_a_learner_without_the_episodes_of_another_search_has_its_networks_alone
         assert torch.equal(value, begun.networks.state_dict()[name])
 
 
-def test_a_checkpoint_of_an_earlier_version_has_no_episodes_and_goes_on() -> None:
+def test_earlier_checkpoint_has_no_episodes() -> None:
+    """A checkpoint of an earlier version has no episodes and continues."""
     own = learner()
     episodes, outcomes = some_episodes(own), torch.rand(8, 2, generator=torch.Generator().manual_seed(1))
     own.update(episodes, outcomes)
@@ -274,9 +281,10 @@ def test_a_checkpoint_of_an_earlier_version_has_no_episodes_and_goes_on() -> Non
     assert again.num_remembered == 8
 
 
-def test_before_the_first_update_the_ratio_is_one_and_the_losses_are_known() -> None:
+def test_losses_before_the_first_update() -> None:
+    """Before the first update, the ratio is one and the losses are known."""
     own = learner()
-    batch = Batch.of(some_episodes(own), torch.full((8, 2), 0.5))
+    batch = EpisodeBatch.of(some_episodes(own), torch.full((8, 2), 0.5))
     advantages = torch.ones(batch.steps.shape)
     losses = own.losses(batch, advantages, batch.remembered)
     assert float(losses.policy) == pytest.approx(-1.0, abs=1e-5)
@@ -292,7 +300,8 @@ def test_before_the_first_update_the_ratio_is_one_and_the_losses_are_known() -> 
     assert float(losses.total) == pytest.approx(float(total))
 
 
-def test_a_learner_that_was_saved_goes_on_as_the_one_that_was_not() -> None:
+def test_saved_learner_continues_equally() -> None:
+    """A saved learner continues as one that was not saved."""
     episodes, outcomes = some_episodes(learner()), torch.rand(8, 2, generator=torch.Generator().manual_seed(1))
     own = learner()
     own.update(episodes, outcomes)

@@ -21,7 +21,8 @@ def test_advantages_are_the_discounted_sums_of_the_differences() -> None:
     assert found.tolist() == [0.75, -1.0, 2.0]
 
 
-def test_with_lambda_one_an_advantage_is_the_return_less_the_value() -> None:
+def test_advantage_with_lambda_one() -> None:
+    """With lambda one, an advantage is the return less the value."""
     # Returns: 3; 2 + 0.9 * 3 = 4.7; 1 + 0.9 * 4.7 = 5.23.
     found = gae(numbers(1, 2, 3), numbers(1, 1, 1), gamma=0.9, lambda_=1.0)
     assert found.tolist() == pytest.approx([4.23, 3.7, 2.0])
@@ -33,7 +34,8 @@ def test_what_is_still_to_be_paid_falls_to_one_step_s_share() -> None:
     assert remaining_shares(5, gamma=1.0).tolist() == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
 
 
-def test_outcomes_that_were_expected_are_no_advantage_at_any_length() -> None:
+def test_expected_outcome_has_no_advantage() -> None:
+    """Expected outcomes give no advantage at any length."""
     for length in (1, 3, 8):
         values = 0.7 * remaining_shares(length, gamma=0.99)
         rewards = torch.full((length,), 0.7 / length)

@@ -1,5 +1,7 @@
-"""Whole trainings: which networks play what, any number of runners, and the toy environment with its deceptive
-optimum."""
+"""Whole trainings of HM3's policy: which networks play what, and any number of runners.
+
+Some are on the toy environment with its deceptive optimum.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import itertools
 import random
 import statistics
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,24 +17,40 @@ import torch
 from search_spaces.spaces.layer_paths import LayerPaths
 from tests.benchmarks.bench_hm3_toy import LURE, NUM_ACTIONS, NUM_STEPS, Toy, episodes
 from workers.training.hm3.networks import NetworkOptions
-from workers.training.hm3.training import Training, TrainingOptions
+from workers.training.hm3.training import PolicyTraining, PolicyTrainingOptions
 
 PATHS = LayerPaths(("a", "b"), num_layers=3, min_length=2, max_length=4, max_jump=1)
 OTHER = (3, 4, 5)  # no path that the policy plays first
 VECTORS = ((1.0, 0.0), (0.5, 0.5), (0.0, 1.0))
 
 
-def training(*, saved: dict[int, bytes] | None = None, **options: object) -> Training:
-    chosen: dict[str, object] = {"episodes": 4, "warm_up": 1, "explored": 2, "exploration": 0.1, **options}
-    networks = NetworkOptions(num_objectives=2, hidden_size=8, sees_preference=bool(options.get("is_conditioned")))
-    return Training(PATHS, TrainingOptions(networks=networks, **chosen), seed=7, preferences=VECTORS, saved=saved)  # type: ignore[arg-type]
+def training(
+    *,
+    saved: dict[int, bytes] | None = None,
+    episodes: int = 4,
+    explored: int = 2,
+    draws_paths: bool = False,
+    is_conditioned: bool = False,
+    learns: bool = True,
+) -> PolicyTraining:
+    options = PolicyTrainingOptions(
+        episodes=episodes,
+        warm_up=1,
+        explored=explored,
+        exploration=0.1,
+        draws_paths=draws_paths,
+        is_conditioned=is_conditioned,
+        learns=learns,
+        networks=NetworkOptions(num_objectives=2, hidden_size=8, sees_preference=is_conditioned),
+    )
+    return PolicyTraining(PATHS, options, seed=7, preferences=VECTORS, saved=saved)
 
 
 def outcome(path: tuple[int, ...]) -> list[float]:
     return [sum(step < 3 for step in path) / len(path), 1 / len(path)]
 
 
-def paths_of(own: Training, num: int, *, runners: int = 1, restarts: bool = False) -> list[tuple[int, ...]]:
+def paths_of(own: PolicyTraining, num: int, *, runners: int = 1, restarts: bool = False) -> list[tuple[int, ...]]:
     """The paths of a search whose episodes arrive in an order of their own, as of several runners."""
     found: dict[int, tuple[int, ...]] = {}
     num_finished = 0
@@ -45,8 +64,8 @@ def paths_of(own: Training, num: int, *, runners: int = 1, restarts: bool = Fals
                 own.learn(num_finished, outcomes)
                 num_finished += 1
                 if restarts:
-                    options = {"is_conditioned": own.options.is_conditioned, "draws_paths": own.options.draws_paths}
-                    own = training(saved=own.saved, **options)
+                    is_conditioned, draws_paths = own.options.is_conditioned, own.options.draws_paths
+                    own = training(saved=own.saved, is_conditioned=is_conditioned, draws_paths=draws_paths)
             if num_finished < own.num_needed(number):
                 break
             waiting.append(number)
@@ -58,17 +77,19 @@ def paths_of(own: Training, num: int, *, runners: int = 1, restarts: bool = Fals
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_conditioned", [False, True])
-def test_a_search_is_the_same_with_any_number_of_runners_and_after_restarts(is_conditioned: bool) -> None:
+def test_runners_and_restarts_change_nothing(is_conditioned: bool) -> None:
+    """A search is the same with any number of runners and after restarts."""
     num = 48 if not is_conditioned else 28
     for draws_paths in (False, True):
-        options = {"is_conditioned": is_conditioned, "draws_paths": draws_paths}
-        expected = paths_of(training(**options), num)
+        new = partial(training, is_conditioned=is_conditioned, draws_paths=draws_paths)
+        expected = paths_of(new(), num)
         for runners in (2, 4):
-            assert paths_of(training(**options), num, runners=runners) == expected
-        assert paths_of(training(**options), num, restarts=True) == expected
+            assert paths_of(new(), num, runners=runners) == expected
+        assert paths_of(new(), num, restarts=True) == expected
 
 
-def test_policies_take_turns_and_a_conditioned_one_plays_every_vector() -> None:
+def test_policies_take_turns() -> None:
+    """Policies take turns, and a conditioned one plays every preference vector."""
     own = training()
     assert [own.preference_of(n) for n in (0, 3, 4, 8, 12)] == [*VECTORS[:1] * 2, VECTORS[1], VECTORS[2], VECTORS[0]]
     assert (own.num_policies, own.policy_of(4), own.turn_of(4)) == (3, 1, 1)
@@ -120,7 +141,8 @@ def test_nothing_is_learned_in_the_warm_up() -> None:
     assert [own.learn(i, torch.zeros(4, 2)) is None for i in range(4)] == [True, True, True, False]
 
 
-def test_what_was_scored_is_learned_from_where_it_is_not_the_episode_that_is_played() -> None:
+def test_scored_episodes_are_learned_from() -> None:
+    """A scored episode is learned from where another one is played."""
     outcomes = torch.tensor([[0.1, 0.4], [0.2, 0.3], [0.3, 0.2], [0.4, 0.1]])
     saved = []
     for has_others in (False, True):
@@ -157,7 +179,7 @@ def test_the_optimum_of_the_toy_deceives() -> None:
 @pytest.mark.slow
 def test_a_policy_learns_in_a_small_toy() -> None:
     toy = Toy(0, num_steps=4, num_actions=6, num_lures=2)
-    options = TrainingOptions(episodes=16, explored=8)
+    options = PolicyTrainingOptions(episodes=16, explored=8)
     paths = list(itertools.islice(episodes(toy, seed=0, num_models=2, options=options), 36 * 16))
     scores = [toy.score(path) for path in paths]
     assert statistics.fmean(scores[-48:]) > statistics.fmean(scores[:48]) + 0.1
@@ -170,12 +192,13 @@ def trained() -> bytes:
     return own.saved[max(own.saved)]
 
 
-def begun(start: bytes, *, saved: dict[int, bytes] | None = None, learns: bool = True) -> Training:
+def begun(start: bytes, *, saved: dict[int, bytes] | None = None, learns: bool = True) -> PolicyTraining:
     options = replace(training(is_conditioned=True).options, learns=learns)
-    return Training(PATHS, options, seed=7, preferences=VECTORS, saved=saved, start=(start,))
+    return PolicyTraining(PATHS, options, seed=7, preferences=VECTORS, saved=saved, start=(start,))
 
 
-def test_policies_that_are_given_play_and_learn_from_the_first_iteration_on() -> None:
+def test_given_policies_play_from_the_start() -> None:
+    """Given policies play and learn from the first iteration on."""
     start = trained()
     own = begun(start)
     assert own.is_learned_from(0)
@@ -189,7 +212,8 @@ def test_policies_that_are_given_play_and_learn_from_the_first_iteration_on() ->
     assert again.play(8).path == begun(start, saved=own.saved).play(8).path
 
 
-def test_policies_that_do_not_learn_propose_the_best_path_of_each_vector_first() -> None:
+def test_fixed_policies_propose_best_first() -> None:
+    """Policies that do not learn propose the best path of each vector first."""
     start = trained()
     own = begun(start, learns=False)
     assert [own.num_needed(number) for number in (0, 50)] == [0, 0]
@@ -200,14 +224,15 @@ def test_policies_that_do_not_learn_propose_the_best_path_of_each_vector_first()
     assert len({own.play(number).path for number in range(3, 40)}) > 1  # then with noise
 
 
-def test_policies_of_another_shape_or_number_are_refused_with_their_sizes() -> None:
+def test_unfit_policies_are_refused() -> None:
+    """Policies of another shape or number are refused with their sizes."""
     start = trained()
     other = LayerPaths(("a", "b", "c"), num_layers=3, min_length=2, max_length=4, max_jump=1)
     options = training(is_conditioned=True).options
-    own = Training(other, options, seed=7, preferences=VECTORS, start=(start,))
+    own = PolicyTraining(other, options, seed=7, preferences=VECTORS, start=(start,))
     with pytest.raises(ValueError, match=r"networks of other shapes: models\.weight \[2, 16\] instead of \[3, 16\]"):
         own.play(0)
     with pytest.raises(ValueError, match="1 policies to begin with; there are 3"):
-        Training(PATHS, training().options, seed=7, preferences=VECTORS, start=(start,))
+        PolicyTraining(PATHS, training().options, seed=7, preferences=VECTORS, start=(start,))
     with pytest.raises(ValueError, match="0 policies to begin with; there are 1"):
         training(is_conditioned=True, learns=False)

@@ -73,7 +73,8 @@ def test_sam_without_a_gradient_stays_and_returns_bits() -> None:
 
 
 @pytest.mark.slow
-def test_a_tangent_model_is_linear_and_touches_the_model_at_its_origin(tmp_path: Path) -> None:
+def test_tangent_model_is_linear(tmp_path: Path) -> None:
+    """A tangent model is linear and equals the model at its origin."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_llama(tmp_path / "m"), attn_implementation="eager").eval()
@@ -89,10 +90,10 @@ def test_a_tangent_model_is_linear_and_touches_the_model_at_its_origin(tmp_path:
         with torch.no_grad():
             for parameter, step in zip(model.parameters(), steps, strict=True):
                 parameter += times * step
-            found = tangent(input_ids=tokens).detach(), model(input_ids=tokens).logits.detach()
+            linear: torch.Tensor = tangent(input_ids=tokens).detach()
+            whole = model(input_ids=tokens).logits.detach()
             for parameter, step in zip(model.parameters(), steps, strict=True):
                 parameter -= times * step
-        linear, whole = found
         if times == 1:
             assert (whole - linear).abs().max() < 0.1 * (linear - at_origin).abs().max()
         return linear
@@ -121,8 +122,11 @@ def test_a_fit_finds_the_scale_and_tells_the_distributions_apart() -> None:
 
 
 def test_a_fit_by_hand() -> None:
-    """(-1, 1, 2): b = 4/3; F(-1) = e^(-3/4) / 2 = 0.2362, F(1) = 0.7638, F(2) = 0.8884; the largest gap to the steps
-    0, 1/3, 2/3, 1 is that of F(1) to 1/3."""
+    """The Laplace fit of (-1, 1, 2) is the one computed by hand.
+
+    b = 4/3; F(-1) = e^(-3/4) / 2 = 0.2362, F(1) = 0.7638, F(2) = 0.8884; the largest gap to the steps 0, 1/3, 2/3, 1 is
+    that of F(1) to 1/3.
+    """
     found = fit(torch.tensor([2.0, -1.0, 1.0]))
     assert found.scale == pytest.approx(4 / 3)
     assert found.distance == pytest.approx(1 - 0.5 * math.exp(-0.75) - 1 / 3)

@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,12 +21,13 @@ from workers.training.mergopt.noise import Gaussian, Laplace, draw_key
 from workers.training.mergopt.optimizer import COEFFICIENTS, MAX_MODELS, MergOPT, draw_of
 
 
-def network(seed: int = 0, *, dtype: torch.dtype = torch.float32) -> nn.Module:
+def network(seed: int = 0, *, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     """An embedding, whose weight is that of the head too, a norm, and layers with biases."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 8))
+    embedding = nn.Embedding(11, 8)
+    model = nn.Sequential(embedding, nn.LayerNorm(8), nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 8))
     head = nn.Linear(8, 11, bias=False)
-    head.weight = model[0].weight
+    head.weight = embedding.weight
     model.append(head)
     return model.to(dtype)
 
@@ -129,6 +131,8 @@ def test_both_modes_give_the_same_gradients_and_updates() -> None:
         losses = [float(o.step(closure_of(m, o)).detach()) for m, o in zip(models, optimizers, strict=True)]
         assert losses[0] == losses[1]
         for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
             assert torch.equal(one.grad, other.grad)
             assert torch.equal(one, other)
 
@@ -138,7 +142,7 @@ def test_both_modes_agree_under_activation_checkpointing() -> None:
 
     models = network(), network()
 
-    def closure(model: nn.Module, optimizer: MergOPT) -> torch.Tensor:
+    def closure(model: nn.Sequential, optimizer: MergOPT) -> torch.Tensor:
         optimizer.zero_grad()
         embedded = model[0](TOKENS)
         hidden = checkpoint(model[1:5], embedded, use_reentrant=False)
@@ -149,7 +153,7 @@ def test_both_modes_agree_under_activation_checkpointing() -> None:
     for model, layers in zip(models, (None, models[1]), strict=True):
         optimizer = MergOPT(torch.optim.SGD(model.parameters(), lr=0.1), noise=Laplace(0.05), model=layers, seed=3)
         for _ in range(3):
-            optimizer.step(lambda model=model, optimizer=optimizer: closure(model, optimizer))
+            optimizer.step(partial(closure, model, optimizer))
     assert are_equal(weights(models[0]), weights(models[1]))
 
 
@@ -192,7 +196,8 @@ def test_state_dict_within_is_theta_in_layers() -> None:
     assert all(torch.equal(within[name], value) for name, value in before.items())
 
 
-def test_micro_batches_of_a_step_share_a_draw_and_the_next_step_has_another() -> None:
+def test_micro_batches_share_a_draw() -> None:
+    """Micro-batches of a step share a draw, and the next step has another."""
     model = network()
     optimizer = MergOPT(torch.optim.SGD(model.parameters(), lr=0.0), noise=Laplace(0.05), seed=1)
     seen = []
@@ -211,14 +216,15 @@ def test_micro_batches_of_a_step_share_a_draw_and_the_next_step_has_another() ->
 
 def test_a_tied_weight_has_one_offset_and_counts_once() -> None:
     model = network()
-    parts = parts_of([*model.parameters(), model[5].weight])
+    parts = parts_of([*model.parameters(), model.get_parameter("5.weight")])
     assert [part.start for part in parts] == [0, 88, 96, 104, 152, 158, 206]
 
 
-@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])
-def test_every_implementation_of_adamw_is_wrapped(options: dict[str, bool]) -> None:
+@pytest.mark.parametrize(("foreach", "fused"), [(True, None), (None, True), (False, None)])
+def test_every_implementation_of_adamw_is_wrapped(foreach: bool | None, fused: bool | None) -> None:
     model, other = network(), network()
-    optimizer = MergOPT(torch.optim.AdamW(model.parameters(), lr=1e-2, **options), noise=Laplace(0.02), seed=2)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=foreach, fused=fused)
+    optimizer = MergOPT(adamw, noise=Laplace(0.02), seed=2)
     reference = MergOPT(torch.optim.AdamW(other.parameters(), lr=1e-2), noise=Laplace(0.02), seed=2)
     for _ in range(3):
         optimizer.step(closure_of(model, optimizer))
@@ -291,11 +297,11 @@ def test_frozen_weights_may_get_the_offset() -> None:
     before = weights(model)
     optimizer = MergOPT(torch.optim.SGD(trained, lr=0.1), noise=Laplace(0.1), moved=model[2].parameters(), seed=1)
     with optimizer.offset():
-        assert not torch.equal(model[2].weight, before[3])
-        assert torch.equal(model[4].weight, before[5])
+        assert not torch.equal(model.get_parameter("2.weight"), before[3])
+        assert torch.equal(model.get_parameter("4.weight"), before[5])
     optimizer.step(closure_of(model, optimizer))
-    assert torch.equal(model[2].weight, before[3])
-    assert not torch.equal(model[4].weight, before[5])
+    assert torch.equal(model.get_parameter("2.weight"), before[3])
+    assert not torch.equal(model.get_parameter("4.weight"), before[5])
 
 
 @contextmanager

@@ -1,13 +1,13 @@
-"""The path engine: merges of any depth and order of layers in an engine that does not restart.
+"""The path engine, which holds merges of any depth and order of layers without a restart.
 
-The model in vLLM is a pool of layers, more than any merge has, with keys and values for as many layers as the longest
-merge may have. A merge is a path: for each position a layer of the pool and a factor. Layers that are in the pool
-already, sources' layers above all, are not written again, so that another path is another list.
+The model in vLLM is a pool of more layers than any merge has, with keys and values for the longest merge. A merge is a
+path: each of its hops names a layer of the pool, a factor and an alignment. Layers that are in the pool already, for
+example those of the sources, are not written again: for another path of known layers, only the list of hops changes.
 
-- `contents`: what the engine's process has to know: vLLM's options, sizes, which merges fit
-- `geometry`: which models' layers can follow each other
+- `contents`: vLLM's options, sizes and the merges that fit, for the engine's process
+- `geometry`: whether the layers of models can follow each other
 - `sizes`: how many layers the pool has
-- `model`: the model in vLLM that walks a path
-- `pool`: which layer of the pool holds what
+- `model`: the model in vLLM that computes a path
+- `pool`: what each layer of the pool holds
 - `held`: inside vLLM's worker: write layers, set the path
 """

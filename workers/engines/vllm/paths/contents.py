@@ -1,6 +1,4 @@
-"""What a path engine holds, as its process has to know it: a pool of layers, and keys and values for the longest
-merge.
-"""
+"""The content of a path engine, for the process that starts vLLM: a pool of layers, and keys and values."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from search_spaces.recipe import Recipe
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.engines.host_memory import free_host_bytes
 from workers.engines.vllm.environment import PATH_ARCHITECTURE
 from workers.engines.vllm.memory import (
@@ -46,7 +44,8 @@ class PathContents(WeightContents):
     """A pool of layers, in which merges of up to `options.max_layers` layers are paths.
 
     Raises InvalidModel for models whose layers cannot follow each other, EngineUnavailable if the models themselves are
-    longer, or do not fit into memory."""
+    longer, or do not fit into memory.
+    """
 
     def __init__(
         self, sources: ResolvedFamily, prompts: Prompts, options: EngineOptions, *, aligns: bool = False
@@ -71,7 +70,7 @@ class PathContents(WeightContents):
 
         from workers.engines.vllm.paths.model import PathForCausalLM
 
-        # By class: by name vLLM would import it in a process of its own, to look at it.
+        # As a class: given a name, vLLM would import it in another process to inspect it.
         ModelRegistry.models.pop(PATH_ARCHITECTURE, None)
         ModelRegistry.register_model(PATH_ARCHITECTURE, PathForCausalLM)
         return {"load_format": "dummy", "enforce_eager": True, "hf_config_path": self._config_directory()}
@@ -92,7 +91,7 @@ class PathContents(WeightContents):
 
     def requirements(self, *, gpu_free: int, gpu_total: int) -> MemoryRequirements:
         ranks, size = self.options.tensor_parallel_size, value_bytes(self.dtype)
-        # Every rank has the whole stream, and so whole alignments.
+        # Every rank has the whole residual stream, and therefore whole alignments.
         outside = outside_bytes(self.sources, size) // ranks + self._alignment_bytes(size)
         needs = memory_requirements(
             self.sources, config=self.config, dtype=self.dtype, max_length=self.prompts.max_length, ranks=ranks
@@ -119,7 +118,7 @@ class PathContents(WeightContents):
         return found
 
     def _config_directory(self) -> str:
-        """A directory with the configuration of the pool as a model."""
+        """Write the configuration of the pool, as that of a model, to a temporary directory; return the directory."""
         config = dict(self.sources.base.config)
         config |= {
             "architectures": [PATH_ARCHITECTURE],

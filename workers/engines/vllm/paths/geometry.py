@@ -1,5 +1,7 @@
-"""Whether layers of a family's models can stand in any order in one model: all of one kind, computed with one set of
-settings. `workers.models.compatibility` has compared their shapes and positions before.
+"""Whether the layers of a family's models can be in any order in one model.
+
+They must be of one kind, and computed with the same settings. `workers.models.compatibility` has compared their shapes
+and positions before.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ __all__ = ["PATH_TYPES", "path_problems"]
 # Model types that `model.LAYER_OF` has a layer for.
 PATH_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
-# What every layer of a model computes with, in common names, and what it is where a configuration leaves it out.
+# Settings of a model's layers, in common names, and their defaults.
 SETTINGS: Mapping[str, Any] = {
     "rms_norm_eps": None,
     "sliding_window": None,
@@ -25,7 +27,7 @@ SETTINGS: Mapping[str, Any] = {
 
 
 def path_problems(sources: ResolvedFamily) -> list[str]:
-    """Why paths through the layers of these models cannot be computed, naming models and fields; empty if they can."""
+    """Why paths through the layers of these models cannot be computed, with models and fields; empty if they can."""
     problems = []
     base = sources.base.settings
     if (kind := base.get("model_type")) not in PATH_TYPES:

@@ -1,6 +1,6 @@
-"""Inside vLLM's worker: a merge as a path through the pool.
+"""A merge in vLLM's worker, as a path through the pool.
 
-A layer of the pool holds a merged layer as it is without scales: one copy serves every position and every scale.
+A layer of the pool holds a merged layer without its scale: one copy is used at every hop and with every scale.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from search_spaces.errors import InvalidRecipe
-from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from search_spaces.recipe import LayerRecipe, Merge, Recipe
+from workers.alignments.alignment import Alignment
+from workers.alignments.files import read_alignment
+from workers.alignments.recipes import alignments_before, unaligned
+from workers.engines.source_recipes import source_recipe
 from workers.engines.vllm.checksum import checksum, word_sum
 from workers.engines.vllm.held import HeldWeights, Into, Writing
-from workers.engines.vllm.paths.pool import LayerPool, Step
-from workers.merging.alignments import Alignment, alignments_before, read_alignment, unaligned
+from workers.engines.vllm.paths.pool import Hop, LayerPool
 from workers.merging.residual_scales import branch_factors
 
 if TYPE_CHECKING:
     from workers.merging.bank import Bank
-    from workers.merging.materialize import TensorPlan
     from workers.merging.merged_tensor import MergedTensor
+    from workers.merging.plan import TensorPlan
 
 __all__ = ["HeldPath"]
 
@@ -31,12 +34,12 @@ LAYERS = "model.layers."
 
 
 class HeldPath(HeldWeights):
-    """The pool, the path through it with its alignments, and the parameters outside layers."""
+    """The weights of a path engine: the pool of layers, the path with its alignments, and the other parameters."""
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
         super().__init__(model, dtype)
         self._pool = LayerPool(len(model.model.layers))
-        self._path: tuple[Step, ...] = ()
+        self._path: tuple[Hop, ...] = ()
         self._by_name: dict[str, torch.nn.Parameter] = {}
         self._of_layer: dict[int, list[str]] = {}  # names of parameters
         self._outside: list[str] = []
@@ -46,7 +49,7 @@ class HeldPath(HeldWeights):
                 self._of_layer.setdefault(int(name.split(".")[2]), []).append(name)
             else:
                 self._outside.append(name)
-        # From sums taken when they were written.
+        # Computed from sums of the time of writing.
         self._digests: dict[int, str] = {}  # of the layers of the pool
         self._outside_digest = ""
         self._outside_held: Hashable = None
@@ -66,11 +69,11 @@ class HeldPath(HeldWeights):
         self._outside_digest, self._outside_held = "", None
 
     def fill(self, bank: Bank, into: Into) -> None:
-        """Write the sources' layers, the base's last, as far as there are layers beside those of the longest merge."""
+        """Write the layers of as many sources as fit beside the longest merge, the base's last."""
         spare = self._pool.size - len(self.model.model.slots)
         aliases = [model.alias for model in (*bank.family.experts, bank.family.base)]
         for alias in aliases[max(0, len(aliases) - max(1, spare // bank.layout.num_layers)) :]:
-            self.hold(source_recipe(alias, bank), bank, into)
+            self.hold(source_recipe(bank.family, alias, num_layers=bank.layout.num_layers), bank, into)
 
     def hold(self, recipe: Recipe, bank: Bank, into: Into) -> Writing:
         if not 0 < len(recipe.layers) <= (most := len(self.model.model.slots)):
@@ -87,29 +90,29 @@ class HeldPath(HeldWeights):
             return Writing()
         return self._write_path(_planned(replace(recipe, layers=()), bank), bank, into, recipe)
 
-    def _walk(self, places: Sequence[int], between: _Between) -> None:
-        self._path = tuple(Step(*step) for step in zip(places, between.factors, between.before, strict=True))
+    def _walk(self, layers: Sequence[int], between: _Between) -> None:
+        self._path = tuple(Hop(*hop) for hop in zip(layers, between.factors, between.before, strict=True))
         self.model.model.path, self.model.model.alignments = self._path, between.alignments
 
     def _hold_new(self, recipe: Recipe, between: _Between, bank: Bank, into: Into) -> Writing:
         plan = _planned(recipe, bank)
         outside, contents, tensors = _by_layer(plan, bank)
-        places, new = self._pool.place(contents)
-        written = dict(zip(places, tensors, strict=True))
+        layers, new = self._pool.place(contents)
+        written = dict(zip(layers, tensors, strict=True))
         stored = [
-            replace(tensor, name=bank.layout.name(tensor.suffix, place), layer=place)
-            for place in sorted(new)
-            for tensor in written[place]
+            replace(tensor, name=bank.layout.name(tensor.suffix, layer), layer=layer)
+            for layer in sorted(new)
+            for tensor in written[layer]
         ]
-        self._walk(places, between)
+        self._walk(layers, between)
         done = self._write_path(replace(plan, tensors=(*outside, *stored)), bank, into, recipe)
-        for place in new:
-            self._digests[place] = self._layer_digest(place, self._sums)
+        for layer in new:
+            self._digests[layer] = self._layer_digest(layer, self._sums)
         self._checked.add(recipe.canonical(), contents)
         return done
 
     def _write_path(self, plan: TensorPlan, bank: Bank, into: Into, recipe: Recipe) -> Writing:
-        """Write the tensors of the plan, those outside layers among them; if that fails, nothing is known any more."""
+        """Write the tensors of the plan, which include those outside layers. After a failure the content is unknown."""
         try:
             done = self._write(plan, bank, into)
         except BaseException:
@@ -127,9 +130,9 @@ class HeldPath(HeldWeights):
     def checksum_now(self) -> str:
         path = self.model.model.path
         with torch.inference_mode():
-            names = [*self._outside, *(name for place in {s.layer for s in path} for name in self._of_layer[place])]
+            names = [*self._outside, *(name for layer in {hop.layer for hop in path} for name in self._of_layer[layer])]
             sums = {name: word_sum(self._by_name[name]) for name in names}
-        digests = {step.layer: self._layer_digest(step.layer, sums) for step in path}
+        digests = {hop.layer: self._layer_digest(hop.layer, sums) for hop in path}
         aligned = {name: _digest_of(alignment) for name, alignment in self.model.model.alignments.items()}
         return _combined(hashlib.sha256(self._lines(self._outside, sums, cut=0)).hexdigest(), path, digests, aligned)
 
@@ -137,11 +140,11 @@ class HeldPath(HeldWeights):
         return self._by_name
 
     def _needed(self, parameters: Iterable[str]) -> Collection[str]:
-        in_path = (name for step in self._path for name in self._of_layer[step.layer])
+        in_path = (name for hop in self._path for name in self._of_layer[hop.layer])
         return {*self._outside, *in_path}
 
-    def _layer_digest(self, place: int, sums: Mapping[str, int]) -> str:
-        return hashlib.sha256(self._lines(self._of_layer[place], sums, cut=len(f"{LAYERS}{place}."))).hexdigest()
+    def _layer_digest(self, layer: int, sums: Mapping[str, int]) -> str:
+        return hashlib.sha256(self._lines(self._of_layer[layer], sums, cut=len(f"{LAYERS}{layer}."))).hexdigest()
 
     def _lines(self, names: Iterable[str], sums: Mapping[str, int], *, cut: int) -> bytes:
         lines = (
@@ -152,7 +155,10 @@ class HeldPath(HeldWeights):
 
 
 class _Checked:
-    """What the layers of recipes without merges of single tensors hold: a path of known layers needs no plan."""
+    """The contents of layers of earlier recipes, so that a path of known layers needs no plan.
+
+    Recipes with merges of single tensors are not recorded.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -164,7 +170,7 @@ class _Checked:
         self._contents: dict[tuple[Merge, ...], Hashable] = {}
 
     def contents(self, recipe: Recipe) -> list[Hashable] | None:
-        """What each layer holds; None if that has to be planned."""
+        """The content of each layer of a recipe; None if it has to be planned."""
         if not _is_known_by_layers(recipe) or _of(recipe) != self._of:
             return None
         if not recipe.models.items() <= self._models.items():
@@ -185,8 +191,10 @@ class _Checked:
 
 @dataclass(frozen=True)
 class _Between:
-    """What a path has beside layers: for each position a factor and the digest of the alignment before it, and the
-    alignments by digest."""
+    """The scale factors and alignments of a path.
+
+    They are a factor and the digest of the alignment for each hop, and the alignments by digest.
+    """
 
     factors: Sequence[float]
     before: Sequence[str | None]
@@ -194,16 +202,16 @@ class _Between:
 
 
 class _Aligned:
-    """Alignments that were read, at most as many as the longest path has layers: the longest unused are dropped."""
+    """Alignments in memory, at most as many as the longest path has layers; the least recently used are dropped."""
 
     def __init__(self, like: torch.Tensor, *, most: int) -> None:
-        self._like = like  # in memory and dtype
+        self._like = like  # the device and dtype of alignments
         self._most = most
         self.clear()
 
     def clear(self) -> None:
-        self._read: dict[str, Alignment] = {}  # the last used last
-        self.digests: dict[str, str] = {}  # of the values as they are held
+        self._read: dict[str, Alignment] = {}  # least recently used first
+        self.digests: dict[str, str] = {}  # of the values in memory
 
     def read(self, before: Sequence[str | None], bank: Bank) -> dict[str, Alignment]:
         """The alignments of a path, by digest. Raises InvalidRecipe."""
@@ -230,18 +238,18 @@ def _digest_of(alignment: Alignment) -> str:
 
 
 def _outside(recipe: Recipe) -> Hashable:
-    """What the merges outside layers are, wherever their models' aliases mean the same."""
+    """The merges outside layers, as a value that is equal for recipes with the same merges there."""
     recipe = recipe.canonical()
     return _of(recipe), recipe.embedding, recipe.head
 
 
 def _of(recipe: Recipe) -> Hashable:
-    """What the merges of a recipe depend on, besides themselves."""
+    """The parts of a recipe, besides its merges, that the merges' results depend on."""
     return recipe.base, recipe.keeps_equal
 
 
 def _is_known_by_layers(recipe: Recipe) -> bool:
-    """Whether nothing but its layers says what they hold, in the vocabulary of the base."""
+    """Whether the content of each layer follows from the layer's recipe alone, in the vocabulary of the base."""
     return not recipe.tensors and recipe.tokenizer == "base" and not recipe.vocabulary
 
 
@@ -249,44 +257,27 @@ def _merges(layer: LayerRecipe) -> tuple[Merge, ...]:
     return layer.attention, layer.mlp, layer.norm
 
 
-def _combined(outside: str, path: Iterable[Step], digests: Mapping[int, str], aligned: Mapping[str, str]) -> str:
-    """sha256 (hex) over the parameters outside layers, then over each position's layer, factor and alignment: wherever
-    in the pool a layer is, and in whichever order layers were written."""
+def _combined(outside: str, path: Iterable[Hop], digests: Mapping[int, str], aligned: Mapping[str, str]) -> str:
+    """sha256 (hex) over the parameters outside layers, then over the layer, factor and alignment of each hop.
+
+    It does not depend on which layers of the pool hold the path, or in which order they were written.
+    """
     total = hashlib.sha256(f"{outside}\n".encode())
-    for number, step in enumerate(path):
-        before = "" if step.alignment is None else f":{aligned[step.alignment]}"
-        total.update(f"{number}:{digests[step.layer]}:{step.factor!r}{before}\n".encode())
+    for number, hop in enumerate(path):
+        before = "" if hop.alignment is None else f":{aligned[hop.alignment]}"
+        total.update(f"{number}:{digests[hop.layer]}:{hop.factor!r}{before}\n".encode())
     return total.hexdigest()
 
 
-def source_recipe(alias: str, bank: Bank) -> Recipe:
-    """The recipe whose merge is the model `alias` itself."""
-
-    def copied(layer: int | None) -> Merge:
-        return Merge("passthrough", (Source(alias, layer),))
-
-    layers = tuple(LayerRecipe(copied(i), copied(i), copied(i)) for i in range(bank.layout.num_layers))
-    family = bank.family
-    return Recipe(
-        family.fingerprints,
-        family.base.alias,
-        layers,
-        embedding=copied(None),
-        head=copied(None),
-        tokenizer=family.tokenizer,
-        vocabulary=family.vocabulary,
-    )
-
-
 def _planned(recipe: Recipe, bank: Bank) -> TensorPlan:
-    from workers.merging.materialize import plan_tensors
+    from workers.merging.plan import plan_tensors
 
     return plan_tensors(recipe, bank)
 
 
 def _by_layer(plan: TensorPlan, bank: Bank) -> tuple[list[MergedTensor], list[Hashable], list[list[MergedTensor]]]:
-    """The tensors outside layers; and for each layer what it holds without its scale, and its tensors without that."""
-    from workers.merging.materialize import computations
+    """The tensors outside layers; the content of each layer without its scale; and the tensors of each layer."""
+    from workers.merging.plan import computations
 
     plain = [replace(tensor, factor=1.0) if tensor.factor != 1 else tensor for tensor in plan.tensors]
     found = computations(replace(plan, tensors=tuple(plain)), bank)

@@ -1,14 +1,14 @@
-"""The model in vLLM that walks a path through a pool of layers: Llama, Mistral, Qwen2 and Qwen3.
+"""The model in vLLM that computes a path through a pool of layers, for Llama, Mistral, Qwen2 and Qwen3.
 
-Its parameters are those of a model with as many layers as the pool has. Only the first `mergesearch_max_layers` of them
-register keys and values: the attention of layer t belongs to position t of the path, and is lent to whichever layer
-stands there. So a layer may stand in several positions, each with keys and values of its own.
+Its parameters are those of a model with as many layers as the pool has. Only the first `mergesearch_max_layers` layers
+register keys and values: the attention module of layer t belongs to hop t of the path, and any layer of the pool uses
+it at that hop. Therefore a layer may be used at several hops, with separate keys and values.
 
-The path is an attribute, which compiled code and captured graphs would not look at: the model is neither compiled nor
-captured, and engines with it run eagerly.
+The path is an attribute, which compiled code and captured graphs would ignore. Therefore the model is neither compiled
+nor captured, and its engine runs eagerly.
 
-Alignments of the path (`workers.merging.alignments`) are not parameters, which are written in place: `alignments` has
-the tensors of those in use, by digest.
+Alignments of the path (`workers.alignments`) are not parameters, because parameters are written in place: the attribute
+`alignments` has the tensors of those in use, by digest.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from vllm.model_executor.models.qwen2 import Qwen2DecoderLayer
 from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer
 from vllm.model_executor.models.utils import AutoWeightsLoader, make_empty_intermediate_tensors_factory
 
+from workers.alignments.alignment import Alignment
 from workers.engines.vllm.paths.held import HeldPath
-from workers.engines.vllm.paths.pool import Step
-from workers.merging.alignments import Alignment
+from workers.engines.vllm.paths.pool import Hop
 
 __all__ = ["LAYER_OF", "PathForCausalLM"]
 
@@ -86,7 +86,7 @@ class PathModel(nn.Module):
             ["hidden_states", "residual"], config.hidden_size
         )
         # vLLM measures its memory with a first pass, before any merge is held.
-        self.path: tuple[Step, ...] = tuple(Step(index, 1.0) for index in range(len(slots)))
+        self.path: tuple[Hop, ...] = tuple(Hop(index, 1.0) for index in range(len(slots)))
         self.alignments: Mapping[str, Alignment] = {}
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -102,13 +102,13 @@ class PathModel(nn.Module):
     ) -> torch.Tensor:
         hidden: torch.Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         residual = None
-        for slot, step in zip(self.slots, self.path, strict=False):
-            layer: Any = self.layers[step.layer]
-            if step.alignment is not None:
+        for slot, hop in zip(self.slots, self.path, strict=False):
+            layer: Any = self.layers[hop.layer]
+            if hop.alignment is not None:
                 stream = hidden if residual is None else hidden + residual
-                hidden, residual = self.alignments[step.alignment](stream, step.factor), None
+                hidden, residual = self.alignments[hop.alignment](stream, hop.factor), None
             layer.self_attn._modules["attn"] = slot
-            hidden, residual = _walk(layer, step.factor, positions, hidden, residual)
+            hidden, residual = _walk(layer, hop.factor, positions, hidden, residual)
         normalised: torch.Tensor = self.norm(hidden, residual)[0]
         return normalised
 
@@ -120,7 +120,7 @@ class PathModel(nn.Module):
 def _walk(
     layer: Any, factor: float, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """vLLM's decoder layer, except that what each branch adds is multiplied by `factor` (`residual_scales`)."""
+    """Compute vLLM's decoder layer with the output of each branch multiplied by `factor` (`residual_scales`)."""
     if residual is None:
         residual = hidden
         hidden = layer.input_layernorm(hidden)
@@ -135,7 +135,7 @@ def _walk(
 
 
 class PathForCausalLM(LlamaForCausalLM):  # type: ignore[misc]  # vLLM has no types
-    """The decoder with vLLM's output head: tied or not, it is the same in all four model types."""
+    """The decoder with vLLM's output head, tied or not, which is the same for all four model types."""
 
     held_by = HeldPath
 

@@ -1,17 +1,22 @@
-"""Which layer of the pool holds what: the layers of a path stay, the others are replaced, the longest unused first."""
+"""The content of each layer of the pool.
+
+The layers of a path stay; the others are replaced, least recently used first.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["LayerPool", "Step"]
+__all__ = ["Hop", "LayerPool"]
 
 
 @dataclass(frozen=True)
-class Step:
-    """One position of a path: a layer of the pool, what the outputs of its branches are multiplied by, and the digest
-    of the alignment before it, if there is one."""
+class Hop:
+    """One element of a layer path: a layer of the pool, the factor of its branches' outputs, and its alignment.
+
+    The alignment, before the layer, is named by its digest; None if there is none.
+    """
 
     layer: int
     factor: float
@@ -19,11 +24,11 @@ class Step:
 
 
 class LayerPool:
-    """The contents of `size` layers, by any hashable description of what a layer holds."""
+    """The content of `size` layers, by any hashable description of what a layer holds."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._layers: dict[Hashable, int] = {}  # the last used last
+        self._layers: dict[Hashable, int] = {}  # least recently used first
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -32,9 +37,11 @@ class LayerPool:
         return content in self._layers
 
     def place(self, contents: Sequence[Hashable]) -> tuple[list[int], set[int]]:
-        """A layer for each position, equal contents in one, and those layers that do not hold theirs yet.
+        """Assign a layer of the pool to each content; equal contents share one.
 
-        Raises ValueError if there are more different contents than layers."""
+        Returns the layer of each content, and the layers that do not hold their content yet. Raises ValueError if there
+        are more different contents than layers.
+        """
         wanted = dict.fromkeys(contents)
         if len(wanted) > self.size:
             raise ValueError(f"{len(wanted)} different layers; the pool has {self.size}")
@@ -43,9 +50,9 @@ class LayerPool:
         free = sorted(set(range(self.size)) - set(self._layers.values()))
         new = set()
         for number, content in enumerate(missing):
-            place = free[number] if number < len(free) else self._layers.pop(unused[number - len(free)])
-            self._layers[content] = place
-            new.add(place)
+            layer = free[number] if number < len(free) else self._layers.pop(unused[number - len(free)])
+            self._layers[content] = layer
+            new.add(layer)
         for content in wanted:
             self._layers[content] = self._layers.pop(content)
         return [self._layers[content] for content in contents], new

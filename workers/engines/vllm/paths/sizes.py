@@ -1,4 +1,4 @@
-"""How many layers the pool of a path engine has. Arithmetic on bytes: nothing is allocated here."""
+"""The number of layers in the pool of a path engine, computed from sizes in bytes; nothing is allocated here."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ GB = 1e9
 
 
 def pool_size(*, room: int, layer_bytes: int, num_sources: int, max_layers: int, of: str) -> int:
-    """As many layers as all `num_sources` layers of the sources and a whole merge besides, or else as fit into `room`
-    bytes: then sources' layers are written again when they come back.
+    """The number of layers in the pool.
 
-    `max_layers` is the length of the longest merge, whose layers may all differ. `of` names the memory. Raises
-    EngineUnavailable if even they do not fit."""
+    There are enough for all `num_sources` layers of the sources and one whole merge, or else as many as fit into `room`
+    bytes; then layers of the sources are written again when they are needed again. `max_layers` is the length of the
+    longest merge, whose layers may all differ. `of` names the memory in messages. Raises EngineUnavailable if not even
+    the longest merge fits.
+    """
     fitting = max(room, 0) // layer_bytes
     if fitting < max_layers:
         advice = f"lower limits.max_layers to at most {fitting}" if fitting else "use a larger machine"
@@ -31,7 +33,7 @@ def pool_size(*, room: int, layer_bytes: int, num_sources: int, max_layers: int,
 
 
 def widest_layer_bytes(sources: ResolvedFamily, value_bytes: int) -> int:
-    """Bytes of the base's largest layer with values of `value_bytes`."""
+    """Bytes of the base's largest layer, with values of `value_bytes`."""
     layout = sources.layout
     names = ([name for name, place in layout.places.items() if place.layer == i] for i in range(layout.num_layers))
     return max(_bytes(sources, of_layer, value_bytes) for of_layer in names)
@@ -43,7 +45,7 @@ def outside_bytes(sources: ResolvedFamily, value_bytes: int) -> int:
 
 
 def alignment_bytes(config: Mapping[str, Any], max_layers: int, value_bytes: int) -> int:
-    """Bytes of projections before all layers of the longest merge, of a model with this configuration."""
+    """Bytes of projections before all layers of the longest merge, for a model with this configuration."""
     return max_layers * int(config["hidden_size"]) ** 2 * value_bytes
 
 

@@ -1,5 +1,5 @@
-"""What an engine is started with.
+"""Options and sizes that an engine is started with.
 
-- `contents`: what an engine holds, as options and sizes; here one model of the base's shape
-- `gpus`: how many GPUs there are and how much of their memory is free
+- `contents`: the content of an engine, as options and sizes; here one model with the base's layers
+- `gpus`: the number of GPUs and their free memory
 """

@@ -1,6 +1,6 @@
-"""What an engine holds, as its process has to know it before and after vLLM starts: options, sizes, which merges fit.
+"""The content of an engine, for the process that starts vLLM: options, sizes, and the merges that fit.
 
-`WeightContents` is one model of the base's shape. Other contents are subclasses; life cycle, evidence and canary
+`WeightContents` is one model with the base's layers. Other contents are subclasses; life cycle, evidence and canary
 (`engine`) are the same for all.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from search_spaces.recipe import Recipe
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.engines.host_memory import free_host_bytes
 from workers.engines.vllm.memory import (
     EngineMemory,
@@ -28,15 +28,16 @@ __all__ = ["WeightContents"]
 
 log = logging.getLogger(__name__)
 
-# The names of the classes with which vLLM runs models that it has no code for begin with this.
+# The prefix of vLLM's classes for models without code in vLLM.
 GENERIC = "Transformers"
 
 
 class WeightContents:
-    """The weights of one model of the base's layers.
+    """The weights of one model with the base's layers.
 
-    `dtype` is the engine's; with `aligns` merges may have alignments. Raises EngineUnavailable if they do not fit into
-    memory."""
+    `dtype` is the engine's. `aligns` says whether merges may have alignments. Raises EngineUnavailable if the content
+    does not fit into memory.
+    """
 
     def __init__(
         self, sources: ResolvedFamily, prompts: Prompts, options: EngineOptions, *, aligns: bool = False
@@ -54,12 +55,12 @@ class WeightContents:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The configuration, in common names, of the longest merge."""
+        """The configuration of the longest merge, in common names."""
         return self.prompts.config
 
     def model_options(self) -> dict[str, Any]:
-        """vLLM's options for the model that it runs."""
-        # The first swap overwrites what is loaded. With another vocabulary than the base's, nothing can be loaded.
+        """VLLM's options for the model that it runs."""
+        # The first swap overwrites what is loaded. Weights with another vocabulary than the base's cannot be loaded.
         is_base = self.prompts.directory == str(self.sources.base.directory)
         return {
             "load_format": "safetensors" if is_base else "dummy",
@@ -67,14 +68,14 @@ class WeightContents:
         }
 
     def refusal(self, recipe: Recipe) -> str | None:
-        """Why the engine cannot hold the merge, as far as its shape shows; None if it can."""
+        """Why the engine cannot hold a merge of this shape; None if it can."""
         layers = int(self.config["num_hidden_layers"])
         if len(recipe.layers) == layers:
             return None
         return f"the recipe has {len(recipe.layers)} layers, the model {layers}"
 
     def options_by_device(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """vLLM's options for the memory that there is, and the arguments of `MergeExtension.mergesearch_open`."""
+        """VLLM's options for the available memory, and the arguments of `MergeExtension.mergesearch_open`."""
         opening: dict[str, Any] = {"keeps_ranks": self.options.rank_cache}
         if self.is_cpu:
             from workers.engines.vllm.capabilities import model_config
@@ -105,11 +106,11 @@ class WeightContents:
         }, opening
 
     def kv_cache_bytes(self) -> int:
-        """Memory for keys and values on CPU."""
+        """Bytes of keys and values on CPU."""
         return kv_cache_bytes(self.config, self.prompts.max_length, self.dtype)
 
     def requirements(self, *, gpu_free: int, gpu_total: int) -> MemoryRequirements:
-        """What engine and bank need on each GPU, of which `gpu_free` of `gpu_total` bytes are free."""
+        """The memory that engine and bank need on each GPU, of which `gpu_free` of `gpu_total` bytes are free."""
         return memory_requirements(
             self.sources,
             config=self.config,
@@ -120,8 +121,11 @@ class WeightContents:
 
 
 def _has_code_for(config: Mapping[str, Any]) -> bool:
-    """Whether vLLM has its own code for the model. Models that it runs through transformers' modules are not compiled,
-    and no graphs are captured: for that vLLM would change transformers' classes (`plugin`)."""
+    """Whether vLLM has its own code for the model.
+
+    Models that vLLM runs through transformers' modules are neither compiled nor captured as graphs, because vLLM would
+    change transformers' classes for that (`plugin`).
+    """
     from vllm import ModelRegistry
 
     names = config.get("architectures") or ()

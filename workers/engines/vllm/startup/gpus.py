@@ -1,4 +1,4 @@
-"""The GPUs of this machine: how many there are, and how much of their memory is free."""
+"""The number of GPUs of this machine, and their free memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def gpus_of_this_machine(folder: Path = GPUS) -> int:
-    """NVIDIA GPUs that the machine has, those of other processes included; 0 where that is not known."""
+    """The number of NVIDIA GPUs of the machine, those that other processes use included; 0 if unknown."""
     try:
         return len(os.listdir(folder))
     except OSError:
@@ -28,10 +28,10 @@ def gpus_of_this_machine(folder: Path = GPUS) -> int:
 
 
 def free_gpu_bytes(num_gpus: int, *, wait_s: float = 20.0, poll_s: float = 1.0) -> tuple[int, int]:
-    """(free, total) bytes of memory: the smallest of each over the first `num_gpus` GPUs that this process sees.
+    """The bytes of GPU memory (free, total), each the smallest over the first `num_gpus` GPUs that this process sees.
 
-    Waits up to `wait_s` seconds for a share of MOSTLY_FREE: the memory of an engine that was just killed may not be
-    free yet. Raises EngineUnavailable if the memory cannot be read.
+    Waits up to `wait_s` seconds until a share of MOSTLY_FREE is free: the memory of an engine that was just killed may
+    not be free yet. Raises EngineUnavailable if the memory cannot be read.
     """
     deadline = time.monotonic() + wait_s
     while True:
@@ -42,8 +42,11 @@ def free_gpu_bytes(num_gpus: int, *, wait_s: float = 20.0, poll_s: float = 1.0) 
 
 
 def _gpu_bytes(num_gpus: int) -> tuple[int, int]:
-    """Several GPUs are read by a subprocess: reading them here would leave a CUDA context of this process on each,
-    next to the rank that computes there."""
+    """The bytes of GPU memory (free, total) now.
+
+    A subprocess reads several GPUs. Reading them in this process would leave its CUDA context on each GPU, next to the
+    rank that computes there.
+    """
     if num_gpus == 1:
         import torch
 

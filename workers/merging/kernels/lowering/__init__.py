@@ -1,7 +1,7 @@
-"""The rule that each fused method comes down to, given its coefficients and the statistics of its operands.
+"""The rule that each fused method reduces to, given its coefficients and the statistics of its operands.
 
-A rule whose numbers depend on what a method drops or selects is found by a pass of its own, on CPU. A method has at
-most one rule, registered by `@fuses(NAME)`; a method without one runs by its plain function.
+Where the numbers of a rule depend on what a method drops or selects, a pass of its own computes them, on CPU. A method
+has at most one rule, registered by `@fuses(NAME)`; a method without one runs by its plain function.
 
 - `base`: the decorator, and the statistics that rules are computed from
 - `averages`: passthrough, averages and interpolations, fusions of a pair
@@ -24,5 +24,5 @@ for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
     importlib.import_module(_module.name)
 
 FUSED: Mapping[str, Lowering] = {name: rule.lowering for name, rule in RULES.items()}
-# The others run on a GPU by their plain methods.
+# On a GPU, the other methods run by their plain functions.
 ON_CUDA = frozenset(name for name, rule in RULES.items() if rule.is_on_cuda)

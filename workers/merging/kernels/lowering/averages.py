@@ -1,4 +1,4 @@
-"""Rules of passthrough, averages and interpolations, and fusions of a pair."""
+"""Rules of passthrough, averages, interpolations, and NearSwap and Arcee Fusion."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _model_stock(merge: Merge, stored: Operands) -> Rule:
 
 
 class Nearswap(NamedTuple):
-    """The first of two sources, moved towards the second by at most t."""
+    """The first of two sources, with each element moved towards the second's by at most t."""
 
     t: float
 

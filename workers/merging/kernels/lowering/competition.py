@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from search_spaces.recipe import Merge
-from workers.merging.kernels.lowering.base import fuses, reductions, trimmed
+from workers.merging.kernels.lowering.base import base, fuses, trimmed
 from workers.merging.kernels.rules import Agreed, Comparison, Rule, SharedOut, Variable, VariableElection, Whole
 from workers.merging.methods.competition import (
     NO_SQUARES,
@@ -38,8 +38,10 @@ def _ram(merge: Merge, stored: Operands) -> Rule:
 
 @fuses("ramplus_tl")
 def _ramplus_tl(merge: Merge, stored: Operands) -> Rule:
+    from workers.merging.kernels.reductions import shared_counts
+
     r, alpha, epsilon = merge.number("r"), merge.number("alpha"), merge.number("epsilon")
-    counts = reductions().shared_counts(epsilon, stored.tensors, stored.base)
+    counts = shared_counts(epsilon, stored.tensors, base(stored))
     return SharedOut(epsilon, tuple(ramplus_factor(r, alpha, changed, alone) for changed, alone in counts))
 
 
@@ -55,12 +57,13 @@ def _consensus_ties(merge: Merge, stored: Operands) -> Rule:
 
 
 def _variable_squares(merge: Merge, stored: Operands) -> tuple[tuple[Comparison, float, int, int], list[float]]:
-    """The fields of a rule that say from which place on an element is selected, and the sums of squares of every tau's
-    selected elements."""
+    """The fields of a rule by which SCE selects elements, and the sum of squares of each source's selected elements."""
+    from workers.merging.kernels.reductions import variable_squares
+
     select_topk, table = merge.number("select_topk"), stored.variances
     assert table is not None, f"{merge.method} was not given the variances"
     assert stored.order is not None, f"{merge.method} was not given the order of equal variances"
     count = num_selected(select_topk, table.num_not_zero)
     trim = ALL if select_topk == 1 else table.trim(count) if count else NOTHING
-    by, place, squares = reductions().variable_squares(trim, stored.order, stored.tensors, stored.base)
-    return (by, place.magnitude, place.mark, stored.order.factor), squares
+    by, threshold, squares = variable_squares(trim, stored.order, stored.tensors, base(stored))
+    return (by, threshold.magnitude, threshold.mark, stored.order.factor), squares

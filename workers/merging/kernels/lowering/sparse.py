@@ -5,8 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from search_spaces.recipe import Merge
-from workers.merging.kernels.lowering.base import bounds, comparisons, factors, fuses, magnitudes, reductions
-from workers.merging.kernels.rules import Between, Dropped, Mean, Rule, Sampled, Sum, Weighted, Whole
+from workers.merging.kernels.lowering.base import base, factors, fuses, magnitudes
+from workers.merging.kernels.rules import (
+    Between,
+    Dropped,
+    Mean,
+    Rule,
+    Sampled,
+    Sum,
+    Weighted,
+    Whole,
+    bounds,
+    comparisons,
+)
 from workers.merging.masks import key_words, threshold
 from workers.merging.methods.plain import Operands
 from workers.merging.methods.sparsify import cut_ranks, l1_ratio, probability_by_rank, row_width
@@ -123,6 +134,7 @@ def _sampled(merge: Merge, stored: Operands, *, is_l1: bool = False) -> Sampled:
 
 
 def _l1_scales(sparse: Dropped | Sampled, stored: Operands) -> tuple[float, ...]:
-    kept_norms = reductions().kept_norms
-    norms = kept_norms(Whole(), stored.tensors, stored.base) if stored.norms is None else stored.norms
-    return tuple(map(l1_ratio, norms, kept_norms(sparse, stored.tensors, stored.base)))
+    from workers.merging.kernels.reductions import kept_norms
+
+    norms = kept_norms(Whole(), stored.tensors, base(stored)) if stored.norms is None else stored.norms
+    return tuple(map(l1_ratio, norms, kept_norms(sparse, stored.tensors, base(stored))))

@@ -8,9 +8,9 @@ import torch
 
 from search_spaces.errors import InvalidRecipe
 from tests.workers.recipes import random_alignment
+from workers.alignments.files import write_alignment
 from workers.engines.vllm.paths.held import _Aligned, _combined
-from workers.engines.vllm.paths.pool import Step
-from workers.merging.alignments import write_alignment
+from workers.engines.vllm.paths.pool import Hop
 
 HIDDEN = 8
 
@@ -46,9 +46,9 @@ def test_paths_that_differ_in_an_alignment_have_other_checksums(bank: Any) -> No
     first, second = written(bank, 2)
     aligned.read((None, first, second), bank)
     paths = [
-        (Step(0, 1.0), Step(1, 1.0)),
-        (Step(0, 1.0), Step(1, 1.0, first)),
-        (Step(0, 1.0), Step(1, 1.0, second)),
-        (Step(0, 1.0, first), Step(1, 1.0)),
+        (Hop(0, 1.0), Hop(1, 1.0)),
+        (Hop(0, 1.0), Hop(1, 1.0, first)),
+        (Hop(0, 1.0), Hop(1, 1.0, second)),
+        (Hop(0, 1.0, first), Hop(1, 1.0)),
     ]
     assert len({_combined("", path, {0: "a", 1: "b"}, aligned.digests) for path in paths}) == 4

@@ -17,11 +17,15 @@ from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import Merge, Recipe, Source
 from tests.conftest import OPTIONS
 from tests.workers.recipes import aligned, arithmetic, copied, num_layers, path, random_alignment
-from workers.engines.transformers.backend import Reference, logprobs, merged_model
+from workers.alignments.files import write_alignment
+from workers.alignments.recipes import alignments_before, unaligned
+from workers.engines.source_recipes import base_recipe
+from workers.engines.transformers.backend import Reference, logprobs
+from workers.engines.transformers.merged_models import merged_model
 from workers.engines.transformers.verification import verify
-from workers.engines.vllm.engine import Engine, base_recipe
+from workers.engines.vllm.engine import Engine
 from workers.engines.vllm.paths.geometry import PATH_TYPES
-from workers.engines.vllm.paths.pool import Step
+from workers.engines.vllm.paths.pool import Hop
 from workers.engines.vllm.paths.sizes import widest_layer_bytes
 from workers.engines.vllm.plugin import PACK
 from workers.engines.vllm.worker_extension import family_to_json, open_bank
@@ -29,8 +33,7 @@ from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, Tri
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Generation
 from workers.export.checkpoint import export
-from workers.merging.alignments import alignments_before, unaligned, write_alignment
-from workers.serving.replica import EngineWorker
+from workers.serving.engine_worker import EngineWorker
 from workers.types import Family, Span, TaskSpec
 
 MAX_LAYERS = 9
@@ -42,8 +45,10 @@ def exported(engine: Engine, recipe: Recipe, directory: Path) -> str:
 
 
 def some_path(family: Family, seed: int, *, merges: float = 0.0) -> Recipe:
-    """A random path: any length, foreign layers, repeats, scales from 0.5 to 1.5; a share of `merges` of its layers are
-    merged of two models."""
+    """A random path: any length, layers of other models, repeats, scales from 0.5 to 1.5.
+
+    A share `merges` of its layers are merges of two models.
+    """
     draw = random.Random(seed)
 
     def step() -> Merge:
@@ -57,7 +62,8 @@ def some_path(family: Family, seed: int, *, merges: float = 0.0) -> Recipe:
     return path(family, [*steps[:-1], steps[0]], [round(draw.uniform(0.5, 1.5), 3) for _ in range(MAX_LAYERS)])
 
 
-def test_random_paths_are_what_transformers_computes_on_the_export(path_engine: Engine, tmp_path: Path) -> None:
+def test_random_paths_agree_with_export(path_engine: Engine, tmp_path: Path) -> None:
+    """Random paths give what transformers computes on the export."""
     prompts = [path_engine.prompts.encode(text) for text in ("1+1=2", "name: Ada", "a b" * 60)]
     seen: list[float] = []
     for seed in range(8):
@@ -223,7 +229,7 @@ def test_an_engine_that_walks_another_path_fails_its_canary(faulty: Engine, what
         if what == "order":
             model.model.path = (last, *middle, first)
         elif what == "factor":
-            model.model.path = (first, *middle, Step(last.layer, 1.1 * last.factor))
+            model.model.path = (first, *middle, Hop(last.layer, 1.1 * last.factor))
         elif what == "alignment":
             held = model.model.alignments[digest]
             assert held.projection is not None
@@ -252,13 +258,13 @@ def test_merges_that_no_path_can_be_fail_the_trial(path_engine: Engine) -> None:
         path_engine.swap(path(family, [("math", 0)] * 10))
     with pytest.raises(TrialFailed, match="the recipe has 0 layers; this engine holds 1 to 9"):
         path_engine.swap(replace(good, layers=()))
-    for layers, message in (
+    for layer, message in (
         (replace(good.layers[0], scale=-1.0), "layer 0: scale -1; expected a number above 0"),
         (replace(good.layers[0], alignment="a" * 64), "layer 0: alignment 'aaaaaaaaaaaa': no layer follows"),
         (path(family, [("math", 99)]).layers[0], r"source 'math' names layer 99; the models have layers 0\.\."),
     ):
         with pytest.raises(TrialFailed, match=message):
-            path_engine.swap(replace(good, layers=(layers,)))
+            path_engine.swap(replace(good, layers=(layer,)))
         assert path_engine.held_digest is None
     two = path(family, [("math", 0), ("text", 0)])
     of_others = write_alignment(family.alignments_dir, random_alignment("projection", 6))
@@ -289,7 +295,7 @@ def test_every_type_of_model_that_is_accepted_has_a_layer(path_engine: Engine) -
 def test_on_a_gpu_the_pool_is_what_fits_and_vllm_runs_eagerly(
     path_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM itself stays out of it: what it would be given on a GPU is looked at."""
+    """VLLM itself stays out of it: what it would be given on a GPU is looked at."""
     from vllm.platforms import current_platform
 
     asked: dict[str, Any] = {}

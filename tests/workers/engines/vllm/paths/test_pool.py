@@ -11,7 +11,8 @@ def test_equal_contents_share_a_layer_and_known_ones_stay() -> None:
     assert (len(pool), pool.has("c"), pool.has("d")) == (3, True, False)
 
 
-def test_the_longest_unused_is_replaced_and_never_a_layer_of_the_path() -> None:
+def test_least_recently_used_is_replaced() -> None:
+    """The least recently used layer is replaced, and never one of the path."""
     pool = LayerPool(3)
     pool.place(["a", "b", "c"])
     pool.place(["a"])

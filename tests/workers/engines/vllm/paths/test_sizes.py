@@ -20,7 +20,8 @@ def test_where_there_is_room_all_sources_and_a_whole_merge_fit() -> None:
     assert size(36 * GB) == 36
 
 
-def test_a_merge_that_does_not_fit_is_refused_and_told_what_would() -> None:
+def test_unfitting_merge_is_refused() -> None:
+    """A merge that does not fit is refused with the size that would."""
     message = r"paths of up to 36 layers: one layer takes 1 GB, and the GPU has room for 30, 30\.2 GB; lower"
     with pytest.raises(EngineUnavailable, match=message + r" limits\.max_layers to at most 30"):
         size(30 * GB + GB // 5)

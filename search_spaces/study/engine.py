@@ -1,0 +1,81 @@
+"""Section `engine` of a study file, and the options with which one engine is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, Tag
+
+from search_spaces.section import Line, Section, one_of
+
+__all__ = ["NOT_OF_ONE_ENGINE", "Engine", "EngineOptions", "Verify"]
+
+
+def _tag_of_verify(value: object) -> str | None:
+    return "<off>" if value is False else "<on>" if isinstance(value, Mapping | Verify) else None
+
+
+def _tag_of_template(value: object) -> str | None:
+    return "<bool>" if isinstance(value, bool) else "<name>" if isinstance(value, str) else None
+
+
+class Verify(Section):
+    trials: Annotated[int, Field(ge=1)] = 3
+    samples: Annotated[int, Field(ge=1)] = 16
+
+
+class Engine(Section):
+    backend: Literal["vllm"] = "vllm"
+    replicas: Annotated[int, Field(ge=1)] = 1
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The data type of weights and activations. auto: bfloat16 on GPU, float32 on CPU."""
+    max_model_len: Annotated[int, Field(ge=1)] = 2048
+    """The largest number of tokens of a prompt and its completion together."""
+    add_bos_token: bool | None = None
+    """Whether prompts begin with the BOS token. Default: as the model's own tokenizer does."""
+    chat_template: Annotated[
+        Annotated[bool, Tag("<bool>")] | Annotated[Line, Tag("<name>")],
+        one_of(_tag_of_template, "true, false or the name of a template"),
+    ] = False
+    system_prompt: str | None = None
+    rank_cache: bool = False
+    """Whether the ranks of magnitudes in each expert's rows, which DELLA uses, are kept in memory: two bytes for each
+    parameter, and no sorting for every candidate.
+    """
+    verify: Annotated[
+        Annotated[Verify, Tag("<on>")] | Annotated[Literal[False], Tag("<off>")],
+        one_of(_tag_of_verify, "false or {trials: 3, samples: 16}"),
+    ] = Verify()
+    """How many trials are scored again by plain transformers, on how many samples; false: none."""
+
+    @property
+    def options(self) -> EngineOptions:
+        """The options with which each engine is started."""
+        return EngineOptions(**{name: value for name, value in self if name not in NOT_OF_ONE_ENGINE})
+
+
+# Fields that are not options of one engine: the number of engines, and the verification after the search.
+NOT_OF_ONE_ENGINE = frozenset({"replicas", "verify"})
+
+
+class EngineOptions(Engine):
+    """The options with which one engine is started: those of the section `engine`, and those that only programs set.
+
+    A field added to `Engine` becomes an option of engines without any other declaration.
+    """
+
+    threads: int = 0
+    """The number of threads for arithmetic on CPU; 0: all cores but one."""
+    max_layers: int = 0
+    """The largest number of layers of a merge, for an engine whose merges may have any number and order of layers; 0:
+    every merge has as many layers as the base.
+    """
+    seed: int = 0
+    """The seed of vLLM."""
+
+    def document(self) -> dict[str, Any]:
+        """The options by name, as plain data. Engines with equal documents are interchangeable."""
+        excluded = NOT_OF_ONE_ENGINE if self.max_layers else NOT_OF_ONE_ENGINE | {"max_layers"}
+        return self.model_dump(exclude=set(excluded))

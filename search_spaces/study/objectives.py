@@ -1,0 +1,73 @@
+"""Sections `objectives` and `holdout` of a study file: metrics on tasks, and costs of a merge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from search_spaces.objectives import Cost
+from search_spaces.section import Line, Name, Section, one_of
+
+__all__ = ["AnyObjective", "CostSpec", "InlineTask", "ObjectiveSpec", "Rungs"]
+
+Rungs = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
+
+
+class InlineTask(Section):
+    """Samples in a JSONL file: the whole greedy completion must equal the answer, apart from white space around it."""
+
+    file: Line
+    prompt: Annotated[str, Field(min_length=1)] = "{{prompt}}"
+    """The prompt, as a Jinja template over the keys of a line."""
+    answer: Annotated[str, Field(min_length=1)] = "{{answer}}"
+    """The answer, as a Jinja template over the keys of a line."""
+    until: tuple[Annotated[str, Field(min_length=1)], ...] = ("\n",)
+    """A completion ends at the first of these strings, or at the end of text."""
+    max_tokens: Annotated[int, Field(ge=1)] = 64
+
+
+def _tag_of_task(value: object) -> str | None:
+    return "<name>" if isinstance(value, str) else "<inline>" if isinstance(value, Mapping | InlineTask) else None
+
+
+class ObjectiveSpec(Section):
+    name: Name
+    task: Annotated[
+        Annotated[Line, Tag("<name>")] | Annotated[InlineTask, Tag("<inline>")],
+        one_of(_tag_of_task, "the name of an lm-eval task, a YAML file or {file: data.jsonl}"),
+    ]
+    """An lm-eval task's name, an lm-eval YAML file, or a JSONL file written inline."""
+    metric: Line
+    filter: Line | None = None
+    """The task's filter that is used; required if the task has several."""
+    split: Line | None = None
+    num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    direction: Literal["maximize", "minimize"] | None = None
+    """The direction of optimisation. Default: as the task's metric says."""
+    range: tuple[float, float] | None = None
+    """The metric's lowest and highest value, if these are not 0 and 1."""
+    rungs: Rungs | None = None
+    """Samples of this objective at each rung, if those of fidelity do not fit; the number of rungs is the same."""
+
+
+class CostSpec(Section):
+    """An objective that needs no data: less is better, and the value follows from the recipe."""
+
+    name: Name
+    cost: Cost
+    """The cost of a merge, in spaces that change it: its number of layers, or its number of parameters."""
+
+
+def _tag_of_objective(value: object) -> str:
+    is_cost = isinstance(value, CostSpec) or (isinstance(value, Mapping) and "cost" in value)
+    return "<cost>" if is_cost else "<task>"
+
+
+if TYPE_CHECKING:
+    AnyObjective = ObjectiveSpec | CostSpec
+else:
+    AnyObjective = Annotated[
+        Annotated[ObjectiveSpec, Tag("<task>")] | Annotated[CostSpec, Tag("<cost>")], Discriminator(_tag_of_objective)
+    ]

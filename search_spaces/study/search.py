@@ -1,0 +1,187 @@
+"""Sections `search_space` and `search` of a study file: the space, the searcher and its options, the preferences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal, Union
+
+import numpy as np
+from pydantic import Discriminator, Field, Tag
+
+from search_spaces import preferences
+from search_spaces.searchers import SEARCHERS
+from search_spaces.section import Line, Name, Section
+from search_spaces.spaces import DEFAULT_KIND, SPACES
+from search_spaces.spaces.base import SpaceSection
+from search_spaces.study.models import AnotherStudy
+from search_spaces.study.validation import UNKNOWN_KIND
+
+__all__ = [
+    "DEFAULT_SPACE",
+    "MAX_PREFERENCES",
+    "GradientOptions",
+    "PolicyOptions",
+    "Preferences",
+    "Search",
+    "SearchSpaceSpec",
+]
+
+
+def _tag_of_space(value: object) -> str | None:
+    kind = value.get("kind", DEFAULT_KIND) if isinstance(value, Mapping) else getattr(value, "kind", None)
+    return f"<{kind}>" if isinstance(kind, str) and kind in SPACES else None
+
+
+if TYPE_CHECKING:
+    SearchSpaceSpec = SpaceSection
+else:
+    SearchSpaceSpec = Annotated[
+        Union[tuple(Annotated[section, Tag(f"<{kind}>")] for kind, section in SPACES.items())],  # noqa: UP007
+        Discriminator(_tag_of_space, custom_error_type=UNKNOWN_KIND, custom_error_message="unknown kind of space"),
+    ]
+
+DEFAULT_SPACE: SearchSpaceSpec = SPACES[DEFAULT_KIND](kind=DEFAULT_KIND)
+
+
+if TYPE_CHECKING:
+    Algorithm = str
+else:
+    Algorithm = Literal[tuple(SEARCHERS)]
+
+
+# The largest number of preference vectors of one study.
+MAX_PREFERENCES = 1000
+
+# The stream of random numbers that preference vectors are drawn from.
+PREFERENCES = 3
+
+
+class GradientOptions(Section):
+    steps: Annotated[int, Field(ge=1, le=100_000)] = 48
+    """The number of gradients of one descent."""
+    batch: Annotated[int, Field(ge=1)] = 48
+    """Samples of one gradient, shared equally by the objectives; each costs as much as three scored samples."""
+    learning_rate: Annotated[float, Field(gt=0)] = 0.2
+    """Adam's learning rate at the first step of a descent; it falls linearly to almost 0."""
+    warm_steps: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """The number of gradients of each descent after the first, at most `steps`. Default: a quarter of `steps`."""
+    warm_rate: Annotated[float, Field(gt=0)] = 0.6
+    """The learning rate at the first step of each descent after the first, relative to `learning_rate`; it falls
+    linearly to almost 0.
+    """
+    points: Annotated[int, Field(ge=1, le=1000)] = 4
+    """How many points of the descents become trials. Each descent has an equal share, evenly spaced and including its
+    end.
+    """
+
+
+class PolicyOptions(Section):
+    start: AnotherStudy | None = None
+    """The study whose trained policies this study starts with, as they are when this study begins. Default: new
+    policies.
+    """
+    learns: bool = True
+    """Whether the policies are trained; false: the policies of `start` propose all paths and do not change."""
+    policy: Literal["per_preference", "conditioned"] = "per_preference"
+    """How policies depend on the preference vector. per_preference: each vector has a policy of its own; conditioned:
+    one policy has the vector as an input.
+    """
+    knows_models: bool = True
+    """Whether the policy has a learned embedding for each model; false: it knows models by the statistics of their
+    layers only, so it can propose paths through other models with as many layers.
+    """
+    episodes: Annotated[int, Field(ge=2, le=10_000)] = 16
+    """The number of episodes (trials) of one iteration, after which a policy is updated."""
+    warm_up: Annotated[int, Field(ge=1, le=1000)] = 1
+    """The number of iterations of each policy in which all paths are random, before its first update."""
+    neighbours: Annotated[int, Field(ge=1)] = 6
+    """The number of steps nearest to the proto-action among which the best is taken: Wolpertinger's k."""
+    exploration: Annotated[float, Field(ge=0, le=1)] = 0.03
+    """The probability that a step is drawn from the nearest `neighbours` at random instead of taking the best."""
+    explored: Annotated[int, Field(ge=0, le=100_000)] = 10
+    """The number of iterations of each policy, after the warm-up, over which the share of random paths decays to zero.
+    """
+    length_penalty: Annotated[float, Field(ge=0)] = 0.001
+    """The reduction of a path's reward for each of its layers: beta_1."""
+    learning_rate: Annotated[float, Field(gt=0)] = 3e-3
+    """Adam's learning rate."""
+    epochs: Annotated[int, Field(ge=1, le=1000)] = 12
+    """The number of passes over an iteration's episodes in one update."""
+    mini_batches: Annotated[int, Field(ge=1)] = 4
+    """The number of mini-batches into which an iteration's episodes are divided."""
+    clip: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    gamma: Annotated[float, Field(ge=0, le=1)] = 0.99
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
+    value_coefficient: Annotated[float, Field(ge=0)] = 0.5
+    entropy_coefficient: Annotated[float, Field(ge=0)] = 0.002
+
+
+class DirichletOptions(Section):
+    count: Annotated[int, Field(ge=1, le=MAX_PREFERENCES)]
+    """The number of preference vectors, drawn with the study's seed."""
+    alpha: Annotated[float, Field(ge=0.01, le=1000)] = 1.0
+    """The concentration of the Dirichlet distribution. 1: uniform over all preference vectors; larger: nearer to equal
+    weights; smaller: nearer to single objectives.
+    """
+
+
+class Preferences(Section):
+    """The study's preference vectors: a lattice, random vectors or a list of vectors; give one of the three."""
+
+    lattice: Annotated[int, Field(ge=1, le=MAX_PREFERENCES)] | None = None
+    """All preference vectors whose weights are multiples of 1/lattice."""
+    corners: bool = True
+    """Whether the lattice includes the vectors that weight one objective alone, where experts are good already."""
+    dirichlet: DirichletOptions | None = None
+    """Preference vectors drawn at random."""
+    vectors: Annotated[tuple[dict[Name, float], ...], Field(min_length=1, max_length=MAX_PREFERENCES)] | None = None
+    """A list of preference vectors: weights by objective that sum to one; objectives that are left out have weight 0.
+    """
+
+    def size(self, num_objectives: int) -> int:
+        """The number of preference vectors."""
+        if self.lattice is not None:
+            return preferences.lattice_size(num_objectives, divisions=self.lattice, corners=self.corners)
+        return self.dirichlet.count if self.dirichlet is not None else len(self.vectors or ())
+
+    def weights(self, objectives: Sequence[str], *, seed: int) -> tuple[tuple[float, ...], ...]:
+        """The preference vectors, with weights in the order of `objectives`.
+
+        Raises InvalidPreference for a written vector whose weights are not accepted.
+        """
+        if self.vectors is not None:
+            return tuple(preferences.preference_vector(vector, objectives=objectives) for vector in self.vectors)
+        if self.lattice is not None:
+            found = preferences.lattice(len(objectives), divisions=self.lattice, corners=self.corners)
+        else:
+            options = self.dirichlet or DirichletOptions(count=1)
+            rng = np.random.default_rng((seed, PREFERENCES))
+            found = preferences.dirichlet(len(objectives), num_vectors=options.count, rng=rng, alpha=options.alpha)
+        return tuple(tuple(map(float, vector)) for vector in found)
+
+
+class Search(Section):
+    algorithm: Algorithm = "auto"
+    gradient: GradientOptions = GradientOptions()
+    """Options of algorithm: gradient, which auto may choose."""
+    hm3: PolicyOptions = PolicyOptions()
+    """Options of algorithm: hm3."""
+    max_trials: Annotated[int, Field(ge=1, le=1_000_000)] = 60
+    """The number of configurations that the searcher proposes; baselines are not counted."""
+    constraints: tuple[Line, ...] = ()
+    """Bounds that a merge must meet: "text >= base - 0.01", "math >= 0.5"."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    preferences: Preferences | None = None
+    """How important each objective is: one descent or policy for each vector. Default: one vector of equal weights."""
+    fit_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """With algorithm: gradient, the share of each objective's samples that gradients use; below 1, trials are scored on
+    the other samples.
+    """
+
+    def num_scored(self, num_samples: int) -> int:
+        """The number of an objective's samples on which trials are scored; gradients use the other ones.
+
+        The scored samples are the first ones in the order of the study's seed. The result is 0 or `num_samples` if
+        `fit_share` leaves one of the two parts without a sample.
+        """
+        return num_samples if self.fit_share == 1 else num_samples - round(self.fit_share * num_samples)

@@ -1,0 +1,239 @@
+"""The asynchronous client: the calls of the blocking one, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from service.client import finetune_flows, flows, job_flows, transport
+from service.client.blocking import Client
+from service.client.download import Received, check_free
+from service.client.events import PATIENCE_S, Event, EventReader
+from service.client.methods import awaited, named
+from service.client.requests import Call, Flow, Reference, Response, TransportError
+
+if TYPE_CHECKING:
+    from service.schemas.api import FinetuneDocument
+
+__all__ = ["AsyncClient"]
+
+T = TypeVar("T")
+
+
+@named
+class AsyncClient:
+    """Asynchronous client of one server.
+
+    It has the methods of `Client`, each awaited; `events` is read with `async for`. It is an asynchronous context
+    manager, which closes its connections at the end. Every call may raise RequestRefused (with the server's problem
+    document), ServerUnreachable and InvalidAnswer.
+
+    Args:
+        url: Address of the server; http where it names no scheme.
+        timeout_s: Seconds that one response may take.
+        patience_s: Seconds for which `events` tries to reconnect to a server that has responded before.
+
+    Raises:
+        NotFound: `url` is not an address.
+
+    Examples:
+        >>> async with AsyncClient("http://gpu-box:8080") as client:
+        ...     study = await client.submit("study.yaml")
+        ...     async for event in client.events(study["id"]):
+        ...         print(event.kind, event.payload)
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = transport.TIMEOUT_S, patience_s: float = PATIENCE_S) -> None:
+        import httpx
+
+        self.url = transport.address(url)
+        self._timeout_s = timeout_s
+        self._patience_s = patience_s
+        self._http = httpx.AsyncClient(timeout=transport.timeout(timeout_s))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the client's connections."""
+        await self._http.aclose()
+
+    submit_job = awaited(job_flows.submit_job)
+    jobs = awaited(job_flows.jobs)
+    job = awaited(job_flows.job)
+    submit = awaited(flows.submit)
+    studies = awaited(flows.studies)
+    study = awaited(flows.study)
+    find = awaited(job_flows.find)
+    cancel = awaited(job_flows.cancel)
+    resume = awaited(job_flows.resume)
+    delete = awaited(job_flows.delete)
+    summary = awaited(flows.summary)
+    pareto = awaited(flows.pareto)
+    report = awaited(flows.report)
+    log = awaited(job_flows.log)
+    submit_finetune = awaited(finetune_flows.submit_finetune)
+    finetunes = awaited(finetune_flows.finetunes)
+    finetune = awaited(finetune_flows.finetune)
+    curves = awaited(finetune_flows.curves)
+    analysis = awaited(finetune_flows.analysis)
+    trials = awaited(flows.trials)
+    trial = awaited(flows.trial)
+    recipe = awaited(flows.recipe)
+    exports = awaited(flows.exports)
+    delete_export = awaited(flows.delete_export)
+    _finished_export = awaited(flows.finished_export)
+
+    async def events(self, study: Reference, *, after: int = 0) -> AsyncIterator[Event]:
+        """Yield the events of a study or fine-tuning until it has ended.
+
+        A lost connection is reopened, also to a restarted server. No event is missed or repeated.
+
+        Args:
+            study: Id of a study, or the server's document of a study or fine-tuning.
+            after: Id of the last event that is already known; 0 starts with the first event.
+
+        Yields:
+            Stored events in order of their ids, and "progress" events, which describe the current state. The last
+            event has the kind "end".
+
+        Raises:
+            RequestRefused: The server does not know the study.
+            ServerUnreachable: The first connection failed, or no connection was made for `patience_s`.
+            InvalidAnswer: The response is not an event stream of a mergesearch server.
+
+        Examples:
+            >>> async for event in client.events("5f0c..."):
+            ...     print(event.kind, event.payload)
+        """
+        import httpx
+
+        reader = EventReader(study, after=after, patience_s=self._patience_s)
+        while not reader.has_ended:
+            call = reader.call()
+            try:
+                async with self._http.stream(
+                    **transport.request(self.url, call), timeout=transport.listening()
+                ) as response:
+                    if response.status_code == 200:
+                        async for data in response.aiter_bytes():
+                            for event in reader.feed(data):
+                                yield event
+                        content = b""
+                    else:
+                        content = await response.aread()
+                    outcome: Response | TransportError = transport.reply(response, content)
+            except httpx.RequestError as error:
+                outcome = transport.lost(self.url, error)
+            if not reader.has_ended:
+                await asyncio.sleep(reader.pause_s(outcome))
+
+    async def export(
+        self,
+        study: str,
+        trial: str | int,
+        out: Path | str,
+        *,
+        dtype: str | None = None,
+        prefer: Mapping[str, float] | None = None,
+        received: Received | None = None,
+    ) -> Path:
+        """Export the merged model of a trial and download it.
+
+        Files are written, and `received` is called, in a thread.
+
+        The directory `out` appears complete or not at all.
+
+        Args:
+            study: Id of the study.
+            trial: Number of the trial, or "best".
+            out: New directory for the model.
+            dtype: Dtype of the weights, such as "bfloat16"; None is the dtype that the study's engine scored in.
+            prefer: Weights of the objectives, which sum to 1. They pick a trial of the Pareto front in place of the
+                best one; `pareto` names that trial.
+            received: Called with the bytes received so far and the total number of bytes (None while unknown).
+
+        Returns:
+            `out`.
+
+        Raises:
+            Conflict: `out` exists, or its disk is too small.
+            ExportFailed: The server could not write the model.
+            InvalidAnswer: The download is incomplete.
+
+        Examples:
+            >>> await client.export("5f0c...", "best", "merged", dtype="bfloat16")
+            >>> await client.export("5f0c...", "best", "merged", prefer={"math": 0.6, "code": 0.4})
+        """
+        check_free(Path(out))
+        document = await self._finished_export(study, trial, dtype=dtype, prefer=prefer)
+        return await self._fetched(flows.download(study, document), Path(out), document["bytes"], received)
+
+    async def download(
+        self, finetune: str | FinetuneDocument, expert: str, out: Path | str, *, received: Received | None = None
+    ) -> Path:
+        """Download a trained expert of a fine-tuning.
+
+        Files are written, and `received` is called, in a thread.
+
+        The directory `out` appears complete or not at all.
+
+        Args:
+            finetune: Id of the fine-tuning, or the server's document of it.
+            expert: Alias of the expert.
+            out: New directory for the expert.
+            received: Called with the bytes received so far and the total number of bytes (None while unknown).
+
+        Returns:
+            `out`.
+
+        Raises:
+            NotFound: The fine-tuning has no such expert.
+            Conflict: The expert is not trained yet, `out` exists, or its disk is too small.
+            InvalidAnswer: The download is incomplete.
+
+        Examples:
+            >>> await client.download("5f0c...", "math", "experts/math")
+        """
+        check_free(Path(out))
+        document = await self.finetune(finetune)
+        call, size = finetune_flows.expert_download(document, expert), document["experts"][expert]["bytes"]
+        return await self._fetched(call, Path(out), size, received)
+
+    async def _fetched(self, call: Call, out: Path, num_bytes: int | None, received: Received | None) -> Path:
+        stop = threading.Event()
+        try:
+            with Client(self.url, timeout_s=self._timeout_s) as client:
+                return await asyncio.to_thread(client._fetch, call, out, num_bytes, received, stop)
+        except asyncio.CancelledError:
+            stop.set()
+            raise
+
+    async def _run(self, flow: Flow[T]) -> T:
+        outcome: Response | TransportError | None = None
+        while True:
+            try:
+                step = flow.send(outcome)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            outcome = None
+            if isinstance(step, Call):
+                outcome = await self._send(step)
+            else:
+                await asyncio.sleep(step)
+
+    async def _send(self, call: Call) -> Response | TransportError:
+        import httpx
+
+        try:
+            response = await self._http.request(**transport.request(self.url, call))
+            return transport.reply(response, response.content)
+        except httpx.RequestError as error:
+            return transport.lost(self.url, error)

@@ -1,0 +1,235 @@
+"""The blocking client: runs what `flows`, `events` and `download` describe."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from service.client import finetune_flows, flows, job_flows, transport
+from service.client.download import Received, check_free, counted, unpack
+from service.client.events import PATIENCE_S, Event, EventReader
+from service.client.methods import blocking, named
+from service.client.requests import Call, Flow, Reference, Response, TransportError, refusal
+from service.errors import ServerUnreachable
+
+if TYPE_CHECKING:
+    from service.schemas.api import FinetuneDocument
+
+__all__ = ["Client"]
+
+T = TypeVar("T")
+
+
+@named
+class Client:
+    """Blocking client of one server.
+
+    A client is thread-safe. It is a context manager, which closes its connections at the end. Every call may raise
+    RequestRefused (with the server's problem document), ServerUnreachable and InvalidAnswer.
+
+    Args:
+        url: Address of the server; http where it names no scheme.
+        timeout_s: Seconds that one response may take.
+        patience_s: Seconds for which `events` tries to reconnect to a server that has responded before.
+
+    Raises:
+        NotFound: `url` is not an address.
+
+    Examples:
+        >>> with Client("http://gpu-box:8080") as client:
+        ...     study = client.submit("study.yaml")
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = transport.TIMEOUT_S, patience_s: float = PATIENCE_S) -> None:
+        import httpx
+
+        self.url = transport.address(url)
+        self._patience_s = patience_s
+        self._http = httpx.Client(timeout=transport.timeout(timeout_s))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the client's connections."""
+        self._http.close()
+
+    submit_job = blocking(job_flows.submit_job)
+    jobs = blocking(job_flows.jobs)
+    job = blocking(job_flows.job)
+    submit = blocking(flows.submit)
+    studies = blocking(flows.studies)
+    study = blocking(flows.study)
+    find = blocking(job_flows.find)
+    cancel = blocking(job_flows.cancel)
+    resume = blocking(job_flows.resume)
+    delete = blocking(job_flows.delete)
+    summary = blocking(flows.summary)
+    pareto = blocking(flows.pareto)
+    report = blocking(flows.report)
+    log = blocking(job_flows.log)
+    submit_finetune = blocking(finetune_flows.submit_finetune)
+    finetunes = blocking(finetune_flows.finetunes)
+    finetune = blocking(finetune_flows.finetune)
+    curves = blocking(finetune_flows.curves)
+    analysis = blocking(finetune_flows.analysis)
+    trials = blocking(flows.trials)
+    trial = blocking(flows.trial)
+    recipe = blocking(flows.recipe)
+    exports = blocking(flows.exports)
+    delete_export = blocking(flows.delete_export)
+    _finished_export = blocking(flows.finished_export)
+
+    def events(self, study: Reference, *, after: int = 0) -> Iterator[Event]:
+        """Yield the events of a study or fine-tuning until it has ended.
+
+        A lost connection is reopened, also to a restarted server. No event is missed or repeated.
+
+        Args:
+            study: Id of a study, or the server's document of a study or fine-tuning.
+            after: Id of the last event that is already known; 0 starts with the first event.
+
+        Yields:
+            Stored events in order of their ids, and "progress" events, which describe the current state. The last
+            event has the kind "end".
+
+        Raises:
+            RequestRefused: The server does not know the study.
+            ServerUnreachable: The first connection failed, or no connection was made for `patience_s`.
+            InvalidAnswer: The response is not an event stream of a mergesearch server.
+
+        Examples:
+            >>> for event in client.events("5f0c..."):
+            ...     print(event.kind, event.payload)
+        """
+        import httpx
+
+        reader = EventReader(study, after=after, patience_s=self._patience_s)
+        while not reader.has_ended:
+            call = reader.call()
+            try:
+                with self._http.stream(**transport.request(self.url, call), timeout=transport.listening()) as response:
+                    if response.status_code == 200:
+                        for data in response.iter_bytes():
+                            yield from reader.feed(data)
+                        content = b""
+                    else:
+                        content = response.read()
+                    outcome: Response | TransportError = transport.reply(response, content)
+            except httpx.RequestError as error:
+                outcome = transport.lost(self.url, error)
+            if not reader.has_ended:
+                time.sleep(reader.pause_s(outcome))
+
+    def export(
+        self,
+        study: str,
+        trial: str | int,
+        out: Path | str,
+        *,
+        dtype: str | None = None,
+        prefer: Mapping[str, float] | None = None,
+        received: Received | None = None,
+    ) -> Path:
+        """Export the merged model of a trial and download it.
+
+        The directory `out` appears complete or not at all.
+
+        Args:
+            study: Id of the study.
+            trial: Number of the trial, or "best".
+            out: New directory for the model.
+            dtype: Dtype of the weights, such as "bfloat16"; None is the dtype that the study's engine scored in.
+            prefer: Weights of the objectives, which sum to 1. They pick a trial of the Pareto front in place of the
+                best one; `pareto` names that trial.
+            received: Called with the bytes received so far and the total number of bytes (None while unknown).
+
+        Returns:
+            `out`.
+
+        Raises:
+            Conflict: `out` exists, or its disk is too small.
+            ExportFailed: The server could not write the model.
+            InvalidAnswer: The download is incomplete.
+
+        Examples:
+            >>> client.export("5f0c...", "best", "merged", dtype="bfloat16")
+            >>> client.export("5f0c...", "best", "merged", prefer={"math": 0.6, "code": 0.4})
+        """
+        check_free(Path(out))
+        document = self._finished_export(study, trial, dtype=dtype, prefer=prefer)
+        return self._fetch(flows.download(study, document), Path(out), document["bytes"], received, threading.Event())
+
+    def download(
+        self, finetune: str | FinetuneDocument, expert: str, out: Path | str, *, received: Received | None = None
+    ) -> Path:
+        """Download a trained expert of a fine-tuning.
+
+        The directory `out` appears complete or not at all.
+
+        Args:
+            finetune: Id of the fine-tuning, or the server's document of it.
+            expert: Alias of the expert.
+            out: New directory for the expert.
+            received: Called with the bytes received so far and the total number of bytes (None while unknown).
+
+        Returns:
+            `out`.
+
+        Raises:
+            NotFound: The fine-tuning has no such expert.
+            Conflict: The expert is not trained yet, `out` exists, or its disk is too small.
+            InvalidAnswer: The download is incomplete.
+
+        Examples:
+            >>> client.download("5f0c...", "math", "experts/math")
+        """
+        check_free(Path(out))
+        document = self.finetune(finetune)
+        call, size = finetune_flows.expert_download(document, expert), document["experts"][expert]["bytes"]
+        return self._fetch(call, Path(out), size, received, threading.Event())
+
+    def _fetch(
+        self, call: Call, out: Path, num_bytes: int | None, received: Received | None, stop: threading.Event
+    ) -> Path:
+        import httpx
+
+        check_free(out, num_bytes)
+        try:
+            with self._http.stream(**transport.request(self.url, call)) as response:
+                if response.status_code != 200:
+                    raise refusal(transport.reply(response, response.read()))
+                return unpack(counted(response.iter_bytes(), num_bytes, received, stop), out, num_bytes=num_bytes)
+        except httpx.RequestError as error:
+            raise ServerUnreachable(
+                f"{self.url}{call.path}: the download was cut off: {transport.reason_of(error)}"
+            ) from error
+
+    def _run(self, flow: Flow[T]) -> T:
+        outcome: Response | TransportError | None = None
+        while True:
+            try:
+                step = flow.send(outcome)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            outcome = None
+            if isinstance(step, Call):
+                outcome = self._send(step)
+            else:
+                time.sleep(step)
+
+    def _send(self, call: Call) -> Response | TransportError:
+        import httpx
+
+        try:
+            response = self._http.request(**transport.request(self.url, call))
+            return transport.reply(response, response.content)
+        except httpx.RequestError as error:
+            return transport.lost(self.url, error)

@@ -1,0 +1,197 @@
+"""Flows of the calls that jobs of every kind have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from service.client.requests import Call, Flow, Reference, document_of, path_of, respond, submitted, text_of
+from service.errors import Conflict, NotFound, RequestRefused
+from service.jobs.base import JobKind
+from service.jobs.registry import KINDS, kind_of
+
+if TYPE_CHECKING:
+    from service.schemas.api import JobDocument
+
+__all__ = ["cancel", "delete", "find", "job", "jobs", "log", "resume", "submit_job"]
+
+
+def submit_job(
+    kind: str, document: Path | str | Mapping[str, Any], *, idempotency_key: str | None = None
+) -> Flow[JobDocument]:
+    """Submit a job of any kind.
+
+    Args:
+        kind: Name of the kind: "search" for a study, "finetune" for a fine-tuning.
+        document: A file of that kind, whose relative paths start at its directory, or its content.
+        idempotency_key: 1 to 255 visible ASCII characters. The same key with the same document returns the job that the
+            first call created. Without a key, each call creates a new job.
+
+    Returns:
+        The server's document of the job.
+
+    Raises:
+        LookupError: There is no such kind.
+        InvalidStudy: The file is invalid.
+        RequestRefused: The server found problems; the error holds every one.
+
+    Examples:
+        >>> client.submit_job("search", "study.yaml")
+    """
+    declared = kind_of(kind)
+    content = document if isinstance(document, Mapping) else declared.load(Path(document))
+    created = yield from submitted(declared.path, content, idempotency_key)
+    return cast("JobDocument", {"kind": kind, **created})
+
+
+def jobs(kind: str, *, state: str | None = None, name: str | None = None) -> Flow[list[JobDocument]]:
+    """List the jobs of a kind, oldest first.
+
+    Args:
+        kind: Name of the kind: "search" for studies, "finetune" for fine-tunings.
+        state: Only jobs in this state, such as "RUNNING".
+        name: Only jobs with this name.
+
+    Returns:
+        The server's documents of the jobs.
+
+    Raises:
+        LookupError: There is no such kind.
+
+    Examples:
+        >>> client.jobs("search", state="RUNNING")
+    """
+    declared = kind_of(kind)
+    query = {key: value for key, value in (("state", state), ("name", name)) if value is not None}
+    document = yield from document_of(Call("GET", declared.path, query))
+    # Servers of earlier versions do not say the kind.
+    return [cast("JobDocument", {"kind": kind, **found}) for found in document[declared.collection]]
+
+
+def job(job: Reference) -> Flow[JobDocument]:
+    """Return the present state of a job.
+
+    Args:
+        job: Id of a study, or the server's document of a job.
+
+    Raises:
+        RequestRefused: The server has no such job (status 404).
+
+    Examples:
+        >>> client.job(client.find("family"))["state"]
+    """
+    kind = {} if isinstance(job, str) else {"kind": job["kind"]}
+    return cast("JobDocument", {**kind, **(yield from document_of(Call("GET", path_of(job))))})
+
+
+def _known(kind: JobKind) -> Flow[list[JobDocument]]:
+    """The jobs of a kind; none on servers of earlier versions, which do not know the kind."""
+    try:
+        return (yield from jobs(kind.name))
+    except RequestRefused as error:
+        if error.status != 404:
+            raise
+        return []
+
+
+def find(reference: str) -> Flow[JobDocument]:
+    """Find a job by its id, the beginning of its id, or its name.
+
+    Args:
+        reference: An id, the beginning of an id, or a name.
+
+    Returns:
+        The server's document of the job; its key "kind" says what it is.
+
+    Raises:
+        NotFound: Nothing matches.
+        Conflict: Several match; the message lists their ids.
+
+    Examples:
+        >>> client.find("5f0c")
+        >>> client.find("math-text-lookup")
+    """
+    known: list[JobDocument] = []
+    for kind in KINDS.values():
+        known += yield from _known(kind)
+    matches = [found for found in known if found["id"] == reference]
+    matches = matches or [found for found in known if found["name"] == reference]
+    matches = matches or [found for found in known if reference and found["id"].startswith(reference)]
+    if len(matches) > 1:
+        ids = ", ".join(f"{found['id']} ({found['name']}, {found['state']})" for found in matches)
+        raise Conflict(f"job {reference!r}: {len(matches)} jobs match, give a longer id: {ids}")
+    if not matches:
+        raise NotFound(f"job {reference!r}: the server has no job of that id or name; it has {len(known)}")
+    return matches[0]
+
+
+def cancel(job: Reference) -> Flow[JobDocument]:
+    """Cancel a job permanently and keep its results.
+
+    One that is already cancelled stays as it is.
+
+    Args:
+        job: Id of a study, or the server's document of a job.
+
+    Returns:
+        The server's document after the request.
+
+    Raises:
+        RequestRefused: It has already ended in another state.
+
+    Examples:
+        >>> client.cancel("5f0c...")
+        >>> client.cancel(client.find("family"))
+    """
+    return cast("JobDocument", (yield from document_of(Call("POST", f"{path_of(job)}:cancel"))))
+
+
+def resume(job: Reference) -> Flow[JobDocument]:
+    """Resume a job that has FAILED, or retry one that waits now.
+
+    A study continues from its stored results, a fine-tuning from its last checkpoint. Nothing is scored again.
+
+    Args:
+        job: Id of a study, or the server's document of a job.
+
+    Returns:
+        The server's document after the request.
+
+    Raises:
+        RequestRefused: It is COMPLETE or CANCELLED.
+
+    Examples:
+        >>> client.resume("5f0c...")
+    """
+    return cast("JobDocument", (yield from document_of(Call("POST", f"{path_of(job)}:resume"))))
+
+
+def delete(job: Reference) -> Flow[None]:
+    """Delete a job that has ended, with its results and exports.
+
+    Args:
+        job: Id of a study, or the server's document of a job.
+
+    Raises:
+        RequestRefused: It has not ended, or one of its models is being written or downloaded.
+
+    Examples:
+        >>> client.delete("5f0c...")
+    """
+    yield from respond(Call("DELETE", path_of(job)))
+
+
+def log(job: Reference) -> Flow[str]:
+    """Return the output of the drivers of a job.
+
+    Args:
+        job: Id of a study, or the server's document of a job.
+
+    Raises:
+        RequestRefused: Ray, which keeps the logs, is unreachable (status 503).
+
+    Examples:
+        >>> print(client.log("5f0c..."))
+    """
+    return (yield from text_of(Call("GET", path_of(job, "log"))))

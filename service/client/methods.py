@@ -1,0 +1,66 @@
+"""Turns flows into methods of a client, with the signature and docstring of the flow."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Coroutine
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from service.client.requests import Flow
+
+__all__ = ["awaited", "blocking", "named"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+C = TypeVar("C")
+
+
+class BlockingRunner(Protocol):
+    """Client that runs a flow and blocks until it ends."""
+
+    def _run(self, flow: Flow[T], /) -> T: ...
+
+
+class AwaitedRunner(Protocol):
+    """Client that runs a flow in an event loop."""
+
+    async def _run(self, flow: Flow[T], /) -> T: ...
+
+
+def blocking(flow: Callable[P, Flow[T]]) -> Callable[Concatenate[BlockingRunner, P], T]:
+    """Method that runs `flow` and returns its result."""
+
+    def method(client: BlockingRunner, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return client._run(flow(*args, **kwargs))
+
+    return _described(method, flow)
+
+
+def awaited(flow: Callable[P, Flow[T]]) -> Callable[Concatenate[AwaitedRunner, P], Coroutine[Any, Any, T]]:
+    """Coroutine method that runs `flow` and returns its result."""
+
+    async def method(client: AwaitedRunner, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await client._run(flow(*args, **kwargs))
+
+    return _described(method, flow)
+
+
+def named(client: type[C]) -> type[C]:
+    """Class decorator that gives methods made from flows their module and qualified name, for the API pages."""
+    for name, method in vars(client).items():
+        if inspect.isfunction(method) and method.__module__ == __name__:
+            method.__module__, method.__qualname__ = client.__module__, f"{client.__qualname__}.{name}"
+    return client
+
+
+def _described(method: T, flow: Callable[..., Any]) -> T:
+    """Give `method` the name, signature and docstring of `flow`, for `help` and the API pages."""
+    signature = inspect.signature(flow)
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), *signature.parameters.values()]
+    result = str(signature.return_annotation).removeprefix("Flow[").removesuffix("]")
+    described: Any = method
+    described.__name__ = flow.__name__
+    described.__doc__ = flow.__doc__
+    described.__annotations__ = {**flow.__annotations__, "return": result}
+    described.__signature__ = signature.replace(parameters=parameters, return_annotation=result)
+    return method

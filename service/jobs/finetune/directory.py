@@ -1,0 +1,70 @@
+"""Directory of a training: specification, checkpoints, history, expert, and summary or failure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from service.errors import Conflict, NotFound
+from workers.directories import write_file
+from workers.training.finetuning.fleet import EXPERTS
+from workers.training.finetuning.history import EXPERT
+from workers.training.finetuning.spec import FinetuneSpec, parse_spec
+
+__all__ = [
+    "EXPERT_DIR",
+    "FAILURE_FILE",
+    "RAY_DIR",
+    "SPEC_FILE",
+    "SUMMARY_FILE",
+    "WRITER_LOCK",
+    "read_document",
+    "trained_fleet",
+    "write_document",
+    "written_spec",
+]
+
+SPEC_FILE, SUMMARY_FILE, FAILURE_FILE = "finetune.json", "summary.json", "failure.json"
+EXPERT_DIR, RAY_DIR = EXPERT, "ray"
+
+# Lock file of the worker that writes checkpoints.
+WRITER_LOCK = ".writer"
+
+
+def written_spec(directory: Path) -> FinetuneSpec | None:
+    """Specification of the training in `directory`; None if there is none."""
+    document = read_document(directory / SPEC_FILE)
+    return None if document is None else parse_spec(document)
+
+
+def trained_fleet(directory: Path) -> tuple[dict[str, FinetuneSpec], dict[str, Path]]:
+    """Specifications and directories, each by alias, of the experts that were trained in `directory`.
+
+    Raises NotFound if there are none, and Conflict if one is not finished.
+    """
+    places = {place.name: place for place in sorted((directory / EXPERTS).glob("*")) if place.is_dir()}
+    experts = {}
+    for alias, place in (places or {"": directory}).items():
+        spec = written_spec(place)
+        if spec is None:
+            raise NotFound(f"{place}: holds no fine-tuning")
+        if not (place / EXPERT_DIR).is_dir():
+            raise Conflict(f"{place}: its training has not ended; run the command that began it again to continue")
+        experts[alias or spec.name] = spec
+    return experts, places or {next(iter(experts)): directory}
+
+
+def read_document(file: Path) -> dict[str, Any] | None:
+    """The JSON document in a file; None if there is no such file."""
+    try:
+        document: dict[str, Any] = json.loads(file.read_text())
+        return document
+    except FileNotFoundError:
+        return None
+
+
+def write_document(file: Path, document: Mapping[str, Any]) -> None:
+    """Write a JSON document atomically: the file holds the old document or the whole new one."""
+    write_file(file, json.dumps(document, indent=2) + "\n")

@@ -1,0 +1,135 @@
+"""Events and progress of a stored fine-tuning, from the histories that its training workers write.
+
+An event `training` has the numbers of an expert's last update and the losses since the event before, or the numbers of
+an evaluation. The store says which were stored already, so that a driver continues where the one before ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from service.errors import StaleAttempt
+from service.jobs.heartbeat import Heartbeat
+from service.schemas.api import ExpertProgressDocument
+from service.store import JobWriter, Store
+from service.types import EventKind
+from workers.training.finetuning.history import METRICS, HistoryReader
+
+__all__ = ["storing_events"]
+
+logger = logging.getLogger(__name__)
+
+EVENTS_S = 2.0
+
+# Losses in one event; more updates are reported as means over neighbours.
+MAX_LOSSES = 10
+
+# Text of what a driver waits for.
+WORKERS = "its workers to start"
+
+
+@contextmanager
+def storing_events(
+    store: Store,
+    writer: JobWriter,
+    heartbeat: Heartbeat,
+    places: Mapping[str, Path],
+    *,
+    spec_file: str,
+    worker_file: str,
+) -> Iterator[None]:
+    """Store new numbers of the experts' trainings as events, every EVENTS_S within the context and at its end.
+
+    `places` are the experts' directories. A training whose `spec_file` is newer than its `worker_file` waits for
+    workers: its driver is not stuck.
+    """
+    history = _HistoryEvents(store, writer, heartbeat, places)
+    done = threading.Event()
+
+    def run() -> None:
+        while not done.is_set():
+            done.wait(EVENTS_S)
+            try:
+                is_waiting = any(_is_older(place / worker_file, place / spec_file) for place in places.values())
+                if is_waiting:
+                    heartbeat.progressed()
+                heartbeat.wait_for(WORKERS if is_waiting and not done.is_set() else None)
+                history.store_new()
+            except StaleAttempt:  # the server stops this driver
+                return
+            except Exception:  # the next round tries again
+                logger.exception("events of the training were not stored")
+
+    thread = threading.Thread(target=run, name="events", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+class _HistoryEvents:
+    """Stores new lines of the experts' histories as events."""
+
+    def __init__(self, store: Store, writer: JobWriter, heartbeat: Heartbeat, places: Mapping[str, Path]) -> None:
+        self._writer, self._heartbeat = writer, heartbeat
+        self._readers = {alias: HistoryReader(place / METRICS) for alias, place in places.items()}
+        self._progress: dict[str, ExpertProgressDocument] = {}
+        # Step of the last stored event of an expert: of its updates (False) and of its evaluations (True).
+        self._stored = {(alias, is_value): 0 for alias in places for is_value in (False, True)}
+        for event in store.events(writer.job_id, kinds=[EventKind.TRAINING]):
+            self._stored[event.payload["expert"], "values" in event.payload] = event.payload["step"]
+
+    def store_new(self) -> None:
+        for alias, reader in self._readers.items():
+            lines = reader.new()
+            for is_value in (False, True):
+                seen = self._stored[alias, is_value]
+                new = [line for line in lines if ("values" in line) == is_value and line["step"] > seen]
+                for payload in new if is_value else _summed(new):
+                    self._writer.add_event(EventKind.TRAINING, {"expert": alias, **payload})
+                    self._stored[alias, is_value] = payload["step"]
+            if lines:
+                self._progress[alias] = _progress(lines, before=self._progress.get(alias))
+                self._heartbeat.progress = {"experts": dict(self._progress)}
+                self._heartbeat.progressed()
+
+
+def _summed(updates: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the last update with the losses of all `updates`: at most MAX_LOSSES means, each with its last step."""
+    if updates:
+        size = -(-len(updates) // MAX_LOSSES)
+        groups = [updates[start : start + size] for start in range(0, len(updates), size)]
+        losses = [[group[-1]["step"], fmean(update["loss"] for update in group)] for group in groups]
+        yield {**updates[-1], "losses": losses}
+
+
+def _progress(lines: Sequence[Mapping[str, Any]], *, before: ExpertProgressDocument | None) -> ExpertProgressDocument:
+    update = next((line for line in reversed(lines) if "loss" in line), None)
+    values = next((line["values"] for line in reversed(lines) if "values" in line), None)
+    found: ExpertProgressDocument = before or {"step": 0, "steps": 0, "loss": 0.0, "seconds": 0.0, "values": {}}
+    if update is not None:
+        found = {
+            **found,
+            "step": update["step"],
+            "steps": update.get("steps", 0),  # earlier versions wrote none
+            "loss": update["loss"],
+            "seconds": update["seconds"],
+        }
+    return found if values is None else {**found, "values": values}
+
+
+def _is_older(file: Path, other: Path) -> bool:
+    """Whether `other` exists while `file` is missing or older."""
+    try:
+        time = other.stat().st_mtime_ns
+        return not file.exists() or file.stat().st_mtime_ns < time
+    except FileNotFoundError:
+        return False

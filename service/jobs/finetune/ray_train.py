@@ -1,0 +1,137 @@
+"""Training on Ray Train: one or several workers run `workers.training.finetuning` in the directory of one expert.
+
+Ray Train replaces a worker that dies, and the new one continues from the directory's last checkpoint. Ray Train's own
+checkpoints are not used: those of the directory are complete or absent, even if processes are killed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from service.errors import Conflict
+from service.jobs.finetune.directory import FAILURE_FILE, RAY_DIR, SUMMARY_FILE, WRITER_LOCK, write_document
+from workers.errors import InvalidModel, InvalidTask, TrainingFailed
+from workers.file_access import FileAccess
+from workers.training.finetuning.history import Report
+from workers.training.finetuning.spec import FinetuneSpec, parse_spec
+
+__all__ = ["fit", "train_here"]
+
+# Worker groups that may replace a failed one; a failure of the training itself is not retried.
+MAX_FAILURES = 5
+
+# Seconds within which the workers of a killed driver end: Ray's processes notice within half a minute.
+PREDECESSOR_WAIT_S = 120.0
+
+
+def fit(spec: FinetuneSpec, directory: Path, access: FileAccess | None) -> None:
+    """Train `spec` in `directory` on Ray Train's workers, which write a summary or a failure there.
+
+    `access` limits the files that evaluation tasks lead to (None: no limit). Ray must be connected. Raises Conflict if
+    the cluster is too small.
+    """
+    import ray
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    resources = ray.cluster_resources()
+    has_gpus = resources.get("GPU", 0) >= spec.workers
+    cores = int(resources.get("CPU", 0))
+    if cores < spec.workers:
+        raise Conflict(f"workers: {spec.workers}; the cluster has {cores} CPU cores, and each worker needs one")
+    # Cores that replicas and other trainings leave free; if there are none, each worker waits for one.
+    free = int(ray.available_resources().get("CPU", 0))
+    trainer = TorchTrainer(
+        _in_worker,
+        train_loop_config={
+            "spec": spec.canonical(),
+            "directory": str(directory.resolve()),
+            "access": None if access is None else asdict(access),
+        },
+        scaling_config=ScalingConfig(
+            num_workers=spec.workers,
+            use_gpu=has_gpus,
+            resources_per_worker={"CPU": max(1, free // spec.workers)} | ({"GPU": 1} if has_gpus else {}),
+        ),
+        # With a name that was used before, Ray Train would continue from that run's own state.
+        run_config=RunConfig(
+            name=f"{spec.name}-{uuid.uuid4().hex[:8]}",
+            storage_path=str(directory.resolve() / RAY_DIR),
+            failure_config=FailureConfig(max_failures=MAX_FAILURES),
+        ),
+    )
+    trainer.fit()
+
+
+def _in_worker(config: Mapping[str, Any]) -> None:
+    """Train in one of Ray Train's workers, which form a process group."""
+    import ray.train
+    from ray.train.torch import get_device
+
+    is_writer = ray.train.get_context().get_world_rank() == 0
+    spec, directory = parse_spec(config["spec"]), Path(config["directory"])
+    access = None if config["access"] is None else FileAccess(**config["access"])
+    # Ray chooses the device: GPUs may be visible to a worker that did not receive one.
+    train_here(spec, directory, report=_report, is_writer=is_writer, device=get_device(), access=access)
+
+
+def train_here(
+    spec: FinetuneSpec,
+    directory: Path,
+    *,
+    report: Report,
+    is_writer: bool,
+    device: Any = None,
+    access: FileAccess | None = None,
+) -> None:
+    """Train on this rank; if it is the writer, also store the summary or the failure."""
+    from workers.training.finetuning.trainer import train
+
+    if (directory / FAILURE_FILE).exists():
+        return
+    with _alone(directory) if is_writer else nullcontext():
+        try:
+            facts = train(spec, directory, report=report, device=device, access=access)
+        except (InvalidModel, InvalidTask, TrainingFailed) as error:
+            if is_writer:
+                write_document(directory / FAILURE_FILE, {"error": type(error).__name__, "message": str(error)})
+            return
+        if is_writer:
+            write_document(directory / SUMMARY_FILE, {"name": spec.name, "method": spec.method.kind, **facts})
+
+
+def _report(line: Mapping[str, Any]) -> None:
+    """Report an evaluation to Ray Train, and ignore a training update.
+
+    Ray Train's controller takes one report in two seconds, and the workers wait for it. Every update is in the history.
+    """
+    import ray.train
+
+    if "values" in line:
+        ray.train.report({**{k: v for k, v in line.items() if k != "values"}, **line["values"]})
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Wait until no worker of an earlier driver writes to `directory` any more. Raises TimeoutError."""
+    with (directory / WRITER_LOCK).open("w") as file:
+        deadline = time.monotonic() + PREDECESSOR_WAIT_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{directory}: a worker of an earlier run still writes here") from error
+                time.sleep(0.2)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield

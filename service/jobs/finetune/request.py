@@ -1,0 +1,184 @@
+"""Checks of a requested fine-tuning before the server stores it: files, base model, data and tasks."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from search_spaces.errors import InvalidStudy, Problem
+from search_spaces.study.objectives import InlineTask
+from service.jobs.base import Accepted, RequestContext
+from service.studies.preflight.files import (
+    FilesRefused,
+    file_path_problem,
+    model_path_problem,
+    model_refusal,
+    no_file_problem,
+    task_files,
+)
+from service.types import JobRecord
+from workers.errors import InvalidModel, InvalidTask
+from workers.file_access import FileAccess
+from workers.models.checkpoints import open_checkpoint
+from workers.models.hub import locate
+from workers.training.finetuning.fleet import STUDY, Pipeline, parse_pipeline
+from workers.training.finetuning.spec import FinetuneSpec, task_of
+
+__all__ = ["accept", "access_of", "artifact_bytes", "check_finetune_files", "check_server_paths", "examine_finetune"]
+
+PATH_SUFFIXES = (".yaml", ".yml")
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
+    """Check the fine-tuning in a request, except the base model's weights. Raises InvalidStudy with every problem."""
+    pipeline = parse_pipeline(document)
+    check_server_paths(pipeline)
+    examine_finetune(pipeline, access=context.access)
+    return Accepted(
+        pipeline.name,
+        pipeline.canonical(),
+        {"access": context.access and asdict(context.access), "version": version("mergesearch")},
+        artifact_bytes=artifact_bytes(pipeline),
+    )
+
+
+def check_server_paths(pipeline: Pipeline) -> None:
+    """Check that every path in `pipeline` is absolute. Raises InvalidStudy with every one that is not."""
+    problems = [*_problems(pipeline, _path_problems), *_in_study(pipeline, file_path_problem)]
+    if problems:
+        raise InvalidStudy(tuple(problems))
+
+
+def check_finetune_files(pipeline: Pipeline, access: FileAccess | None) -> None:
+    """Check that the files of `pipeline` are regular files that `access` allows to be read (None: no limit).
+
+    Raises FilesRefused with every file, directory, dataset and hub model outside `access`, and InvalidStudy if one of
+    the files is something else.
+    """
+    if access is not None:
+        refused = (*_problems(pipeline, lambda spec: _refusals(spec, access)), *_in_study(pipeline, access.refusal))
+        if refused:
+            raise FilesRefused(refused)
+    if problems := (*_problems(pipeline, _no_files), *_in_study(pipeline, no_file_problem)):
+        raise InvalidStudy(problems)
+
+
+def examine_finetune(pipeline: Pipeline, *, access: FileAccess | None = None) -> None:
+    """Check everything that can be checked without the base model's weights.
+
+    `access` limits the files that are read (None: no limit): if others are named, nothing is opened. Raises
+    InvalidStudy with every problem.
+    """
+    from service.results.training import lack_of_losses
+    from workers.evaluation.tasks import check_task
+    from workers.training.finetuning.trainer import check_data
+
+    check_finetune_files(pipeline, access)
+    problems: list[Problem] = []
+    for alias, spec in pipeline.experts.items():
+        try:
+            check_data(spec)
+        except InvalidModel as error:
+            problems += [Problem(pipeline.field_of(alias, "base"), text) for text in error.problems]
+        except InvalidTask as error:
+            problems.append(Problem(pipeline.field_of(alias, "data"), str(error)))
+        for index, objective in enumerate(spec.evaluation.objectives if spec.evaluation is not None else ()):
+            try:
+                check_task(task_of(objective, seed=spec.seed, access=access))
+            except InvalidTask as error:
+                field = f"evaluation.objectives.{index}.{error.field}"
+                problems.append(Problem(pipeline.field_of(alias, field), str(error)))
+    if pipeline.analysis is not None and not problems:
+        problems += lack_of_losses(pipeline, access=access)
+    if problems:
+        raise InvalidStudy(tuple(problems))
+
+
+def artifact_bytes(pipeline: Pipeline) -> int:
+    """Bytes that the weights of all experts will take, from the base model's headers. Raises InvalidModel."""
+    total = 0
+    for spec in pipeline.experts.values():
+        tensors = open_checkpoint(locate(spec.base)).tensors.values()
+        if spec.adapter is None:
+            total += sum(math.prod(tensor.shape) for tensor in tensors) * ELEMENT_BYTES[spec.dtype]
+        else:  # at most: two factors for each matrix
+            pairs = sum(sum(tensor.shape) for tensor in tensors if len(tensor.shape) == 2)
+            total += pairs * spec.adapter.rank * ELEMENT_BYTES["float32"]
+    return total
+
+
+def access_of(job: JobRecord) -> FileAccess | None:
+    """The files that a stored fine-tuning may read; None: all."""
+    access = job.accepted.get("access")
+    return access and FileAccess(tuple(access["readable"]), tuple(access["trusted"]))
+
+
+def _files(spec: FinetuneSpec) -> Iterator[tuple[str, str]]:
+    """Files that a specification names, as pairs of a field and a file."""
+    if spec.data.file is not None:
+        yield "data.file", spec.data.file
+    for index, objective in enumerate(spec.evaluation.objectives if spec.evaluation is not None else ()):
+        place = f"evaluation.objectives.{index}.task"
+        if isinstance(objective.task, InlineTask):
+            yield f"{place}.file", objective.task.file
+        elif objective.task.endswith(PATH_SUFFIXES):
+            yield place, objective.task
+
+
+def _models(spec: FinetuneSpec) -> Iterator[tuple[str, str]]:
+    yield "base", spec.base
+    for index, expert in enumerate(spec.method.fit_to):
+        yield f"method.fit_to.{index}", expert
+
+
+def _problems(pipeline: Pipeline, find: Callable[[FinetuneSpec], Iterator[tuple[str, str]]]) -> Iterator[Problem]:
+    """Problems in the specifications of all experts, which `find` yields as a field and a message."""
+    for alias, spec in pipeline.experts.items():
+        yield from (Problem(pipeline.field_of(alias, field), message) for field, message in find(spec))
+
+
+def _in_study(pipeline: Pipeline, find: Callable[[str], str | None]) -> Iterator[Problem]:
+    """Problems that `find` reports for the task files of the pipeline's study."""
+    study = pipeline.study_of({alias: Path(os.sep) for alias in pipeline.experts})
+    for place, file in task_files(study) if study is not None else ():
+        if message := find(file):
+            yield Problem(f"{STUDY}.{place}", message)
+
+
+def _path_problems(spec: FinetuneSpec) -> Iterator[tuple[str, str]]:
+    datasets = () if spec.data.dataset is None else (("data.dataset", spec.data.dataset),)
+    for place, model in (*_models(spec), *datasets):
+        if problem := model_path_problem(model):
+            yield place, problem
+    for place, file in _files(spec):
+        if problem := file_path_problem(file):
+            yield place, problem
+
+
+def _no_files(spec: FinetuneSpec) -> Iterator[tuple[str, str]]:
+    for place, file in _files(spec):
+        if problem := no_file_problem(file):
+            yield place, problem
+
+
+def _refusals(spec: FinetuneSpec, access: FileAccess) -> Iterator[tuple[str, str]]:
+    for place, model in _models(spec):
+        if reason := model_refusal(model, access):
+            yield place, reason
+    for place, file in _files(spec):
+        if reason := access.refusal(file):
+            yield place, reason
+    # A dataset's files name further files to read, in any directory.
+    name = spec.data.dataset
+    if name is not None and not (os.path.isabs(name) and access.distrust(name) is None):
+        yield (
+            "data.dataset",
+            f"{name}: a server reads datasets only from directories that its operator trusts with --trust-dir, because "
+            "they name further files; give a JSONL file as data.file",
+        )

@@ -1,0 +1,77 @@
+"""Study of a pipeline on a server: it is created once the experts of the fleet are trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+from search_spaces.errors import InvalidStudy
+from service.errors import Conflict
+from service.jobs.finetune.request import access_of
+from service.jobs.search.kind import SEARCH
+from service.jobs.search.prepare import prepared
+from service.store import JobWriter, Store
+from service.store.artifacts import ArtifactStore
+from service.studies.chains import SOURCES, on_server
+from service.types import EventKind, JobRecord
+from workers.training.finetuning.fleet import STUDY, Pipeline
+
+__all__ = ["begin_study", "collect_sources", "study_of"]
+
+DIGEST_DIGITS = 16
+COPY = "expert-"
+
+
+def study_of(store: Store, finetune_id: str) -> JobRecord | None:
+    """The study that was created from a pipeline's experts; None before that."""
+    return store.job_of_key(_study_key(finetune_id))
+
+
+def _study_key(finetune_id: str) -> str:
+    """Idempotency key of a pipeline's study; it has a space, which clients' keys cannot have."""
+    return f"finetune {finetune_id}"
+
+
+def begin_study(store: Store, writer: JobWriter, pipeline: Pipeline, artifacts: ArtifactStore) -> JobRecord:
+    """Create the study that merges the trained experts, or return it if it exists.
+
+    The experts' files are written beside the exported sources of chained studies. The study is created only once, even
+    if drivers are killed. Raises Conflict if the study cannot run.
+    """
+    if (known := study_of(store, writer.job_id)) is not None:
+        return known
+    root = artifacts.directory.parent / SOURCES
+    directories = {}
+    for record in artifacts.of(writer.job_id):
+        out = root / f"{COPY}{record.digest[:DIGEST_DIGITS]}"
+        directories[record.name] = out if out.is_dir() else artifacts.write_to(record, out)
+    access = access_of(store.job(writer.job_id))
+    if access is not None:
+        access = replace(access, readable=(*access.readable, str(root)))
+    try:
+        study = pipeline.study_of(directories)
+        assert study is not None
+        preflight = prepared(study, open_study=on_server(store), directory=artifacts.directory.parent, access=access)
+    except InvalidStudy as error:
+        raise Conflict(f"{STUDY}: {error}") from error
+    created = store.create_job(
+        kind=SEARCH.name,
+        name=study.name,
+        document=study.canonical(),
+        accepted=preflight.resolved().to_json(),
+        idempotency_key=_study_key(writer.job_id),
+    )
+    writer.add_event(EventKind.STUDY, {"study": created.id, "name": created.name})
+    return created
+
+
+def collect_sources(store: Store, artifacts: ArtifactStore) -> None:
+    """Delete copies of experts that no study reads, unless an unfinished pipeline may still need them."""
+    if any(STUDY in job.document and not job.state.is_finished for job in store.jobs()):
+        return
+    # Compared by name, which has the digest: the same path may be written in several ways.
+    used = json.dumps([job.document["models"] for job in store.jobs(SEARCH.name)])
+    for place in (artifacts.directory.parent / SOURCES).glob(f"{COPY}*"):
+        if place.name not in used:
+            shutil.rmtree(place, ignore_errors=True)

@@ -1,0 +1,37 @@
+"""Fields and links that the server shows for a fine-tuning."""
+
+from __future__ import annotations
+
+from service.jobs.base import View
+from service.jobs.finetune.study import study_of
+from service.jobs.search.kind import SEARCH
+from service.results.training import stored_analysis
+from service.schemas.api import ExpertDocument
+from service.store import Store
+from service.store.artifacts import ArtifactStore
+from service.types import JobRecord, JobState
+from workers.training.finetuning.fleet import ANALYSIS, EXPERTS, STUDY
+
+__all__ = ["view"]
+
+
+def view(job: JobRecord, store: Store, artifacts: ArtifactStore, *, path: str) -> View:
+    """Experts of a fine-tuning, and links to its analysis and its study; `path` is the fine-tuning's address."""
+    progress = (job.progress or {}).get("experts", {})
+    trained = {artifact.name: artifact for artifact in artifacts.of(job.id)}
+    experts: dict[str, ExpertDocument] = {
+        alias: {
+            "method": spec["method"]["kind"],
+            "progress": progress.get(alias),
+            "bytes": trained[alias].num_bytes if alias in trained else None,
+            "links": {"download": f"{path}/experts/{alias}/download"} if alias in trained else {},
+        }
+        for alias, spec in job.document.get(EXPERTS, {job.name: job.document}).items()
+    }
+    links = {}
+    if job.document.get(ANALYSIS) is not None and stored_analysis(store, job.id) is not None:
+        links["analysis"] = f"{path}/analysis"
+    # Only a pipeline that is COMPLETE has a study.
+    if STUDY in job.document and job.state is JobState.COMPLETE and (study := study_of(store, job.id)) is not None:
+        links["study"] = SEARCH.path_of(study.id)
+    return View({"experts": experts}, links)

@@ -1,0 +1,58 @@
+"""Work on one stored fine-tuning, from its stored state to its end."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+from service.errors import Conflict
+from service.jobs.base import Attempt
+from service.jobs.finetune.analysis import store_analysis
+from service.jobs.finetune.directory import EXPERT_DIR, RAY_DIR, SPEC_FILE, WRITER_LOCK
+from service.jobs.finetune.events import storing_events
+from service.jobs.finetune.request import access_of, check_finetune_files
+from service.jobs.finetune.study import begin_study
+from service.jobs.finetune.training import run_fleet
+from service.types import JobState
+from workers.errors import InvalidModel, InvalidTask, TrainingFailed
+from workers.training.finetuning.fleet import parse_pipeline
+from workers.training.finetuning.history import CHECKPOINTS
+
+__all__ = ["work"]
+
+
+def work(attempt: Attempt) -> None:
+    """Train the experts of a stored fine-tuning to the end, and store each as an artifact named by its alias.
+
+    Raises Conflict also for problems that `run_finetune` finds in models, data and losses: another driver would find
+    them too.
+    """
+
+    def keep(alias: str, summary: Mapping[str, Any]) -> None:
+        facts = {name: summary[name] for name in ("method", "steps", "loss", "values")}
+        artifacts.put(writer.job_id, alias, places[alias] / EXPERT_DIR, facts=facts)
+        heartbeat.progressed()
+
+    store, writer, heartbeat, artifacts = attempt.store, attempt.writer, attempt.heartbeat, attempt.artifacts
+    note = attempt.progressed
+    job = attempt.job
+    access = access_of(job)
+    pipeline = parse_pipeline(job.document)
+    check_finetune_files(pipeline, access)
+    places = pipeline.places(attempt.work_dir)
+    writer.set_state(JobState.RUNNING)
+    try:
+        with storing_events(store, writer, heartbeat, places, spec_file=SPEC_FILE, worker_file=WRITER_LOCK):
+            run_fleet(pipeline.experts, places, resources=attempt.resources, note=note, finished=keep, access=access)
+    except (InvalidModel, InvalidTask, TrainingFailed) as error:
+        raise Conflict(str(error)) from error
+    store_analysis(store, writer, heartbeat, pipeline, places, note=note, access=access)
+    if pipeline.study is not None:
+        note("Checking the study of the experts ...")
+        begin_study(store, writer, pipeline, artifacts)
+    heartbeat.send()  # the last progress
+    writer.set_state(JobState.COMPLETE)
+    for place in places.values():  # the artifacts hold it, or it is no longer needed
+        for name in (EXPERT_DIR, CHECKPOINTS, RAY_DIR):
+            shutil.rmtree(place / name, ignore_errors=True)

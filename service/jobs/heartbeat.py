@@ -1,0 +1,118 @@
+"""Heartbeat of a driver: reports that the driver is alive, and when it last made progress with its job.
+
+A separate thread sends the heartbeat, so it continues while the driver hangs. It therefore reports for how long the
+driver has made no progress, and how long that may last: the reconciler replaces a driver that exceeds this limit.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Self
+
+from service.errors import StaleAttempt
+from service.store import JobWriter
+from service.types import HEARTBEAT_S
+
+__all__ = ["ENGINE", "SCORING_PATIENCE_S", "VERIFYING_PATIENCE_S", "Heartbeat"]
+
+logger = logging.getLogger(__name__)
+
+# Seconds for which a driver may store and report nothing. Before the first chunk it reads every weight and waits for an
+# engine, which may take `deploy_scorer` half an hour. Afterwards the limit is a multiple of the longest time of a
+# chunk, at least SCORING_PATIENCE_S. Verification scores with plain transformers, which on a CPU are far slower than an
+# engine.
+PREPARING_PATIENCE_S = 3600.0
+SCORING_PATIENCE_S = 300.0
+VERIFYING_PATIENCE_S = 4 * 3600.0
+PATIENCE_CHUNKS = 10
+
+# Text of what a driver waits for.
+ENGINE = "an engine to start"
+
+
+class Heartbeat:
+    """Stores a heartbeat every `interval_s` seconds, from a separate thread.
+
+    A heartbeat has the driver's `progress` (as JSON), the seconds that all attempts at the job have worked, the seconds
+    without progress, and what the driver waits for. The driver makes progress when `writer` stores something, or when
+    it calls `progressed`.
+    """
+
+    def __init__(self, writer: JobWriter, worked_s: float, *, interval_s: float = HEARTBEAT_S) -> None:
+        self.progress: Mapping[str, Any] | None = None
+        self.min_patience_s = PREPARING_PATIENCE_S
+        self._writer = writer
+        self._worked_s = worked_s
+        self._interval_s = interval_s
+        self._started_at = self._progressed_at = time.monotonic()
+        self._waiting_for: str | None = None
+        self._stale: StaleAttempt | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._send_regularly, name="heartbeat", daemon=True)
+
+    @property
+    def wall_clock_s(self) -> float:
+        return self._worked_s + time.monotonic() - self._started_at
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the driver last made progress."""
+        return time.monotonic() - max(self._progressed_at, self._writer.stored_at)
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds without progress before the driver is replaced."""
+        return max(self.min_patience_s, PATIENCE_CHUNKS * self._writer.longest_chunk_s)
+
+    def progressed(self) -> None:
+        """Record progress with something that is not stored: a download, the start of an engine."""
+        self._progressed_at = time.monotonic()
+
+    def wait_for(self, what: str | None) -> None:
+        """Report what the driver waits for; None: it does not wait."""
+        if what != self._waiting_for:
+            self._waiting_for = what
+            self.send()
+
+    def send(self) -> None:
+        self._send(self.wall_clock_s)
+
+    def discount(self) -> None:
+        """Exclude the time since the last scored chunk from the time worked: the driver only waited."""
+        self._send(self._worked_s + max(self._writer.scored_at - self._started_at, 0.0))
+
+    def check(self) -> None:
+        """Raise StaleAttempt if a heartbeat was refused: another driver has taken over."""
+        if self._stale is not None:
+            raise StaleAttempt(*self._stale.args)
+
+    def __enter__(self) -> Self:
+        self.send()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _send(self, wall_clock_s: float) -> None:
+        self._writer.heartbeat(
+            wall_clock_s=wall_clock_s,
+            progress=self.progress,
+            idle_s=self.idle_s,
+            patience_s=self.patience_s,
+            waiting_for=self._waiting_for,
+        )
+
+    def _send_regularly(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            try:
+                self.send()
+            except StaleAttempt as error:
+                self._stale = error
+                return
+            except Exception:  # one heartbeat may be missed; without any the driver is replaced
+                logger.exception("a heartbeat was not stored")

@@ -1,0 +1,21 @@
+"""Registry of the kinds of job: a new kind is a package beside `search` and `finetune`, and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from service.jobs.base import JobKind
+from service.jobs.finetune.kind import FINETUNE
+from service.jobs.search.kind import SEARCH
+
+__all__ = ["KINDS", "kind_of"]
+
+# By name, in the order in which documents, commands and clients look through them.
+KINDS: Mapping[str, JobKind] = {kind.name: kind for kind in (SEARCH, FINETUNE)}
+
+
+def kind_of(name: str) -> JobKind:
+    """The kind of job with that name. Raises LookupError for a kind of a later version of the program."""
+    if name not in KINDS:
+        raise LookupError(f"job kind {name!r}: this version knows {', '.join(KINDS)}")
+    return KINDS[name]

@@ -1,0 +1,43 @@
+"""Cluster resources of drivers: connections to Ray, scoring replicas and Ray Train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
+
+from service.cluster.session import RaySession, ray_session
+from service.jobs.base import Resources
+from service.jobs.finetune.ray_train import fit
+from workers.serving.deployment import deploy_scorer, serving
+
+if TYPE_CHECKING:
+    from search_spaces.study.engine import EngineOptions
+    from workers.types import Family, Scorer
+
+__all__ = ["OWN", "SHARED"]
+
+# Seconds after which replicas that no job uses are stopped.
+KEEP_IDLE_S = 600.0
+
+
+@contextmanager
+def _shared_scorer(family: Family, options: EngineOptions, replicas: int) -> Iterator[Scorer]:
+    yield deploy_scorer(family, options, replicas=replicas, keep_idle_s=KEEP_IDLE_S)
+
+
+@contextmanager
+def _own_scorer(family: Family, options: EngineOptions, replicas: int) -> Iterator[Scorer]:
+    with serving(family, options, replicas=replicas) as scorer:
+        yield scorer
+
+
+def _ray() -> AbstractContextManager[RaySession]:
+    return ray_session()
+
+
+# For a server: replicas are kept for the next job with the same models.
+SHARED = Resources(ray=_ray, scorer=_shared_scorer, fit=fit)
+
+# For one command: its replicas stop when it ends.
+OWN = Resources(ray=_ray, scorer=_own_scorer, fit=fit)

@@ -1,0 +1,13 @@
+"""Studies as jobs: from a study file to the results, on a server or by `mergesearch run`.
+
+- `kind`: the declaration
+- `request`: checks of a requested study
+- `prepare`: makes a study that can run from a study file
+- `work`: continues a stored study to its end
+- `attempt`: one attempt: alignments, search, held-out stage, verification
+- `verification`: some trials scored again by plain transformers
+- `local_run`: a study in a directory, without a server
+- `dry_run`: the expected cost of a study, without running it
+- `progress`: snapshots of a study's progress
+- `progress_log`: progress as lines of a log
+"""

@@ -1,0 +1,322 @@
+"""One attempt at a study, from its stored state to its end: alignments, search, held-out stage, verification.
+
+The caller provides a connected Ray and a scorer.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from search_spaces.errors import InvalidStudy
+from search_spaces.spaces.base import AlignedSpace, LayerPair
+from search_spaces.study.file import Study
+from service.errors import Conflict, StaleAttempt, StudyFailed, StudyUnusable
+from service.jobs.heartbeat import ENGINE, SCORING_PATIENCE_S, VERIFYING_PATIENCE_S, Heartbeat
+from service.jobs.search.progress import ProgressReporter, ProgressSnapshot
+from service.jobs.search.verification import verify_trials
+from service.resolved_study import ResolvedStudy
+from service.results.selection import best_trial
+from service.store import JobWriter, Store
+from service.store.artifacts import ArtifactStore
+from service.studies.preflight.examine import examine
+from service.studies.preflight.files import FilesRefused
+from service.studies.preflight.models import check_unchanged
+from service.studies.preflight.result import PreflightResult
+from service.tune.coordinator import Coordinator
+from service.tune.plan import Baseline, baselines_of
+from service.tune.proposing.checkpoints import PolicyCheckpoints
+from service.tune.proposing.completions import SourceCompletions
+from service.tune.searchers import get_searcher
+from service.tune.searchers.base import LearningSearcher, SearchSetting
+from service.types import JobRecord, JobState, Origin, TrialRecord, TrialState
+from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask
+from workers.types import CanaryReport, Scorer
+
+__all__ = ["ALIGNMENTS", "execute", "stored_alignments", "with_alignments"]
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT_S = 0.25
+
+# After this many seconds without a result, and as often, a driver looks whether an engine is starting.
+ENGINE_CHECK_S = 15.0
+
+# Name of the document that lists a study's alignments.
+ALIGNMENTS = "alignments"
+
+
+def with_alignments(
+    preflight: PreflightResult,
+    store: Store,
+    writer: JobWriter,
+    *,
+    directory: Path,
+    note: Callable[[str], None],
+) -> PreflightResult:
+    """Learn the alignments that the study's space needs, unless they are stored, and return the study with them.
+
+    The returned space gives its recipes alignments, and the returned family has their files in `directory`. A study
+    whose space needs none is returned unchanged. Ray must be connected. Alignments are learned once and stored with the
+    study, so that its recipes stay the same. Raises StudyFailed (the study is FAILED with that reason) and
+    EngineUnavailable.
+    """
+    space = preflight.space
+    if not isinstance(space, AlignedSpace) or space.alignment == "none":
+        return preflight
+    from service.tune.proposing.alignments import alignments_in
+    from workers.alignments.pairs import AlignmentInputs
+    from workers.alignments.samples import positions_of
+
+    inputs = AlignmentInputs(
+        preflight.models.family,
+        space.pool,
+        preflight.engine_options,
+        dict(preflight.tasks.search),
+        positions_of({name: info.num_samples for name, info in preflight.tasks.search_infos.items()}),
+        space.alignment,
+    )
+    before = stored_alignments(store, writer.job_id)
+    try:
+        names = alignments_in(directory, inputs, space.pairs, before=before, note=note)
+    except (InvalidModel, InvalidTask, StudyFailed) as error:
+        writer.set_state(JobState.FAILED, str(error))
+        raise StudyFailed(str(error)) from error
+    except OSError as error:
+        raise EngineUnavailable(f"alignments cannot be stored: {error}") from error
+    writer.set_document_named(ALIGNMENTS, [[*pair, name] for pair, name in names.items()])
+    family = replace(preflight.models.family, alignments_dir=str(directory.resolve()))
+    return replace(preflight, space=space.with_alignments(names), models=replace(preflight.models, family=family))
+
+
+def stored_alignments(store: Store, study_id: str) -> dict[LayerPair, str]:
+    """Names of the study's learned alignments, by pair of layers; empty before they are learned."""
+    rows: list[Any] = store.document(study_id, ALIGNMENTS) or []
+    return {((first[0], first[1]), (second[0], second[1])): name for first, second, name in rows}
+
+
+def execute(
+    store: Store,
+    writer: JobWriter,
+    preflight: PreflightResult,
+    scorer: Scorer,
+    *,
+    work_dir: Path,
+    artifacts: ArtifactStore,
+    heartbeat: Heartbeat,
+    view: ProgressReporter,
+    observer: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Run the study that `writer` has taken over until it is COMPLETE.
+
+    Policies that the study learns are stored as `artifacts`. Raises StudyFailed (the study is FAILED with that reason),
+    EngineUnavailable (the caller stores it) and StaleAttempt (another driver has taken over). Any other interruption
+    leaves the study resumable.
+    """
+    from service.tune.proposing.ray_proposer import RayProposer
+    from service.tune.ray_tune import run_evaluations
+
+    study_id = writer.job_id
+    resolved = ResolvedStudy.of(store.job(study_id))
+    writer.set_state(JobState.RUNNING)
+    try:
+        plan = preflight.plan(study_id, resolved, baselines=_baselines(store, study_id, preflight))
+        algorithm = resolved.algorithm or preflight.study.search.algorithm
+        setting = preflight.search_setting(num_baselines=len(plan.baselines))
+        coordinator = Coordinator(
+            plan,
+            space=preflight.space,
+            store=store,
+            writer=writer,
+            proposer=RayProposer(
+                algorithm=algorithm,
+                parameters=preflight.space.parameters,
+                seed=preflight.study.search.seed,
+                setting=setting,
+                steps=store.steps(study_id),
+                job=preflight.gradient_job(),
+                completions=SourceCompletions(store, study_id, preflight.tasks.objectives),
+                checkpoints=_checkpoints(algorithm, artifacts, study_id, setting),
+            ),
+            observer=observer,
+            is_out_of_budget=lambda: _exhausted_limit(preflight.study, heartbeat.wall_clock_s),
+        )
+        expected = preflight.expected_samples()
+        snapshots = _Snapshots(coordinator, preflight, expected.search + expected.holdout)
+        watch = _EngineWatch(scorer, writer, heartbeat)
+
+        def tick() -> None:
+            heartbeat.check()
+            watch.look()
+            if (snapshot := snapshots.due()) is not None:
+                heartbeat.progress = snapshot.to_json()
+                view.update(snapshot)
+
+        not_verified: str | None = None
+
+        def close() -> None:
+            nonlocal not_verified
+            if best_trial(coordinator.trials, preflight.tasks.objectives) is None:
+                raise StudyFailed(_no_result(coordinator.trials))
+            heartbeat.min_patience_s = VERIFYING_PATIENCE_S
+            _check_engines(store, writer, scorer)
+            not_verified = verify_trials(store, writer, preflight, scorer, coordinator.trials, note=view.note)
+
+        view.update(snapshots.now())
+        is_closed = False
+        while not is_closed:
+            run_evaluations(
+                coordinator,
+                scorer,
+                name=f"study-{study_id}",
+                storage_dir=work_dir,
+                concurrency=preflight.concurrency,
+                tick=tick,
+                note=view.note,
+            )
+            view.update(snapshots.now())
+            is_closed = _is_closed(coordinator, close)
+        heartbeat.send()
+        reasons = [reason for reason in (coordinator.end_of_search, not_verified) if reason]
+        writer.set_state(JobState.COMPLETE, "; ".join(reasons) or None)
+        observer("complete")
+    except (StudyFailed, StudyUnusable, EvidenceMismatch, EngineUnavailable, InvalidModel, InvalidTask) as error:
+        if (reason := _reason_to_fail(error, store.job(study_id), preflight)) is None:
+            raise EngineUnavailable(str(error)) from error
+        writer.set_state(JobState.FAILED, reason)
+        raise StudyFailed(reason) from error
+    except StaleAttempt:
+        raise
+    except KeyboardInterrupt:
+        writer.set_state(JobState.STOPPED, "interrupted")
+        raise
+
+
+def _checkpoints(
+    algorithm: str, artifacts: ArtifactStore, study_id: str, setting: SearchSetting
+) -> PolicyCheckpoints | None:
+    searcher = get_searcher(algorithm)
+    return PolicyCheckpoints(artifacts, study_id, searcher, setting) if isinstance(searcher, LearningSearcher) else None
+
+
+def _baselines(store: Store, study_id: str, preflight: PreflightResult) -> tuple[Baseline, ...]:
+    has_begun = bool(store.brackets(study_id) or store.steps(study_id))
+    return baselines_of(store.trials(study_id), preflight.baselines(), has_begun=has_begun)
+
+
+class _EngineWatch:
+    """Reports the start of an engine, which may take long, as progress while the search gets no results."""
+
+    def __init__(self, scorer: Scorer, writer: JobWriter, heartbeat: Heartbeat) -> None:
+        self._scorer = scorer
+        self._writer = writer
+        self._heartbeat = heartbeat
+        self._began_at = self._looked_at = time.monotonic()
+
+    def look(self) -> None:
+        if self._writer.scored_at:
+            self._heartbeat.min_patience_s = SCORING_PATIENCE_S
+        now = time.monotonic()
+        if now - max(self._writer.stored_at, self._began_at) < ENGINE_CHECK_S:
+            self._heartbeat.wait_for(None)
+        elif now - self._looked_at >= ENGINE_CHECK_S:
+            self._looked_at = now
+            is_starting = self._scorer.is_starting()
+            if is_starting:
+                self._heartbeat.progressed()
+            self._heartbeat.wait_for(ENGINE if is_starting else None)
+
+
+class _Snapshots:
+    """Snapshots for the progress reporter, at most every SNAPSHOT_S seconds."""
+
+    def __init__(self, coordinator: Coordinator, preflight: PreflightResult, planned: int) -> None:
+        self._coordinator = coordinator
+        self._preflight = preflight
+        self._planned = planned
+        self._taken_at = 0.0
+
+    def due(self) -> ProgressSnapshot | None:
+        return self.now() if time.monotonic() - self._taken_at >= SNAPSHOT_S else None
+
+    def now(self) -> ProgressSnapshot:
+        self._taken_at = time.monotonic()
+        trials = self._coordinator.trials
+        study = self._preflight.study
+        leader = best_trial(trials, self._preflight.tasks.objectives)
+        position = self._coordinator.table.position()
+        scored = self._coordinator.num_samples_scored
+        return ProgressSnapshot(
+            study=study.name,
+            stage="held-out" if self._coordinator.is_holdout_stage else "searching",
+            trials={state: sum(trial.state is state for trial in trials) for state in TrialState},
+            max_trials=sum(trial.origin is not Origin.SEARCH for trial in trials) + study.search.max_trials,
+            bracket=position[0] if position else None,
+            rung=position[1] if position else None,
+            rungs=tuple(max(samples.values()) for samples in self._preflight.budget.rung_samples),
+            best_trial=leader.number if leader else None,
+            best=leader.values if leader else {},
+            samples_scored=scored,
+            samples_planned=max(self._planned, scored),
+        )
+
+
+def _reason_to_fail(error: Exception, record: JobRecord, preflight: PreflightResult) -> str | None:
+    """Why the study cannot continue after `error`; None: it can continue later.
+
+    Engines read models and task data again when they start: these may have changed or be missing since the study began.
+    """
+    if isinstance(error, (StudyFailed, EvidenceMismatch)):
+        return str(error)
+    try:
+        check_unchanged(record, examine(preflight.study, access=preflight.access).resolved())
+    except Conflict as changed:
+        return f"{changed}; an engine says: {error}"
+    except FilesRefused as refused:
+        return str(refused)
+    except InvalidStudy:
+        return None
+    return None if isinstance(error, EngineUnavailable) else str(error)
+
+
+def _exhausted_limit(study: Study, wall_clock_s: float) -> str | None:
+    limits = study.limits
+    if limits.max_wall_clock_s is not None and wall_clock_s >= limits.max_wall_clock_s:
+        return f"limits.max_wall_clock_s: {limits.max_wall_clock_s:g} s are used up"
+    gpu_hours = wall_clock_s / 3600 * study.engine.replicas * study.engine.tensor_parallel_size
+    if limits.max_gpu_hours is not None and gpu_hours >= limits.max_gpu_hours:
+        return f"limits.max_gpu_hours: {limits.max_gpu_hours:g} hours are used up"
+    return None
+
+
+def _no_result(trials: tuple[TrialRecord, ...]) -> str:
+    failed = [trial for trial in trials if trial.state is TrialState.FAIL]
+    text = f"no trial was scored at the full budget; {len(failed)} of {len(trials)} trials failed"
+    return text + (f", the first with: {failed[0].reason}" if failed else "")
+
+
+def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
+    """Run the closing stage. Returns False if an engine failed a check meanwhile: samples must be scored again."""
+    try:
+        close()
+    except EngineFault as fault:
+        coordinator.on_engine_fault(fault)
+        return False
+    coordinator.look_for_faults()
+    return coordinator.is_finished
+
+
+def _check_engines(store: Store, writer: JobWriter, scorer: Scorer) -> None:
+    """Run a canary in every running engine, so that its last samples are checked too.
+
+    Stores how many samples remain unchecked: those of engines that have ended, or that could not run a canary.
+    """
+    reports: Sequence[CanaryReport] = scorer.check()
+    passed = {report.replica: report.canaries for report in reports}
+    skipped = {report.replica: report.skipped for report in reports if report.skipped}
+    unchecked = store.num_unchecked(writer.job_id, passed)
+    writer.set_document_named("canaries", {"samples_not_checked": unchecked, "skipped": skipped})

@@ -1,0 +1,191 @@
+"""`mergesearch run --check`: the expected cost of a study, computed before an engine starts."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from search_spaces.study.file import Study
+from service.disk import free_bytes, gib
+from service.jobs.search.local_run import prepared_in
+from service.store.steps import GradientRequest
+from service.studies.preflight.algorithm import GRADIENT
+from service.studies.preflight.durations import expected_time
+from service.studies.preflight.examine import EXPORT
+from service.studies.preflight.result import ExpectedSamples, PreflightResult
+from service.tune.searchers.descents import descents_of
+from workers.models.hub import is_metadata_only, named
+
+__all__ = ["CheckedPlan", "check"]
+
+logger = logging.getLogger(__name__)
+
+
+# Words before the number of samples, and before the share saved. ASHA promotes at least the planned number of trials,
+# and more where good candidates come late; a race stops most trials early.
+BOUNDS = {"asha": ("at least ", "at most "), "racing": ("at most ", "at least ")}
+
+
+@dataclass(frozen=True)
+class CheckedPlan:
+    """Expected cost of running a study.
+
+    `hours` and `most_hours` are rough estimates for the least and the most `tokens` of a sample (`ExpectedTime`);
+    `step_samples` is the number of samples that the searcher's gradients will be charged as.
+    """
+
+    study: str
+    num_models: int
+    num_parameters: int
+    num_layers: int
+    num_search_parameters: int
+    space: str
+    algorithm: str
+    algorithm_reason: str
+    step_samples: int
+    scheduler: str
+    rungs: tuple[dict[str, int], ...]
+    trials: dict[str, int]
+    samples: ExpectedSamples
+    hours: float
+    most_hours: float
+    tokens: tuple[float, float]
+    memory_bytes: dict[str, int]
+    disk_bytes: dict[str, int]
+    absent_models: tuple[str, ...]
+    engine_remark: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_text(self) -> str:
+        memory = {name: gib(value) for name, value in self.memory_bytes.items()}
+        search, holdout, full = self.samples.search, self.samples.holdout, self.samples.full_budget
+        least, most = BOUNDS.get(self.scheduler, ("", ""))
+        saved = f" ({most}{1 - search / full:.0%} fewer than {full:,} at full budget)" if search < full else ""
+        return "\n".join(
+            (
+                f"study     {self.study}: nothing is wrong with it",
+                f"models    base + {_count(self.num_models - 1, 'expert')} of {self.num_parameters:,} parameters, "
+                f"{self.num_layers} layers",
+                f"space     {_count(self.num_search_parameters, 'parameter')}; {self.space}",
+                f"search    {self.algorithm}: {self.algorithm_reason}",
+                f"trials    {self.trials['extras']} baselines (sources and published recipes), "
+                f"{self.trials['search']} searched",
+                f"rungs     {self._ladders()}; scheduler: {self.scheduler}",
+                f"samples   {least}{search:,} in the search{saved}, "
+                + (f"about {holdout:,}" if holdout else "none")
+                + " held out"
+                + (f", gradients charged as up to {self.step_samples:,}" if self.step_samples else ""),
+                f"time      very roughly {_range(_duration(self.hours), _duration(self.most_hours))}, by "
+                f"this machine's arithmetic speed and "
+                f"{_range(*(f'{number:.0f}' for number in self.tokens))} tokens a sample",
+                f"memory    {memory['needed']} (source weights {memory['bank']}, {memory['engines']} for engines"
+                + (f", {memory['gradients']} for gradients" if self.memory_bytes["gradients"] else "")
+                + f") of {memory['available']}",
+                f"disk      {gib(self.disk_bytes['export'])} for an exported model, "
+                f"{gib(self.disk_bytes['available'])} free",
+                *([f"engine    {self.engine_remark}"] if self.engine_remark else []),
+                *self._download(),
+            )
+        )
+
+    def _download(self) -> tuple[str, ...]:
+        if not self.absent_models:
+            return ()
+        return (
+            f"download  {gib(self.disk_bytes['download'])} of weights from the hub before it starts: "
+            f"{', '.join(self.absent_models)}; they are checked for NaN and infinity then",
+        )
+
+    def _ladders(self) -> str:
+        """The rungs of each objective, or once if all objectives have the same."""
+        ladders = {name: " -> ".join(str(rung[name]) for rung in self.rungs) for name in self.rungs[-1]}
+        if len(set(ladders.values())) > 1:
+            return ", ".join(f"{name} {ladder}" for name, ladder in ladders.items()) + " samples"
+        return f"{next(iter(ladders.values()))} samples of each objective, {_count(len(ladders), 'objective')}"
+
+
+def check(study: Study, directory: Path, *, exports: bool = False) -> CheckedPlan:
+    """Check a study that would run in `directory`, and compute its expected cost.
+
+    With `exports`, the export of the best merge is checked too. Starts nothing, and downloads no weights. Merges of
+    other studies are exported to a temporary directory. Raises InvalidStudy with every problem.
+    """
+    with TemporaryDirectory() as temporary:
+        export_dir = directory / EXPORT if exports else None
+        preflight = prepared_in(
+            directory, study, sources_in=Path(temporary), note=logger.info, export_dir=export_dir, downloads=False
+        )
+        return _plan(study, preflight, directory)
+
+
+def _plan(study: Study, preflight: PreflightResult, directory: Path) -> CheckedPlan:
+    places = [model.directory for model in preflight.models.family.models]
+    memory = preflight.memory
+    samples = preflight.expected_samples()
+    step_samples = _step_samples(preflight)
+    time = expected_time(preflight, step_samples=step_samples)
+    return CheckedPlan(
+        study=study.name,
+        num_models=len(preflight.models.family.models),
+        num_parameters=preflight.models.num_parameters,
+        num_layers=preflight.models.num_layers,
+        num_search_parameters=len(preflight.space.parameters.names),
+        space=f"{preflight.space.kind}: {preflight.space.describe().text}",
+        algorithm=preflight.algorithm.name,
+        algorithm_reason=preflight.algorithm.reason,
+        step_samples=step_samples,
+        scheduler=study.fidelity.scheduler,
+        rungs=tuple(dict(rung) for rung in preflight.budget.rung_samples),
+        trials={"extras": len(preflight.baselines()), "search": study.search.max_trials},
+        samples=samples,
+        hours=time.least_hours,
+        most_hours=time.most_hours,
+        tokens=(time.least_tokens, time.most_tokens),
+        memory_bytes={
+            "bank": memory.bank_bytes,
+            "engines": memory.replicas * memory.engine_bytes,
+            "gradients": memory.gradient_bytes,
+            "needed": memory.needed_bytes,
+            "available": memory.available_bytes,
+        },
+        disk_bytes={
+            "export": preflight.models.export_bytes,
+            "available": free_bytes(directory),
+            "download": preflight.models.absent_bytes,
+        },
+        absent_models=tuple(sorted({named(place) for place in places if is_metadata_only(Path(place))})),
+        engine_remark=preflight.models.engine_note,
+    )
+
+
+def _step_samples(preflight: PreflightResult) -> int:
+    if preflight.algorithm.name != GRADIENT:
+        return 0
+    setting = preflight.search_setting(num_baselines=len(preflight.baselines()))
+    options = setting.options.gradient
+    descents = descents_of(options, setting.vectors)
+    num_steps = sum(descent.num_steps for descent in descents)
+    return num_steps * options.batch * GradientRequest.charge
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _range(least: str, most: str) -> str:
+    """Text of a range, with the unit if there is one: "6 to 8 min"."""
+    if least == most:
+        return least
+    unit = f" {most.rpartition(' ')[2]}" if " " in most else ""
+    return f"{least.removesuffix(unit) if unit else least} to {most}"
+
+
+def _duration(hours: float) -> str:
+    if hours < 1:
+        return f"{max(1, round(hours * 60))} min"
+    return f"{hours:.1f} h"

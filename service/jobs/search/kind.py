@@ -1,0 +1,82 @@
+"""Studies as a kind of job: they search for merges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from service.jobs.base import Accepted, Attempt, JobKind, RequestContext, View
+
+if TYPE_CHECKING:
+    from service.store import Store
+    from service.store.artifacts import ArtifactStore
+    from service.types import JobRecord
+
+__all__ = ["SEARCH"]
+
+
+def _schemas(template: str) -> Mapping[str, Any]:
+    from search_spaces.study.file import Study
+
+    schema = Study.model_json_schema(ref_template=template)
+    return {"Study": schema, **schema.pop("$defs", {})}
+
+
+def _load(file: Path) -> Mapping[str, Any]:
+    from search_spaces.study.file import load_study
+
+    return load_study(file).canonical()
+
+
+def _accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
+    from service.jobs.search.request import accept
+
+    return accept(document, context)
+
+
+def _work(attempt: Attempt) -> None:
+    from service.jobs.search.work import work
+
+    work(attempt)
+
+
+def _documents() -> tuple[type, type]:
+    from service.schemas.api import ProgressDocument, StudyDocument
+
+    return StudyDocument, ProgressDocument
+
+
+def _view(jobs: Sequence[JobRecord], store: Store, artifacts: ArtifactStore) -> Sequence[View]:
+    counts = store.trial_counts(jobs[0].id if len(jobs) == 1 else None)
+    return [
+        View(
+            {
+                "algorithm": job.accepted.get("algorithm"),
+                "algorithm_reason": job.accepted.get("algorithm_reason"),
+                "trials": dict(counts.get(job.id, {})),
+                "progress": None if job.progress is None else dict(job.progress),
+            }
+        )
+        for job in jobs
+    ]
+
+
+SEARCH = JobKind(
+    name="search",
+    noun="study",
+    resource="study",
+    collection="studies",
+    document_noun="study file",
+    document_link="study",
+    schema_name="Study",
+    schemas=_schemas,
+    is_document=lambda document: "models" in document,
+    load=_load,
+    accept=_accept,
+    work=_work,
+    documents=_documents,
+    view=_view,
+    links=("study", "trials", "pareto", "summary", "report", "events", "plots", "exports", "log"),
+    resumable="that has FAILED, that waits, or with samples of an engine that failed a check later",
+)

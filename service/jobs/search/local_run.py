@@ -1,0 +1,166 @@
+"""`mergesearch run`: one study in one directory, without a server.
+
+The directory holds the study's database, its result files and a lock against a second run. Running the same study there
+again resumes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from search_spaces.study.file import Study, same_but_limits
+from search_spaces.study.models import AnotherStudy
+from service.cluster.session import check_reachable
+from service.disk import artifacts_dir, locked
+from service.errors import Conflict, NotFound
+from service.jobs.base import Attempt, Resources
+from service.jobs.heartbeat import Heartbeat
+from service.jobs.search.kind import SEARCH
+from service.jobs.search.prepare import prepared
+from service.jobs.search.progress import ProgressReporter
+from service.jobs.search.work import search
+from service.resolved_study import ResolvedStudy
+from service.results.files import write_results
+from service.results.load import run_record
+from service.results.record import RunRecord
+from service.results.report import render_report
+from service.store import Store
+from service.store.artifacts import ArtifactStore
+from service.studies.preflight.examine import EXPORT
+from service.studies.preflight.models import check_unchanged
+from service.studies.preflight.result import PreflightResult
+from service.types import JobRecord, JobState
+from workers.errors import EngineUnavailable
+
+__all__ = ["DATABASE", "open_run", "prepared_in", "read_run", "run_study"]
+
+DATABASE = "study.db"
+
+
+def run_study(
+    study: Study,
+    directory: Path,
+    *,
+    view: ProgressReporter,
+    exports: bool = False,
+    resources: Resources,
+    observer: Callable[[str], None] = lambda _: None,
+) -> RunRecord:
+    """Run the study in `directory` to its end, or resume it there, and write its result files.
+
+    `exports` adds a check that the best merge fits into `directory`/export; nothing is exported here. `resources` are
+    the connection to Ray and the replicas that the run uses.
+
+    Raises InvalidStudy (nothing was started), Conflict (the directory is used by another run or study), ConnectionError
+    (no Ray), StudyFailed and EngineUnavailable (the result files hold the results so far).
+    """
+    if not (directory / DATABASE).exists():  # an existing study may be finished and need no Ray
+        check_reachable()
+    export_dir = directory / EXPORT if exports else None
+    preflight = prepared_in(directory, study, export_dir=export_dir, note=view.note)
+    with locked(directory):
+        store = Store(f"sqlite:///{directory / DATABASE}")
+        try:
+            record = _created_or_resumed(store, study, preflight, directory)
+            try:
+                if record.state is not JobState.COMPLETE:
+                    _search(store, record, preflight, directory, resources=resources, view=view, observer=observer)
+            finally:
+                result = run_record(store, record.id)
+                write_results(directory, result, report=render_report(result))
+            return result
+        finally:
+            store.close()
+
+
+def _search(
+    store: Store,
+    record: JobRecord,
+    preflight: PreflightResult,
+    directory: Path,
+    *,
+    resources: Resources,
+    view: ProgressReporter,
+    observer: Callable[[str], None],
+) -> None:
+    writer = store.open_attempt(record.id)
+    try:
+        with Heartbeat(writer, record.wall_clock_s) as heartbeat:
+            artifacts = ArtifactStore(store, artifacts_dir(directory))
+            attempt = Attempt(store, writer, artifacts, directory, heartbeat, resources, view.note)
+            search(attempt, preflight, open_study=open_run, view=view, observer=observer)
+    except EngineUnavailable as error:
+        writer.set_state(JobState.STOPPED, str(error))
+        raise
+
+
+def prepared_in(
+    directory: Path, study: Study, *, sources_in: Path | None = None, note: Callable[[str], None], **options: Any
+) -> PreflightResult:
+    """Prepare a study to run, or to continue, in `directory`.
+
+    Merges of other studies are exported below `sources_in` (None: `directory`). `options` are those of `examine`.
+    Raises InvalidStudy with every problem.
+    """
+    before: ResolvedStudy | None = None
+    with suppress(NotFound), read_run(directory) as (_, record):
+        before = ResolvedStudy.of(record)
+    return prepared(
+        study,
+        open_study=open_run,
+        directory=sources_in or directory,
+        artifacts_in=artifacts_dir(directory),
+        before=before,
+        note=note,
+        **options,
+    )
+
+
+@contextmanager
+def read_run(directory: Path) -> Iterator[tuple[Store, JobRecord]]:
+    """Open the store and the study in a run's directory, also while a run uses it. Raises NotFound."""
+    if not (directory / DATABASE).is_file():
+        raise NotFound(f"{directory}: no run here (no {DATABASE}); give the directory that `mergesearch run` was given")
+    store = Store(f"sqlite:///{directory / DATABASE}")
+    try:
+        studies = store.jobs()
+        if not studies:
+            raise NotFound(f"{directory}: its {DATABASE} holds no study")
+        yield store, studies[0]
+    finally:
+        store.close()
+
+
+@contextmanager
+def open_run(source: AnotherStudy) -> Iterator[tuple[Store, JobRecord]]:
+    if source.dir is None:
+        raise Conflict(f"id: {source.id} names a study on a server; give the `dir` of a run")
+    with read_run(Path(source.dir)) as found:
+        yield found
+
+
+def _created_or_resumed(store: Store, study: Study, preflight: PreflightResult, directory: Path) -> JobRecord:
+    resolved = preflight.resolved()
+    studies = store.jobs()
+    if not studies:
+        return store.create_job(
+            kind=SEARCH.name, name=study.name, document=study.canonical(), accepted=resolved.to_json()
+        )
+    record = studies[0]
+    before = Study.model_validate(record.document)
+    if differing := same_but_limits(before, study):
+        raise Conflict(
+            f"{directory}: holds another study ({before.name!r}); these fields differ: {', '.join(differing)}; "
+            "only limits and a larger search.max_trials may change; give another directory"
+        )
+    check_unchanged(record, resolved)
+    if before != study:
+        writer = store.open_attempt(record.id)
+        writer.set_document(study.canonical())
+        if record.state is JobState.COMPLETE:
+            writer.set_state(JobState.STOPPED, "limits or max_trials were raised")
+        record = store.job(record.id)
+    return record

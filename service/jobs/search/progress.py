@@ -1,0 +1,168 @@
+"""Progress of a run: snapshots of it, the protocol of reporters that show them, and the run's pace.
+
+The module does not depend on terminals; `service.cli.progress` and `service.jobs.search.progress_log` display it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Protocol, Self
+
+from service.results.format import duration
+from service.types import TrialState
+
+__all__ = ["Pace", "PaceMeter", "ProgressReporter", "ProgressSnapshot", "as_line", "speed_text"]
+
+# Samples per second and time left are measured over this window: long enough to hold several chunks and swaps.
+RATE_WINDOW_S = 60.0
+
+
+class ProgressReporter(Protocol):
+    """Receives a driver's progress. Called from the driver's own loop: both methods return quickly."""
+
+    def update(self, snapshot: ProgressSnapshot) -> None:
+        """Receive the run's latest state. May be called for every sample; the reporter decides what it shows."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Receive a message to show once: an engine starts, a stage begins, where a report is."""
+        ...
+
+
+@dataclass(frozen=True)
+class ProgressSnapshot:
+    """Snapshot of a run's progress. Counts are of the whole study, work of earlier attempts included.
+
+    `stage` is the current stage ("searching", "held-out"); `max_trials` counts every trial of the study, baselines
+    included. `bracket` and `rung` are 0-based, None if the search is at no single one; `rungs` are
+    the sample counts of the objective with the most samples. `best` holds the values of the best full-budget trial so
+    far, by objective, in the metric's unit. `samples_planned` are the samples of all stages known so far, including
+    those already scored.
+    """
+
+    study: str
+    stage: str
+    trials: Mapping[TrialState, int] = field(default_factory=dict)
+    max_trials: int = 0
+    bracket: int | None = None
+    num_brackets: int | None = None
+    rung: int | None = None
+    rungs: tuple[int, ...] = ()
+    best_trial: int | None = None
+    best: Mapping[str, float] = field(default_factory=dict)
+    samples_scored: int = 0
+    samples_planned: int = 0
+
+    @property
+    def num_finished(self) -> int:
+        return sum(count for state, count in self.trials.items() if TrialState(state).is_finished)
+
+    def to_json(self) -> dict[str, Any]:
+        """The snapshot as a `schemas.api.ProgressDocument`."""
+        return {**asdict(self), "trials": {state.value: count for state, count in self.trials.items()}}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The snapshot that a document describes; keys of later versions are ignored."""
+        known = {part.name: document[part.name] for part in fields(cls) if part.name in document}
+        trials = {TrialState(state): count for state, count in document["trials"].items()}
+        return cls(**{**known, "trials": trials, "rungs": tuple(document["rungs"])})
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Pace of a run: seconds worked, samples per second (None: not measured yet), and seconds left at that rate."""
+
+    elapsed_s: float
+    samples_per_second: float | None
+    time_left_s: float | None
+
+
+class PaceMeter:
+    """Measures a run's pace over the last RATE_WINDOW_S of a stage. `worked_s` are the seconds of earlier attempts."""
+
+    def __init__(self, *, worked_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._started_at = clock() - worked_s
+        self._snapshot: ProgressSnapshot | None = None
+        self._points: deque[tuple[float, int]] = deque()
+
+    @property
+    def elapsed_s(self) -> float:
+        return round(self._clock() - self._started_at, 1)
+
+    def add(self, snapshot: ProgressSnapshot) -> bool:
+        """Add a snapshot to the measurement. Returns True if the snapshot begins a stage.
+
+        Each stage is measured separately: stages differ in speed, and samples of an earlier attempt took no time.
+        """
+        is_new_stage = self._snapshot is None or snapshot.stage != self._snapshot.stage
+        if is_new_stage:
+            self._points.clear()
+        self._snapshot = snapshot
+        now = self._clock()
+        # Two points within a second are hardly more accurate than one and would fill the window.
+        if len(self._points) > 1 and now - self._points[-2][0] < 1.0:
+            self._points.pop()
+        self._points.append((now, snapshot.samples_scored))
+        while len(self._points) > 2 and now - self._points[1][0] > RATE_WINDOW_S:
+            self._points.popleft()
+        return is_new_stage
+
+    def pace(self) -> Pace:
+        rate, snapshot = self._samples_per_second(), self._snapshot
+        samples_left = snapshot.samples_planned - snapshot.samples_scored if snapshot else 0
+        return Pace(
+            elapsed_s=self.elapsed_s,
+            samples_per_second=rate,
+            time_left_s=max(0, samples_left) / rate if rate else None,
+        )
+
+    def _samples_per_second(self) -> float | None:
+        """Samples scored per second; None in the first two seconds, where one chunk would count too much.
+
+        The rate falls while nothing is reported.
+        """
+        now = self._clock()
+        if not self._points or now - self._points[0][0] < 2.0:
+            return None
+        (first, before), (_, after) = self._points[0], self._points[-1]
+        return max(0.0, (after - before) / (now - first))
+
+
+def as_line(snapshot: ProgressSnapshot, pace: Pace) -> str:
+    """Progress as one line: `[4m10s] searching: 31/67 trials, bracket 2/3 rung 90, best #12: math 0.61, ...`."""
+    trials = f"{snapshot.num_finished}/{snapshot.max_trials} trials"
+    if failed := snapshot.trials.get(TrialState.FAIL, 0):
+        trials += f" ({failed} failed)"
+    parts = [trials]
+    if where := _where(snapshot):
+        parts.append(where)
+    if snapshot.best:
+        values = " ".join(f"{name} {value:.4g}" for name, value in snapshot.best.items())
+        parts.append(f"best #{snapshot.best_trial}: {values}")
+    parts.append(f"{snapshot.samples_scored}/{snapshot.samples_planned} samples{speed_text(pace, ', ')}")
+    return f"[{duration(pace.elapsed_s)}] {snapshot.stage}: " + ", ".join(parts)
+
+
+def speed_text(pace: Pace, separator: str) -> str:
+    """Speed and time left, as far as they are known: `, 50/s, 4m10s left` with ", " as separator."""
+    text = ""
+    if pace.samples_per_second is not None:
+        text += f"{separator}{pace.samples_per_second:.3g}/s"
+    if pace.time_left_s is not None:
+        text += f"{separator}{duration(pace.time_left_s)} left"
+    return text
+
+
+def _where(snapshot: ProgressSnapshot) -> str:
+    parts = []
+    if snapshot.bracket is not None:
+        of = f"/{snapshot.num_brackets}" if snapshot.num_brackets else ""
+        parts.append(f"bracket {snapshot.bracket + 1}{of}")
+    if snapshot.rung is not None:
+        parts.append(f"rung {snapshot.rungs[snapshot.rung] if snapshot.rungs else snapshot.rung}")
+    return " ".join(parts)

@@ -1,0 +1,84 @@
+"""Reading and checks of a requested study before the server stores it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from search_spaces.errors import InvalidStudy, Problem
+from search_spaces.study.file import Study, parse_study
+from search_spaces.study.models import AnotherStudy
+from service.errors import Conflict
+from service.jobs.base import Accepted, RequestContext
+from service.jobs.search.prepare import prepared
+from service.store import Store
+from service.studies.chains import SOURCES, OpenStudy, on_server
+from service.studies.preflight.files import (
+    check_files,
+    file_path_problem,
+    model_path_problem,
+    no_file_problem,
+    task_files,
+)
+from service.types import JobRecord
+
+__all__ = ["accept", "read_study", "studies_of"]
+
+
+def read_study(document: Mapping[str, Any], context: RequestContext) -> Study:
+    """Read the study in a request.
+
+    Raises InvalidStudy with every problem, including paths that are relative or may not be read.
+    """
+    study = parse_study(dict(document))
+    models = {"base": study.models.base} | {f"experts.{alias}": model for alias, model in study.models.named.items()}
+    found = {f"models.{place}": model_path_problem(model) for place, model in models.items()}
+    found |= {place: file_path_problem(file) for place, file in task_files(study)}
+    _refuse(found)
+    check_files(study, context.access)
+    _refuse({place: no_file_problem(file) for place, file in task_files(study)})
+    return study
+
+
+def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
+    """Check the study in a request, except weights that would have to be downloaded. Raises InvalidStudy."""
+    study = read_study(document, context)
+    access = context.access
+    names_studies = bool(study.models.chained) or study.models.path_of is not None
+    if names_studies and access is not None and context.data_dir is not None:
+        access = replace(access, readable=(*access.readable, str(context.data_dir.resolve() / SOURCES)))
+    preflight = prepared(
+        study,
+        open_study=studies_of(context),
+        directory=context.data_dir or Path(),
+        access=access,
+        downloads=False,
+        before_weights=context.lift_limits,
+    )
+    return Accepted(study.name, study.canonical(), preflight.resolved().to_json())
+
+
+def studies_of(context: RequestContext) -> OpenStudy:
+    """Function that opens the server's other studies, which requests name by id; it lifts the request's limits."""
+
+    @contextmanager
+    def open_study(source: AnotherStudy) -> Iterator[tuple[Store, JobRecord]]:
+        if context.store_url is None:
+            raise Conflict("requests here cannot name other studies")
+        context.lift_limits()
+        store = Store(context.store_url)
+        try:
+            with on_server(store)(source) as found:
+                yield found
+        finally:
+            store.close()
+
+    return open_study
+
+
+def _refuse(found: Mapping[str, str | None]) -> None:
+    if problems := tuple(Problem(place, text) for place, text in found.items() if text):
+        raise InvalidStudy(problems)

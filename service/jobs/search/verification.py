@@ -1,0 +1,123 @@
+"""Verification of a study: plain transformers score some of its trials again.
+
+Stored reports say which trials were verified, and with which samples. Every attempt verifies the chosen trials that
+have no such report, and again those that differed before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from search_spaces.study.engine import Verify
+from service.errors import StudyFailed
+from service.results.selection import best_trial, full_budget_trials
+from service.store import JobWriter, Store
+from service.studies.preflight.result import PreflightResult
+from service.types import TrialRecord
+from workers.errors import TrialFailed
+from workers.types import SampleResult, Scorer, Span, Split, VerificationReport, digest_of
+
+__all__ = ["verify_trials"]
+
+DOCUMENT = "verification"
+
+Report = dict[str, Any]
+"""A stored report: the fields of a VerificationReport, the `trial`, and `samples`, a digest of what was compared."""
+
+
+def verify_trials(
+    store: Store,
+    writer: JobWriter,
+    preflight: PreflightResult,
+    scorer: Scorer,
+    trials: Sequence[TrialRecord],
+    *,
+    note: Callable[[str], None],
+) -> str | None:
+    """Verify the best trial and others drawn by the study's seed, except those that a stored report found equal.
+
+    Returns why nothing was compared; None if something was, or the study file switches verification off. Raises
+    StudyFailed if stored samples differ from those of transformers by more than rounding explains, or transformers
+    cannot score what the engine has scored.
+    """
+    options = preflight.study.engine.verify
+    document = store.document(writer.job_id, DOCUMENT) or {}
+    if not options:
+        if not document:
+            writer.set_document_named(DOCUMENT, {"reports": [], "reason": "switched off in the study file"})
+        return None
+    known = {report["trial"]: report for report in document.get("reports", ())}
+    spans = _spans(preflight, options.samples)
+    chosen = _chosen(preflight, options, trials, known)
+    reports = {trial.number: known[trial.number] for trial in chosen if trial.number in known}
+    for trial in chosen:
+        samples = _samples(store, writer.job_id, trial, spans)
+        digest = digest_of([asdict(sample) for sample in samples])
+        if _is_verified(reports.get(trial.number, {}), trial, digest):
+            continue
+        note(f"Verifying trial {trial.number} with transformers ...")
+        try:
+            found = scorer.verify(trial.recipe, samples, spans)
+        except TrialFailed as error:
+            raise StudyFailed(f"verification: transformers cannot score trial {trial.number}: {error}") from error
+        reports[trial.number] = {"trial": trial.number, "samples": digest, **asdict(found)}
+        writer.set_document_named(DOCUMENT, {"reports": list(reports.values())})
+        if found.num_beyond:
+            raise StudyFailed(_disagreement(trial, found))
+    return _why_nothing(reports.values())
+
+
+def _chosen(
+    preflight: PreflightResult, options: Verify, trials: Sequence[TrialRecord], known: Mapping[int, Report]
+) -> list[TrialRecord]:
+    """Trials to verify: those that differed before, the best one, and others drawn from those at full budget."""
+    candidates = full_budget_trials(trials)
+    winner = best_trial(trials, preflight.tasks.objectives)
+    assert winner is not None
+    others = [trial for trial in candidates if trial is not winner]
+    drawn = np.random.default_rng(preflight.study.search.seed).permutation(len(others))
+    chosen = [winner, *(others[i] for i in drawn)][: options.trials]
+    differed = [trial for trial in trials if known.get(trial.number, {}).get("num_beyond")]
+    return [*differed, *(trial for trial in chosen if trial not in differed)]
+
+
+def _spans(preflight: PreflightResult, num_samples: int) -> tuple[Span, ...]:
+    full = preflight.budget.rung_samples[-1]
+    return tuple(Span(name, task, 0, min(num_samples, full[name])) for name, task in preflight.tasks.search.items())
+
+
+def _samples(store: Store, study_id: str, trial: TrialRecord, spans: Sequence[Span]) -> tuple[SampleResult, ...]:
+    stops = {span.objective: span.stop for span in spans}
+    stored = store.samples(study_id, trial.recipe.digest, Split.SEARCH)
+    return tuple(sample for sample in stored if sample.position < stops[sample.objective])
+
+
+def _is_verified(report: Report, trial: TrialRecord, digest: str) -> bool:
+    """Whether a stored report found exactly these samples of this merge equal.
+
+    Reports of earlier versions do not say which samples they compared.
+    """
+    return (
+        report.get("recipe_digest") == trial.recipe.digest
+        and report.get("samples") == digest
+        and report["num_samples"] > 0
+        and report["num_beyond"] == 0
+    )
+
+
+def _why_nothing(reports: Iterable[Report]) -> str | None:
+    if any(report["num_samples"] for report in reports):
+        return None
+    return next((f"not verified: {report['reason']}" for report in reports if report["reason"]), "not verified")
+
+
+def _disagreement(trial: TrialRecord, report: VerificationReport) -> str:
+    first = next(difference for difference in report.differences if difference.is_beyond)
+    return (
+        f"verification: trial {trial.number}: {report.num_beyond} of {report.num_samples} samples differ between the "
+        f"engine and transformers beyond a tolerance of {report.tolerance:g}; the first: {asdict(first)}"
+    )

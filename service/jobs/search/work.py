@@ -1,0 +1,79 @@
+"""Work on one stored study, from its stored state to its end, on a server or by `mergesearch run`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from search_spaces.study.file import Study
+from service.disk import alignments_dir, data_dir_of
+from service.jobs.base import Attempt
+from service.jobs.heartbeat import ENGINE
+from service.jobs.search.attempt import execute, with_alignments
+from service.jobs.search.prepare import prepared
+from service.jobs.search.progress import ProgressReporter
+from service.jobs.search.progress_log import ProgressLog
+from service.resolved_study import ResolvedStudy
+from service.studies.chains import OpenStudy, on_server
+from service.studies.policies.start import with_start
+from service.studies.preflight.models import check_unchanged
+from service.studies.preflight.result import PreflightResult
+
+__all__ = ["search", "work"]
+
+
+def work(attempt: Attempt) -> None:
+    """Continue a server's study to its end. Raises as `prepared`, `check_unchanged` and `search`."""
+    job = attempt.job
+    before = ResolvedStudy.of(job)
+    open_study = on_server(attempt.store)
+    preflight = prepared(
+        Study.model_validate(job.document),
+        open_study=open_study,
+        directory=data_dir_of(attempt.work_dir),
+        before=before,
+        access=before.access,
+        note=attempt.progressed,
+    )
+    check_unchanged(job, preflight.resolved())
+    attempt.progressed("The models are unchanged. Connecting to Ray ...")
+    with ProgressLog() as view:
+        search(attempt, preflight, open_study=open_study, view=view)
+
+
+def search(
+    attempt: Attempt,
+    preflight: PreflightResult,
+    *,
+    open_study: OpenStudy,
+    view: ProgressReporter,
+    observer: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Continue a prepared study from its stored state to its end.
+
+    `observer` is called with the name of each stored stage. Raises StudyFailed (the study is FAILED with that reason),
+    EngineUnavailable and OSError (something is missing that may come back), and StaleAttempt (another driver has taken
+    over).
+    """
+    store, writer, heartbeat = attempt.store, attempt.writer, attempt.heartbeat
+    preflight = with_start(preflight, store, writer, artifacts=attempt.artifacts, open_study=open_study)
+    with attempt.resources.ray() as session:
+        if session.dashboard_url:
+            attempt.note(f"Ray dashboard: {session.dashboard_url}")
+        alignments = alignments_dir(attempt.work_dir)
+        preflight = with_alignments(preflight, store, writer, directory=alignments, note=attempt.progressed)
+        replicas = preflight.study.engine.replicas
+        attempt.progressed(f"Waiting for {replicas} engine{'s' * (replicas > 1)} ...")
+        heartbeat.wait_for(ENGINE)
+        with attempt.resources.scorer(preflight.models.family, preflight.engine_options, replicas) as scorer:
+            heartbeat.wait_for(None)
+            execute(
+                store,
+                writer,
+                preflight,
+                scorer,
+                work_dir=attempt.work_dir.resolve() / "ray",
+                artifacts=attempt.artifacts,
+                heartbeat=heartbeat,
+                view=view,
+                observer=observer,
+            )

@@ -1,0 +1,7 @@
+"""Merges without a search: a recipe or a mergekit configuration becomes a checkpoint.
+
+- `merge`: one merge: its checks, its plan, the checkpoint
+- `series`: all merges of a file, which may be sources of each other
+- `documents`: the files that describe merges
+- `sources`: the models that they name
+"""

@@ -1,0 +1,436 @@
+"""`mergesearch merge`: one merge that a file describes, without a search.
+
+The file's keys decide whether it is a recipe or a mergekit configuration. Everything is checked before anything is
+written, and headers are checked before weights are read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from threading import Timer
+from typing import TYPE_CHECKING, Any
+
+from search_spaces.recipe import Recipe
+from service.disk import free_bytes, gib
+from service.merges.documents import Problems, read_document
+from service.merges.sources import (
+    aliases_of,
+    chat_template_of,
+    check_own_tokens,
+    place_of,
+    stored_dtype,
+    tokenizer_of,
+    vocabulary_kept,
+    vocabulary_of,
+)
+from service.studies.export import model_bytes, write_model
+from service.studies.preflight.dtype import DTYPE_BYTES
+from workers.errors import InvalidModel
+from workers.export.model_card import licence, recipe_rows
+from workers.mergekit.config import DTYPES, split_adapter
+from workers.mergekit.importer import to_recipe
+from workers.mergekit.reader import read_configuration, shown
+from workers.models.family import ResolvedFamily, resolve_family, resolve_model
+from workers.models.hub import named
+from workers.models.merged_files import merged_config
+
+if TYPE_CHECKING:
+    from workers.merging.bank import Bank
+
+__all__ = ["MergePlan", "check_merge", "merge_file"]
+
+logger = logging.getLogger(__name__)
+
+# The dtype of a merge if neither the command nor the file states one.
+DEFAULT_DTYPE = "bfloat16"
+
+# Steps that take longer than this are announced.
+PATIENCE_S = 3.0
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model of a merge.
+
+    `role` is "base" or "expert"; `licence` is None if the model card states none.
+    """
+
+    alias: str
+    role: str
+    directory: str
+    licence: str | None
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class DiskBytes:
+    """Disk space in bytes: of the merged model, free on its disk, and of what is to be downloaded from the hub."""
+
+    export: int
+    available: int
+    download: int
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """Plan of a merge: its models, what is merged in which layers, and the size of the result.
+
+    `merges` are rows (layers, component, method, sources, coefficients). `is_done` says that the complete merged model
+    exists already. `warnings` are lines about keys of the file that have no effect.
+    """
+
+    models: tuple[PlannedModel, ...]
+    merges: tuple[tuple[str, ...], ...]
+    num_layers: int
+    num_parameters: int
+    dtype: str
+    digest: str
+    disk_bytes: DiskBytes
+    is_done: bool
+    warnings: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_text(self) -> str:
+        models = [
+            f"{model.alias} ({model.role}): {model.directory}" + (f", {model.licence}" if model.licence else "")
+            for model in self.models
+        ]
+        cells = [("layers", "component", "method", "sources", "coefficients"), *self.merges]
+        widths = [max(len(row[column]) for row in cells) for column in range(4)]
+        rows = [
+            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip()
+            for row in cells
+        ]
+        return "\n".join(
+            (
+                f"recipe    {self.digest[:12]}: nothing is wrong with it",
+                "models    " + "\n          ".join(models),
+                "merges    " + "\n          ".join(rows),
+                f"output    {self.num_parameters:,} parameters in {self.num_layers} layers, {self.dtype}, "
+                f"{gib(self.disk_bytes.export)}" + (", there already" if self.is_done else ""),
+                f"disk      {gib(self.disk_bytes.available)} free",
+                *self._download(),
+                *(f"warning   {warning}" for warning in self.warnings),
+            )
+        )
+
+    def _download(self) -> tuple[str, ...]:
+        """Line about weights that will be downloaded from the hub; empty without such weights."""
+        num_bytes = self.disk_bytes.download
+        if not num_bytes:
+            return ()
+        return (f"download  {gib(num_bytes)} of weights from the hub; they are checked for NaN and infinity then",)
+
+
+def check_merge(
+    file: Path,
+    directories: Mapping[str, Path],
+    out: Path,
+    *,
+    dtype: str | None = None,
+    strict: bool = False,
+    document: Any = None,
+    note: Callable[[str], None] = logger.info,
+) -> MergePlan:
+    """Check everything that `merge_file` checks, without writing or downloading anything, and return the plan.
+
+    `strict`, `document`, `note` and errors are as in `merge_file`.
+    """
+    import torch
+
+    from workers.export.checkpoint import is_written
+
+    prepared = _prepare(file, out, document, directories, dtype, strict, downloads=False, note=note)
+    sources = prepared.bank.sources
+    if lack := sources.lack_of_space:
+        raise InvalidModel((lack,))
+    num_bytes = model_bytes(
+        prepared.recipe, prepared.bank, out, dtype=prepared.dtype, chat_template=prepared.chat_template
+    )
+    base, used = sources.family.base, prepared.recipe.canonical().models
+    return MergePlan(
+        models=tuple(
+            PlannedModel(
+                model.alias,
+                "base" if model is base else "expert",
+                named(model.directory),
+                licence(Path(model.directory)),
+                model.fingerprint,
+            )
+            for model in sources.family.models
+            if model.alias in used
+        ),
+        merges=tuple(recipe_rows(prepared.recipe)),
+        num_layers=len(prepared.recipe.layers),
+        num_parameters=num_bytes // DTYPE_BYTES[prepared.dtype],
+        dtype=prepared.dtype,
+        digest=prepared.recipe.digest,
+        disk_bytes=DiskBytes(num_bytes, free_bytes(out), sources.absent_bytes),
+        is_done=is_written(prepared.recipe, out, getattr(torch, prepared.dtype), chat_template=prepared.chat_template),
+        warnings=prepared.warnings,
+    )
+
+
+def merge_file(
+    file: Path,
+    directories: Mapping[str, Path],
+    out: Path,
+    *,
+    dtype: str | None = None,
+    strict: bool = False,
+    document: Any = None,
+    note: Callable[[str], None] = logger.info,
+    **details: Any,
+) -> Path:
+    """Write the merge that `file` describes to `out`, and return `out`.
+
+    `directories` maps models to directories, by alias in a recipe or by name in a mergekit configuration. Other names
+    in a mergekit configuration are directories, relative to the file or to the current directory, or hub ids. `dtype`
+    None is the file's. `document` is the document to merge if the file has several.
+
+    `note` is called with messages about downloads and slow reads, and with warnings about keys of the file that have no
+    effect; with `strict` these warnings are errors. `details` are further arguments of `checkpoint.export`.
+
+    Raises InvalidRecipe, InvalidModel, Conflict.
+    """
+    prepared = _prepare(file, out, document, directories, dtype, strict, note=note)
+    for warning in prepared.warnings:
+        note(f"warning: {warning}")
+    return write_model(
+        prepared.recipe, prepared.bank, out, dtype=prepared.dtype, chat_template=prepared.chat_template, **details
+    )
+
+
+@dataclass(frozen=True)
+class _PreparedMerge:
+    recipe: Recipe
+    bank: Bank
+    dtype: str
+    chat_template: str | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def _prepare(
+    file: Path,
+    out: Path,
+    document: Any,
+    directories: Mapping[str, Path],
+    dtype: str | None,
+    strict: bool,
+    **fetching: Any,
+) -> _PreparedMerge:
+    """Open and check the models of a merge; all problems of the file, the models and `out` are raised together.
+
+    `fetching` are the further arguments of `_bank`.
+    """
+    warnings: list[str] = []
+    document = document or read_document(file, warn=warnings.append)
+    problems = Problems(file, warnings, strict=strict)
+    prepared: _PreparedMerge | None = None
+    with problems.collected():
+        if isinstance(document, Mapping) and "merge_method" in document and "format" not in document:
+            prepared = _of_configuration(document, file, directories, problems, **fetching)
+        else:
+            prepared = _of_recipe(document, directories, problems, **fetching)
+    if problems:
+        from workers.export.checkpoint import check_place
+
+        with problems.collected():
+            check_place(out)
+    problems.raise_all()
+    assert prepared is not None, "neither a merge nor a problem"
+    prepared = replace(prepared, warnings=tuple(f"{file}: {line}" for line in dict.fromkeys(warnings)))
+    return replace(prepared, dtype=dtype) if dtype else prepared
+
+
+def _check(recipe: Recipe, bank: Bank) -> None:
+    """Check that the models can be merged by the recipe.
+
+    Raises:
+        InvalidRecipe: The models have no merge by this recipe.
+        InvalidModel: Their tokenizers cannot be combined.
+    """
+    from workers.merging.plan import check_recipe
+
+    check_recipe(recipe, bank)
+    merged_config(recipe, bank.base, bank.views(recipe.models), dtype="float32")
+    _ = bank.sources.result_dir
+
+
+# A recipe
+
+
+def _of_recipe(
+    document: Any, directories: Mapping[str, Path], problems: Problems, **fetching: Any
+) -> _PreparedMerge | None:
+    """Prepare the merge of a recipe; None if something is wrong, which is added to `problems`."""
+    recipe = Recipe.from_json(document)
+    template = document.get("chat_template")
+    if not isinstance(template, str | None):
+        problems.add(f"chat_template: {shown(template)} is not a text")
+    if (stated := document.get("dtype")) not in (*DTYPES, None):
+        problems.add(f"dtype: {shown(stated)} is not supported; give {', '.join(DTYPES)}")
+    if missing := sorted(set(recipe.models) - set(directories)):
+        hint = " ".join(f"--model {alias}=DIR" for alias in missing)
+        problems.add(f"no directory is given for {', '.join(missing)}; add {hint}")
+    if unknown := sorted(set(directories) - set(recipe.models)):
+        problems.add(f"has no model {', '.join(unknown)}; it names {', '.join(recipe.models)}")
+    places: dict[str, str | Path] = {}
+    adapted: dict[str, str | Path] = {}
+    for alias, directory in directories.items():
+        if alias not in recipe.models:
+            continue
+        whole, adapter = (None, None) if directory.exists() else split_adapter(str(directory))
+        places[alias] = adapter or directory
+        if adapter is not None and whole is not None:
+            adapted[alias] = whole
+    sources = _opened(recipe.base, places, recipe.tokenizer, adapted, recipe.vocabulary, problems)
+    if problems or sources is None:
+        return None
+    bank = _bank(sources, **fetching)
+    for alias, fingerprint in bank.sources.fingerprints.items():
+        if recipe.models[alias] != fingerprint:
+            problems.add(
+                f"{directories[alias]} is not the recipe's {alias!r}: its content has fingerprint "
+                f"{fingerprint[:12]}, the recipe's {recipe.models[alias][:12]}"
+            )
+    if not problems:
+        _check(recipe, bank)
+    return _PreparedMerge(recipe, bank, document.get("dtype") or DEFAULT_DTYPE, template)
+
+
+# A mergekit configuration
+
+
+def _of_configuration(
+    document: Any, file: Path, directories: Mapping[str, Path], problems: Problems, **fetching: Any
+) -> _PreparedMerge | None:
+    """Prepare the merge of a mergekit configuration; None if something is wrong, which is added to `problems`.
+
+    The models are checked even if the rest of the file cannot be read.
+    """
+    warn = problems.warnings.append
+    configuration = read_configuration(document, warn=warn, problems=problems.of_file)
+    is_read = not problems
+    named = {part for model in configuration.models for part in (model, *split_adapter(model)) if part}
+    if is_read and (unknown := sorted(set(directories) - named)):
+        problems.add(f"has no model {', '.join(unknown)}; it names {', '.join(configuration.models)}")
+    aliases = aliases_of(configuration.models)
+    places: dict[str, str | Path] = {}
+    adapted: dict[str, str | Path] = {}
+    for model, alias in aliases.items():
+        whole, adapter = split_adapter(model)
+        with problems.collected():
+            place = directories.get(model) or place_of(adapter or whole, directories, file, warn)
+            if adapter is not None and whole != configuration.base:
+                adapted[alias] = place_of(whole, directories, file, warn)
+            places[alias] = place
+    base = aliases.get(configuration.base, "")
+    tokenizer = tokenizer_of(configuration, aliases) if is_read else "base"
+    vocabulary = vocabulary_of(configuration, aliases) if is_read else {}
+    unmerged = {aliases[model]: place for model, place in configuration.unmerged.items()}
+    sources = _opened(base, places, tokenizer, adapted, vocabulary, problems, unmerged)
+    template: str | None = None
+    if sources is not None or configuration.chat_template != "auto":
+        with problems.collected():
+            template = chat_template_of(configuration.chat_template, file, sources)
+    if sources is None or not is_read:
+        return None
+    with problems.collected():
+        check_own_tokens(configuration, aliases, sources, warn)
+    kept = vocabulary_kept(configuration, aliases, sources, warn)
+    if kept != tokenizer:
+        tokenizer, vocabulary = kept, {**vocabulary, "by_id": True}
+        sources = _resolved(base, places, tokenizer, adapted, vocabulary)
+    unknown_contents = {alias: alias for alias in places}
+    layouts = {alias: checkpoint.layout for alias, checkpoint in sources.checkpoints.items()}
+    recipe = to_recipe(
+        configuration, aliases, fingerprints=unknown_contents, layout=layouts[base], layouts=layouts, warn=warn
+    )
+    if problems:
+        return None
+    bank = _bank(sources, **fetching)
+    recipe = replace(recipe, models=bank.family.fingerprints, tokenizer=tokenizer, vocabulary=vocabulary)
+    _check(recipe, bank)
+    return _PreparedMerge(recipe, bank, configuration.dtype or stored_dtype(sources), template)
+
+
+# Models of both
+
+
+def _opened(
+    base: str,
+    places: Mapping[str, str | Path],
+    tokenizer: str,
+    adapted: Mapping[str, str | Path],
+    vocabulary: Mapping[str, Any],
+    problems: Problems,
+    unmerged: Mapping[str, str] | None = None,
+) -> ResolvedFamily | None:
+    """Resolve the models with `_resolved` and add what is wrong to `problems`; None if anything is wrong.
+
+    Models that exist are checked even if others do not. `unmerged` has the names by which messages call the models
+    that are not merged.
+    """
+    if base not in places:
+        return None
+    is_complete = not problems
+    with problems.collected():
+        if is_complete:
+            return _resolved(base, places, tokenizer, adapted, vocabulary, unmerged)
+        _resolved(base, places, "base", adapted, {}, unmerged)
+    return None
+
+
+def _resolved(
+    base: str,
+    directories: Mapping[str, str | Path],
+    tokenizer: str,
+    adapted: Mapping[str, str | Path],
+    vocabulary: Mapping[str, Any],
+    unmerged: Mapping[str, str] | None = None,
+) -> ResolvedFamily:
+    """Resolve the models, `base` first (it may be the only one), and check their headers. Raises InvalidModel.
+
+    `adapted` are the models that adapters change, if that is not the base.
+    """
+    others = {alias: directory for alias, directory in directories.items() if alias != base}
+    if not others:
+        return resolve_model(directories[base], alias=base, adapts=adapted.get(base), vocabulary=vocabulary)
+    return resolve_family(
+        directories[base],
+        others,
+        tokenizer=tokenizer,
+        base_alias=base,
+        adapted=adapted,
+        any_depth=True,
+        vocabulary=vocabulary,
+        names=unmerged,
+    )
+
+
+def _bank(sources: ResolvedFamily, *, downloads: bool = True, note: Callable[[str], None] = logger.info) -> Bank:
+    """Bank of models whose headers were checked; `downloads` fetches those on the hub. Raises InvalidModel."""
+    from workers.merging.bank import Bank
+
+    here = sources.fetched(note=note) if downloads else sources
+    with _patiently(note, "reading the models: fingerprints, NaN and infinity; needed once per model"):
+        return Bank(here, keeps_statistics=False)
+
+
+@contextmanager
+def _patiently(note: Callable[[str], None], text: str) -> Iterator[None]:
+    """Call `note` with `text` if the block takes longer than `PATIENCE_S`."""
+    timer = Timer(PATIENCE_S, note, (text,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,173 @@
+"""Models, vocabulary, chat template and dtype that a mergekit configuration names, and where the models are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from search_spaces.errors import InvalidRecipe
+from workers.mergekit.config import MergekitConfig, split_adapter
+from workers.models.chat_templates import NAMED, most_common
+from workers.models.family import ResolvedFamily
+from workers.models.hub import HUB_ID
+
+__all__ = [
+    "aliases_of",
+    "chat_template_of",
+    "check_own_tokens",
+    "place_of",
+    "stored_dtype",
+    "tokenizer_of",
+    "vocabulary_kept",
+    "vocabulary_of",
+]
+
+
+def place_of(name: str, directories: Mapping[str, Path], file: Path, warn: Callable[[str], None]) -> str | Path:
+    """Directory or hub id of the model or adapter `name`. Raises InvalidRecipe.
+
+    It is what `directories` says, else the directory of that name, relative to the file or to the current directory,
+    else `name` as a hub id.
+    """
+    if name in directories:
+        return directories[name]
+    without_revision, at, _ = name.rpartition("@")
+    for text in (name, without_revision) if at else (name,):
+        path = Path(text).expanduser()
+        for place in (file.parent / path, path):
+            if place.exists():
+                if text != name:
+                    warn(f"{name}: the revision has no effect: {text} is a directory")
+                return place
+    if HUB_ID.fullmatch(name):
+        return name
+    where = "" if Path(name).is_absolute() else f", neither next to {file.name} nor in the current directory"
+    raise InvalidRecipe(f"{name}: there is no such directory{where}; give it with --model {name}=DIR")
+
+
+def aliases_of(models: tuple[str, ...]) -> dict[str, str]:
+    """Alias of each model: the last part of its path or hub id, numbered where equal.
+
+    For MODEL+LORA it is the last part of the adapter's.
+    """
+    aliases: dict[str, str] = {}
+    for model in models:
+        whole, adapter = split_adapter(model)
+        without_revision = (adapter or whole).partition("@")[0]
+        name = re.sub(r"[^\w.-]+", "-", Path(without_revision).name) or "model"
+        alias, number = name, 2
+        while alias in aliases.values() or alias == "union" or (aliases and alias == "base"):
+            alias, number = f"{name}-{number}", number + 1
+        aliases[model] = alias
+    return aliases
+
+
+def tokenizer_of(configuration: MergekitConfig, aliases: Mapping[str, str]) -> str:
+    """Vocabulary of the merged model as the configuration states it: "base", "union", or an alias."""
+    source = configuration.tokenizer_source
+    if source is None or source in ("base", "union", configuration.base):
+        return source if source == "union" else "base"
+    return aliases[source]
+
+
+def vocabulary_of(configuration: MergekitConfig, aliases: Mapping[str, str]) -> dict[str, Any]:
+    """What the configuration says about the merged vocabulary, in the form of a recipe's `vocabulary`."""
+    found: dict[str, Any] = {}
+    if configuration.tokenizer_source == "union":
+        found["by_id"] = True
+    if configuration.pad_to_multiple_of:
+        found["multiple_of"] = configuration.pad_to_multiple_of
+    for token, source in configuration.tokens.items():
+        row = {"model": source.model and aliases[source.model], "token": source.token, "id": source.id}
+        of_token = {key: value for key, value in row.items() if value is not None}
+        found.setdefault("tokens", {})[token] = of_token | ({"force": True} if source.force else {})
+    return found
+
+
+def vocabulary_kept(
+    configuration: MergekitConfig, aliases: Mapping[str, str], sources: ResolvedFamily, warn: Callable[[str], None]
+) -> str:
+    """Choose the merged model's vocabulary: the configured one, or the union if adapters have rows for new tokens.
+
+    It is an alias, "base" or "union"; the union is chosen only without a tokenizer_source. Warns of rows that are left
+    out, and of tokens without a row.
+    """
+    wanted = chosen = tokenizer_of(configuration, aliases)
+    for model, alias in aliases.items():
+        with_rows, without = sources.new_tokens(alias)
+        if (without and alias in (wanted, sources.base_alias)) or (without and sources.checkpoints[alias].base):
+            where = "they get zeros" if alias == wanted else "they are left out"
+            warn(f"{model}: its tokenizer has tokens without a row of their own: {_some(without)}; {where}")
+        if not with_rows or configuration.tokenizer_source is not None:
+            continue
+        if sources.checkpoints[alias].base is not None:
+            chosen = "union"
+            warn(
+                f"{model}: the adapter has rows for tokens of its own: {_some(with_rows)}; the merge has the union of "
+                "all tokens; give tokenizer_source: base to leave them out"
+            )
+        else:
+            warn(
+                f"{model}: its tokens that the base does not have are left out: {_some(with_rows)}; give "
+                "tokenizer_source: union to keep them"
+            )
+    return chosen
+
+
+def check_own_tokens(
+    configuration: MergekitConfig, aliases: Mapping[str, str], sources: ResolvedFamily, warn: Callable[[str], None]
+) -> None:
+    """Warn of tokens that the configuration names without a source, which has no effect.
+
+    Raises InvalidRecipe if a model has no row for such a token.
+    """
+    problems = []
+    for token in configuration.own_tokens:
+        lacking = [model for model, alias in aliases.items() if token not in sources.tokens_with_rows(alias)]
+        if lacking:
+            problems.append(
+                f"tokenizer.tokens.{token}.source: is missing, and {lacking[0]} has no such token; give a model, "
+                "kind: zero, or kind: model_token"
+            )
+        else:
+            warn(f"tokenizer.tokens.{token} has no effect: it has no source, and every model has a row for the token")
+    if problems:
+        raise InvalidRecipe("\n".join(problems))
+
+
+def _some(tokens: Sequence[str]) -> str:
+    return ", ".join(map(repr, tokens[:5])) + (f" and {len(tokens) - 5} more" if len(tokens) > 5 else "")
+
+
+def stored_dtype(sources: ResolvedFamily) -> str:
+    """Dtype of the models that are not adapters; float32 if they have several dtypes."""
+    names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+    whole = [checkpoint for checkpoint in sources.checkpoints.values() if checkpoint.base is None]
+    dtypes = {checkpoint.tensors[name].dtype for checkpoint in whole for name in checkpoint.layout.places}
+    return names[dtypes.pop()] if len(dtypes) == 1 else "float32"
+
+
+def chat_template_of(choice: str | None, file: Path, sources: ResolvedFamily | None) -> str | None:
+    """Chat template that a configuration's `chat_template` stands for. Raises InvalidRecipe.
+
+    It is the most common one of `sources` ("auto", for which they must not be None), a published format by its name,
+    the contents of a file, or the text itself.
+    """
+    if choice is None or "{" in choice or "\n" in choice:
+        return choice
+    if choice == "auto":
+        assert sources is not None, "auto without models"
+        wholes = [checkpoint.base or checkpoint for checkpoint in sources.checkpoints.values()]
+        return most_common(whole.directory for whole in wholes)
+    if choice in NAMED:
+        return NAMED[choice]
+    path = Path(choice).expanduser()
+    for place in (file.parent / path, path):
+        if place.is_file():
+            return place.read_text()
+    raise InvalidRecipe(
+        f"chat_template: {choice!r} is neither a name, nor a file, nor a template; give auto, {', '.join(NAMED)}, a "
+        "file in Jinja, or its text"
+    )

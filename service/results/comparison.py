@@ -1,0 +1,70 @@
+"""Rows of the held-out table: estimates of one candidate and its differences from a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from service.results.statistics import Bounds, correlations, estimate, mean_of, paired_difference
+from service.types import Comparison, Estimate
+
+__all__ = ["compare"]
+
+
+def compare(
+    label: str,
+    trial: int,
+    samples: Mapping[str, ArrayLike],
+    *,
+    reference: Mapping[str, ArrayLike] | None = None,
+    mean_over: Sequence[str] = (),
+    documents: Mapping[str, str] | None = None,
+    bounds: Mapping[str, Bounds] | None = None,
+) -> Comparison:
+    """Row of the held-out table, from the values of a candidate's samples.
+
+    Args:
+        label: Name of the candidate.
+        trial: Number of its trial.
+        samples: Values by objective [num_samples], in the metric's unit.
+        reference: Values of the best finalist on the same samples in the same order.
+        mean_over: Objectives of which the row has the unweighted mean, those without samples left out.
+        documents: Name of the data of each objective. Objectives with equal names were scored on the same documents,
+            position by position; an objective without a name has data of its own.
+        bounds: Range of each objective that no sample leaves, where it is known.
+
+    Returns:
+        The estimates (`estimate`), their mean (`mean_of`; None without objectives to average) and, with `reference`,
+        the
+        paired differences "this row minus reference" by objective and, as "mean", of the mean.
+
+    Raises:
+        ValueError: As `estimate` and `paired_difference`.
+    """
+    ranges = bounds or {}
+    averaged = [name for name in mean_over if name in samples]
+    data = [(documents or {}).get(name, name) for name in averaged]
+
+    def mean(estimates: Mapping[str, Estimate], values: Mapping[str, ArrayLike]) -> Estimate:
+        correlation = correlations([values[name] for name in averaged], data)
+        return mean_of([estimates[name] for name in averaged], correlation=correlation)
+
+    estimates = {name: estimate(values, bounds=ranges.get(name)) for name, values in samples.items()}
+    differences = {}
+    if reference is not None:
+        differences = {
+            name: paired_difference(values, reference[name], bounds=ranges.get(name))
+            for name, values in samples.items()
+        }
+        if averaged:
+            minus = {name: np.subtract(samples[name], reference[name]) for name in averaged}
+            differences["mean"] = mean(differences, minus)
+    return Comparison(
+        label=label,
+        trial=trial,
+        values=estimates,
+        mean=mean(estimates, samples) if averaged else None,
+        differences=differences,
+    )

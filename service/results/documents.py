@@ -1,0 +1,171 @@
+"""Documents that result files, report and API share: trials, sample counts, held-out rows and the Pareto front."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from search_spaces.objectives import REFERENCE_COST, Objective, hypervolume
+from service.results.feasibility import sources_of, violations
+from service.results.holdout import FrontVolume
+from service.results.record import RunRecord
+from service.results.selection import costs_of, pareto_front
+from service.schemas.files import (
+    EstimateDocument,
+    HoldoutDocument,
+    ObjectiveDocument,
+    ParetoDocument,
+    SamplesDocument,
+    TrialDocument,
+    VolumeDocument,
+)
+from service.types import Comparison, Estimate, Origin, TrialRecord, TrialState
+
+__all__ = [
+    "estimate_document",
+    "estimate_documents",
+    "holdout_documents",
+    "pareto",
+    "samples_document",
+    "trial_document",
+    "trial_documents",
+]
+
+
+def trial_document(
+    trial: TrialRecord, *, objectives: Sequence[Objective] = (), sources: Sequence[TrialRecord] = ()
+) -> TrialDocument:
+    """Describe a trial.
+
+    Args:
+        trial: The trial.
+        objectives: Objectives of the study.
+        sources: Trials of the study, or at least its source models, which constraints may be relative to.
+    """
+    return {
+        "number": trial.number,
+        "origin": trial.origin.value,
+        "label": trial.label,
+        "state": trial.state.value,
+        "reason": trial.reason,
+        "bracket": trial.bracket,
+        "configuration": None if trial.configuration is None else dict(trial.configuration),
+        "recipe_digest": trial.recipe.digest,
+        "rungs": [
+            {
+                "rung": rung.rung,
+                "samples": dict(rung.num_samples),
+                "values": dict(rung.values),
+                "standard_errors": dict(rung.standard_errors),
+            }
+            for rung in trial.rungs
+        ],
+        "values": dict(trial.values),
+        "standard_errors": dict(trial.standard_errors),
+        "violations": violations(trial.values, objectives, sources),
+        "samples_scored": trial.samples_scored,
+        "samples_reused": trial.samples_reused,
+        "timings_s": dict(trial.timings_s),
+    }
+
+
+def trial_documents(run: RunRecord) -> list[TrialDocument]:
+    """Describe the trials of a run by number."""
+    trials = sorted(run.trials, key=lambda trial: trial.number)
+    return [trial_document(trial, objectives=run.objectives, sources=sources_of(trials)) for trial in trials]
+
+
+def samples_document(run: RunRecord) -> SamplesDocument:
+    """Describe how many samples the trials took, and how many scoring every distinct recipe in full takes."""
+    recipes = {trial.recipe.digest for trial in run.trials if trial.state is not TrialState.FAIL}
+    scored = sum(trial.samples_scored for trial in run.trials)
+    full_budget = len(recipes) * sum(run.full_budget.values())
+    return {
+        "scored": scored,
+        "reused": sum(trial.samples_reused for trial in run.trials),
+        "full_budget": full_budget,
+        "saved": 1 - scored / full_budget if full_budget else None,
+        "per_second": run.samples_per_second,
+    }
+
+
+def estimate_document(estimate: Estimate) -> EstimateDocument:
+    """Describe an estimate."""
+    return {
+        "value": estimate.value,
+        "ci95": list(estimate.ci95),
+        "standard_error": estimate.standard_error,
+        "samples": estimate.samples,
+    }
+
+
+def estimate_documents(estimates: Mapping[str, Estimate]) -> dict[str, EstimateDocument]:
+    """Describe estimates by name."""
+    return {name: estimate_document(estimate) for name, estimate in estimates.items()}
+
+
+def holdout_documents(run: RunRecord) -> list[HoldoutDocument]:
+    """Describe the rows of the held-out stage."""
+    return [_holdout_document(row, run) for row in run.holdout]
+
+
+def _holdout_document(row: Comparison, run: RunRecord) -> HoldoutDocument:
+    held_out = {row.trial: {name: e.value for name, e in row.values.items()} for row in run.holdout}
+    origins = {trial.number: trial.origin for trial in run.trials}
+    digests = {trial.number: trial.recipe.digest for trial in run.trials}
+    return {
+        "label": row.label,
+        "trial": row.trial,
+        "origin": origins.get(row.trial, Origin.SEARCH).value,
+        "values": estimate_documents(row.values),
+        "mean": None if row.mean is None else estimate_document(row.mean),
+        "violations": violations(
+            {name: estimate.value for name, estimate in row.values.items()},
+            run.objectives,
+            sources_of(run.trials),
+            values_of=lambda trial: held_out.get(trial.number, {}),
+        ),
+        "differences": estimate_documents(row.differences),
+        "tokens_per_second": run.tokens_per_second.get(digests.get(row.trial, "")),
+    }
+
+
+def pareto(run: RunRecord) -> ParetoDocument:
+    """Build the content of pareto.json."""
+    front = pareto_front(run.trials, run.objectives)
+    return {
+        "objectives": [_objective_document(objective) for objective in run.objectives],
+        "reference_point": [REFERENCE_COST] * len(run.objectives),
+        "hypervolume": hypervolume([costs_of(trial, run.objectives) for trial in front]),
+        "holdout_hypervolume": _volume_document(run.holdout_volume),
+        "front": [
+            {
+                "trial": trial.number,
+                "label": trial.label,
+                "origin": trial.origin.value,
+                "values": dict(trial.values),
+                "standard_errors": dict(trial.standard_errors),
+                "violations": violations(trial.values, run.objectives, sources_of(run.trials)),
+                "recipe_digest": trial.recipe.digest,
+            }
+            for trial in front
+        ],
+    }
+
+
+def _objective_document(objective: Objective) -> ObjectiveDocument:
+    document: ObjectiveDocument = {
+        "name": objective.name,
+        "direction": objective.direction,
+        "metric": objective.metric,
+    }
+    if objective.range is not None:
+        document["range"] = list(objective.range)
+    if objective.constraints:
+        document["constraints"] = [constraint.text for constraint in objective.constraints]
+    return document
+
+
+def _volume_document(volume: FrontVolume | None) -> VolumeDocument | None:
+    if volume is None:
+        return None
+    return {**estimate_document(volume.holdout), "trials": list(volume.trials), "search": volume.search}

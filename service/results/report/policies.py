@@ -1,0 +1,83 @@
+"""The section on policies that a search has trained: the outcomes of their iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from service.results.record import RunRecord
+from service.results.report.charts import Legend, Plot, legend
+from service.results.report.marks import MAX_ROWS, NUM_COLOURS, evenly
+from service.results.report.scales import Scale, nice_scale
+from service.results.report.texts import number_text
+from service.results.series.policies import PolicySeries, policies
+
+__all__ = ["policies_section"]
+
+
+# Maximum number of points of a line.
+MAX_STEPS = 600
+
+
+def policies_section(run: RunRecord) -> dict[str, Any] | None:
+    """Data that the template draws of the policies; None if there was none."""
+    found = [policy for policy in policies(run).policies if policy.iterations]
+    if not found:
+        return None
+    names = [objective.name for objective in run.objectives]
+    mean = Legend("mean of an iteration", "loss", "line", style=_colour(0))
+    entries = [mean, Legend("one standard deviation", "range", "line")] if len(found) == 1 else [mean]
+    return {
+        "chart": _curves(found),
+        "legend": legend(entries),
+        "names": names,
+        "num_policies": len(found),
+        "num_iterations": sum(len(policy.iterations) for policy in found),
+        "rows": [_policy_row(policy, names) for policy in found[:MAX_ROWS]],
+    }
+
+
+def _colour(number: int) -> str:
+    return f"stroke:var(--c{number % NUM_COLOURS})"
+
+
+def _curves(found: Sequence[PolicySeries]) -> Markup:
+    """Mean outcome over the iterations of each policy; for a single policy with its standard deviation."""
+    every = [(each.outcome, each.outcome_std) for policy in found for each in policy.iterations]
+    spread = len(found) == 1
+    values = [value for mean, std in every for value in ((mean - std, mean + std) if spread else (mean,))]
+    last = max(len(policy.iterations) for policy in found)
+    plot = Plot(
+        Scale(0, max(last, 1), max(1.0, nice_scale((0, last), count=8).step)),
+        nice_scale([0.0, *values]),
+        label="mean outcome of the trials over the iterations of each policy",
+        x_title="iteration of a policy",
+        y_title="outcome",
+        height=300,
+    )
+    for number, policy in enumerate(found):
+        points = [(float(turn), each.outcome) for turn, each in enumerate(policy.iterations, start=1)]
+        if spread:
+            for turn, each in enumerate(policy.iterations, start=1):
+                low, high = each.outcome - each.outcome_std, each.outcome + each.outcome_std
+                plot.line(turn, low, turn, high, css="range")
+        plot.curve(evenly(points, MAX_STEPS), css="loss", style=_colour(number))
+        for (place, outcome), each in zip(points, policy.iterations, strict=True):
+            what = f"{number_text(outcome)}, {number_text(each.length)} layers"
+            title = f"{policy.name}, iteration {each.iteration}: {what}"
+            plot.point(place, outcome, css="mark front", title=title, size=2)
+    return plot.render()
+
+
+def _policy_row(policy: PolicySeries, names: Sequence[str]) -> dict[str, Any]:
+    first, last = policy.iterations[0], policy.iterations[-1]
+    return {
+        "name": policy.name,
+        "preference": [number_text(policy.preference[name]) if name in policy.preference else "any" for name in names],
+        "num_iterations": len(policy.iterations),
+        "first": first.outcome,
+        "last": last.outcome,
+        "length": last.length,
+    }

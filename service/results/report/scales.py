@@ -1,0 +1,67 @@
+"""Scales of charts: from values to positions, with ticks at round values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["Levels", "Scale", "nice_scale"]
+
+# Values closer together are drawn as one: a step between them would be too small for a float.
+MIN_RANGE = 1e-300
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Values from `low` to `high`, with ticks at multiples of `step`."""
+
+    low: float
+    high: float
+    step: float
+
+    def at(self, value: float) -> float:
+        """Position in [0, 1]; values beyond the ends are drawn at the ends."""
+        return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
+
+    @property
+    def ticks(self) -> tuple[float, ...]:
+        first = math.ceil(self.low / self.step - 1e-9)
+        last = math.floor(self.high / self.step + 1e-9)
+        return tuple(index * self.step for index in range(first, last + 1))
+
+    def text(self, tick: float) -> str:
+        """Label of a tick."""
+        decimals = max(0, -math.floor(math.log10(self.step) + 1e-9))
+        return f"{tick + 0.0:,.{decimals}f}"
+
+
+@dataclass(frozen=True)
+class Levels(Scale):
+    """Named values at equal distances: the i-th of `names` is at i + 1."""
+
+    names: tuple[str, ...] = ()
+
+    def text(self, tick: float) -> str:
+        return self.names[round(tick) - 1] if 1 <= round(tick) <= len(self.names) else ""
+
+
+def nice_scale(values: Iterable[float], *, count: int = 5, bounds: tuple[float, float] | None = None) -> Scale:
+    """Scale of about `count` round steps (1, 2 or 5 times a power of ten) that holds all `values`.
+
+    It does not reach beyond `bounds`, unless values do. Without values it runs from 0 to 1.
+    """
+    finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
+    low, high = min(finite), max(finite)
+    if high - low < MIN_RANGE:
+        around = 0.5 * max(abs(low), abs(high)) if max(abs(low), abs(high)) >= MIN_RANGE else 0.5
+        low, high = low - around, high + around
+        if bounds is not None:
+            low, high = max(low, min(bounds[0], finite[0])), min(high, max(bounds[1], finite[0]))
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+    nice_low, nice_high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+    if bounds is not None:
+        nice_low, nice_high = max(nice_low, min(bounds[0], low)), min(nice_high, max(bounds[1], high))
+    return Scale(nice_low, nice_high, step)

@@ -1,0 +1,292 @@
+"""Steps: computations that a searcher requests before it proposes a configuration, such as the gradient of a loss.
+
+A step is a request of the searcher and the result of computing it. It is charged in samples, stored before the searcher
+sees its result, and never computed again: a search that continues after a kill has the same steps. There are five
+kinds:
+
+    losses        the loss of each objective at a point: a forward pass over reference answers
+    gradient      the losses, and the derivatives of their weighted sum by every parameter: with a backward pass
+    completions   which samples a source answered correctly; read from the stored samples
+    note          a decision of the searcher; nothing is computed
+    update        a policy learns from the trials of one iteration
+
+A point has the values of all parameters of a space, in the space's order. Positions are sample positions by objective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Literal, TypeAlias
+
+from pydantic import TypeAdapter
+
+__all__ = [
+    "CompletionsRequest",
+    "CompletionsResult",
+    "CompletionsStep",
+    "GradientRequest",
+    "GradientResult",
+    "GradientStep",
+    "LossesRequest",
+    "LossesResult",
+    "LossesStep",
+    "NoteRequest",
+    "NoteResult",
+    "NoteStep",
+    "Step",
+    "StepRequest",
+    "StepResult",
+    "UpdateRequest",
+    "UpdateResult",
+    "UpdateStep",
+    "read_step",
+    "step_document",
+    "step_of",
+]
+
+
+# Requests.
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """Request for a step; `label` describes it to users."""
+
+    label: str
+
+    @property
+    def num_charged(self) -> int:
+        """Cost of the step, in samples."""
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measurement(_Request):
+    """Request for losses at `point` on the samples at `positions`.
+
+    `completions` names the objectives whose references are the sources' own correct completions.
+    """
+
+    point: tuple[float, ...]
+    positions: Mapping[str, tuple[int, ...]]
+    completions: tuple[str, ...] = ()
+
+    charge: ClassVar[int]
+    """Number of samples that are charged for each sample of the step."""
+
+    @property
+    def num_charged(self) -> int:
+        return self.charge * sum(map(len, self.positions.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossesRequest(_Measurement):
+    """Request for the mean loss of each objective."""
+
+    kind: Literal["losses"] = "losses"
+    charge: ClassVar[int] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientRequest(_Measurement):
+    """Request for losses, and for the derivatives of their sum weighted by `weights`.
+
+    `descent` is the number of the descent that the gradient belongs to, from 0. `preference` is the preference vector
+    of that descent by objective, empty where the study has none.
+    """
+
+    descent: int
+    weights: Mapping[str, float]
+    preference: Mapping[str, float] = field(default_factory=dict)
+    kind: Literal["gradient"] = "gradient"
+    charge: ClassVar[int] = 3  # a backward pass takes twice the arithmetic of a forward pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionsRequest(_Request):
+    """Request for the sources' own correct completions of the objectives named in `completions`."""
+
+    completions: tuple[str, ...]
+    kind: Literal["completions"] = "completions"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoteRequest(_Request):
+    """Decision of the searcher to be stored: `label` is its text, `decision` what was decided."""
+
+    decision: str
+    kind: Literal["note"] = "note"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRequest(_Request):
+    """Request that a policy learn from the trials of `iteration`.
+
+    `preference` is the preference vector of the policy that learns, by objective; empty where there is one policy.
+    """
+
+    iteration: int
+    preference: Mapping[str, float] = field(default_factory=dict)
+    kind: Literal["update"] = "update"
+
+
+StepRequest: TypeAlias = LossesRequest | GradientRequest | CompletionsRequest | NoteRequest | UpdateRequest
+
+
+# Results.
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossesResult:
+    """Mean losses by objective; `failure` is the reason if there are none.
+
+    `recipe` is the digest of the merge at the point, `bank` the fingerprint of its sources.
+    """
+
+    losses: Mapping[str, float] = field(default_factory=dict)
+    recipe: str = ""
+    bank: str = ""
+    failure: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientResult(LossesResult):
+    """Mean losses, and derivatives in the order of the point's values; computing them took `seconds`."""
+
+    gradient: tuple[float, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionsResult:
+    """Sample positions by objective, ascending, each with the trial number of the source that answered it correctly."""
+
+    completions: Mapping[str, tuple[tuple[int, int], ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoteResult:
+    """Empty result of a note, for which nothing is computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateResult:
+    """Statistics of an update by name, and the sha256 of the policy's checkpoint ("" if nothing was learned)."""
+
+    statistics: Mapping[str, float] = field(default_factory=dict)
+    checkpoint: str = ""
+
+
+StepResult: TypeAlias = LossesResult | GradientResult | CompletionsResult | NoteResult | UpdateResult
+
+
+# Steps.
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Step `number` of a study, from 0, computed for the proposal of trial `proposal`."""
+
+    number: int
+    proposal: int
+
+
+@dataclass(frozen=True)
+class LossesStep(_Step):
+    request: LossesRequest
+    result: LossesResult
+
+
+@dataclass(frozen=True)
+class GradientStep(_Step):
+    request: GradientRequest
+    result: GradientResult
+
+
+@dataclass(frozen=True)
+class CompletionsStep(_Step):
+    request: CompletionsRequest
+    result: CompletionsResult
+
+
+@dataclass(frozen=True)
+class NoteStep(_Step):
+    request: NoteRequest
+    result: NoteResult
+
+
+@dataclass(frozen=True)
+class UpdateStep(_Step):
+    request: UpdateRequest
+    result: UpdateResult
+
+
+Step: TypeAlias = LossesStep | GradientStep | CompletionsStep | NoteStep | UpdateStep
+
+_STEP_OF_REQUEST: Mapping[type[StepRequest], type[Step]] = {
+    LossesRequest: LossesStep,
+    GradientRequest: GradientStep,
+    CompletionsRequest: CompletionsStep,
+    NoteRequest: NoteStep,
+    UpdateRequest: UpdateStep,
+}
+
+
+def step_of(number: int, proposal: int, request: StepRequest, result: StepResult) -> Step:
+    """Step with a request and its result, which must be of the same kind."""
+    kind: Any = _STEP_OF_REQUEST[type(request)]
+    step: Step = kind(number, proposal, request, result)
+    return step
+
+
+# JSON. Every stored step has all of these keys, whatever its kind, so that earlier versions can read it.
+
+_REQUEST_KEYS: Mapping[str, Any] = {
+    "point": (),
+    "positions": {},
+    "weights": {},
+    "decision": "",
+    "preference": {},
+    "completions": (),
+    "iteration": 0,
+}
+_RESULT_KEYS: Mapping[str, Any] = {
+    "losses": {},
+    "gradient": (),
+    "seconds": 0.0,
+    "recipe": "",
+    "bank": "",
+    "failure": None,
+    "completions": {},
+    "statistics": {},
+    "checkpoint": "",
+}
+
+_READERS: Mapping[str, TypeAdapter[Any]] = {
+    "losses": TypeAdapter(LossesStep),
+    "gradient": TypeAdapter(GradientStep),
+    "completions": TypeAdapter(CompletionsStep),
+    "note": TypeAdapter(NoteStep),
+    "update": TypeAdapter(UpdateStep),
+}
+
+
+def step_document(step: Step) -> dict[str, Any]:
+    """The request and the result of a step as JSON."""
+    return {
+        "request": {**_REQUEST_KEYS, **asdict(step.request)},
+        "result": {**_RESULT_KEYS, **asdict(step.result)},
+    }
+
+
+def read_step(number: int, proposal: int, document: Mapping[str, Any]) -> Step:
+    """The step that `step_document` wrote, in this version or an earlier one."""
+    request: dict[str, Any] = dict(document["request"])
+    kind = request["kind"]
+    if kind == "gradient" and "descent" not in request:  # earlier versions stored it in the label alone
+        request["descent"] = int(request["label"].removeprefix("descent "))
+    step: Step = _READERS[kind].validate_python(
+        {"number": number, "proposal": proposal, "request": request, "result": document["result"]}
+    )
+    return step

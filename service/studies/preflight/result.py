@@ -1,0 +1,248 @@
+"""What preflight found: a study that can run, and the plan of its search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+
+from search_spaces.baselines import all_baselines
+from search_spaces.costs import ModelSize
+from search_spaces.fidelity import Bracket, bracket_plan
+from search_spaces.objectives import Objective
+from search_spaces.searchers import SEARCHERS
+from search_spaces.spaces.base import DifferentiableSpace, LayeredSpace, SearchSpace
+from search_spaces.study.engine import EngineOptions
+from search_spaces.study.file import Study
+from service.resolved_study import ChainedSource, ResolvedStudy
+from service.studies.preflight.algorithm import Algorithm
+from service.studies.preflight.resources import MemoryPlan
+from service.tune.plan import PROPOSALS_AHEAD, Baseline, Plan
+from service.tune.proposing.gradient_actor import GradientJob
+from service.tune.searchers.base import SearchSetting
+from service.types import Origin
+from workers.file_access import FileAccess
+from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, Family, TaskInfo, TaskSpec
+
+__all__ = ["ExpectedSamples", "PreflightResult", "StudyBudget", "StudyModels", "StudyTasks"]
+
+# Samples per request: the most that a crash loses, and that a replica scores before it looks at its queue again.
+CHUNK_SAMPLES = 512
+
+
+@dataclass(frozen=True)
+class ExpectedSamples:
+    """Samples of the search and of the held-out stage, and of the search with every trial at full budget.
+
+    Under asha the search scores at least that many: it also promotes trials that were best only when they were
+    promoted.
+    """
+
+    search: int
+    holdout: int
+    full_budget: int
+
+
+@dataclass(frozen=True)
+class StudyModels:
+    """The models of a study: they fit together, and vLLM can run them.
+
+    Attributes:
+        family: The base and the experts, with content fingerprints.
+        num_layers: Decoder layers of each model.
+        num_parameters: Parameters of one model.
+        export_bytes: Size of the weights of an exported merge; of the largest, where merges differ in layers.
+        commits: Commits of hub models, by the names in the study file.
+        absent_bytes: Size of the weights that are still on the hub, and were not checked.
+        engine_note: A message for the user about how vLLM runs the models; "" if there is none.
+        chained: The sources that are merges of other studies, by alias.
+        size: Parameters by layer and component, of which costs of recipes are made; None where merges do not differ in
+            them.
+    """
+
+    family: Family
+    num_layers: int
+    num_parameters: int
+    export_bytes: int
+    commits: Mapping[str, str]
+    absent_bytes: int
+    engine_note: str
+    chained: Mapping[str, ChainedSource] = field(default_factory=dict)
+    size: ModelSize | None = None
+
+
+@dataclass(frozen=True)
+class StudyTasks:
+    """The objectives of a study and their tasks, by the name of the objective; `infos` hold the number of samples."""
+
+    objectives: tuple[Objective, ...]
+    search: Mapping[str, TaskSpec]
+    search_infos: Mapping[str, TaskInfo]
+    holdout: Mapping[str, TaskSpec]
+    holdout_infos: Mapping[str, TaskInfo]
+
+
+@dataclass(frozen=True)
+class StudyBudget:
+    """The number of samples of each objective at each rung, and the brackets that the scheduler repeats."""
+
+    rung_samples: tuple[Mapping[str, int], ...]
+    cycle: tuple[Bracket, ...]
+
+
+@dataclass(frozen=True)
+class PreflightResult:
+    """A study that can run.
+
+    Attributes:
+        study: The study file, with directories in place of merges of other studies.
+        models: Its models.
+        tasks: Its objectives and their tasks.
+        budget: Its rungs and brackets.
+        space: Its search space.
+        algorithm: The searcher, and why it was chosen.
+        memory: The memory that it needs.
+        access: The files that it may read; None: all.
+        start: The checkpoints that policies begin with (`service.studies.policies.start`).
+    """
+
+    study: Study
+    models: StudyModels
+    tasks: StudyTasks
+    budget: StudyBudget
+    space: SearchSpace
+    algorithm: Algorithm
+    memory: MemoryPlan
+    access: FileAccess | None = None
+    start: tuple[bytes, ...] = ()
+
+    @property
+    def concurrency(self) -> int:
+        return CHUNKS_IN_FLIGHT_PER_REPLICA * self.study.engine.replicas
+
+    @property
+    def engine_options(self) -> EngineOptions:
+        """Options of the study's engines; `max_layers` is set if merges may have other layers than the base."""
+        options = self.study.engine.options
+        if not isinstance(self.space, LayeredSpace):
+            return options
+        return options.model_copy(update={"max_layers": self.space.max_layers})
+
+    def resolved(self) -> ResolvedStudy:
+        return ResolvedStudy(
+            fingerprints=self.models.family.fingerprints,
+            commits=self.models.commits,
+            num_layers=self.models.num_layers,
+            tasks={name: spec.digest for name, spec in self.tasks.search.items()},
+            holdout_tasks={name: spec.digest for name, spec in self.tasks.holdout.items()},
+            rung_samples=self.budget.rung_samples,
+            max_staleness=self._max_staleness,
+            objectives=self.tasks.objectives,
+            version=version("mergesearch"),
+            access=self.access,
+            algorithm=self.algorithm.name,
+            algorithm_reason=self.algorithm.reason,
+            chained=self.models.chained,
+        )
+
+    @property
+    def _max_staleness(self) -> int:
+        """The largest number of trials that proposals may run ahead of results.
+
+        A policy learns from whole iterations. It proposes half an iteration ahead, so that engines do not wait while it
+        proposes repeated paths, which end immediately, or learns.
+        """
+        staleness = self.concurrency + PROPOSALS_AHEAD
+        if not SEARCHERS[self.algorithm.name].trains_policy:
+            return staleness
+        episodes = self.study.search.hm3.episodes
+        return min(max(staleness, episodes // 2), episodes)
+
+    def search_setting(self, *, num_baselines: int) -> SearchSetting:
+        """The facts about the study that a searcher with steps needs."""
+        given = self.study.search.preferences
+        scored = {
+            name: self.study.search.num_scored(info.num_samples) for name, info in self.tasks.search_infos.items()
+        }
+        return SearchSetting(
+            objectives=tuple(self.tasks.search),
+            num_samples={name: info.num_samples for name, info in self.tasks.search_infos.items()},
+            num_baselines=num_baselines,
+            options=self.study.search,
+            preferences=() if given is None else given.weights(tuple(self.tasks.search), seed=self.study.search.seed),
+            first_fitted=scored if self.study.search.fit_share < 1 else {},
+            family=self.models.family if SEARCHERS[self.algorithm.name].trains_policy else None,
+            start=self.start,
+        )
+
+    def gradient_job(self) -> GradientJob | None:
+        """Input of the gradient actor; None if the space is not differentiable."""
+        if not isinstance(self.space, DifferentiableSpace):
+            return None
+        return GradientJob(self.models.family, self.engine_options, dict(self.tasks.search), self.space)
+
+    @property
+    def _num_repeated(self) -> int:
+        """Number of repeated proposals that end the search: two iterations of every policy.
+
+        If all their paths are known, nothing is left to learn.
+        """
+        search = self.study.search
+        num_vectors = 1 if search.preferences is None else search.preferences.size(len(self.tasks.search))
+        num_policies = 1 if search.hm3.policy == "conditioned" else num_vectors
+        return 2 * max(search.hm3.episodes * num_policies, num_vectors)
+
+    def plan(self, study_id: str, resolved: ResolvedStudy, *, baselines: tuple[Baseline, ...] | None = None) -> Plan:
+        """The plan of the study's driver.
+
+        `resolved` is what was stored when the study was created; the plan keeps its searcher and staleness. `baselines`
+        are those of a study that continues (None: those of a new study).
+        """
+        declared = SEARCHERS[resolved.algorithm or self.study.search.algorithm]
+        return Plan(
+            study_id=study_id,
+            seed=self.study.search.seed,
+            objectives=self.tasks.objectives,
+            tasks=self.tasks.search,
+            holdout_tasks=self.tasks.holdout,
+            rung_samples=self.budget.rung_samples,
+            holdout_samples={name: info.num_samples for name, info in self.tasks.holdout_infos.items()},
+            scheduler=self.study.fidelity.scheduler,
+            cycle=self.budget.cycle,
+            eta=self.study.fidelity.reduction_factor,
+            max_trials=self.study.search.max_trials,
+            max_staleness=resolved.max_staleness,
+            chunk_samples=CHUNK_SAMPLES,
+            bank_fingerprint=self.models.family.fingerprint,
+            baselines=self.baselines() if baselines is None else baselines,
+            error_rate=self.study.fidelity.bound_error_rate,
+            size=self.models.size,
+            waits_for_baselines=declared.waits_for_baselines,
+            **({"max_duplicates": self._num_repeated} if declared.trains_policy else {}),
+        )
+
+    def baselines(self) -> tuple[Baseline, ...]:
+        """The baselines of a new study, scored before the search."""
+        aliases = tuple(expert.alias for expert in self.models.family.experts)
+        found = all_baselines(
+            base=self.models.family.base.alias,
+            experts=aliases,
+            fingerprints=self.models.family.fingerprints,
+            num_layers=self.models.num_layers,
+            tokenizer=self.models.family.tokenizer,
+        )
+        return tuple((Origin(origin), label, recipe) for origin, label, recipe in found)
+
+    def expected_samples(self) -> ExpectedSamples:
+        """Samples the study will score if no trial fails and no two recipes are equal."""
+        totals = [sum(samples.values()) for samples in self.budget.rung_samples]
+        search = len(self.baselines()) * totals[-1]
+        for bracket in bracket_plan(self.budget.cycle, self.study.search.max_trials):
+            paid = 0
+            for rung, size in enumerate(bracket.sizes, start=bracket.first_rung):
+                search += size * (totals[rung] - paid)
+                paid = totals[rung]
+        # Assumes four trials on the front besides the baselines.
+        holdout = sum(info.num_samples for info in self.tasks.holdout_infos.values()) * (len(self.baselines()) + 4)
+        full = (len(self.baselines()) + self.study.search.max_trials) * totals[-1]
+        return ExpectedSamples(search, holdout, full)

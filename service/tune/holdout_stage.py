@@ -1,0 +1,56 @@
+"""The held-out stage: after the search, finalists and baselines are scored on the holdout data."""
+
+from __future__ import annotations
+
+from service.results.selection import held_out
+from service.store import JobWriter
+from service.tune.plan import Plan
+from service.tune.samples.sample_cache import SampleCache
+from service.tune.trials import Trials
+from service.types import EventKind
+from workers.types import Split
+
+__all__ = ["HoldoutStage"]
+
+
+class HoldoutStage:
+    """The trials that are still to be scored on the holdout data. A study without such data has no stage."""
+
+    def __init__(self, plan: Plan, *, trials: Trials, samples: SampleCache, writer: JobWriter) -> None:
+        self.is_started = False
+        self._plan = plan
+        self._trials = trials
+        self._samples = samples
+        self._writer = writer
+        self._left: list[int] = []
+
+    @property
+    def is_finished(self) -> bool:
+        return not self._plan.holdout_samples or (self.is_started and not self._left)
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """The numbers of the trials to score, the first one first."""
+        return tuple(self._left)
+
+    def start(self) -> None:
+        """Choose the trials, once the search has finished. A second call changes nothing."""
+        if self.is_started or not self._plan.holdout_samples:
+            return
+        self.is_started = True
+        self._left = [
+            trial.number
+            for trial in held_out(tuple(self._trials.values()), self._plan.objectives)
+            if self._samples.missing(trial.recipe.digest, 0, Split.HOLDOUT)
+        ]
+        self._writer.add_event(EventKind.HOLDOUT_STARTED, {"trials": list(self._left)})
+
+    def finish(self, number: int) -> None:
+        """Record that all holdout samples of the trial are stored."""
+        self._left.remove(number)
+        self._writer.add_event(EventKind.HOLDOUT_SCORED, {"trial": number})
+
+    def fail(self, number: int, reason: str) -> None:
+        """Record that the trial cannot be scored on the holdout data; it keeps its results of the search."""
+        self._left.remove(number)
+        self._writer.add_event(EventKind.HOLDOUT_FAILED, {"trial": number, "reason": reason})

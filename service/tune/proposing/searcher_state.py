@@ -1,0 +1,111 @@
+"""A searcher in the process that proposes: it receives the steps of its study, and the checkpoints that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from search_spaces.parameters import Parameters
+from service.store.steps import Step, StepRequest, UpdateRequest, UpdateResult
+from service.tune.proposing.checkpoints import checkpoint_digests, kept_iterations
+from service.tune.searchers import get_searcher
+from service.tune.searchers.base import LearningSearcher, Observation, ProposalContext, SearchSetting
+
+__all__ = ["SearcherState"]
+
+
+class SearcherState:
+    """A searcher with the state of its study: parameters, setting, steps, and checkpoints by iteration.
+
+    `call` is what differs between proposals: `number`, `seed`, `observations` and `pending` of `ProposalContext`.
+    """
+
+    def __init__(
+        self,
+        algorithm: str,
+        parameters: Parameters,
+        setting: SearchSetting,
+        steps: Sequence[Step],
+        checkpoints: Mapping[int, bytes],
+    ) -> None:
+        self._searcher = get_searcher(algorithm)
+        self._parameters = parameters
+        self._setting = setting
+        self._steps = list(steps)
+        self._checkpoints = dict(checkpoints)
+        self._last_call: Mapping[str, Any] = {}
+        self._ahead: _Ahead | None = None
+
+    def propose(self, **call: Any) -> StepRequest | dict[str, Any]:
+        """The configuration of a trial, or the step that must be computed first."""
+        self._last_call = call
+        if isinstance(self._searcher, LearningSearcher):
+            self._restore_checkpoints(self._searcher, call)
+        return self._searcher.advance(self._context(call))
+
+    def propose_after(self, step: Step, **call: Any) -> StepRequest | dict[str, Any]:
+        """Propose as `propose` does, after `step` has been stored."""
+        self._steps.append(step)
+        return self.propose(**call)
+
+    def update(self, request: UpdateRequest, **call: Any) -> tuple[UpdateResult, bytes | None]:
+        """Compute an update. Returns its result, and the checkpoint that must be stored before its step."""
+        assert isinstance(self._searcher, LearningSearcher), "a searcher asks for an update, and does not learn"
+        self._restore_checkpoints(self._searcher, call)
+        return self._learn(self._searcher, request.iteration, call)
+
+    def learn_ahead(self) -> None:
+        """Compute the next update early, if the last proposal knew all that it depends on.
+
+        The proposal that needs the update then does not keep engines waiting.
+        """
+        iteration = len(checkpoint_digests(self._steps))
+        if not isinstance(self._searcher, LearningSearcher) or not self._last_call:
+            return
+        if self._ahead is None or self._ahead.iteration != iteration:
+            context = self._context(self._last_call)
+            known = self._searcher.learned_from(context, iteration=iteration)
+            if known is not None:
+                self._ahead = _Ahead(iteration, known, *self._searcher.learn(context, iteration=iteration))
+
+    def _context(self, call: Mapping[str, Any]) -> ProposalContext:
+        return ProposalContext(
+            self._parameters, steps=self._steps, setting=self._setting, checkpoints=self._checkpoints, **call
+        )
+
+    def _learn(
+        self, searcher: LearningSearcher, iteration: int, call: Mapping[str, Any]
+    ) -> tuple[UpdateResult, bytes | None]:
+        context, ahead = self._context(call), self._ahead
+        is_ahead = ahead is not None and ahead.iteration == iteration
+        if ahead is not None and is_ahead and ahead.known == searcher.learned_from(context, iteration=iteration):
+            result, content = ahead.result, ahead.content
+        else:
+            result, content = searcher.learn(context, iteration=iteration)
+        self._ahead = None
+        if content is not None:
+            needed = kept_iterations(iteration + 1, searcher.num_policies(self._setting))
+            every = {**self._checkpoints, iteration: content}
+            self._checkpoints = {number: kept for number, kept in every.items() if number >= needed.start}
+        return result, content
+
+    def _restore_checkpoints(self, searcher: LearningSearcher, call: Mapping[str, Any]) -> None:
+        """Learn from all iterations again, in their order, where a checkpoint is missing."""
+        digests = checkpoint_digests(self._steps)
+        needed = kept_iterations(len(digests), searcher.num_policies(self._setting))
+        if all(number in self._checkpoints for number in needed if digests[number]):
+            return
+        self._checkpoints = {}
+        for iteration in range(len(digests)):
+            self._learn(searcher, iteration, call)
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """An update that was computed before it was asked for, and the observations that it depends on."""
+
+    iteration: int
+    known: Sequence[Observation]
+    result: UpdateResult
+    content: bytes | None

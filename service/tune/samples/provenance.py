@@ -1,0 +1,56 @@
+"""Checks that a result belongs to the requested recipe, weights, source models and prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from service.store import EvidenceRecord
+from service.tune.evaluation import Evaluation
+from workers.errors import EvidenceMismatch
+from workers.types import ScoreResult
+
+__all__ = ["ProvenanceCheck"]
+
+
+class ProvenanceCheck:
+    """Compares each result with the weight checksums and prompt hashes of the results before it.
+
+    `stored` is the evidence of earlier attempts.
+    """
+
+    def __init__(self, bank_fingerprint: str, stored: Iterable[EvidenceRecord]) -> None:
+        self._bank_fingerprint = bank_fingerprint
+        self._checksums: dict[str, str] = {}
+        self._prompts: dict[str, str] = {}
+        for row in stored:
+            self._checksums[row.recipe_digest] = row.weights_checksum
+            self._prompts.update(row.prompts)
+
+    def check(self, evaluation: Evaluation, result: ScoreResult) -> ScoreResult:
+        """The result, with its prompt hashes named "split objective[start:stop]". Raises EvidenceMismatch."""
+        evidence, digest = result.evidence, evaluation.recipe.digest
+        where = f"trial {evaluation.trial}, replica {evidence.replica}"
+        if evidence.recipe_digest != digest:
+            raise EvidenceMismatch(f"{where}: the engine held recipe {evidence.recipe_digest}, not {digest}")
+        if evidence.bank_fingerprint != self._bank_fingerprint:
+            raise EvidenceMismatch(
+                f"{where}: its bank holds sources {evidence.bank_fingerprint}, the study's are "
+                f"{self._bank_fingerprint}: a model directory has changed"
+            )
+        known = self._checksums.setdefault(digest, evidence.weights_checksum)
+        if known != evidence.weights_checksum:
+            raise EvidenceMismatch(
+                f"{where}: recipe {digest} was scored with weights of checksum {known} before, now "
+                f"{evidence.weights_checksum}"
+            )
+        prompts = {}
+        for objective, at in result.values.items():
+            key = f"{evaluation.split} {objective}[{min(at)}:{max(at) + 1}]"
+            prompts[key] = evidence.prompts[objective]
+            if self._prompts.setdefault(key, prompts[key]) != prompts[key]:
+                raise EvidenceMismatch(
+                    f"{where}: the prompts of {key} have hash {prompts[key]}, earlier {self._prompts[key]}: "
+                    "task data or tokenizer have changed"
+                )
+        return replace(result, evidence=replace(evidence, prompts=prompts))

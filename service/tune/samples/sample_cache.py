@@ -1,0 +1,147 @@
+"""The scored samples of one study: which are missing for a recipe, and the estimates of a rung."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from search_spaces.objectives import Objective
+from search_spaces.recipe import Recipe
+from service.results.statistics import estimate
+from service.store import Store
+from service.tune.plan import Plan
+from service.types import RungRecord, TrialRecord
+from workers.types import SampleResult, Span, Split, TaskSpec
+
+__all__ = ["SampleCache"]
+
+
+class SampleCache:
+    """Stored sample values by recipe, in memory, shared by trials with equal recipes.
+
+    The holdout split has a single rung, of all its samples.
+    """
+
+    def __init__(self, plan: Plan, store: Store) -> None:
+        self._plan = plan
+        self._void: dict[tuple[str, str, int], float] = {}  # of the search split, until they are added again
+        self._values = {split: store.sample_values(plan.study_id, split) for split in Split}
+        self.num_scored = sum(len(p) for by in self._values.values() for o in by.values() for p in o.values())
+
+    def add(self, digest: str, split: Split, samples: Sequence[SampleResult]) -> None:
+        values = self._values[split].setdefault(digest, {})
+        for sample in samples:
+            values.setdefault(sample.objective, {})[sample.position] = sample.value
+        self.num_scored += len(samples)
+
+    def take_out(self, digest: str, split: Split, objective: str, position: int) -> None:
+        """Remove a stored sample from the cache: it is missing until it is added again."""
+        value = self._values[split][digest][objective].pop(position)
+        if split == Split.SEARCH:
+            self._void[digest, objective, position] = value
+        self.num_scored -= 1
+
+    def missing(self, digest: str, rung: int, split: Split) -> list[Span]:
+        """The spans of a rung without stored samples.
+
+        Chunks are stored whole, so there are holes only where an attempt was interrupted or samples were removed.
+        """
+        samples, tasks = self._targets(rung, split)
+        known = self._values[split].get(digest, {})
+        missing = {name: [p for p in range(stop) if p not in known.get(name, {})] for name, stop in samples.items()}
+        return _spans(missing, tasks)
+
+    def missing_chunks(self, digest: str, rung: int, split: Split) -> tuple[tuple[Span, ...], ...]:
+        """The missing spans, in chunks of at most the plan's size."""
+        return _chunks(self.missing(digest, rung, split), self._plan.chunk_samples)
+
+    def chunks(self, positions: Mapping[str, Sequence[int]], split: Split) -> tuple[tuple[Span, ...], ...]:
+        """The given positions by objective, ascending, in chunks of at most the plan's size."""
+        return _chunks(_spans(positions, self._targets(-1, split)[1]), self._plan.chunk_samples)
+
+    def rung_record(self, recipe: Recipe, rung: int) -> RungRecord:
+        """The estimates of a finished rung of the search, and the values that follow from the recipe alone.
+
+        All samples of the rung must be stored.
+        """
+        samples = self._plan.rung_samples[rung]
+        known = self._values[Split.SEARCH][recipe.digest]
+        values: dict[str, float] = {}
+        standard_errors: dict[str, float | None] = {}
+        for objective, stop in samples.items():
+            scored = [known[objective][position] for position in range(stop)]
+            if stop == 1 and scored[0] not in (0.0, 1.0):  # a single value of such a metric shows no spread
+                values[objective], standard_errors[objective] = scored[0], None
+            else:
+                found = estimate(scored)
+                values[objective], standard_errors[objective] = found.value, found.standard_error
+        exact = self._plan.recipe_values(recipe)
+        return RungRecord(rung, dict(samples), values | exact, standard_errors | dict.fromkeys(exact, 0.0))
+
+    def differences_of(self, trials: Mapping[int, TrialRecord]) -> Callable[[int, int, int], Sequence[NDArray[Any]]]:
+        """`cost_differences` as a function of the numbers of trial, rival and rung."""
+        return lambda trial, rival, rung: self.cost_differences(trials[trial].recipe, trials[rival].recipe, rung=rung)
+
+    def cost_differences(self, recipe: Recipe, rival: Recipe, *, rung: int) -> tuple[NDArray[np.float64], ...]:
+        """Differences in cost between a recipe and its `rival`, for each objective, in [-1, 1].
+
+        One array per objective [num_samples]: the cost of the recipe minus that of the rival on each sample of the
+        rung, in the order of the samples, which both must have. Costs are clipped to [0, 1]. For an objective that
+        follows from the recipe alone, the array has one number: -1 if the recipe is better, else 1. Samples that were
+        removed count with their old values, as in the decisions that were made with them.
+        """
+
+        def costs(recipe: Recipe, objective: Objective) -> NDArray[np.float64]:
+            known, name = self._values[Split.SEARCH][recipe.digest][objective.name], objective.name
+            positions = range(self._plan.rung_samples[rung][name])
+            values = [known[p] if p in known else self._void[recipe.digest, name, p] for p in positions]
+            return np.clip([objective.cost_of_stored(value) for value in values], 0.0, 1.0)
+
+        def difference(objective: Objective) -> NDArray[np.float64]:
+            if objective.cost_of_recipe is None:
+                return costs(recipe, objective) - costs(rival, objective)
+            own, other = (self._plan.recipe_values(each)[objective.name] for each in (recipe, rival))
+            return np.array([-1.0 if objective.cost_of_stored(own) < objective.cost_of_stored(other) else 1.0])
+
+        return tuple(difference(objective) for objective in self._plan.objectives)
+
+    def _targets(self, rung: int, split: Split) -> tuple[Mapping[str, int], Mapping[str, TaskSpec]]:
+        if split == Split.HOLDOUT:
+            return self._plan.holdout_samples, self._plan.holdout_tasks
+        return self._plan.rung_samples[rung], self._plan.tasks
+
+
+def _spans(positions: Mapping[str, Sequence[int]], tasks: Mapping[str, TaskSpec]) -> list[Span]:
+    """Positions, which must be ascending, as spans."""
+    spans: list[Span] = []
+    for objective, left in positions.items():
+        while left:
+            start = left[0]
+            length = next((i for i, p in enumerate(left) if p != start + i), len(left))
+            spans.append(Span(objective, tasks[objective], start, start + length))
+            left = left[length:]
+    return spans
+
+
+def _chunks(spans: Iterable[Span], limit: int) -> tuple[tuple[Span, ...], ...]:
+    """Spans packed into chunks of at most `limit` samples, in order; longer spans are cut."""
+    chunks: list[tuple[Span, ...]] = []
+    current: list[Span] = []
+    room = limit
+    for span in spans:
+        start = span.start
+        while start < span.stop:
+            stop = min(span.stop, start + room)
+            current.append(replace(span, start=start, stop=stop))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                chunks.append(tuple(current))
+                current, room = [], limit
+    if current:
+        chunks.append(tuple(current))
+    return tuple(chunks)

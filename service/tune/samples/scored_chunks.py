@@ -1,0 +1,99 @@
+"""Scored chunks on their way into the store: checked for provenance, void ones refused, engine faults followed up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from service.results.ranges import out_of_range
+from service.store import JobWriter, Store
+from service.tune.evaluation import Evaluation
+from service.tune.plan import Plan
+from service.tune.samples.provenance import ProvenanceCheck
+from service.tune.samples.rescoring import Rescoring
+from service.tune.samples.sample_cache import SampleCache
+from service.tune.trials import Trials
+from service.types import EventKind
+from workers.errors import EngineFault
+from workers.types import ScoreResult, Split
+
+__all__ = ["ScoredChunks"]
+
+
+class ScoredChunks:
+    """Stores results of engines, and removes those of engines that failed a check.
+
+    `observer` is the observer of `Coordinator`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        trials: Trials,
+        samples: SampleCache,
+        store: Store,
+        writer: JobWriter,
+        observer: Callable[[str], None],
+    ) -> None:
+        self._plan = plan
+        self._trials = trials
+        self._samples = samples
+        self._store = store
+        self._writer = writer
+        self._observer = observer
+        evidence = store.evidence(plan.study_id)
+        self._replicas = {row.replica for row in evidence}
+        self._provenance = ProvenanceCheck(plan.bank_fingerprint, evidence)
+        self._rescoring = Rescoring(plan.study_id, store, writer, samples)
+
+    @property
+    def is_rescoring(self) -> bool:
+        """Whether there are void samples that have not been scored again."""
+        return self._rescoring.is_pending
+
+    def next_rescoring(self, in_flight: Iterable[Evaluation]) -> Evaluation | None:
+        """Void samples to score again, of a recipe that is not in flight."""
+        return self._rescoring.next_evaluation(in_flight, trial_of=self._trials.first_with)
+
+    def report_fault(self, fault: EngineFault) -> None:
+        """Store that an engine failed a check. Raises StudyFailed if too many engines did."""
+        self._rescoring.report(fault)
+        self.look_for_faults()
+
+    def look_for_faults(self, *, at_once: bool = True) -> None:
+        """Learn which engines failed a check in any study; without `at_once` no more often than once a second."""
+        if self._rescoring.look(at_once=at_once):
+            stored = self._store.evidence(self._plan.study_id)
+            valid = [row for row in stored if not self._rescoring.is_void(row.replica, row.canaries)]
+            self._provenance = ProvenanceCheck(self._plan.bank_fingerprint, valid)
+
+    def add(self, evaluation: Evaluation, result: ScoreResult) -> bool:
+        """Store a result. Returns False for one that is void.
+
+        Raises EvidenceMismatch if it is not of the requested recipe, sources or prompts, StudyFailed if samples have
+        other values when they are scored again.
+        """
+        trial, split = evaluation.trial, evaluation.split
+        if self._rescoring.is_void(result.evidence.replica, result.evidence.canaries):
+            return False
+        result = self._provenance.check(evaluation, result)
+        for warning in out_of_range(trial, self._plan.objectives, split, result.values):
+            self._writer.add_event(EventKind.OUT_OF_RANGE, warning.to_json())
+        again, changed = self._rescoring.compare(evaluation, result, self._trials.values())
+        known = tuple(s for s in result.samples if (s.objective, s.position) not in changed)
+        self._writer.record_chunk(trial, split, replace(result, samples=known), again=again)
+        self._observer("commit")
+        replica, engine = result.evidence.replica, result.evidence.engine
+        if replica not in self._replicas:
+            self._replicas.add(replica)
+            self._writer.add_event(EventKind.REPLICA, {"replica": replica, "engine": engine, "trial": trial})
+        self._samples.add(evaluation.recipe.digest, split, result.samples)
+        num_scored = len(known) - len(again) if split is Split.SEARCH else None
+        self._trials.count_chunk(trial, result.timings_s, num_scored=num_scored)
+        return True
+
+    def are_complete(self, evaluation: Evaluation) -> bool:
+        """Whether all samples of the evaluation are stored and valid."""
+        digest, split = evaluation.recipe.digest, evaluation.split
+        return not self._rescoring.has_void(digest, split) and not self._samples.missing(digest, evaluation.rung, split)

@@ -1,0 +1,209 @@
+"""The search of one study: what is proposed and evaluated next, and what follows from each evaluated rung.
+
+Decisions follow from the stored trials alone, so that a resumed search makes those of an uninterrupted one. This module
+knows neither engines nor chunks: its caller reports when a rung of a trial is complete, and when a trial has failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from search_spaces.errors import InvalidStudy, SearchSpaceError
+from search_spaces.spaces.base import SearchSpace
+from service.errors import StudyFailed
+from service.store import BracketRecord, JobWriter
+from service.tune.feasibility import Feasibility
+from service.tune.plan import Plan
+from service.tune.proposing.proposals import Asking, Observations, Proposer
+from service.tune.samples.sample_cache import SampleCache
+from service.tune.schedulers import rung_table
+from service.tune.schedulers.base import Decision, Proposal
+from service.tune.trials import Trials
+from service.types import EventKind, Origin, TrialRecord, TrialState
+from workers.types import Split
+
+__all__ = ["Search"]
+
+
+class Search:
+    """The rung table (promotions) and the searcher (proposals) of one study.
+
+    `brackets` are those of earlier attempts; their decisions are made again, and those that a crash prevented are
+    stored. `observer` and `is_out_of_budget` are those of `Coordinator`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        space: SearchSpace,
+        trials: Trials,
+        brackets: Iterable[BracketRecord],
+        samples: SampleCache,
+        writer: JobWriter,
+        proposer: Proposer,
+        observer: Callable[[str], None],
+        is_out_of_budget: Callable[[], str | None],
+    ) -> None:
+        self.end_reason: str | None = None
+        self._plan = plan
+        self._space = space
+        self._trials = trials
+        self._samples = samples
+        self._writer = writer
+        self._observer = observer
+        self._is_out_of_budget = is_out_of_budget
+        # A study that an earlier version began keeps the format of its recipes.
+        self._keeps_equal = any(trial.recipe.keeps_equal for trial in trials.values())
+        self._asking = Asking(proposer, writer)
+        self._feasibility = Feasibility(plan.objectives, trials)
+        self._observations = Observations(space, plan, self._feasibility)
+        differences = samples.differences_of(trials)
+        self.table = rung_table(plan, violation=self._feasibility.violation, differences=differences)
+        self._replay(tuple(brackets))
+
+    # -- evaluations -----------------------------------------------------------------------------------------------
+
+    def ready(self) -> list[tuple[int, int]]:
+        """The evaluations that may run now, each as (trial, rung), the first one first."""
+        return list(self.table.ready())
+
+    def finish(self, number: int, rung: int) -> None:
+        """Finish a rung of a trial whose samples are all stored, and promote if that completes the rung."""
+        record = self._samples.rung_record(self._trials[number].recipe, rung)
+        try:
+            costs = self._plan.costs(record.values)
+        except InvalidStudy as error:
+            self.fail(number, str(error))
+            return
+        self._trials.finish_rung(number, record, is_last=rung == self.table.last_rung)
+        self._observer("rung")
+        self._know_lower_rungs(self._trials[number])
+        self._apply(self.table.record(number, rung, costs))
+
+    def fail(self, number: int, reason: str) -> None:
+        """Record that the candidate cannot be scored."""
+        self._trials.finish([number], TrialState.FAIL, reason)
+        self._apply(self.table.fail(number))
+
+    def _apply(self, decisions: Iterable[Decision]) -> None:
+        for decision in decisions:
+            pruned = [n for n in decision.pruned if not self._trials[n].state.is_finished]
+            if pruned:
+                self._observer("promotion")
+                reason = decision.reason or f"not promoted from rung {decision.rung}"
+                self._trials.finish(pruned, TrialState.PRUNED, reason)
+
+    def _know_lower_rungs(self, trial: TrialRecord) -> None:
+        """Give the table the costs at the lower rungs of a baseline that is scored in full."""
+        if trial.bracket is None and trial.state is TrialState.COMPLETE:
+            records = (self._samples.rung_record(trial.recipe, rung) for rung in range(self.table.last_rung))
+            lower = {record.rung: record.values for record in records}
+            self.table.know(trial.number, {rung: self._plan.costs(values) for rung, values in lower.items()})
+            self._feasibility.know(trial.number, lower)
+
+    # -- proposals -------------------------------------------------------------------------------------------------
+
+    def ask(self, *, timeout_s: float) -> bool:
+        """Take the searcher's proposal if it is ready, else request one. Returns True if a trial was added."""
+        if not self._feasibility.is_known():
+            return False
+        if self._asking.proposal is None:
+            self._check_limits()
+            proposal = self.table.proposal()
+            if proposal is None:
+                return False
+            self._observer("ask")
+            self._asking.submit(
+                proposal,
+                self._observations.of(proposal, self._trials),
+                tuple(c for n in proposal.pending if (c := self._trials[n].configuration) is not None),
+            )
+        found = self._asking.result(timeout_s=timeout_s)
+        if found is None:
+            return False
+        self._propose(*found)
+        return True
+
+    def _propose(self, proposal: Proposal, configuration: Mapping[str, Any], ask_s: float) -> None:
+        number = proposal.number
+        try:
+            self._space.parameters.check(configuration)
+            configuration = self._space.parameters.repair(configuration)
+            recipe = replace(self._space.to_recipe(configuration), keeps_equal=self._keeps_equal)
+        except SearchSpaceError as error:
+            raise StudyFailed(f"trial {number}: the searcher left the search space: {error}") from error
+        if proposal.opens is not None:
+            first_rung, size = proposal.opens.first_rung, proposal.opens.num_configurations
+            self._writer.open_bracket(BracketRecord(proposal.bracket, first_rung, size))
+            self.table.open_bracket(proposal.bracket, first_rung=first_rung, size=size)
+        self._add(
+            TrialRecord(
+                number=number,
+                origin=Origin.SEARCH,
+                label=f"trial {number}",
+                state=TrialState.WAITING,
+                recipe=recipe,
+                configuration=configuration,
+                bracket=proposal.bracket,
+                timings_s={"ask": ask_s},
+            )
+        )
+        self._check_exhausted()
+        rung = self.table.next_rung(number)
+        if not self._samples.missing(recipe.digest, rung, Split.SEARCH):
+            self.finish(number, rung)
+
+    def _check_exhausted(self) -> None:
+        most = self._plan.max_duplicates
+        if self._trials.num_duplicates_in_a_row() >= most:
+            self._end(f"the last {most} proposals were recipes scored already: the space is exhausted")
+
+    def _check_limits(self) -> None:
+        if not self.table.is_search_over and (reason := self._is_out_of_budget()) is not None:
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        self.end_reason = reason
+        self._writer.add_event(EventKind.SEARCH_ENDED, {"reason": reason})
+        for bracket in self.table.end_search():
+            self._writer.resize_bracket(bracket, self.table.size(bracket))
+            self._apply(self.table.decide(bracket))
+
+    # -- starting and resuming -------------------------------------------------------------------------------------
+
+    def _replay(self, brackets: tuple[BracketRecord, ...]) -> None:
+        """Rebuild the table from what is stored, and store the decisions that a crash prevented."""
+        for bracket in brackets:
+            self.table.open_bracket(bracket.bracket, first_rung=bracket.first_rung, size=bracket.size)
+        for trial in self._trials.values():
+            self._enter(trial)
+        for number, (origin, label, recipe) in enumerate(self._plan.baselines):
+            if number not in self._trials:
+                self._add(TrialRecord(number, origin, label, TrialState.WAITING, recipe))
+        first_rungs = {bracket.bracket: bracket.first_rung for bracket in brackets}
+        decisions: list[Decision] = []
+        for rung in range(len(self._plan.rung_samples)):
+            for trial in self._trials.values():
+                stored = [record for record in trial.rungs if record.rung == rung]
+                if stored:
+                    decisions += self.table.record(trial.number, rung, self._plan.costs(stored[0].values))
+                elif trial.state is TrialState.FAIL and rung == self._rung_of_failure(trial, first_rungs):
+                    decisions += self.table.fail(trial.number)
+        self._apply(decisions)
+        self._check_exhausted()
+
+    def _rung_of_failure(self, trial: TrialRecord, first_rungs: Mapping[int, int]) -> int:
+        if trial.rungs:
+            return trial.rungs[-1].rung + 1
+        return self.table.last_rung if trial.bracket is None else first_rungs[trial.bracket]
+
+    def _add(self, trial: TrialRecord) -> None:
+        self._trials.add(trial)
+        self._enter(trial)
+
+    def _enter(self, trial: TrialRecord) -> None:
+        self.table.add_trial(trial.number, trial.bracket)
+        self._know_lower_rungs(trial)

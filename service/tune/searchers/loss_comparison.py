@@ -1,0 +1,158 @@
+"""Comparison of losses with scores over the baselines: it decides whether a search uses gradients.
+
+A descent lowers losses on reference answers. That helps only where a lower loss comes with a better score, so the
+losses of the baselines in the search space are ranked against their costs first. Where the ranks disagree (as with bare
+answers as references of a task that needs reasoning), the sources' own correct completions are tried as references.
+Where these fail too, gradients are not used. The decision is a note, made once per study; it covers all baselines, as
+the searcher waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+import numpy as np
+
+from service.store.steps import CompletionsRequest, CompletionsStep, LossesRequest, LossesStep, NoteRequest, Step
+from service.tune.searchers.base import Observation, ProposalContext, SearchSetting
+
+__all__ = ["NOT_USED", "USED", "compare", "mean_loss", "rank_correlation", "reference_completions"]
+
+# The decision that a note stores: who proposes trials.
+USED, NOT_USED = "gradient", "smac"
+
+# Samples of each objective on which losses are compared, and the rank correlation from which gradients are used.
+NUM_COMPARED = 16
+MIN_CORRELATION = 0.3
+
+# With fewer baselines than this, gradients are used without a comparison.
+MIN_BASELINES = 4
+
+# With fewer correct completions than this, a loss is too noisy to compare.
+MIN_COMPLETIONS = 8
+
+Correlations = Mapping[str, float]
+
+
+def compare(context: ProposalContext) -> LossesRequest | CompletionsRequest | NoteRequest:
+    """The next step towards the decision, or the decision itself.
+
+    The losses of the baselines are computed on the tasks' reference answers first; then, for the objectives whose
+    losses do not rank like their scores, on the sources' own correct completions.
+    """
+    setting, steps = context.setting, context.steps
+    known = [o for o in context.observations if not o.is_proposed and o.costs is not None]
+    first = _comparisons(steps, on_completions=False)
+    if len(first) < len(known):
+        return _losses_of(context, known[len(first)], {name: setting.fitted(name) for name in setting.objectives})
+    if len(known) < MIN_BASELINES:
+        return _use(f"gradients are used: {len(known)} baselines are too few to compare losses with scores")
+    found = _correlations(known, first, setting)
+    text = f"rank correlation over {len(known)} baselines: {_listed(found)}"
+    failing = tuple(name for name, value in found.items() if value < MIN_CORRELATION)
+    if not failing:
+        return _use(f"gradients are used: losses go with scores ({text})")
+    reason = f"losses do not go with scores ({text}; {MIN_CORRELATION:g} is needed)"
+    if setting.first_fitted:
+        return _refuse(f"{reason}, and no source is scored on the samples that are fitted", setting)
+    completed = reference_completions(steps)
+    if completed is None:
+        return CompletionsRequest(label="correct completions of the sources", completions=failing)
+    few = {name: len(positions) for name, positions in completed.items() if len(positions) < MIN_COMPLETIONS}
+    if few:
+        counts = ", ".join(f"{name} {count}" for name, count in few.items())
+        lack = f"the sources have too few correct completions ({counts}; {MIN_COMPLETIONS} are needed)"
+        return _refuse(f"{reason}, and {lack}", setting)
+    second = _comparisons(steps, on_completions=True)
+    if len(second) < len(known):
+        return _losses_of(context, known[len(second)], completed, completions=failing)
+    again = _correlations(known, second, setting)
+    if min(again.values()) < MIN_CORRELATION:
+        return _refuse(f"{reason}, nor do those on the sources' own correct completions ({_listed(again)})", setting)
+    counts = ", ".join(f"{name} on {len(positions)} samples" for name, positions in completed.items())
+    return _use(
+        f"gradients are used, with the sources' own correct completions as references of {counts}: losses on them go "
+        f"with scores ({_listed(again)}), those on the tasks' reference answers do not ({text}; {MIN_CORRELATION:g} is "
+        "needed)"
+    )
+
+
+def reference_completions(steps: Sequence[Step]) -> Mapping[str, Sequence[int]] | None:
+    """Sample positions that have a correct completion, for the objectives whose references are completions.
+
+    Returns None where completions were not asked for.
+    """
+    for step in steps:
+        if isinstance(step, CompletionsStep):
+            pairs = step.result.completions
+            return {name: [position for position, _ in found] for name, found in pairs.items()}
+    return None
+
+
+def mean_loss(name: str, steps: Sequence[Step]) -> float:
+    """The objective's mean loss over the baselines, on the references that gradients use; 1 where it is unknown."""
+    on_completions = name in (reference_completions(steps) or {})
+    compared = [s for s in _comparisons(steps, on_completions=on_completions) if s.result.failure is None]
+    return fmean(step.result.losses[name] for step in compared) if compared else 1.0
+
+
+def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
+    """Spearman's rank correlation, with equal values at their mean rank.
+
+    It is 0 where one side is constant or has fewer than two values.
+    """
+    from scipy.stats import rankdata
+
+    if len(left) < 2 or len(set(left)) == 1 or len(set(right)) == 1:
+        return 0.0
+    return float(np.corrcoef(rankdata(left), rankdata(right))[0, 1])
+
+
+def _losses_of(
+    context: ProposalContext,
+    baseline: Observation,
+    positions: Mapping[str, Sequence[int]],
+    *,
+    completions: tuple[str, ...] = (),
+) -> LossesRequest:
+    """Request for the losses of a baseline on the first NUM_COMPARED of each objective's `positions`."""
+    return LossesRequest(
+        label=f"trial {baseline.number}",
+        point=tuple(float(baseline.configuration[parameter.name]) for parameter in context.parameters),
+        positions={name: tuple(each[:NUM_COMPARED]) for name, each in positions.items()},
+        completions=completions,
+    )
+
+
+def _use(text: str) -> NoteRequest:
+    return NoteRequest(label=text, decision=USED)
+
+
+def _refuse(reason: str, setting: SearchSetting) -> NoteRequest:
+    if setting.preferences:
+        reason += "; it does not use the preference vectors"
+    return NoteRequest(label=f"gradients are not used, smac proposes: {reason}", decision=NOT_USED)
+
+
+def _comparisons(steps: Sequence[Step], *, on_completions: bool) -> list[LossesStep]:
+    found = [step for step in steps if isinstance(step, LossesStep)]
+    return [step for step in found if bool(step.request.completions) is on_completions]
+
+
+def _correlations(known: Sequence[Observation], compared: Sequence[LossesStep], setting: SearchSetting) -> Correlations:
+    """Rank correlation between losses and costs, for each compared objective."""
+    found = {}
+    for index, name in enumerate(setting.objectives):
+        if name in compared[0].request.positions:
+            pairs = [
+                (step.result.losses[name], o.costs[index])
+                for step, o in zip(compared, known, strict=True)
+                if step.result.failure is None and o.costs is not None
+            ]
+            found[name] = rank_correlation([loss for loss, _ in pairs], [cost for _, cost in pairs])
+    return found
+
+
+def _listed(correlations: Correlations) -> str:
+    return ", ".join(f"{name} {value:.2f}" for name, value in correlations.items())

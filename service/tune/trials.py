@@ -1,0 +1,78 @@
+"""The trials of one study, in memory and in the store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from service.store import JobWriter
+from service.types import Origin, RungRecord, TrialRecord, TrialState
+
+__all__ = ["Trials"]
+
+
+class Trials(Mapping[int, TrialRecord]):
+    """Every trial in its present state, by number, ascending. A change is stored before it is visible.
+
+    `stored` are the trials of earlier attempts.
+    """
+
+    def __init__(self, stored: Sequence[TrialRecord], writer: JobWriter) -> None:
+        self._writer = writer
+        self._trials = {trial.number: trial for trial in sorted(stored, key=lambda trial: trial.number)}
+        self._first: dict[str, int] = {}
+        for trial in self._trials.values():
+            self._first.setdefault(trial.recipe.digest, trial.number)
+
+    def __getitem__(self, number: int) -> TrialRecord:
+        return self._trials[number]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._trials)
+
+    def __len__(self) -> int:
+        return len(self._trials)
+
+    def first_with(self, digest: str) -> TrialRecord:
+        """The first trial with the recipe of this digest."""
+        return self._trials[self._first[digest]]
+
+    def num_duplicates_in_a_row(self) -> int:
+        """How many of the newest trials are proposals whose recipe an earlier trial has."""
+        count = 0
+        for trial in reversed(self._trials.values()):
+            if trial.origin is not Origin.SEARCH or self._first[trial.recipe.digest] == trial.number:
+                break
+            count += 1
+        return count
+
+    def add(self, trial: TrialRecord) -> None:
+        """Add a trial, whose number is the next one."""
+        assert trial.number == len(self._trials), f"trial {trial.number} is not the next one"
+        self._writer.add_trial(trial)
+        self._trials[trial.number] = trial
+        self._first.setdefault(trial.recipe.digest, trial.number)
+
+    def count_chunk(self, number: int, timings_s: Mapping[str, float], *, num_scored: int | None) -> None:
+        """Count a chunk that was stored: its timings and, for the search, its samples."""
+        self._trials[number] = self._trials[number].after_chunk(timings_s, num_scored)
+
+    def finish_rung(self, number: int, rung: RungRecord, *, is_last: bool) -> None:
+        """Store the estimates of a rung; the last rung completes the trial."""
+        trial = self._trials[number]
+        rungs = (*trial.rungs, rung)
+        # Every rung counts with all its samples. Those that were not scored for this trial were reused from lower rungs
+        # or from trials with an equal recipe.
+        reused = sum(sum(record.num_samples.values()) for record in rungs) - trial.samples_scored
+        finished = replace(trial, rungs=rungs, samples_reused=reused)
+        if is_last:
+            values, errors = rung.values, rung.standard_errors
+            finished = replace(finished, state=TrialState.COMPLETE, values=values, standard_errors=errors)
+        self._writer.finish_rung(number, rung, samples_reused=reused, state=finished.state if is_last else None)
+        self._trials[number] = finished
+
+    def finish(self, numbers: Sequence[int], state: TrialState, reason: str) -> None:
+        """End trials as pruned or failed."""
+        self._writer.finish_trials(numbers, state, reason)
+        for number in numbers:
+            self._trials[number] = replace(self._trials[number], state=state, reason=reason)

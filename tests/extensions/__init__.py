@@ -1,0 +1,1 @@
+"""CONTRIBUTING's recipes, each followed literally in a copy of the repository."""

@@ -1,0 +1,320 @@
+"""A stored fine-tuning and its driver: the expert as an artifact, events, and how it ends; without Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.cluster.session import RaySession
+from service.disk import artifacts_dir, job_dir, locked
+from service.errors import Conflict
+from service.jobs.base import Resources
+from service.jobs.driver import drive
+from service.jobs.finetune import ray_train
+from service.jobs.finetune.directory import EXPERT_DIR, FAILURE_FILE
+from service.jobs.finetune.events import _HistoryEvents, _is_older
+from service.jobs.finetune.study import begin_study
+from service.jobs.finetune.training import run_finetune
+from service.jobs.heartbeat import Heartbeat
+from service.resolved_study import ResolvedStudy
+from service.results.training import stored_analysis
+from service.store import Store
+from service.store.artifacts import ArtifactStore
+from service.studies.chains import SOURCES
+from service.types import EventKind, JobRecord, JobState
+from tests.builders import tiny_llama
+from workers.errors import InvalidTask, TrainingFailed
+from workers.file_access import FileAccess
+from workers.training.finetuning.fleet import Analysis, Pipeline, parse_pipeline
+from workers.training.finetuning.history import CHECKPOINTS, METRICS, History
+from workers.training.finetuning.result import TRAINING_FILE
+from workers.training.finetuning.spec import FinetuneSpec, parse_spec
+
+
+def fit(spec: FinetuneSpec, directory: Path, access: FileAccess | None) -> None:
+    """Train in this process, without Ray Train."""
+    ray_train.train_here(spec, directory, report=lambda _: None, is_writer=True, access=access)
+
+
+def no_scorer(*_: Any) -> Any:
+    raise AssertionError("fine-tunings score nothing")
+
+
+def with_fit(fit: Any) -> Resources:
+    """Resources without Ray, whose trainings are those of `fit`."""
+    session = RaySession(is_own=True, dashboard_url=None)
+    return Resources(ray=lambda: nullcontext(session), scorer=no_scorer, fit=fit)
+
+
+HERE = with_fit(fit)
+
+
+def stored(store: Store, pipeline: Pipeline, **facts: Any) -> JobRecord:
+    return store.create_job(kind="finetune", name=pipeline.name, document=pipeline.canonical(), accepted=facts)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store(f"sqlite:///{tmp_path / 'mergesearch.db'}")
+    yield store
+    store.close()
+
+
+def spec_of(directory: Path, **training: Any) -> FinetuneSpec:
+    if not (directory / "base").exists():
+        tiny_llama(directory / "base")
+        rows = [json.dumps({"prompt": f"{i}=", "completion": str(i)}) for i in range(20)]
+        (directory / "data.jsonl").write_text("\n".join(rows) + "\n")
+    document = {
+        "name": "sums",
+        "base": "base",
+        "data": {"file": "data.jsonl", "max_length": 64},
+        "method": {"scale": 0.002},
+        "training": {"steps": 3, "batch": 2, **training},
+    }
+    return parse_spec(document, directory)
+
+
+def pipeline_of(directory: Path) -> Pipeline:
+    spec = spec_of(directory)
+    return Pipeline(spec.name, {spec.name: spec}, None, None, is_fleet=False)
+
+
+def test_a_driver_trains_the_expert_and_stores_it(store: Store, tmp_path: Path) -> None:
+    record = stored(store, replace(pipeline_of(tmp_path), analysis=Analysis()))
+    work_dir = job_dir(tmp_path, record.id)
+    assert drive(store, record.id, work_dir=work_dir, resources=HERE) == 0
+    after = store.job(record.id)
+    analysis = stored_analysis(store, record.id)
+    assert analysis is not None
+    (fleet,) = analysis["fleets"]
+    assert (fleet["name"], [vector["expert"] for vector in fleet["task_vectors"]]) == ("mergopt", ["sums"])
+    assert (after.state, after.kind, after.reason) == (JobState.COMPLETE, "finetune", None)
+    updates = [event.payload for event in store.events(record.id, kinds=[EventKind.TRAINING])]
+    assert {update["expert"] for update in updates} == {"sums"}
+    assert [step for update in updates for step, _ in update["losses"]] == [1, 2, 3]
+    assert after.progress is not None
+    assert after.progress["experts"]["sums"]["steps"] == after.progress["experts"]["sums"]["step"] == 3
+    artifacts = ArtifactStore(store, artifacts_dir(tmp_path))
+    found = artifacts.get(record.id, "sums")
+    assert found.facts["steps"] == 3
+    out = artifacts.write_to(found, tmp_path / "copy")
+    assert (out / "model.safetensors").exists()
+    # The artifact is the only copy; what is needed to go on is not needed any more.
+    assert not (work_dir / EXPERT_DIR).exists()
+    assert not (work_dir / CHECKPOINTS).exists()
+
+
+def test_trained_expert_is_an_artifact(store: Store, tmp_path: Path) -> None:
+    """A fleet has an artifact for each expert as soon as it is trained."""
+    spec = spec_of(tmp_path).canonical()
+    alone = {"data": spec.pop("data")}
+    record = stored(store, parse_pipeline({**spec, "experts": {"one": alone, "two": alone}}))
+    artifacts = ArtifactStore(store, artifacts_dir(tmp_path))
+    begun = []
+
+    def interrupted(spec: FinetuneSpec, directory: Path, access: FileAccess | None) -> None:
+        begun.append(spec.name)
+        if begun == ["one", "two"]:
+            raise ConnectionError("Ray is gone")
+        fit(spec, directory, access)
+
+    work_dir = job_dir(tmp_path, record.id)
+    assert drive(store, record.id, work_dir=work_dir, resources=with_fit(interrupted)) == 1
+    assert store.job(record.id).state is JobState.STOPPED
+    assert [artifact.name for artifact in artifacts.of(record.id)] == ["one"]
+    assert drive(store, record.id, work_dir=work_dir, resources=with_fit(interrupted)) == 0
+    assert begun == ["one", "two", "two"]
+    assert [artifact.name for artifact in artifacts.of(record.id)] == ["one", "two"]
+    told = [event.payload["expert"] for event in store.events(record.id, kinds=[EventKind.TRAINING])]
+    assert list(dict.fromkeys(told)) == ["one", "two"]
+
+
+def test_pipeline_study_follows_its_experts(store: Store, tmp_path: Path) -> None:
+    """A pipeline's study is created once its experts are trained."""
+    spec = spec_of(tmp_path).canonical()
+    alone = {"data": spec.pop("data")}
+    task = {"file": str(tmp_path / "data.jsonl"), "answer": "{{completion}}", "max_tokens": 4}
+    study = {
+        "name": "merge",
+        "search_space": {"kind": "lfs", "layer_groups": 1},
+        "search": {"algorithm": "random", "max_trials": 2},
+        "fidelity": {"scheduler": "none"},
+        "objectives": [{"name": "sums", "task": task, "metric": "exact_match"}],
+        "engine": {"max_model_len": 32},
+    }
+    pipeline = parse_pipeline({**spec, "experts": {"one": alone, "two": {**alone, "seed": 1}}, "study": study})
+    record = store.create_job(
+        kind="finetune",
+        name=pipeline.name,
+        document=pipeline.canonical(),
+        accepted={"access": asdict(FileAccess((str(tmp_path / "base"), str(tmp_path / "data.jsonl"))))},
+    )
+    assert drive(store, record.id, work_dir=job_dir(tmp_path, record.id), resources=HERE) == 0
+    assert store.job(record.id).reason is None
+    (merging,) = store.jobs("search")
+    assert (merging.name, merging.state) == ("merge", JobState.CREATED)
+    experts = merging.document["models"]["experts"]
+    for alias, place in experts.items():
+        assert Path(place).parent == tmp_path / SOURCES
+        assert json.loads((Path(place) / TRAINING_FILE).read_text())["specification"]["name"] == alias
+    assert ResolvedStudy.of(merging).access == FileAccess(
+        (str(tmp_path / "base"), str(tmp_path / "data.jsonl"), str(tmp_path / SOURCES))
+    )
+    artifacts = ArtifactStore(store, artifacts_dir(tmp_path))
+    assert begin_study(store, store.open_attempt(record.id), pipeline, artifacts) == merging
+    assert [event.payload["study"] for event in store.events(record.id, kinds=[EventKind.STUDY])] == [merging.id]
+
+
+def test_an_evaluation_is_told_after_its_update(store: Store, tmp_path: Path) -> None:
+    """Both have the same step; the evaluation may come any time later, also in another driver."""
+    record = stored(store, pipeline_of(tmp_path))
+    place = tmp_path / "place"
+    place.mkdir()
+    history = History(place / METRICS, is_writer=True, report=lambda _: None)
+    update = {"steps": 50, "seconds": 0.1}
+    for step in range(1, 26):
+        history.add({"step": step, "loss": float(step), **update})
+    writer = store.open_attempt(record.id)
+    _HistoryEvents(store, writer, Heartbeat(writer, 0.0), {"sums": place}).store_new()
+    history.add({"step": 25, "values": {"math": 0.5}})
+    heartbeat = Heartbeat(writer, 0.0)
+    later = _HistoryEvents(store, writer, heartbeat, {"sums": place})
+    later.store_new()
+    later.store_new()
+    first, second = [event.payload for event in store.events(record.id, kinds=[EventKind.TRAINING])]
+    assert (first["step"], first["loss"], len(first["losses"])) == (25, 25.0, 9)
+    assert first["losses"][:2] == [[3, 2.0], [6, 5.0]]
+    assert second == {"expert": "sums", "step": 25, "values": {"math": 0.5}}
+    assert heartbeat.progress == {
+        "experts": {"sums": {"step": 25, "steps": 50, "loss": 25.0, "seconds": 0.1, "values": {"math": 0.5}}}
+    }
+    history.forget_after(20)  # a worker has died and goes on from a checkpoint
+    history.add({"step": 21, "loss": 21.0, **update})
+    history.add({"step": 26, "loss": 26.0, **update})
+    later.store_new()
+    assert store.events(record.id, kinds=[EventKind.TRAINING])[-1].payload["losses"] == [[26, 26.0]]
+
+
+def test_a_training_that_waits_for_workers_is_not_stuck(store: Store, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    spec, worker = place / "spec", place / "worker"
+    assert not _is_older(worker, spec)
+    spec.touch()
+    assert _is_older(worker, spec)
+    worker.touch()
+    os.utime(spec, (1, 1))
+    assert not _is_older(worker, spec)
+
+
+def test_a_driver_waits_for_the_one_before_it(store: Store, tmp_path: Path) -> None:
+    record = stored(store, pipeline_of(tmp_path))
+    work_dir = job_dir(tmp_path, record.id)
+    with locked(work_dir):
+        assert drive(store, record.id, work_dir=work_dir, resources=HERE) == 1
+    waiting = store.job(record.id)
+    assert waiting.state is JobState.STOPPED
+    assert "is using this directory" in str(waiting.reason)
+    assert drive(store, record.id, work_dir=work_dir, resources=HERE) == 0
+
+
+def test_driver_reads_accepted_directories(store: Store, tmp_path: Path) -> None:
+    """A driver reads only what was allowed when its job was accepted."""
+    (tmp_path / "other").mkdir()
+    record = store.create_job(
+        kind="finetune",
+        name="sums",
+        document=pipeline_of(tmp_path).canonical(),
+        accepted={"access": asdict(FileAccess((str(tmp_path / "other"),)))},
+    )
+    assert drive(store, record.id, work_dir=job_dir(tmp_path, record.id), resources=HERE) == 0
+    after = store.job(record.id)
+    assert after.state is JobState.FAILED
+    assert "is not below a directory that studies may read" in str(after.reason)
+
+
+def test_lists_tell_kinds_apart(store: Store, tmp_path: Path) -> None:
+    record = stored(store, pipeline_of(tmp_path))
+    assert [study.id for study in store.jobs("finetune")] == [record.id]
+    assert store.jobs("search") == ()
+    assert len(store.jobs()) == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"), [("data", "data.jsonl: cannot be read"), ("rate", "the loss is"), ("base", "base: does not")]
+)
+def test_what_is_wrong_ends_it_with_the_reason(store: Store, tmp_path: Path, damage: str, reason: str) -> None:
+    spec = spec_of(tmp_path)
+    if damage == "data":
+        (tmp_path / "data.jsonl").unlink()
+    if damage == "base":
+        (tmp_path / "base").rename(tmp_path / "away")
+    if damage == "rate":
+        changed = {"training": spec.training.model_copy(update={"learning_rate": 1e38, "max_gradient_norm": None})}
+        spec = spec.model_copy(update={**changed, "method": spec.method.model_copy(update={"kind": "sgd"})})
+    record = stored(store, Pipeline(spec.name, {spec.name: spec}, None, None, is_fleet=False))
+    assert drive(store, record.id, work_dir=job_dir(tmp_path, record.id), resources=HERE) == 0
+    after = store.job(record.id)
+    assert after.state is JobState.FAILED
+    assert reason in str(after.reason)
+
+
+def test_a_directory_is_of_one_specification(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    summary = run_finetune(spec_of(tmp_path), out, resources=HERE)
+    assert run_finetune(spec_of(tmp_path), out, resources=HERE) == summary
+    with pytest.raises(Conflict, match=r"holds another fine-tuning \('sums'\), which differs in training"):
+        run_finetune(spec_of(tmp_path, steps=4), out, resources=HERE)
+    (tmp_path / "other" / EXPERT_DIR).mkdir(parents=True)
+    with pytest.raises(Conflict, match="holds a model that this fine-tuning did not make"):
+        run_finetune(spec_of(tmp_path), tmp_path / "other", resources=HERE)
+
+
+def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
+    with locked(tmp_path / "out"), pytest.raises(Conflict, match="is using this directory"):
+        run_finetune(spec_of(tmp_path), tmp_path / "out", resources=HERE)
+
+
+def test_nothing_is_started_for_data_that_cannot_be_used(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path)
+    (tmp_path / "data.jsonl").write_text("{\n")
+    resources = with_fit(lambda *_: pytest.fail("it was started"))
+    with pytest.raises(InvalidTask, match="line 1: not JSON"):
+        run_finetune(spec, tmp_path / "out", resources=resources)
+
+
+def test_a_failed_training_says_so_and_may_be_tried_again(tmp_path: Path) -> None:
+    failure = {"error": "TrainingFailed", "message": "step 2: the loss is nan"}
+    failing = with_fit(lambda _, directory, __: (directory / FAILURE_FILE).write_text(json.dumps(failure)))
+    with pytest.raises(TrainingFailed, match="step 2: the loss is nan"):
+        run_finetune(spec_of(tmp_path), tmp_path / "out", resources=failing)
+    assert run_finetune(spec_of(tmp_path), tmp_path / "out", resources=HERE)["steps"] == 3
+
+
+def test_a_worker_of_an_earlier_driver_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_train, "PREDECESSOR_WAIT_S", 0.5)
+    late = pytest.raises(TimeoutError, match="still writes here")
+    with ray_train._alone(tmp_path), late, ray_train._alone(tmp_path):
+        pass
+    with ray_train._alone(tmp_path):
+        pass
+
+
+def test_ray_train_gets_evaluations_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its controller takes one report in two seconds: a training that reports every update has no more updates."""
+    import ray.train
+
+    reported: list[dict[str, Any]] = []
+    monkeypatch.setattr(ray.train, "report", reported.append)
+    for step in (1, 2):
+        ray_train._report({"step": step, "loss": 0.5})
+    ray_train._report({"step": 2, "values": {"sums": 0.25}})
+    assert reported == [{"step": 2, "sums": 0.25}]

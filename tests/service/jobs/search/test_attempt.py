@@ -1,0 +1,196 @@
+"""What follows when an engine cannot use what preflight has accepted, or fails a check before a study's end."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from search_spaces.spaces.base import AlignedSpace, LayerPair
+from search_spaces.study.file import load_study, parse_study
+from service.errors import StudyFailed, StudyUnusable
+from service.jobs.heartbeat import Heartbeat
+from service.jobs.search.attempt import _reason_to_fail, execute, stored_alignments, with_alignments
+from service.resolved_study import ResolvedStudy
+from service.store import Store
+from service.store.artifacts import ArtifactStore
+from service.studies.preflight.examine import examine
+from service.studies.preflight.result import PreflightResult
+from service.types import EventKind, JobRecord, JobState
+from tests.builders import tiny_family
+from tests.end_to_end.studies import undisturbed, write_small_study
+from tests.service.sums import sums_study, write_sums
+from tests.service.tune.harness import trial_list
+from workers.alignments.pairs import AlignmentInputs
+from workers.cache import CACHE_VARIABLE
+from workers.errors import EngineUnavailable, EvidenceMismatch
+from workers.serving.deployment import deploy_scorer
+from workers.serving.fake import FakeScorer
+from workers.types import CanaryReport
+
+UNUSABLE = StudyUnusable("the chat template refuses these messages")
+NO_ENGINE = EngineUnavailable("no engine to score with: models/math has changed")
+
+# vLLM is asked about models that nothing else has.
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path_factory.getbasetemp() / "findings"))
+    tiny_family(tmp_path / "models", experts=("math", "text"))
+    write_sums(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def preflight(directory: Path) -> PreflightResult:
+    return examine(parse_study(sums_study(directory / "models", data_dir=directory)))
+
+
+@pytest.fixture
+def record(directory: Path, preflight: PreflightResult) -> Iterator[JobRecord]:
+    store = Store(f"sqlite:///{directory / 'study.db'}")
+    yield store.create_job(
+        kind="search", name="sums", document=preflight.study.canonical(), accepted=preflight.resolved().to_json()
+    )
+    store.close()
+
+
+def test_engine_refusal_fails_the_study(record: JobRecord, preflight: PreflightResult) -> None:
+    """An engine's refusal of unchanged models fails the study."""
+    assert _reason_to_fail(UNUSABLE, record, preflight) == str(UNUSABLE)
+    assert _reason_to_fail(EvidenceMismatch("another merge"), record, preflight) == "another merge"
+    assert _reason_to_fail(NO_ENGINE, record, preflight) is None
+
+
+@pytest.mark.parametrize("error", [UNUSABLE, NO_ENGINE])
+def test_changed_or_absent_models(
+    record: JobRecord, preflight: PreflightResult, directory: Path, error: Exception
+) -> None:
+    """Changed models fail the study; it waits for absent ones."""
+    shutil.move(directory / "models" / "math", directory / "away")
+    assert _reason_to_fail(error, record, preflight) is None
+    shutil.copytree(directory / "models" / "text", directory / "models" / "math")
+    reason = str(_reason_to_fail(error, record, preflight))
+    assert "fingerprints of math have changed since it was started" in reason
+    assert reason.endswith(f"; an engine says: {error}")
+
+
+def test_changed_data_fail_the_study(record: JobRecord, preflight: PreflightResult, directory: Path) -> None:
+    file = directory / "search.jsonl"
+    file.write_text(file.read_text().replace("1", "2"))
+    assert "tasks of sums have changed" in str(_reason_to_fail(UNUSABLE, record, preflight))
+
+
+@dataclass
+class FirstFails(FakeScorer):
+    """The first of the processes that share `directory` fails its check; the others are well."""
+
+    directory: str = ""
+
+    def __post_init__(self) -> None:
+        marker = Path(self.directory, "started")
+        self._is_first = not marker.exists()
+        marker.touch()
+
+    def check(self) -> tuple[CanaryReport, ...]:
+        if self._is_first and self._fault is None:
+            raise self._failed_check()
+        return super().check()
+
+
+def test_failed_last_check_resumes_the_study(ray_cluster: None, tmp_path: Path) -> None:
+    """A replica that fails the check before the end resumes the study."""
+    from ray import serve
+
+    (tmp_path / "models").mkdir()
+    study_file = write_small_study(tmp_path / "models", name="faults", rungs=[8, 24], max_trials=4)
+    preflight = examine(load_study(study_file))
+    store = Store(f"sqlite:///{tmp_path / 'study.db'}")
+    document = preflight.study.canonical()
+    study = store.create_job(
+        kind="search", name="faults", document=document, accepted=preflight.resolved().to_json()
+    ).id
+    fake = partial(FirstFails, bank_fingerprint=preflight.models.family.fingerprint, directory=str(tmp_path))
+    scorer = deploy_scorer(
+        preflight.models.family,
+        preflight.engine_options,
+        name="fails-late",
+        make_worker=fake,
+        health_check_period_s=0.5,
+    )
+    writer = store.open_attempt(study)
+    view: Any = SimpleNamespace(update=lambda _: None, note=lambda _: None)
+    heartbeat = Heartbeat(writer, 0.0)
+    place: Any = {"work_dir": tmp_path / "ray", "artifacts": ArtifactStore(store, tmp_path)}
+    execute(store, writer, preflight, scorer, heartbeat=heartbeat, view=view, **place)
+    serve.delete("fails-late")
+
+    record = store.job(study)
+    assert record.state is JobState.COMPLETE
+    (fault,) = [event.payload for event in store.events(study, kinds=(EventKind.ENGINE_FAULT,))]
+    (again,) = [event.payload for event in store.events(study, kinds=(EventKind.SCORED_AGAIN,))]
+    assert fault["samples"] == again["samples"] > 0
+    assert len({row.replica for row in store.evidence(study)}) == 2
+    assert trial_list(store, study) == undisturbed(study_file, tmp_path / "alone", resolved=ResolvedStudy.of(record))
+    store.close()
+
+
+# Alignments.
+
+
+@pytest.fixture
+def aligned(directory: Path) -> PreflightResult:
+    search_space = {"kind": "hm3", "alignment": "moments"}
+    search = {"algorithm": "random", "max_trials": 4}
+    file = directory / "search.jsonl"
+    file.write_text(file.read_text() * (100 // len(file.read_text().splitlines()) + 1))
+    document = sums_study(directory / "models", data_dir=directory)
+    return examine(parse_study({**document, "search_space": search_space, "search": search}))
+
+
+def test_alignments_are_stored(directory: Path, aligned: PreflightResult, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alignments are stored with the study, and recipes name them."""
+    store = Store(f"sqlite:///{directory / 'aligned.db'}")
+    study = store.create_job(
+        kind="search", name="a", document=aligned.study.canonical(), accepted=aligned.resolved().to_json()
+    ).id
+    asked: list[Any] = []
+
+    def learned(place: Path, inputs: AlignmentInputs, pairs: Any, *, before: Any, note: Any) -> dict[LayerPair, str]:
+        asked.append((place, inputs.kind, {*inputs.pool}, dict(before)))
+        if len(asked) == 3:
+            raise StudyFailed("1 of 20 alignments were lost")
+        return {pair: str(number) for number, pair in enumerate(pairs)}
+
+    monkeypatch.setattr("service.tune.proposing.alignments.alignments_in", learned)
+    place: Any = {"directory": directory / "kept", "note": lambda _: None}
+    for attempt in range(2):
+        found = with_alignments(aligned, store, store.open_attempt(study), **place)
+        assert isinstance(found.space, AlignedSpace)
+        names = stored_alignments(store, study)
+        assert names == {pair: str(number) for number, pair in enumerate(found.space.pairs)}
+        assert found.models.family.alignments_dir == str(directory / "kept")
+        assert asked[attempt] == (directory / "kept", "moments", {"math", "text"}, names if attempt else {})
+        rng = np.random.default_rng(0)
+        drawn = [found.space.to_recipe(found.space.parameters.sample(rng)) for _ in range(20)]
+        named = {layer.alignment for recipe in drawn for layer in recipe.layers} - {None}
+        assert named
+        assert named <= {*names.values()}
+    with pytest.raises(StudyFailed, match="were lost"):
+        with_alignments(aligned, store, store.open_attempt(study), **place)
+    assert store.job(study).state is JobState.FAILED
+    store.close()
+
+
+def test_a_space_without_alignments_is_left_as_it_is(record: JobRecord, preflight: PreflightResult) -> None:
+    store: Any = None  # nothing is read or written
+    assert with_alignments(preflight, store, store, directory=Path(), note=lambda _: None) is preflight

@@ -1,0 +1,114 @@
+"""How a study's driver ends: what may come back is waited for, what cannot ends the study."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces.study.file import parse_study
+from service.cluster.session import RaySession
+from service.jobs.base import Resources
+from service.jobs.driver import drive
+from service.store import Store
+from service.studies.preflight.examine import examine
+from service.types import JobState
+from tests.builders import tiny_family
+from tests.service.sums import sums_study, write_sums
+from workers.errors import EngineUnavailable
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    tiny_family(tmp_path / "models", experts=("math", "text"))
+    write_sums(tmp_path)
+    return tmp_path / "models"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store(f"sqlite:///{tmp_path / 'mergesearch.db'}")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def study(store: Store, models: Path, tmp_path: Path) -> str:
+    """Accepted, and worked on for 100 s."""
+    parsed = parse_study(sums_study(models, data_dir=tmp_path))
+    resolved = examine(parsed).resolved()
+    record = store.create_job(kind="search", name="sums", document=parsed.canonical(), accepted=resolved.to_json())
+    store.open_attempt(record.id).heartbeat(wall_clock_s=100.0)
+    return record.id
+
+
+def with_scorer(scorer: Any) -> Resources:
+    """Resources with this scorer, and no Ray."""
+    session = RaySession(is_own=True, dashboard_url=None)
+    return Resources(ray=lambda: nullcontext(session), scorer=scorer, fit=lambda *_: None)
+
+
+def ends_waiting(store: Store, study: str, tmp_path: Path, resources: Resources | None = None) -> str:
+    """The driver's exit code asks for another one, and no time was used up. Returns what is waited for."""
+    assert drive(store, study, work_dir=tmp_path / "work", resources=resources) == 1
+    record = store.job(study)
+    assert record.state is JobState.STOPPED
+    assert record.wall_clock_s == 100.0
+    assert record.waiting_for == f"its next driver: {record.reason}"
+    event = store.events(study)[-1]
+    assert (event.kind, event.payload) == ("waiting", {"reason": record.reason})
+    return str(record.reason)
+
+
+def test_absent_model_waits_changed_one_ends(store: Store, study: str, models: Path, tmp_path: Path) -> None:
+    """A study waits for an absent model and ends because of a changed one."""
+    away = tmp_path / "unmounted"
+    shutil.move(models / "math", away)
+    for number in (1, 2):
+        assert "models/math: does not exist" in ends_waiting(store, study, tmp_path)
+        assert store.consecutive_waits(study) == number
+    shutil.copytree(models / "text", models / "math")
+    assert drive(store, study, work_dir=tmp_path / "work") == 0
+    record = store.job(study)
+    assert record.state is JobState.FAILED
+    assert "fingerprints of math have changed since it was started" in str(record.reason)
+
+
+@pytest.mark.parametrize(
+    "error", [EngineUnavailable("no GPU is free"), ConnectionError("no Ray"), OSError(5, "Input/output error")]
+)
+def test_an_engine_ray_or_disk_that_is_away_is_waited_for(
+    store: Store, study: str, tmp_path: Path, error: Exception
+) -> None:
+    def unavailable(*_: Any) -> Any:
+        raise error
+
+    resources = with_scorer(unavailable)
+    assert ends_waiting(store, study, tmp_path, resources) == str(error)
+
+
+def test_a_driver_says_that_it_waits_for_an_engine(store: Store, study: str, tmp_path: Path) -> None:
+    told: list[str | None] = []
+
+    def starting(*_: Any) -> Any:
+        told.append(store.job(study).waiting_for)
+        raise EngineUnavailable("no GPU is free")
+
+    resources = with_scorer(starting)
+    assert ends_waiting(store, study, tmp_path, resources) == "no GPU is free"
+    assert told == ["an engine to start"]
+
+
+def test_an_error_of_the_program_is_counted(store: Store, study: str, tmp_path: Path) -> None:
+    def broken(*_: Any) -> Any:
+        raise KeyError("x")
+
+    resources = with_scorer(broken)
+    before = store.consecutive_failures(study)
+    assert drive(store, study, work_dir=tmp_path / "work", resources=resources) == 1
+    assert store.job(study).reason == "KeyError: 'x'"
+    assert (store.consecutive_failures(study), store.consecutive_waits(study)) == (before + 1, 0)

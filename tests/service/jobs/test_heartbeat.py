@@ -1,0 +1,134 @@
+"""A driver's heartbeat goes on while the driver hangs, and says since when it has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from service.errors import StaleAttempt
+from service.jobs.heartbeat import PATIENCE_CHUNKS, PREPARING_PATIENCE_S, SCORING_PATIENCE_S, Heartbeat
+from service.jobs.search import attempt
+from service.store import JobWriter, Store
+from service.types import JobState
+from tests.service.tune.harness import coordinator_of, new_study, score
+from workers.serving.fake import FakeScorer
+from workers.types import ScoreResult, Split
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store, _ = new_study(tmp_path)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def writer(store: Store) -> JobWriter:
+    return store.open_attempt(store.jobs()[0].id)
+
+
+def idle_s(store: Store) -> float:
+    """As the last heartbeat says it."""
+    study = store.jobs()[0]
+    assert study.heartbeat_at is not None
+    assert study.progressed_at is not None
+    return study.heartbeat_at - study.progressed_at
+
+
+def wait_for_heartbeat(store: Store) -> None:
+    before = store.jobs()[0].heartbeat_at
+    while store.jobs()[0].heartbeat_at == before:
+        time.sleep(0.01)
+
+
+def test_a_driver_that_hangs_stays_alive_and_is_idle(store: Store, writer: JobWriter) -> None:
+    with Heartbeat(writer, 0.0, interval_s=0.02) as heartbeat:
+        time.sleep(0.5)
+        wait_for_heartbeat(store)
+        assert idle_s(store) > 0.5
+        writer.set_state(JobState.RUNNING)
+        wait_for_heartbeat(store)
+        wait_for_heartbeat(store)
+        assert idle_s(store) < 0.3, "something was stored"
+        time.sleep(0.4)
+        heartbeat.progressed()
+        wait_for_heartbeat(store)
+        wait_for_heartbeat(store)
+        assert idle_s(store) < 0.3, "it said so"
+
+
+def test_idle_limit_follows_chunks(store: Store, writer: JobWriter) -> None:
+    """The time that a driver may be idle follows from the time of its chunks."""
+    heartbeat = Heartbeat(writer, 0.0)
+    assert heartbeat.patience_s == PREPARING_PATIENCE_S
+    heartbeat.min_patience_s = SCORING_PATIENCE_S
+    assert heartbeat.patience_s == SCORING_PATIENCE_S
+    study, coordinator = writer.job_id, coordinator_of(store, writer.job_id)
+    evaluation = coordinator.next_evaluation()
+    assert evaluation is not None
+    result = score(FakeScorer(), evaluation, 0)
+    assert isinstance(result, ScoreResult)
+    writer = store.open_attempt(study)
+    heartbeat = Heartbeat(writer, 0.0)
+    heartbeat.min_patience_s = SCORING_PATIENCE_S
+    for timings_s, longest_s in (({"score": 90.0, "wait": 30.0}, 120.0), ({"score": 2.0}, 120.0)):
+        writer.record_chunk(evaluation.trial, Split.SEARCH, replace(result, timings_s=timings_s))
+        assert heartbeat.patience_s == PATIENCE_CHUNKS * longest_s
+    heartbeat.send()
+    assert store.job(study).patience_s == PATIENCE_CHUNKS * 120.0
+
+
+def test_waiting_time_is_not_counted(store: Store, writer: JobWriter) -> None:
+    """Time without a chunk is not counted while the driver only waits."""
+    heartbeat = Heartbeat(writer, 100.0)
+    time.sleep(0.2)
+    writer.set_state(JobState.RUNNING)
+    heartbeat.send()
+    assert store.jobs()[0].wall_clock_s > 100.2
+    heartbeat.discount()
+    assert store.jobs()[0].wall_clock_s == 100.0
+
+
+class Starting(FakeScorer):
+    is_up = False
+
+    def is_starting(self) -> bool:
+        return not self.is_up
+
+
+def test_driver_reports_waiting_for_engine(store: Store, writer: JobWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that waits for an engine says so until it receives results."""
+
+    def waits_for() -> str | None:
+        watch.look()
+        return store.jobs()[0].waiting_for
+
+    monkeypatch.setattr(attempt, "ENGINE_CHECK_S", 0.05)
+    scorer = Starting()
+    heartbeat = Heartbeat(writer, 0.0)
+    watch = attempt._EngineWatch(scorer, writer, heartbeat)
+    assert waits_for() is None
+    for _ in range(3):
+        time.sleep(0.1)
+        assert waits_for() == "an engine to start"
+        assert heartbeat.idle_s < 0.1, "the start of an engine is progress"
+    writer.set_state(JobState.RUNNING)
+    assert waits_for() is None
+    scorer.is_up = True
+    time.sleep(0.1)
+    assert waits_for() is None
+    assert heartbeat.idle_s >= 0.1
+
+
+def test_heartbeat_reports_a_takeover(store: Store, writer: JobWriter) -> None:
+    """The heartbeat tells a driver that another has taken over."""
+    with Heartbeat(writer, 0.0, interval_s=0.02) as heartbeat:
+        heartbeat.check()
+        store.open_attempt(writer.job_id)
+        time.sleep(0.5)
+        with pytest.raises(StaleAttempt, match=r"attempt 1 may not write, attempt 2 has taken over"):
+            heartbeat.check()

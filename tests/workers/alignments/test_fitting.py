@@ -1,0 +1,124 @@
+"""Fitted maps between layers: moments by hand, and a network that is never worse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from workers.alignments.alignment import Alignment
+from workers.alignments.fitting import FittedAlignment, MlpOptions, discrepancy, fit_alignment, fit_mlp, fit_moments
+
+QUICK = MlpOptions(epochs=6, batch=128)
+
+
+def scale_of(aligned: FittedAlignment) -> torch.Tensor:
+    return aligned.alignment.tensors()["scale"]
+
+
+def rows(num: int, channels: int, *, seed: int, mixes: float = 0.0) -> torch.Tensor:
+    """Of channels with their own mean and deviation, which go together where `mixes` is above 0."""
+    generator = torch.Generator().manual_seed(seed)
+    plain = torch.randn(num, channels, generator=generator)
+    shared = torch.randn(num, 1, generator=generator)
+    own = torch.rand(channels, generator=generator) + 0.5
+    return (plain + mixes * shared) * own + torch.randn(channels, generator=generator)
+
+
+# Formulas.
+
+
+def test_the_discrepancy_is_that_of_mean_variance_and_covariance() -> None:
+    x = torch.tensor([[0.0, 0.0], [2.0, 2.0]])  # means 1, variances 2, covariance 2
+    y = torch.tensor([[1.0, 4.0], [3.0, 2.0]])  # means 2 and 3, variances 2, covariance -2
+    # Unit 2: means (1 + 4) / 2 / 2, variances 0, CORAL 2 * 4^2 / (4 * 2^2) / 2^2.
+    assert float(discrepancy(x, y)) == pytest.approx(1.25 + 0.5)
+    assert float(discrepancy(x, x)) == 0
+
+
+def test_moments_are_matched_and_constant_channels_only_shifted() -> None:
+    x = torch.tensor([[0.0, 5.0], [2.0, 5.0]])
+    y = torch.tensor([[10.0, 1.0], [16.0, 3.0]])
+    found = fit_moments(x, y)
+    assert {name: tensor.tolist() for name, tensor in found.tensors().items()} == {
+        "scale": [3.0, 1.0],
+        "shift": [10.0, -3.0],
+    }
+    assert found(x).tolist() == [[10.0, 2.0], [16.0, 2.0]]
+    assert found.to(dtype=torch.bfloat16)(x.bfloat16()).dtype is torch.bfloat16
+
+
+def test_a_projection_is_applied_as_a_matrix() -> None:
+    found = Alignment(projection=torch.tensor([[1.0, 2.0], [0.0, 1.0]]), shift=torch.tensor([0.5, 0.0]))
+    assert found(torch.tensor([[1.0, 1.0]])).tolist() == [[3.5, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        (torch.zeros(4, 2), torch.zeros(4, 3), "layers of 2 and 3 channels cannot be aligned; give equal hidden sizes"),
+        (torch.zeros(1, 2), torch.zeros(1, 2), "1 rows of activations have no variance; give at least 2"),
+        (torch.zeros(3, 2), torch.zeros(4, 2), "3 and 4 rows of activations; both layers read the same texts"),
+    ],
+)
+def test_what_cannot_be_aligned_is_refused(x: torch.Tensor, y: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit_moments(x, y)
+    with pytest.raises(ValueError, match=message):
+        fit_mlp((x, y), (x, y), seed=0)
+
+
+# The network.
+
+
+def test_the_network_learns_covariances_that_moments_leave() -> None:
+    x, y = rows(1800, 12, seed=0), rows(1800, 12, seed=1, mixes=2.0)
+    out = (x[1400:], y[1400:])
+    learned = fit_mlp((x[:1400], y[:1400]), out, seed=0)
+    assert learned.after < 0.7 * learned.moments < learned.before
+    assert learned.alignment.tensors()["projection"].shape == (12, 12)
+    # What is stated is what the projection does.
+    assert float(discrepancy(learned.alignment(out[0]), out[1])) == pytest.approx(learned.after, rel=1e-4)
+
+
+def test_fitting_stops_early() -> None:
+    """Fitting stops early with moments where held-out rows gain nothing."""
+    x, y = rows(300, 6, seed=0), rows(300, 6, seed=1)
+    moments = fit_moments(x, y)
+    held_out = (x, moments(x))  # nothing is left to gain
+    learned = fit_mlp((x, y), held_out, seed=0, options=MlpOptions(epochs=15, patience=2))
+    assert learned.epochs == 2
+    assert learned.after == learned.moments
+    found, expected = learned.alignment.tensors(), moments.tensors()
+    assert torch.allclose(found["projection"], torch.diag(expected["scale"]))
+    assert torch.allclose(found["shift"], expected["shift"])
+
+
+def test_it_is_the_same_again_and_no_random_state_moves() -> None:
+    x, y = rows(100, 5, seed=0), rows(100, 5, seed=1, mixes=1.0)
+    torch.manual_seed(3)
+    first = fit_mlp((x, y), (x, y), seed=4, options=QUICK)
+    drawn = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.rand(1))
+    assert fit_mlp((x, y), (x, y), seed=4, options=QUICK).to_bytes() == first.to_bytes()
+
+
+def test_an_alignment_is_read_back() -> None:
+    x, y = rows(60, 5, seed=0), rows(60, 5, seed=1)
+    first = fit_alignment("moments", x, y, torch.arange(60) % 5 == 4)
+    again = FittedAlignment.from_bytes(first.to_bytes())
+    assert torch.equal(scale_of(again), scale_of(first))
+    assert (again.before, again.moments, again.after, again.epochs) == (first.before, first.after, first.after, 0)
+    for content in (b"", b"{}", first.to_bytes()[:40], save({"before": x})):
+        with pytest.raises(ValueError, match="not an alignment"):
+            FittedAlignment.from_bytes(content)
+
+
+def test_held_out_rows_are_not_learned_from() -> None:
+    x, y = rows(60, 5, seed=0), rows(60, 5, seed=1)
+    held_out = torch.arange(60) % 5 == 4
+    damaged = torch.where(held_out[:, None], 1e6, x)
+    assert torch.equal(
+        scale_of(fit_alignment("moments", x, y, held_out)), scale_of(fit_alignment("moments", damaged, y, held_out))
+    )

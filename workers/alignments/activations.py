@@ -1,0 +1,113 @@
+"""The input of each layer of a model, recorded while the model reads prompts.
+
+The first token of each text is left out. In trained models its activations are larger than all others by orders of
+magnitude (Sun et al., "Massive Activations in Large Language Models", 2024), so that they would dominate the alignment.
+
+Axes: L layers, N tokens, D channels of the residual stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workers.errors import InvalidModel
+
+__all__ = ["Activations", "read_activations"]
+
+# Every fifth text is held out.
+HELD_OUT_EVERY = 5
+
+# Tokens that are kept, evenly over all texts, and tokens of one forward pass.
+MAX_ROWS, MAX_TOKENS = 4096, 16_384
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The residual stream `before` [L + 1, N, D] each of L layers, then after the last, in float32.
+
+    `is_held_out` [N] tells the tokens of the texts that alignments are not learned from.
+    """
+
+    before: Tensor
+    is_held_out: Tensor
+
+    def after(self, layer: int) -> Tensor:
+        """The output [N, D] of a layer."""
+        return self.before[layer + 1]
+
+
+def read_activations(model: Any, prompts: Sequence[Sequence[int]]) -> Activations:
+    """Read the prompts with a transformers model, and record its activations.
+
+    Raises InvalidModel if the model does not list its layers.
+    """
+    layers = getattr(getattr(model, model.base_model_prefix), "layers", None)
+    if layers is None or len(layers) != model.config.num_hidden_layers:
+        raise InvalidModel((f"alignment: {type(model).__name__} does not list its layers",))
+    texts = [index for index, prompt in enumerate(prompts) if len(prompt) > 1]
+    num_rows = sum(len(prompts[index]) - 1 for index in texts)
+    step = max(1, math.ceil(num_rows / MAX_ROWS))
+    parts: list[Tensor] = []
+    held_out: list[bool] = []
+    with _Recorder(layers) as recorder, torch.no_grad():
+        for batch in _batches(texts, prompts):
+            width = max(len(prompts[index]) for index in batch)
+            tokens = torch.zeros(len(batch), width, dtype=torch.long)
+            for row, index in enumerate(batch):
+                tokens[row, : len(prompts[index])] = torch.tensor(prompts[index])
+            model(input_ids=tokens.to(model.device), use_cache=False, logits_to_keep=1)
+            before = recorder.take()
+            for row, index in enumerate(batch):
+                chosen = range(1 + index % step, len(prompts[index]), step)
+                parts.append(before[:, row, list(chosen)].cpu())
+                held_out += [index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1] * len(chosen)
+    return Activations(torch.cat(parts, dim=1), torch.tensor(held_out))
+
+
+def _batches(texts: Sequence[int], prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """Batches of texts of similar length, each with at most MAX_TOKENS padded tokens, or one text."""
+    batch: list[int] = []
+    for index in sorted(texts, key=lambda each: (len(prompts[each]), each)):
+        if batch and (len(batch) + 1) * len(prompts[index]) > MAX_TOKENS:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+class _Recorder:
+    """A context in which each forward pass records the input of every layer and the output of the last one."""
+
+    def __init__(self, layers: Any) -> None:
+        self._layers = layers
+        self._found: list[Tensor] = []
+
+    def __enter__(self) -> _Recorder:
+        self._hooks = [
+            layer.register_forward_pre_hook(
+                lambda _, args, kwargs: self._found.append(args[0] if args else kwargs["hidden_states"]),
+                with_kwargs=True,
+            )
+            for layer in self._layers
+        ]
+        last = self._layers[-1].register_forward_hook(
+            lambda _, __, output: self._found.append(output[0] if isinstance(output, tuple) else output)
+        )
+        self._hooks.append(last)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def take(self) -> Tensor:
+        """The recorded activations [L + 1, rows, columns, D] of the last forward pass."""
+        found, self._found = torch.stack(self._found).float(), []
+        return found

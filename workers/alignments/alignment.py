@@ -1,0 +1,75 @@
+"""The tensors of one alignment, and what it computes.
+
+The output of layer t, h, is mapped to the input of layer t + 1:
+
+    projection    W h + b,      W [hidden, hidden], b [hidden]
+    moments       a * h + b,    a, b [hidden], for each channel
+
+b is optional. The paper "HM3: Hierarchical Multi-Objective Model Merging for Pretrained Models" fits such modules
+between layers of different models.
+
+With scales, engines and transformers compute with g = h / c (`workers.merging.residual_scales`), where an alignment is
+W g + b / c: its shift is divided as the branches of the next layer are. The weights of an ordinary checkpoint cannot
+contain an alignment: a norm divides by the length of its input, and W and a change this length in a way that depends on
+h. Therefore `residual_scales.branch_factors` refuses alignments, and exports contain a model class of their own
+(`workers.alignments.export`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+__all__ = ["Alignment"]
+
+
+@dataclass(frozen=True, eq=False)
+class Alignment:
+    """A `projection` [hidden, hidden] or a `scale` [hidden], and optionally a `shift` [hidden].
+
+    Raises ValueError for other tensors or shapes, and for values that are NaN or infinite.
+    """
+
+    projection: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if (self.projection is None) == (self.scale is None):
+            raise ValueError("expected a projection or a scale, and not both")
+        hidden = self.hidden_size
+        for name, tensor in self.tensors().items():
+            expected = (hidden, hidden) if name == "projection" else (hidden,)
+            if tuple(tensor.shape) != expected:
+                raise ValueError(f"{name} is {list(tensor.shape)}; expected {list(expected)}")
+            if not torch.isfinite(tensor).all():
+                raise ValueError(f"{name} has values that are NaN or infinite")
+
+    @property
+    def hidden_size(self) -> int:
+        of = self.scale if self.projection is None else self.projection
+        assert of is not None
+        return of.shape[-1] if of.ndim else 0
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors that are present, by name."""
+        named = {"projection": self.projection, "scale": self.scale, "shift": self.shift}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def to(self, *, device: torch.device | str = "cpu", dtype: torch.dtype) -> Self:
+        """A copy on `device`, rounded to `dtype`."""
+        return type(self)(**{name: tensor.to(device, dtype) for name, tensor in self.tensors().items()})
+
+    def __call__(self, stream: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        """The aligned residual stream [..., hidden].
+
+        `factor` is one over the product of the scales so far, by which `stream` was divided.
+        """
+        shift = self.shift if self.shift is None or factor == 1 else self.shift * factor
+        if self.projection is not None:
+            return torch.nn.functional.linear(stream, self.projection, shift)
+        assert self.scale is not None
+        scaled = stream * self.scale
+        return scaled if shift is None else scaled + shift

@@ -1,0 +1,74 @@
+"""The tensors, configuration and model class that the checkpoint of a merge with alignments has.
+
+transformers cannot load such a checkpoint without the model class, `modeling_aligned.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from search_spaces.errors import InvalidRecipe
+from search_spaces.recipe import Recipe
+from workers.alignments.recipes import PlacedAlignment, alignments_before, read_alignments
+from workers.merging.bank import Bank
+
+__all__ = ["CLASSES", "MODELING_FILE", "AlignedParts", "aligned_parts"]
+
+# The module that is copied to the checkpoint.
+MODELING_FILE = Path(__file__).with_name("modeling_aligned.py")
+
+# The prefix of the class names in that module, by model type.
+CLASSES = {"llama": "AlignedLlama", "mistral": "AlignedMistral", "qwen2": "AlignedQwen2", "qwen3": "AlignedQwen3"}
+
+
+class AlignedParts:
+    """The alignments of a merge, by the number of the layer that each is before, in the dtype of the export."""
+
+    def __init__(self, placed: Mapping[int, PlacedAlignment], model_type: str) -> None:
+        self._placed = placed
+        self._model_type = model_type
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of the alignments, by their names in the checkpoint."""
+        return {
+            f"model.layers.{index}.alignment.{name}": tensor
+            for index, each in self._placed.items()
+            for name, tensor in each.alignment.tensors().items()
+        }
+
+    def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The configuration of the merge without alignments, extended by what the model class reads."""
+        name = CLASSES[self._model_type]
+        module = MODELING_FILE.stem
+        return {
+            **config,
+            "architectures": [f"{name}ForCausalLM"],
+            "model_type": f"aligned_{self._model_type}",
+            "auto_map": {
+                "AutoConfig": f"{module}.{name}Config",
+                "AutoModelForCausalLM": f"{module}.{name}ForCausalLM",
+            },
+            "alignments": {
+                str(index): {"tensors": [*each.alignment.tensors()], "factor": each.factor}
+                for index, each in self._placed.items()
+            },
+        }
+
+
+def aligned_parts(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> AlignedParts | None:
+    """The alignments of a recipe, rounded to `dtype`; None if it has none.
+
+    Raises InvalidRecipe if they do not fit, if their files are missing, and for model types without a class.
+    """
+    if not any(alignments_before(recipe)):
+        return None
+    model_type = str(bank.base.config.get("model_type"))
+    if model_type not in CLASSES:
+        raise InvalidRecipe(
+            f"alignments cannot be exported for models of type {model_type!r}; expected one of {', '.join(CLASSES)}"
+        )
+    return AlignedParts(read_alignments(recipe, bank, dtype), model_type)

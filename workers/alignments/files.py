@@ -1,0 +1,87 @@
+"""Alignments as safetensors files that are named by their digests.
+
+A layer of a recipe names the alignment behind it by the sha256 of its file, `DIGEST.safetensors` in
+`Family.alignments_dir`. Therefore a recipe's digest covers the alignment's numbers too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+from search_spaces.errors import InvalidRecipe
+from workers.alignments.alignment import Alignment
+from workers.directories import write_file
+
+__all__ = ["is_stored", "read_alignment", "store_alignment", "write_alignment"]
+
+DIGEST = re.compile(r"^[0-9a-f]{64}$")
+
+
+def write_alignment(directory: str | Path, alignment: Alignment) -> str:
+    """Write an alignment in float32 with `store_alignment`, and return its digest."""
+    from safetensors.torch import save
+
+    return store_alignment(
+        directory,
+        save({name: tensor.detach().cpu().float().contiguous() for name, tensor in alignment.tensors().items()}),
+    )
+
+
+def store_alignment(directory: str | Path, content: bytes) -> str:
+    """Write the safetensors file of an alignment to `directory`, and return its digest, which names it.
+
+    A file with the same content is kept; a damaged file of this name is replaced.
+    """
+    digest = hashlib.sha256(content).hexdigest()
+    if not is_stored(directory, digest):
+        write_file(_file(directory, digest), content)
+    return digest
+
+
+def is_stored(directory: str | Path, digest: str) -> bool:
+    """Whether the directory has the file with this name, and its contents have this digest."""
+    try:
+        return hashlib.sha256(_file(directory, digest).read_bytes()).hexdigest() == digest
+    except OSError:
+        return False
+
+
+def read_alignment(directory: str | Path, digest: str, *, layer: int, hidden_size: int) -> Alignment:
+    """The alignment that layer number `layer` of a recipe names, in float32.
+
+    Raises InvalidRecipe, with the layer and the file, if the file is missing, its content has another digest, or it is
+    not an alignment of `hidden_size` channels.
+    """
+    try:
+        return _read(directory, digest, hidden_size)
+    except InvalidRecipe as error:
+        raise InvalidRecipe(f"layer {layer}: alignment {digest[:12]!r}: {error}") from error
+
+
+def _read(directory: str | Path, digest: str, hidden_size: int) -> Alignment:
+    from safetensors.torch import load
+
+    if not DIGEST.match(digest):
+        raise InvalidRecipe("expected the sha256 of a file, 64 hex digits")
+    if not str(directory):
+        raise InvalidRecipe("these models were opened without a directory of alignments (Family.alignments_dir)")
+    file = _file(directory, digest)
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise InvalidRecipe(f"{file}: cannot be read: {error.strerror}") from error
+    if (found := hashlib.sha256(content).hexdigest()) != digest:
+        raise InvalidRecipe(f"{file}: its contents have the digest {found[:12]}")
+    try:
+        alignment = Alignment(**{name: tensor.float() for name, tensor in load(content).items()})
+    except Exception as error:  # safetensors raises its own class, which is no more than an Exception
+        raise InvalidRecipe(f"{file}: not an alignment: {error}") from error
+    if alignment.hidden_size != hidden_size:
+        raise InvalidRecipe(f"{file}: it aligns {alignment.hidden_size} numbers; the models have {hidden_size}")
+    return alignment
+
+
+def _file(directory: str | Path, digest: str) -> Path:
+    return Path(directory) / f"{digest}.safetensors"

@@ -1,0 +1,262 @@
+"""The alignment of a pair of layers, fitted to their activations.
+
+A pair is (the layer before the alignment, the layer after it). X [N, D] is the output of the first in its own model, Y
+[N, D] the input of the second in its own model, over the same texts. The map gives X the distribution of Y;
+activations are not compared token by token.
+
+- `moments`: y = scale * x + shift for each channel, so that mean and variance are equal.
+- `mlp`: y = P x + shift, where P = diag(scale) + U V^T is the output of a light network with two hidden layers, given
+  the statistics of every channel in X and Y. It starts as `moments`. Training minimises the loss of HM3's authors:
+  squared errors of mean and variance, and CORAL of the covariances. Training stops early, and the epoch with the least
+  loss on held-out rows is kept: there an `mlp` is never worse than `moments`.
+
+The authors give the losses, two hidden layers and 5 to 15 epochs. The form of P, the statistics that the network
+receives and all other numbers were chosen here. A dense D x D output would have more weights than the two layers.
+
+Axes: N tokens, D channels of the residual stream, R directions, F statistics of a channel.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from workers.alignments.alignment import Alignment
+
+__all__ = [
+    "KINDS",
+    "FittedAlignment",
+    "Kind",
+    "MlpOptions",
+    "discrepancy",
+    "fit_alignment",
+    "fit_mlp",
+    "fit_moments",
+]
+
+Kind = Literal["moments", "mlp"]
+KINDS: tuple[Kind, ...] = ("moments", "mlp")
+
+# Channels whose standard deviation is a smaller share of the root mean square over all channels are only shifted.
+SMALLEST_DEVIATION = 1e-3
+
+
+@dataclass(frozen=True)
+class FittedAlignment:
+    """An alignment, and the `discrepancy` of held-out rows without it, with `moments` and with it.
+
+    `epochs` is the number of epochs that were trained.
+    """
+
+    alignment: Alignment
+    before: float
+    moments: float
+    after: float
+    epochs: int = 0
+
+    def to_bytes(self) -> bytes:
+        """The content of a safetensors file; equal alignments give equal bytes."""
+        numbers = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "alignment"}
+        content: bytes = safetensors.torch.save(
+            self.alignment.tensors(), {"alignment": json.dumps(numbers, sort_keys=True)}
+        )
+        return content
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> FittedAlignment:
+        """Read what `to_bytes` returned. Raises ValueError for other content."""
+        try:
+            found = safetensors.torch.load(content)
+            size = int.from_bytes(content[:8], "little")
+            numbers = json.loads(json.loads(content[8 : 8 + size])["__metadata__"]["alignment"])
+            return cls(Alignment(**found), **numbers)
+        except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"not an alignment: {error!r}") from error
+
+
+@dataclass(frozen=True)
+class MlpOptions:
+    """Options of `mlp` training.
+
+    `rank` is R. An epoch uses all rows once, `batch` rows at a time. Training ends after `patience` epochs without
+    improvement on held-out rows.
+    """
+
+    rank: int = 8
+    hidden_size: int = 64
+    learning_rate: float = 3e-3
+    epochs: int = 15
+    patience: int = 5
+    batch: int = 256
+
+
+def discrepancy(x_ND: Tensor, y_ND: Tensor) -> Tensor:
+    """The distance between the distributions of rows x and rows y, which is 0 for equal moments.
+
+    It is the sum of the mean squared errors of mean and variance, and of CORAL, |C_x - C_y|^2 / (4 D^2) (Sun and
+    Saenko, "Deep CORAL", 2016, equation 1), in units of y's mean variance.
+    """
+    unit = y_ND.var(dim=0).mean().clamp(min=torch.finfo(torch.float32).tiny)
+    means = ((x_ND.mean(dim=0) - y_ND.mean(dim=0)) ** 2).mean() / unit
+    variances = ((x_ND.var(dim=0) - y_ND.var(dim=0)) ** 2).mean() / unit**2
+    coral = ((_covariance(x_ND) - _covariance(y_ND)) ** 2).sum() / (4 * x_ND.shape[1] ** 2) / unit**2
+    return means + variances + coral
+
+
+def fit_moments(x_ND: Tensor, y_ND: Tensor) -> Alignment:
+    """The map of each channel that gives rows x the mean and the variance of rows y.
+
+    A channel of x that is constant is only shifted.
+    """
+    _check(x_ND, y_ND)
+    x, y = x_ND.float(), y_ND.float()
+    std_x, std_y = x.std(dim=0), y.std(dim=0)
+    floor = SMALLEST_DEVIATION * std_x.square().mean().sqrt()
+    scale = torch.where(std_x > floor, std_y / std_x.clamp(min=torch.finfo(torch.float32).tiny), 1.0)
+    return Alignment(scale=scale, shift=y.mean(dim=0) - scale * x.mean(dim=0))
+
+
+def fit_alignment(
+    kind: Kind, x_ND: Tensor, y_ND: Tensor, is_held_out: Tensor, *, options: MlpOptions | None = None
+) -> FittedAlignment:
+    """The alignment of rows x, the output of one layer, to rows y, the input of another, without the held-out rows."""
+    train = (x_ND[~is_held_out], y_ND[~is_held_out])
+    out = (x_ND[is_held_out], y_ND[is_held_out])
+    if kind == "mlp":
+        return fit_mlp(train, out, seed=0, options=options)
+    alignment = fit_moments(*train)
+    after = float(discrepancy(alignment(out[0]), out[1]))
+    return FittedAlignment(alignment, float(discrepancy(*out)), after, after)
+
+
+def fit_mlp(
+    train: tuple[Tensor, Tensor],
+    held_out: tuple[Tensor, Tensor],
+    *,
+    seed: int,
+    options: MlpOptions | None = None,
+) -> FittedAlignment:
+    """The map that a light network learns from rows (x, y): the best one on held-out rows.
+
+    Equal arguments give equal bits on one machine with one number of threads.
+    """
+    _check(*train)
+    chosen = options or MlpOptions()
+    x, y = train[0].float(), train[1].float()
+    moments = fit_moments(x, y)
+    out_x, out_y = held_out[0].float(), held_out[1].float()
+    before, first = float(discrepancy(out_x, out_y)), float(discrepancy(moments(out_x), out_y))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        projection = _Projection(moments, _statistics(x, y, chosen.rank), chosen)
+    optimizer = torch.optim.Adam(projection.parameters(), lr=chosen.learning_rate)
+    order = torch.Generator().manual_seed(seed)
+    best, best_state, waited, epoch = first, copy.deepcopy(projection.state_dict()), 0, 0
+    while epoch < chosen.epochs and waited < chosen.patience:
+        epoch += 1
+        for rows in _batches(len(x), chosen.batch, order):
+            loss = discrepancy(projection(x[rows]), y[rows])
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        with torch.no_grad():
+            now = float(discrepancy(projection(out_x), out_y))
+        if now < best:
+            best, best_state, waited = now, copy.deepcopy(projection.state_dict()), 0
+        else:
+            waited += 1
+    projection.load_state_dict(best_state)
+    return FittedAlignment(projection.alignment(), before, first, best, epoch)
+
+
+class _Projection(nn.Module):
+    """A network that computes P and shift from the statistics of every channel [D, F]. It starts as `moments`."""
+
+    def __init__(self, moments: Alignment, statistics: Tensor, options: MlpOptions) -> None:
+        super().__init__()
+        hidden, rank = options.hidden_size, options.rank
+        self.scale: Tensor
+        self.shift: Tensor
+        self.statistics: Tensor
+        self.register_buffer("scale", moments.tensors()["scale"], persistent=False)
+        self.register_buffer("shift", moments.tensors()["shift"], persistent=False)
+        self.register_buffer("statistics", statistics, persistent=False)
+        last = nn.Linear(hidden, 2 * rank + 2)
+        # Initially V is random and all else is 0, so that P is diag(scale) and U has a gradient.
+        nn.init.zeros_(last.weight[: rank + 2])
+        nn.init.zeros_(last.bias)
+        size = statistics.shape[1]
+        self.network = nn.Sequential(nn.Linear(size, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), last)
+        self.rank = rank
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        scale, shift, u, v = self._parts()
+        return x_ND * scale + (x_ND @ v) @ u.T + shift
+
+    @torch.no_grad()
+    def alignment(self) -> Alignment:
+        scale, shift, u, v = self._parts()
+        return Alignment(projection=torch.diag(scale) + u @ v.T, shift=shift)
+
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        found = self.network(self.statistics)
+        stretch, move = found[:, 0], found[:, 1]
+        u, v = found[:, 2 : 2 + self.rank], found[:, 2 + self.rank :]
+        typical = self.scale.abs().mean()
+        scale = self.scale * stretch.exp()
+        return scale, self.shift + move * typical, typical * u, v / len(v) ** 0.5
+
+
+@torch.no_grad()
+def _statistics(x: Tensor, y: Tensor, rank: int) -> Tensor:
+    """Standardised statistics [D, F] of every channel in x and in y.
+
+    Mean, logarithm of the standard deviation, skewness, kurtosis, and the channel's components in the R directions of
+    largest variance.
+    """
+    parts = [part for rows in (x, y) for part in (*_of_channels(rows), *_directions(rows, rank).T)]
+    found = torch.stack(parts, dim=1)
+    return (found - found.mean(dim=0)) / found.std(dim=0).clamp(min=1e-6)
+
+
+def _of_channels(rows: Tensor) -> tuple[Tensor, ...]:
+    mean, std = rows.mean(dim=0), rows.std(dim=0).clamp(min=torch.finfo(torch.float32).tiny)
+    z = (rows - mean) / std
+    return mean, std.log(), (z**3).mean(dim=0), (z**4).mean(dim=0).log1p()
+
+
+def _directions(rows: Tensor, rank: int) -> Tensor:
+    """The R directions of largest variance [D, R], filled with 0 if the rows have fewer."""
+    size = min(rank, *rows.shape)
+    found = torch.zeros(rows.shape[1], rank)
+    found[:, :size] = torch.pca_lowrank(rows, q=size)[2]
+    return found
+
+
+def _batches(num: int, size: int, order: torch.Generator) -> list[Tensor]:
+    """All rows in a random order, in batches of about equal size.
+
+    No batch has more than `size` rows, except where `size` is below two.
+    """
+    return list(torch.randperm(num, generator=order).chunk(max(1, -(-num // max(size, 2)))))
+
+
+def _covariance(rows: Tensor) -> Tensor:
+    centred = rows - rows.mean(dim=0)
+    return centred.T @ centred / (len(rows) - 1)
+
+
+def _check(x: Tensor, y: Tensor) -> None:
+    if x.shape[1] != y.shape[1]:
+        raise ValueError(f"layers of {x.shape[1]} and {y.shape[1]} channels cannot be aligned; give equal hidden sizes")
+    if len(x) != len(y):
+        raise ValueError(f"{len(x)} and {len(y)} rows of activations; both layers read the same texts")
+    if len(x) < 2:
+        raise ValueError(f"{len(x)} rows of activations have no variance; give at least 2")

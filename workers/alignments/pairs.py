@@ -1,0 +1,89 @@
+"""The alignment of a pair of layers, learned once and kept in the cache.
+
+An alignment is a function of the two layers' weights, the texts and the kind. Therefore every study and every path that
+needs it uses the same one. It is named, in recipes too, by the sha256 of its file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from search_spaces.recipe import Recipe
+from search_spaces.spaces.base import LayerPair
+from search_spaces.study.engine import EngineOptions
+from workers.alignments.files import store_alignment
+from workers.alignments.fitting import FittedAlignment, Kind
+from workers.cache import cache_dir, cached
+from workers.types import Family, TaskSpec
+
+__all__ = ["AlignmentInputs", "alignment_file", "find_alignment", "keep_alignment"]
+
+# Part of every key; increased when alignments are learned in another way.
+VERSION = 2
+
+# Engine options that prompts depend on.
+PROMPT_OPTIONS = ("add_bos_token", "chat_template", "max_model_len")
+
+
+@dataclass(frozen=True)
+class AlignmentInputs:
+    """The models and texts that alignments are learned from, and the kind of alignment.
+
+    `pool` has merges of the family under the names that pairs contain. The texts are the prompts of each objective's
+    samples at `positions`.
+    """
+
+    family: Family
+    pool: Mapping[str, Recipe]
+    options: EngineOptions
+    tasks: Mapping[str, TaskSpec]
+    positions: Mapping[str, Sequence[int]]
+    kind: Kind
+
+    def key(self, pair: LayerPair) -> str:
+        """The cache key of a pair, equal for equal weights and texts, whatever the names of the models."""
+        engine = self.options.model_dump(mode="json")
+        document = {
+            "hm3 alignment": VERSION,
+            "kind": self.kind,
+            "pair": [[self.pool[model].digest, layer] for model, layer in pair],
+            "family": self.family.fingerprint,
+            "texts": sorted([spec.digest, list(self.positions[name])] for name, spec in self.tasks.items()),
+            "prompts": {name: engine[name] for name in PROMPT_OPTIONS},
+        }
+        return json.dumps(document, sort_keys=True)
+
+
+def alignment_file(digest: str) -> Path:
+    """The safetensors file of the alignment with this name, in the cache."""
+    return _directory() / f"{digest}.safetensors"
+
+
+def _directory() -> Path:
+    return cache_dir() / "alignments"
+
+
+def find_alignment(inputs: AlignmentInputs, pair: LayerPair) -> tuple[str, FittedAlignment] | None:
+    """The name of a pair's alignment, and the alignment; None if it is not in the cache, or its file is damaged."""
+    digest = cached(inputs.key(pair))
+    if digest is None:
+        return None
+    try:
+        content = alignment_file(digest).read_bytes()
+        return (digest, FittedAlignment.from_bytes(content)) if hashlib.sha256(content).hexdigest() == digest else None
+    except (OSError, ValueError):
+        return None
+
+
+def keep_alignment(inputs: AlignmentInputs, pair: LayerPair, content: bytes) -> str:
+    """Store a pair's alignment (`FittedAlignment.to_bytes`) in the cache, and return its name.
+
+    Raises OSError if the cache cannot be written: a recipe must not name a file that does not exist.
+    """
+    digest = store_alignment(_directory(), content)
+    cached(inputs.key(pair), digest)
+    return digest

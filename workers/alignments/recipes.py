@@ -1,0 +1,91 @@
+"""Which layers of a recipe have an alignment before them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from search_spaces.errors import InvalidRecipe
+from search_spaces.recipe import COMPONENTS, LayerRecipe, Recipe, Source
+from workers.alignments.files import read_alignment
+from workers.merging.residual_scales import branch_factors
+
+if TYPE_CHECKING:
+    import torch
+
+    from workers.alignments.alignment import Alignment
+    from workers.merging.bank import Bank
+
+__all__ = ["PlacedAlignment", "alignments_before", "read_alignments", "unaligned"]
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedAlignment:
+    """An alignment before a layer, the digest that names it, and the factor of its shift."""
+
+    digest: str
+    alignment: Alignment
+    factor: float
+
+
+def alignments_before(recipe: Recipe) -> tuple[str | None, ...]:
+    """The digest of the alignment before each layer, which the previous layer of the recipe names.
+
+    Raises InvalidRecipe, with the layer, for alignments where none is needed: behind the last layer, whose model's
+    final norm and head follow, and between layers that follow each other in their own models.
+    """
+    layers = recipe.canonical().layers
+    for index, layer in enumerate(layers):
+        if layer.alignment is None:
+            continue
+        where = f"layer {index}: alignment {layer.alignment[:12]!r}"
+        if index + 1 == len(layers):
+            raise InvalidRecipe(f"{where}: no layer follows; expected none")
+        if _follow(layer, layers[index + 1]):
+            raise InvalidRecipe(
+                f"{where}: layers {index} and {index + 1} follow each other in their own models; expected none"
+            )
+    return (None, *(layer.alignment for layer in layers[:-1]))
+
+
+def _follow(layer: LayerRecipe, after: LayerRecipe) -> bool:
+    """Whether `after` merges the next layers of the same models in the same way as `layer`."""
+
+    def next_to(source: Source) -> Source:
+        return source if source.layer is None else Source(source.model, source.layer + 1)
+
+    merges = [(layer.component(name), after.component(name)) for name in COMPONENTS]
+    return all(
+        replace(
+            merge,
+            sources=tuple(map(next_to, merge.sources)),
+            base=None if merge.base is None else next_to(merge.base),
+        )
+        == following
+        for merge, following in merges
+    )
+
+
+def unaligned(recipe: Recipe) -> Recipe:
+    """The recipe without its alignments."""
+    if all(layer.alignment is None for layer in recipe.layers):
+        return recipe
+    return replace(recipe, layers=tuple(replace(layer, alignment=None) for layer in recipe.layers))
+
+
+def read_alignments(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> Mapping[int, PlacedAlignment]:
+    """The alignments of a recipe, rounded to `dtype`, by the number of the layer that each is before.
+
+    Raises InvalidRecipe as `alignments_before`, `branch_factors` and `read_alignment` do.
+    """
+    before, config = alignments_before(recipe), bank.base.config
+    factors = branch_factors(unaligned(recipe).layers, model_type=str(config.get("model_type")))
+    found = {}
+    for index, (digest, factor) in enumerate(zip(before, factors, strict=True)):
+        if digest is not None:
+            stored = read_alignment(
+                bank.alignments_dir, digest, layer=index - 1, hidden_size=int(config["hidden_size"])
+            )
+            found[index] = PlacedAlignment(digest, stored.to(dtype=dtype), factor)
+    return found

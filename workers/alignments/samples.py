@@ -1,0 +1,50 @@
+"""The search samples that alignments are learned from, and their prompts.
+
+They are the first tenth of the search samples, as in HM3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from search_spaces.study.engine import EngineOptions
+from workers.evaluation.lm_eval import TaskEvaluator
+from workers.evaluation.prompts import Prompts
+from workers.types import TaskSpec
+
+__all__ = ["MIN_SAMPLES", "SHARE", "lack_of_samples", "positions_of", "prompts_of"]
+
+SHARE = 0.1
+
+# Eight samples to learn from and two held out.
+MIN_SAMPLES = 10
+
+
+def positions_of(num_samples: Mapping[str, int]) -> dict[str, range]:
+    """The sample positions that are read, by objective, given each objective's number of search samples."""
+    return {name: range(math.ceil(SHARE * num)) for name, num in num_samples.items()}
+
+
+def lack_of_samples(num_samples: Mapping[str, int]) -> str | None:
+    """Why alignments cannot be learned from so many search samples of each objective; None if they can."""
+    found = sum(len(positions) for positions in positions_of(num_samples).values())
+    if found >= MIN_SAMPLES:
+        return None
+    total = sum(num_samples.values())
+    needed = math.ceil(MIN_SAMPLES / SHARE)
+    return (
+        f"alignments are learned from {SHARE:.0%} of the search samples, here {found} of {total}; they need at least "
+        f"{MIN_SAMPLES}: give {needed} search samples or more, or alignment: none"
+    )
+
+
+def prompts_of(
+    family_dir: str, options: EngineOptions, tasks: Mapping[str, TaskSpec], positions: Mapping[str, Sequence[int]]
+) -> tuple[tuple[int, ...], ...]:
+    """The tokens of one prompt for each sample; the first option's prompt for multiple choice.
+
+    Raises InvalidTask.
+    """
+    evaluator = TaskEvaluator(None, Prompts(family_dir, options))
+    return tuple(evaluator.requests(tasks[name], at)[0].tokens for name, each in positions.items() for at in each)

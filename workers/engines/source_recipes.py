@@ -1,0 +1,27 @@
+"""Recipes whose merge is a source model itself."""
+
+from __future__ import annotations
+
+from search_spaces.recipe import Recipe
+from workers.models.config import read_config
+from workers.types import Family
+
+__all__ = ["base_recipe", "source_recipe"]
+
+
+def base_recipe(family: Family) -> Recipe:
+    """The recipe whose merge is the base model itself."""
+    num_layers = int(read_config(family.base.directory)["num_hidden_layers"])
+    return source_recipe(family, family.base.alias, num_layers=num_layers)
+
+
+def source_recipe(family: Family, alias: str, *, num_layers: int) -> Recipe:
+    """The recipe whose merge is the model `alias` itself."""
+    return Recipe.of_model(
+        alias,
+        models=family.fingerprints,
+        base=family.base.alias,
+        num_layers=num_layers,
+        tokenizer=family.tokenizer,
+        vocabulary=family.vocabulary,
+    )

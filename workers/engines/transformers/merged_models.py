@@ -1,0 +1,55 @@
+"""A merge as a transformers model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from search_spaces.recipe import Recipe
+from workers.alignments.hooks import add_alignments
+from workers.alignments.recipes import alignments_before, read_alignments, unaligned
+from workers.merging.materialize import merged_tensors
+from workers.merging.plan import plan_tensors
+from workers.models.merged_files import merged_config
+
+if TYPE_CHECKING:
+    from workers.merging.bank import Bank
+
+from workers.engines.transformers.backend import ATTENTION
+
+__all__ = ["merged_model"]
+
+
+def merged_model(recipe: Recipe, bank: Bank, *, dtype: str) -> Any:
+    """The merge of `recipe`, of any depth, as a transformers model on CPU.
+
+    Its weights are rounded to `dtype`; it computes in float32. The recipe's alignments are applied to the inputs of
+    their layers. The weights are in memory once. Raises as `plan_tensors`, `alignments_before` and `read_alignment` do.
+    """
+    import transformers
+
+    is_aligned = any(alignments_before(recipe))
+    plan = plan_tensors(unaligned(recipe), bank)
+    # Through a file, as in exports, because JSON has its own spelling of infinity.
+    with TemporaryDirectory(prefix="mergesearch-config-") as directory:
+        text = json.dumps(merged_config(recipe, bank.base, bank.views(recipe.models), dtype="float32"))
+        (Path(directory) / "config.json").write_text(text)
+        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    kind = getattr(transformers, config.architectures[0])
+    model, found = kind.from_pretrained(
+        None,
+        config=config,
+        state_dict={name: tensor.cpu().float() for name, tensor in merged_tensors(plan, bank, getattr(torch, dtype))},
+        dtype=torch.float32,
+        attn_implementation=ATTENTION,
+        output_loading_info=True,
+    )
+    if found["missing_keys"] or found["unexpected_keys"]:
+        raise RuntimeError(f"the merge does not fit {config.architectures[0]}: {found}")
+    if is_aligned:
+        add_alignments(model, read_alignments(recipe, bank, getattr(torch, dtype)))
+    return model.eval()

@@ -1,0 +1,85 @@
+"""Fusions of two models, element by element: NearSwap and Arcee Fusion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from workers.merging.methods.arithmetic import CHUNK
+from workers.merging.methods.registry import merges
+
+__all__ = ["Importance", "ImportancesAt", "arcee_fusion", "importance_of", "importances_at", "nearswap"]
+
+
+@merges("nearswap")
+def nearswap(tensors: Sequence[torch.Tensor], *, t: float) -> torch.Tensor:
+    """The first model, with each element moved towards the second's by at most t (mergekit's NearSwap).
+
+    It is w theta_2 + (1 - w) theta_1 with w = min(1, t / |theta_1 - theta_2|).
+    """
+    first, second = tensors
+    share = (t / (first - second).abs_().clamp_(min=1e-6)).clamp_(max=1)
+    return share * second + (1 - share) * first
+
+
+@dataclass(frozen=True)
+class Importance:
+    """Which elements Arcee Fusion takes from the second model.
+
+    They are the elements whose |difference| times their row's value in `rows`, float32 [..., 1], is at least
+    `threshold`, a float32 value.
+    """
+
+    rows: torch.Tensor
+    threshold: float
+
+
+# Returns the importances at given indices, from 0, of their ascending order; the third tensor is `rows`.
+ImportancesAt = Callable[[Sequence[int], torch.Tensor, torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]
+
+
+@merges("arcee_fusion")
+def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | None = None) -> torch.Tensor:
+    """The first model with the second's most important changes (mergekit's Arcee Fusion).
+
+    Importance is |theta_2 - theta_1| * KL(softmax of theta_2's row | softmax of theta_1's row). Elements whose
+    importance is at least median + 1.5 (Q3 - Q1) are taken from the second. Quartiles are those of the whole tensor, by
+    the element at floor(q (n - 1)) of the sorted ones. `importance` is that of the two tensors, if known.
+    """
+    first, second = tensors
+    delta = second - first
+    known = importance or importance_of(first.cpu(), second.cpu())
+    return delta.masked_fill_(delta.abs().mul_(known.rows.to(delta.device)) < known.threshold, 0).add_(first)
+
+
+def importances_at(
+    indices: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
+) -> list[torch.Tensor]:
+    """The importances at `indices`, from 0, of their ascending order, by torch's selection."""
+    importances = ((second.float() - first.float()).abs_() * rows).flatten()
+    return [torch.kthvalue(importances, index + 1).values for index in indices]
+
+
+def importance_of(first: torch.Tensor, second: torch.Tensor, select: ImportancesAt = importances_at) -> Importance:
+    """The importance that `arcee_fusion` needs, of two tensors on CPU with at least one element.
+
+    `select` finds order statistics of the importances.
+    """
+    width = first.shape[-1] if first.dim() else 1
+    parts = (torch.split(tensor.reshape(-1, width), max(1, CHUNK // width)) for tensor in (second, first))
+    rows = torch.cat([_divergences(p.float(), q.float()) for p, q in zip(*parts, strict=True)])
+    rows = rows.view(*first.shape[:-1], 1)
+    ranks = first.numel() - 1
+    lower, median, upper = select([quarter * ranks // 4 for quarter in (1, 2, 3)], first, second, rows)
+    return Importance(rows, float(median + 1.5 * (upper - lower)))
+
+
+def _divergences(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """The divergence KL(softmax of the first's row | softmax of the second's) of each row.
+
+    Rounding may make the divergence of nearly equal rows slightly negative.
+    """
+    p, q = (torch.softmax(tensor, dim=-1).add_(1e-8) for tensor in (first, second))
+    return (p * torch.log(p / q)).sum(dim=-1)

@@ -1,0 +1,203 @@
+"""Plans of merges: a recipe checked against a bank, as the list of the merged model's tensors to compute.
+
+Nothing is computed here. Names are those of the merged model in Hugging Face form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+
+from search_spaces.errors import InvalidRecipe
+from search_spaces.methods import METHODS
+from search_spaces.recipe import COMPONENTS, Merge, Recipe, Source
+from workers.errors import InvalidModel
+from workers.merging.bank import Bank
+from workers.merging.merged_tensor import MergedTensor, pieces_of
+from workers.merging.residual_scales import branch_factors, ends_a_branch
+from workers.models.components import some_of
+from workers.models.vocabulary import BASE, UNION
+
+__all__ = [
+    "TensorPlan",
+    "check_recipe",
+    "computations",
+    "merged_names",
+    "named_sources",
+    "plan_as_stated",
+    "plan_tensors",
+]
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """A recipe that was checked against a bank: every tensor to compute, in order.
+
+    Functions that take a recipe also take its plan for the same bank, so that a swap of several steps plans once.
+    `aliases` maps the recipe's aliases to the bank's.
+    """
+
+    recipe: Recipe
+    tensors: tuple[MergedTensor, ...]
+    aliases: Mapping[str, str]
+
+
+def merged_names(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, tuple[int, ...]]:
+    """The name and shape of every merged tensor, in the order of `materialize.merged_tensors`.
+
+    Raises as `plan_tensors` does.
+    """
+    return {name: shape for tensor in plan_tensors(recipe, bank).tensors for name, shape in tensor.shapes().items()}
+
+
+def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]:
+    """The computation of every merged tensor as a value: tensors with equal values are equal bit for bit."""
+    plan = plan_tensors(recipe, bank)
+    return {
+        name: (_computation(tensor, plan), part) for tensor in plan.tensors for part, name in enumerate(tensor.shapes())
+    }
+
+
+def check_recipe(recipe: Recipe, bank: Bank) -> None:
+    """Raise InvalidRecipe, InvalidModel or EvidenceMismatch unless the bank can merge the recipe."""
+    plan_tensors(recipe, bank)
+
+
+def plan_tensors(recipe: Recipe | TensorPlan, bank: Bank) -> TensorPlan:
+    """Check the recipe and plan its tensors; a plan is returned as it is.
+
+    Raises InvalidRecipe, InvalidModel, and EvidenceMismatch if files of the sources have changed since they were
+    opened.
+    """
+    return recipe if isinstance(recipe, TensorPlan) else _plan(recipe, recipe.canonical(), bank)
+
+
+def plan_as_stated(recipe: Recipe, bank: Bank) -> TensorPlan:
+    """Plan every merge as the recipe states it, with sources that have no influence.
+
+    The coefficients of these sources have gradients too. Merged models are those of `plan_tensors`, except that sums
+    may have another order. Raises as `plan_tensors` does.
+    """
+    recipe.check()
+    return _plan(recipe, recipe, bank)
+
+
+def _plan(given: Recipe, recipe: Recipe, bank: Bank) -> TensorPlan:
+    bank.sources.check_unchanged()
+    aliases = _bank_aliases(recipe, bank)
+    plan = _part(recipe, recipe.embedding, "embedding", None, bank, aliases)
+    factors = branch_factors(recipe.layers, model_type=str(bank.base.config.get("model_type")))
+    for index, (layer, factor) in enumerate(zip(recipe.layers, factors, strict=True)):
+        of_layer = [
+            tensor
+            for component in COMPONENTS
+            for tensor in _part(recipe, layer.component(component), component, index, bank, aliases)
+        ]
+        if factor != 1:
+            of_layer = [replace(each, factor=factor) if ends_a_branch(each.suffix) else each for each in of_layer]
+        plan += of_layer
+    plan += _part(recipe, recipe.head, "head", None, bank, aliases)
+    if unknown := recipe.tensors.keys() - {tensor.name for tensor in plan}:
+        raise InvalidRecipe(f"tensors: the merged model has no {some_of(unknown)}")
+    return TensorPlan(given, tuple(plan), aliases)
+
+
+def _part(
+    recipe: Recipe, merge: Merge, component: str, index: int | None, bank: Bank, aliases: Mapping[str, str]
+) -> list[MergedTensor]:
+    """The tensors of one component of merged layer `index` (None: outside layers)."""
+    where = component if index is None else f"layer {index}, {component}"
+    _check_merge(merge, where, index, bank, aliases)
+    layout = bank.layout
+    layouts = {
+        source.model: of.stacked if recipe.stacks_experts else of
+        for source in named_sources(merge)
+        for of in (bank.view(aliases[source.model]).layout,)
+    }
+    first, *others = named_sources(merge)
+    layer, suffixes = first.layer, layouts[first.model].suffixes(component, first.layer)
+    for source in others:
+        if layouts[source.model].suffixes(component, source.layer) != suffixes:
+            raise InvalidRecipe(f"{where}: layers {layer} and {source.layer} do not hold the same tensors")
+    planned = []
+    for suffix in suffixes:
+        name = layout.name(suffix, index)
+        own = recipe.tensors.get(name, merge)
+        if own is not merge:
+            _check_merge(own, name, index, bank, aliases)
+        keys = [(aliases[source.model], layout.name(suffix, source.layer)) for source in named_sources(own)]
+        found = [bank.view(alias).tensor(key) for alias, key in keys]
+        if missing := sorted({key for (_, key), tensor in zip(keys, found, strict=True) if tensor is None}):
+            raise InvalidRecipe(f"{where}: {name}: the models have no {some_of(missing)}")
+        shapes = {tensor.shape for tensor in found if tensor is not None}
+        if len(shapes) > 1:
+            raise InvalidRecipe(f"{where}: {suffix} has different shapes in its source layers: {sorted(shapes)}")
+        pieces = pieces_of(bank.view(keys[0][0]), keys[0][1], layout, index)
+        planned.append(MergedTensor(name, own, suffix, shapes.pop(), index, pieces=pieces))
+    return planned
+
+
+def named_sources(merge: Merge) -> tuple[Source, ...]:
+    """The sources of a merge, and its base if the merge names one itself."""
+    return merge.sources if merge.base is None else (*merge.sources, merge.base)
+
+
+def _check_merge(merge: Merge, where: str, index: int | None, bank: Bank, aliases: Mapping[str, str]) -> None:
+    method = METHODS[merge.method]
+    for source in named_sources(merge):
+        if (source.layer is None) != (index is None):
+            expected = "no layer" if index is None else "a layer"
+            raise InvalidRecipe(f"{where}: source {source.model!r} names layer {source.layer}; expected {expected}")
+        num_layers = bank.view(aliases[source.model]).layout.num_layers
+        if source.layer is not None and not 0 <= source.layer < num_layers:
+            raise InvalidRecipe(
+                f"{where}: source {source.model!r} names layer {source.layer}; "
+                f"the models have layers 0..{num_layers - 1}"
+            )
+    layers = {source.layer for source in merge.sources}
+    if method.needs_base and merge.base is None and len(layers) > 1:
+        raise InvalidRecipe(
+            f"{where}: {method.name} subtracts the base's layer, so all sources must name one layer; found "
+            f"{sorted(layer for layer in layers if layer is not None)}"
+        )
+
+
+def _bank_aliases(recipe: Recipe, bank: Bank) -> dict[str, str]:
+    aliases = {}
+    problems = []
+    for alias, fingerprint in recipe.models.items():
+        held = bank.alias(fingerprint)
+        if held is None:
+            problems.append(
+                f"recipe: model {alias!r} ({fingerprint[:12]}) is not among the given ones: "
+                + ", ".join(f"{model.alias} ({model.fingerprint[:12]})" for model in bank.family.models)
+            )
+        else:
+            aliases[alias] = held
+    family = bank.family
+    if _vocabulary(recipe.tokenizer, recipe.models) != _vocabulary(family.tokenizer, family.fingerprints):
+        problems.append(f"recipe: tokenizer is {recipe.tokenizer!r}; the models were opened for {family.tokenizer!r}")
+    if dict(recipe.vocabulary) != dict(family.vocabulary):
+        problems.append(f"recipe: vocabulary is {recipe.vocabulary}; the models were opened for {family.vocabulary}")
+    if recipe.tokenizer != BASE or recipe.vocabulary:
+        spare = {model.alias for model in family.models if model.fingerprint not in recipe.models.values()}
+        if spare:
+            problems.append(
+                f"recipe: with tokenizer {recipe.tokenizer!r} it must name every model; {some_of(spare)} is missing"
+            )
+    if problems:
+        raise InvalidModel(tuple(problems))
+    return aliases
+
+
+def _vocabulary(tokenizer: str, fingerprints: Mapping[str, str]) -> str:
+    return tokenizer if tokenizer in (BASE, UNION) else fingerprints[tokenizer]
+
+
+def _computation(tensor: MergedTensor, plan: TensorPlan) -> Hashable:
+    merge, recipe, aliases = tensor.merge, plan.recipe, plan.aliases
+    sources = tuple((aliases[source.model], source.layer) for source in merge.sources)
+    base = merge.base_in(recipe.base)
+    of = aliases[base.model], base.layer
+    how = merge.method, tuple(merge.coefficients.items()), merge.seed, recipe.keeps_equal, tensor.factor
+    return how, tensor.suffix, sources, of

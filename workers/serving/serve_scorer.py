@@ -1,0 +1,186 @@
+"""The handle through which studies score with the replicas of one Serve application."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from search_spaces.recipe import Recipe
+from workers.errors import CrashKind, EngineCrashed, EngineUnavailable, EvidenceMismatch, RequestFailed, WorkerError
+from workers.serving.current_chunk import chunk_id, current_chunk
+from workers.serving.fatal_errors import fatal_error
+from workers.types import (
+    CanaryReport,
+    SampleResult,
+    ScoreRequest,
+    ScoreResult,
+    Span,
+    TaskInfo,
+    TaskSpec,
+    VerificationReport,
+)
+
+if TYPE_CHECKING:
+    from ray.exceptions import RayActorError
+from workers.serving.application import application_state, failure_reason, num_replicas
+
+__all__ = ["ServeScorer"]
+
+log = logging.getLogger(__name__)
+
+# How often a request that fails outside the engine is sent; another replica may have what this one lacks.
+MAX_TRIES = 3
+
+
+@dataclass(frozen=True)
+class ServeScorer:
+    """The replicas of one Serve application, as `workers.types.Scorer`. Picklable; connects at the first call.
+
+    When a replica dies or fails, Serve replaces it and the same request is sent again. If the replica was scoring the
+    request and the request counts crashes, EngineCrashed is raised instead. If sending fails for `deadline_s` seconds,
+    EngineUnavailable gives the reason. Waiting behind other requests does not count as failing. Errors of the candidate
+    (TrialFailed, InvalidTask) and a replica's EngineFault are raised as they are.
+    """
+
+    app_name: str
+    deadline_s: float = 1800.0
+    poll_s: float = 5.0
+
+    def score(self, request: ScoreRequest) -> ScoreResult:
+        result: ScoreResult = self._call("score", request, model_id=request.recipe.digest)
+        if result.evidence.recipe_digest != request.recipe.digest:
+            raise EvidenceMismatch(f"asked for {request.recipe.digest}, got {result.evidence.recipe_digest}")
+        return result
+
+    def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
+        infos: tuple[TaskInfo, ...] = self._call("describe", tasks)
+        return infos
+
+    def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
+        report: VerificationReport = self._call("verify", recipe, samples, spans, model_id=recipe.digest)
+        return report
+
+    def is_starting(self) -> bool:
+        """Whether no replica runs, but one is being started."""
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
+
+        try:
+            replicas = num_replicas(self.app_name)
+        except (RayError, RayServeException):  # Serve does not answer
+            return False
+        return not replicas["RUNNING"] and bool(replicas["STARTING"])
+
+    def check(self) -> tuple[CanaryReport, ...]:
+        """Make a canary in every replica that runs; no replica is started for it."""
+        if not num_replicas(self.app_name)["RUNNING"]:
+            return ()
+        answers = self._ask_each("check", lambda reports: reports[0].replica)
+        return tuple(report for reports in answers.values() for report in reports)
+
+    def _ask_each(self, method: str, name_of: Callable[[Any], Any]) -> dict[Any, Any]:
+        """The answers of the replicas that run now, by the replica's name, which `name_of` reads from an answer."""
+        running = num_replicas(self.app_name)["RUNNING"]
+        found: dict[Any, Any] = {}
+        for _ in range(8 * max(running, 1)):  # the router chooses the replica: ask until each has answered
+            answer = self._call(method)
+            found[name_of(answer)] = answer
+            if len(found) >= running:
+                break
+        return found
+
+    def statistics(self) -> Mapping[str, Any]:
+        """Sums and lists over the replicas that answer now; replicas that died do not count."""
+        found = self._ask_each("statistics", lambda answer: answer["replica"])
+        every = list(found.values())
+        return {
+            "replicas": len(every),
+            "starts": sum(each["starts"] for each in every),
+            "canaries": sum(each["canaries"] for each in every),
+            "canaries_skipped": sum(each["canaries_skipped"] for each in every),
+            "start_s": [seconds for each in every for seconds in each["start_s"]],
+            "swaps": sum(each["swaps"] for each in every),
+            "swap_s": [seconds for each in every for seconds in each["swap_s"]],
+            "busy_s": sum(each["busy_s"] for each in every),
+            "bank": every[0]["bank"],
+            "log_files": [each["log_file"] for each in every],
+            "processes": sorted(found),
+        }
+
+    def _call(self, method: str, *arguments: Any, model_id: str = "") -> Any:
+        from ray.exceptions import RayActorError, RayTaskError
+        from ray.serve.exceptions import RayServeException
+
+        failing_since: float | None = None
+        failed_requests = 0
+        counts_crashes = method == "score" and arguments[0].crashes is not None
+        pause_s = 0.5
+        while True:
+            try:
+                handle = _handle(self.app_name).options(method_name=method, multiplexed_model_id=model_id)
+                return self._result(handle.remote(*arguments))
+            except RayTaskError as error:
+                cause = error.cause
+                failed_requests += isinstance(cause, RequestFailed)
+                is_final = not isinstance(cause, EngineUnavailable) or failed_requests >= MAX_TRIES
+                if isinstance(cause, WorkerError) and is_final:
+                    raise cause from error
+                if isinstance(cause, EngineCrashed) and counts_crashes:
+                    raise cause from error
+                reason = str(cause)
+            except (RayActorError, RayServeException) as error:
+                if isinstance(error, RayActorError) and counts_crashes:
+                    _raise_if_scoring(arguments[0], error)
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            _handle.cache_clear()
+            application_state(self.app_name)
+            failing_since = failing_since or time.monotonic()
+            if time.monotonic() - failing_since > self.deadline_s:
+                raise EngineUnavailable(f"{self.app_name} has failed for {self.deadline_s:.0f} s: {reason}")
+            log.warning("%s: %s; trying again in %.1f s", self.app_name, reason, pause_s)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 10.0)
+
+    def _result(self, response: Any) -> Any:
+        """Wait for a response, without limit while the application is running."""
+        missing_since: float | None = None
+        while True:
+            try:
+                return response.result(timeout_s=self.poll_s)
+            except TimeoutError:
+                pass
+            try:
+                is_running = application_state(self.app_name) == "RUNNING"
+                missing_since = None if is_running else missing_since or time.monotonic()
+                if missing_since is not None and time.monotonic() - missing_since > self.deadline_s:
+                    reason = failure_reason(self.app_name)
+                    raise EngineUnavailable(f"{self.app_name} has had no replica for {self.deadline_s:.0f} s: {reason}")
+            except EngineUnavailable:
+                response.cancel()
+                raise
+
+
+def _raise_if_scoring(request: ScoreRequest, error: RayActorError) -> None:
+    """Raise EngineCrashed if the replica that died was scoring this chunk."""
+    current = current_chunk(error.actor_id)
+    if current is None or current.chunk != chunk_id(request):
+        return
+    kind, why = CrashKind.EXIT, "ended while it scored the chunk"
+    if current.overdue:
+        kind, why = CrashKind.HANG, f"was replaced: {current.overdue}"
+    elif report := fatal_error(current):
+        kind, why = CrashKind.ERROR, f"{why}: {report}"
+    raise EngineCrashed(
+        f"{current.replica} {why}; its log is {current.log_file}", current.replica, current.scored_others, kind
+    ) from error
+
+
+@functools.lru_cache(maxsize=8)
+def _handle(name: str) -> Any:
+    from ray import serve
+
+    return serve.get_app_handle(name)

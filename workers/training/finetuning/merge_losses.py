@@ -1,0 +1,256 @@
+"""The losses of merges of trained experts.
+
+Paper: "MergOPT: A merge-aware optimizer for robust model merging", figure 2 (the joint loss over two coefficients),
+table 1 (merge methods by optimizer). Losses are those of the reference answers of the experts' evaluation tasks, in
+nats per token of an answer, in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from search_spaces.recipe import Merge, Recipe, Source
+from search_spaces.study.engine import EngineOptions
+from workers.errors import InvalidTask
+from workers.evaluation.lm_eval import TaskEvaluator
+from workers.evaluation.prompts import Prompts
+from workers.evaluation.references import References, Target, lack_of_references
+from workers.file_access import FileAccess
+from workers.merging.bank import Bank
+from workers.merging.materialize import merge_into
+from workers.models.family import open_family
+from workers.models.hub import locate
+from workers.training.finetuning.spec import FinetuneSpec, task_of
+from workers.training.losses import minibatches, sample_losses
+from workers.training.model import TrainableModel
+from workers.types import Placement, TaskSpec
+
+__all__ = [
+    "Candidate",
+    "Landscape",
+    "MergeLoss",
+    "MergeLosses",
+    "candidates",
+    "lack_of_losses",
+    "landscape",
+    "losses_of_experts",
+    "merge_table",
+]
+
+# The coefficients of both experts in figure 2.
+GRID = tuple(round(0.1 * i, 1) for i in range(11))
+TASK_ARITHMETIC = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+TIES_SCALES = (0.3, 0.5, 0.7, 1.0)
+TIES_KEEP = 0.2
+DARE_DENSITY = 0.5
+
+# The number of a fleet's first experts of which all pairs are merged too.
+IN_PAIRS = 4
+
+MAX_TOKENS = 4096  # in one forward pass
+
+
+@dataclass(frozen=True)
+class Landscape:
+    """The sum of both experts' losses over two coefficients.
+
+    The model of losses[i][j] is the base plus `coefficients`[i] times the first task vector and `coefficients`[j] times
+    the second.
+    """
+
+    experts: tuple[str, str]
+    coefficients: tuple[float, ...]
+    losses: tuple[tuple[float, ...], ...]
+
+
+class Candidate(NamedTuple):
+    """A merge of experts by a published method.
+
+    `coefficient` is the value that varies within `method`; None if none varies.
+    """
+
+    method: str
+    coefficient: float | None
+    merge: Merge
+
+
+@dataclass(frozen=True)
+class MergeLoss:
+    """The losses of merges of `num_experts` experts by one method.
+
+    They are means over all sets of this number of experts, at the coefficient with the lowest mean loss over the merged
+    experts' tasks: `losses` by expert, and their `mean`. `spread` is the standard deviation of the means over all
+    coefficients of the method.
+    """
+
+    method: str
+    num_experts: int
+    coefficient: float | None
+    losses: Mapping[str, float]
+    mean: float
+    spread: float
+
+
+class MergeLosses:
+    """Measures merges of experts in `directories` on the first `samples` samples of each expert's `tasks`.
+
+    Raises InvalidModel, and InvalidTask for a sample without reference answer.
+    """
+
+    def __init__(
+        self,
+        base: Path,
+        directories: Mapping[str, Path],
+        tasks: Mapping[str, Sequence[TaskSpec]],
+        *,
+        samples: int,
+        max_length: int,
+    ) -> None:
+        family = open_family(base, directories)
+        self._bank = Bank(family, Placement.MAPPED)
+        self._model = TrainableModel(self._bank, torch.float32, device=self._bank.device)
+        self._base = self._bank.sources.base_alias
+        self._num_layers = self._bank.view(self._base).layout.num_layers
+        self._fingerprints = {model.alias: model.fingerprint for model in family.models}
+        options = EngineOptions(max_model_len=max_length)
+        references = References(TaskEvaluator(None, Prompts(self._bank.sources.result_dir, options)))
+        self._targets: dict[str, list[tuple[Target, ...]]] = {
+            alias: [references.targets(task)[:samples] for task in own] for alias, own in tasks.items()
+        }
+        self._units = {alias: [references.unit(task) for task in own] for alias, own in tasks.items()}
+
+    def of(self, merge: Merge) -> dict[str, float]:
+        """The mean loss on its tasks of each expert that is merged."""
+        recipe = Recipe.uniform(
+            merge, models=self._fingerprints, base=self._base, num_layers=self._num_layers
+        ).canonical()
+        return self._of_recipe(recipe, [source.model for source in merge.sources])
+
+    @torch.inference_mode()
+    def _of_recipe(self, recipe: Recipe, experts: Sequence[str]) -> dict[str, float]:
+        merge_into(recipe, self._bank, self._model.memory)
+        found = {}
+        for alias in experts:
+            tasks = zip(self._targets[alias], self._units[alias], strict=True)
+            means = [self._mean(targets) / unit for targets, unit in tasks if targets]
+            found[alias] = sum(means) / len(means)
+        return found
+
+    def _mean(self, targets: Sequence[Target]) -> float:
+        total = 0.0
+        for indices in minibatches(targets, MAX_TOKENS):
+            total += float(sample_losses(self._model, [targets[i] for i in indices]).sum())
+        return total / len(targets)
+
+
+def lack_of_losses(
+    experts: Mapping[str, FinetuneSpec], *, access: FileAccess | None = None
+) -> Iterator[tuple[str, str]]:
+    """Why the losses of merges of a fleet's experts cannot be measured: an alias and a reason each.
+
+    The losses of a single expert are never measured.
+    """
+    for alias, spec in experts.items() if len(experts) > 1 else ():
+        if spec.evaluation is None:
+            yield alias, "has no evaluation, whose reference answers would give the losses of merges"
+            continue
+        for each in spec.evaluation.objectives:
+            try:
+                lack = lack_of_references(task_of(each, seed=spec.seed, access=access))
+            except InvalidTask as error:
+                lack = str(error)
+            if lack is not None:
+                yield (
+                    alias,
+                    f"objective {each.name!r} has no reference answers, to measure merges by: {lack}",
+                )
+
+
+def losses_of_experts(
+    experts: Mapping[str, FinetuneSpec],
+    directories: Mapping[str, Path],
+    *,
+    samples: int,
+    access: FileAccess | None = None,
+) -> MergeLosses:
+    """A measure of merges of a fleet's experts.
+
+    Raises InvalidTask if an expert has no evaluation, and as MergeLosses.
+    """
+    tasks = {}
+    for alias, spec in experts.items():
+        if spec.evaluation is None:
+            raise InvalidTask(f"{alias}: has no evaluation, whose reference answers would give the losses of merges")
+        tasks[alias] = [task_of(each, seed=spec.seed, access=access) for each in spec.evaluation.objectives]
+    first = next(iter(experts.values()))
+    longest = max(spec.data.max_length for spec in experts.values())
+    return MergeLosses(locate(first.base), directories, tasks, samples=samples, max_length=longest)
+
+
+def landscape(
+    measure: Callable[[Merge], Mapping[str, float]], experts: tuple[str, str], *, grid: Sequence[float] = GRID
+) -> Landscape:
+    """The sum of two experts' losses over a grid of their coefficients (MergOPT, figure 2).
+
+    `measure` returns the losses of a merge by expert.
+    """
+    sources = tuple(Source(alias) for alias in experts)
+
+    def joint(first: float, second: float) -> float:
+        losses = measure(Merge("task_arithmetic", sources, {"lambda": (first, second)}))
+        return sum(losses[alias] for alias in experts)
+
+    rows = tuple(tuple(joint(first, second) for second in grid) for first in grid)
+    return Landscape(experts, tuple(grid), rows)
+
+
+def candidates(experts: Sequence[str], *, seed: int = 0) -> Iterator[Candidate]:
+    """Merges by the paper's four methods, with all coefficients that are compared."""
+    sources = tuple(Source(alias) for alias in experts)
+    yield Candidate("weight averaging", None, Merge("linear", sources, {"weight": 1 / len(experts)}))
+    for lambda_ in TASK_ARITHMETIC:
+        yield Candidate("task arithmetic", lambda_, Merge("task_arithmetic", sources, {"lambda": lambda_}))
+    for lambda_ in TIES_SCALES:
+        yield Candidate("TIES", lambda_, Merge("ties", sources, {"k": TIES_KEEP, "lambda": lambda_}))
+    for lambda_ in TASK_ARITHMETIC:
+        coefficients = {"lambda": lambda_, "density": DARE_DENSITY}
+        yield Candidate("DARE", lambda_, Merge("dare_linear", sources, coefficients, seed=seed))
+
+
+def merge_table(
+    measure: Callable[[Merge], Mapping[str, float]], experts: Sequence[str], *, seed: int = 0
+) -> tuple[MergeLoss, ...]:
+    """A row for each method and number of experts: pairs of the first IN_PAIRS experts, then all experts."""
+    sets = [[tuple(experts)]]
+    if len(experts) > 2:
+        sets.insert(0, list(combinations(experts[:IN_PAIRS], 2)))
+    return tuple(row for together in sets for row in _rows(measure, together, seed=seed))
+
+
+def _rows(
+    measure: Callable[[Merge], Mapping[str, float]], sets: Sequence[tuple[str, ...]], *, seed: int
+) -> Iterator[MergeLoss]:
+    """A row for each method, over `sets` of experts of one size."""
+    found: dict[str, list[tuple[float | None, Mapping[str, float], float]]] = {}
+    for same in zip(*(candidates(experts, seed=seed) for experts in sets), strict=True):
+        measured = [measure(candidate.merge) for candidate in same]
+        mean = _mean(value for losses in measured for value in losses.values())
+        aliases = dict.fromkeys(alias for losses in measured for alias in losses)
+        by_expert = {alias: _mean(losses[alias] for losses in measured if alias in losses) for alias in aliases}
+        found.setdefault(same[0].method, []).append((same[0].coefficient, by_expert, mean))
+    for method, tried in found.items():
+        means = torch.tensor([mean for *_, mean in tried], dtype=torch.float64)
+        coefficient, best, mean = min(tried, key=lambda each: math.inf if math.isnan(each[2]) else each[2])
+        yield MergeLoss(method, len(sets[0]), coefficient, best, mean, float(means.std(correction=0)))
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed)
