@@ -87,7 +87,7 @@ def _add_collection(router: APIRouter, kind: JobKind) -> None:
         "",
         create,
         methods=["POST"],
-        operation_id=f"create_{kind.resource}",
+        name=f"create_{kind.resource}",
         description=f"Create a {noun} if it passes every check that needs no engine; it starts as soon as possible.",
         status_code=201,
         response_model=None,
@@ -101,7 +101,7 @@ def _add_collection(router: APIRouter, kind: JobKind) -> None:
     router.add_api_route(
         "",
         list_all,
-        operation_id=f"list_{kind.collection}",
+        name=f"list_{kind.collection}",
         description=f"Every {noun}, oldest first.",
         response_model=None,
         responses={200: {"model": list_document(kind.collection, model)}, **refusals(422)},
@@ -142,7 +142,7 @@ def _add_one(router: APIRouter, kind: JobKind, one: str) -> None:
     router.add_api_route(
         one,
         get,
-        operation_id=f"get_{kind.resource}",
+        name=f"get_{kind.resource}",
         description=f"A {noun}: its state, its progress, and links to its results.",
         response_model=None,
         responses={200: {"model": model}, **refusals(404)},
@@ -151,7 +151,7 @@ def _add_one(router: APIRouter, kind: JobKind, one: str) -> None:
     router.add_api_route(
         f"{one}/{kind.document_link}",
         get_submitted,
-        operation_id=f"get_{kind.document_noun.replace(' ', '_')}",
+        name=f"get_{kind.document_noun.replace(' ', '_')}",
         description=(
             f"The {kind.document_noun} with every default filled in; submitting it again creates an equal {noun}."
         ),
