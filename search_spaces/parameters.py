@@ -134,7 +134,7 @@ Parameter: TypeAlias = Float | Integer | Categorical
 
 
 class Structure(Protocol):
-    """What a space defines for all parameters together: where a search starts, and which configurations are stored.
+    """Rules for all parameters of a space together: where a search starts, and which configurations are stored.
 
     Several configurations may have the same meaning; one of them is the repaired one, which is stored. Implementations
     are immutable and picklable.

@@ -31,7 +31,7 @@ class ChainedSource:
 
 @dataclass(frozen=True)
 class ResolvedStudy:
-    """What the names in a study file resolved to when the study was created.
+    """The models, tasks and rungs that a study file resolved to when the study was created.
 
     A resumed study must resolve to the same. As JSON it is the `accepted` of a study's job.
 

@@ -24,7 +24,7 @@ class Cluster(Protocol):
         """Why no job can make progress; None if jobs can."""
 
     def waiting_for(self, job: JobRecord) -> str | None:
-        """What the job waits for; None if a driver works on it, or if it has ended."""
+        """Reason why the job waits; None if a driver works on it, or if it has ended."""
 
     def ray_job(self, job: JobRecord) -> RayJobDocument | None:
         """The Ray Job of the job's last driver; None before the first."""

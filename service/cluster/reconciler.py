@@ -67,7 +67,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do for a job, and why.
+    """The next action for a job, and the reason.
 
     `again`: submit the same driver again, because the cluster never received it. `until`: WAIT without a driver until
     that time (seconds since the epoch).
@@ -196,7 +196,7 @@ class RayCluster:
         return self._not_ready
 
     def waiting_for(self, job: JobRecord) -> str | None:
-        """What the job waits for; None: a driver works on it, or it has ended."""
+        """Reason why the job waits; None if a driver works on it, or if it has ended."""
         if job.state.is_finished:
             return None
         if self._not_ready is not None:

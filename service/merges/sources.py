@@ -73,7 +73,7 @@ def tokenizer_of(configuration: MergekitConfig, aliases: Mapping[str, str]) -> s
 
 
 def vocabulary_of(configuration: MergekitConfig, aliases: Mapping[str, str]) -> dict[str, Any]:
-    """What the configuration says about the merged vocabulary, in the form of a recipe's `vocabulary`."""
+    """The configuration's options of the merged vocabulary, in the form of a recipe's `vocabulary`."""
     found: dict[str, Any] = {}
     if configuration.tokenizer_source == "union":
         found["by_id"] = True

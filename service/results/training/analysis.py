@@ -154,7 +154,7 @@ def _check_same(first: Mapping[str, FinetuneSpec], experts: Mapping[str, Finetun
 def _names(fleets: Sequence[Mapping[str, FinetuneSpec]]) -> list[str]:
     """Names of the fleets: their optimizers.
 
-    Fleets with the same optimizer are told apart by the options that differ, else by a number.
+    Fleets with the same optimizer are distinguished by the options that differ, else by a number.
     """
     kinds = ["/".join(dict.fromkeys(spec.method.kind for spec in experts.values())) for experts in fleets]
     names = []

@@ -1,4 +1,4 @@
-"""What preflight found: a study that can run, and the plan of its search."""
+"""The result of preflight: a study that can run, and the plan of its search."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class SearchSetting:
-    """What searchers with options of their own know of their study.
+    """The parts of a study that searchers with options of their own read.
 
     `objectives` are the names in order, `num_samples` the search samples of each, `num_baselines` the number of trials
     before the first proposal. `options` is the section `search` of the study file, which has the options of each
