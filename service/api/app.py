@@ -44,11 +44,16 @@ def create_app(
     keep: ExportLimits | None = None,
     artifact_quota_bytes: int | None = None,
 ) -> FastAPI:
-    """Create the server's application, which starts and stops `cluster`; the caller closes `store`.
+    """Create the server's FastAPI application, which starts and stops `cluster`; the caller closes `store`.
 
-    Exported models are kept in `data_dir` as long as `keep` says (None: the defaults). By default `preflight` is a
-    PreflightProcess, and jobs may read what `default_access` says. `hosts` are names of the server besides the loopback
-    names and its address. Experts and policies may take `artifact_quota_bytes` (None: a tenth of the disk).
+    Args:
+        store: Database of jobs and results.
+        cluster: The cluster on which drivers work on jobs.
+        data_dir: Directory of exported models, artifacts and the files of jobs.
+        preflight: Checks of submitted jobs; by default a PreflightProcess with the files of `default_access`.
+        hosts: Accepted values of the header Host, besides loopback names and the address of the server.
+        keep: Limits on the age and total size of exported models; by default those of ExportLimits.
+        artifact_quota_bytes: Bytes that experts and policies may take; by default a tenth of the disk.
     """
     requests = RequestCounter()
     artifacts = ArtifactStore(store, artifacts_dir(data_dir))

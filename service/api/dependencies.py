@@ -77,7 +77,7 @@ async def _services(request: Request) -> Services:
 
 
 class _Segment(StringConvertor):
-    """A path segment without a colon, which separates a verb (`STUDY:cancel`)."""
+    """Route convertor for a path segment without a colon, since a colon starts a verb, as in `JOB:cancel`."""
 
     regex = "[^/:]+"
 
@@ -93,8 +93,11 @@ ID_PATTERN = "^[0-9a-f]{32}$"
 
 
 def given(kind: JobKind) -> Any:
-    """FastAPI dependency that returns the stored job of this `kind` that the route's path names."""
-    # Given as a default: FastAPI cannot evaluate annotations that name local variables.
+    """FastAPI dependency that returns the stored job whose id is in the request's path.
+
+    A request is refused with status 404 if the job does not exist or is not of this `kind`.
+    """
+    # A default instead of an annotation: FastAPI cannot evaluate annotations that name local variables.
     path = PathParameter(alias=f"{kind.resource}_id", description=f"The `id` of the {kind.noun}.", pattern=ID_PATTERN)
 
     def found(services: Context, job_id: str = path) -> JobRecord:

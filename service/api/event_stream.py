@@ -43,13 +43,13 @@ WINDOW = 1000
 
 
 def frame(data: Mapping[str, Any], *, event: str, id: int | None = None) -> bytes:
-    """One server-sent event, as the bytes of a stream."""
+    """Encode a server-sent event with `data` as JSON; clients resume a stream after the last `id` received."""
     head = f"id: {id}\n" if id is not None else ""
     return f"{head}event: {event}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
 
 
 class EventHub:
-    """Streams of events for the watchers of jobs. A hub is bound to one event loop."""
+    """Streams of events for the clients that watch jobs. A hub is bound to one asyncio event loop."""
 
     def __init__(self, store: Store, *, poll_s: float = POLL_S) -> None:
         self._store = store
@@ -59,7 +59,10 @@ class EventHub:
         self._threads = anyio.CapacityLimiter(MAX_THREADS)
 
     async def watch(self, job_id: str, *, after: int) -> AsyncGenerator[bytes, None]:
-        """Yield frames of the events with ids above `after`, until the job has ended and all of them were sent."""
+        """Yield the job's events with ids above `after` as server-sent events.
+
+        The stream ends when the job has ended and all its events were sent.
+        """
         feed = self._feeds.get(job_id)
         if feed is None:
             feed = self._feeds[job_id] = _Feed(self._store, job_id, self._poll_s, self._threads)
@@ -76,7 +79,7 @@ class EventHub:
 
 
 class _Feed:
-    """Reads the events of one job for all its watchers."""
+    """Reader of one job's events, shared by all clients that watch the job."""
 
     def __init__(self, store: Store, job_id: str, poll_s: float, threads: anyio.CapacityLimiter) -> None:
         self.watchers = 0

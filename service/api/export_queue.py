@@ -37,14 +37,14 @@ BLOCK, RECORD = tarfile.BLOCKSIZE, tarfile.RECORDSIZE
 
 
 def export_id(study_id: str, trial: int, dtype: str) -> str:
-    """Id of an export: the same trial in the same dtype is one export."""
+    """Id of the export of a study's trial in a dtype: 32 hexadecimal digits of a hash of all three."""
     return hashlib.sha256(f"{study_id}/{trial}/{dtype}".encode()).hexdigest()[:32]
 
 
 class Exports:
-    """Writes the exports that the store lists as unfinished, and removes exports as `keep` says.
+    """Queue that writes the unfinished exports of the store, and removes exports beyond the limits `keep`.
 
-    An interrupted export continues at the next start.
+    An export that is interrupted continues when the queue is started again.
     """
 
     def __init__(self, store: Store, data_dir: Path, *, keep: ExportLimits | None = None) -> None:
@@ -67,7 +67,7 @@ class Exports:
         self._task = asyncio.create_task(self._run(), name="exports")
 
     async def stop(self) -> None:
-        """Interrupt the export that is being written; it continues at the next start."""
+        """Stop the queue. An export that is being written is interrupted and continues at the next start."""
         self._is_stopping = True
         if self._process is not None:
             await anyio.to_thread.run_sync(self._process.stop)
@@ -76,12 +76,18 @@ class Exports:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def directory(self, record: ExportRecord) -> Path:
-        """Directory of the model once the export is COMPLETE; the folder in the archive has the same name."""
+        """Directory of an export's model, which exists once the export is COMPLETE.
+
+        The folder in the downloaded tar archive has the name of this directory.
+        """
         name = self._store.job(record.study).name
         return self._root / record.id / f"{name}-trial-{record.trial}"
 
     def reading(self, owner: str, chunks: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield `chunks` of files of `owner` (id of an export or fine-tuning), and keep the files meanwhile."""
+        """Yield the `chunks` of a download; until the last one, the downloaded files are not deleted.
+
+        `owner` is the id of the export or fine-tuning that the files belong to.
+        """
         self._downloads[owner] += 1
         try:
             yield from chunks
@@ -95,8 +101,8 @@ class Exports:
     async def delete_job(self, job_id: str, *, noun: str) -> None:
         """Delete a job that has ended, with its exports; messages call the job `noun`.
 
-        Raises NotFound, and Conflict, when nothing is deleted, if the job has not ended or one of its models is being
-        written or downloaded.
+        Raises NotFound if there is no such job, and Conflict if the job has not ended or one of its models is being
+        written or downloaded. Nothing is deleted if an error is raised.
         """
 
         def delete() -> None:
@@ -105,7 +111,10 @@ class Exports:
         await anyio.to_thread.run_sync(delete)
 
     async def request(self, study_id: str, *, trial: int, dtype: str) -> ExportRecord:
-        """Return the export, queued if it is new, or again if it failed or its files were removed."""
+        """Return the export of a study's trial in a dtype, after adding it to the queue if necessary.
+
+        An export is added if it is new, if it failed, or if its files were removed.
+        """
         wanted = ExportRecord(
             id=export_id(study_id, trial, dtype),
             study=study_id,
@@ -154,7 +163,7 @@ class Exports:
         return directory
 
     def sweep(self) -> None:
-        """Remove exports that have expired or are beyond the quota, and files without an export."""
+        """Remove exports that have expired or exceed the quota, and files that belong to no export."""
         with self._lock:
             places = list(self._root.iterdir()) if self._root.is_dir() else []
             records = self._store.exports()
@@ -172,7 +181,9 @@ class Exports:
         for record in removed:
             with suppress(Conflict, NotFound):  # requested again, downloaded or deleted at this moment
                 self._delete((record,))
-                logger.info("export %s of study %s was removed: it expired, or made room", record.id, record.study)
+                logger.info(
+                    "export %s of study %s was removed: it expired or exceeded the quota", record.id, record.study
+                )
 
     def _kept(self, record: ExportRecord) -> KeptExport:
         place = self._root / record.id
@@ -238,9 +249,10 @@ def _export(url: str, study_id: str, trial: str, directory: Path, *, dtype: str,
 
 @dataclass(frozen=True)
 class Tar:
-    """Uncompressed tar archive of one folder; `files` maps paths in the folder to the files to read.
+    """Uncompressed tar archive of one folder, generated while it is sent.
 
-    Only one chunk at a time is in memory. The same files give the same bytes.
+    `files` maps paths inside the archive's folder to the files on disk. Only one chunk at a time is in memory. The same
+    files give the same bytes.
     """
 
     folder: str
@@ -249,7 +261,7 @@ class Tar:
 
     @property
     def size(self) -> int:
-        """Total bytes that `chunks` yields."""
+        """Size of the archive in bytes."""
         total = sum(len(header) + _padded(file.stat().st_size, BLOCK) for file, header in self._members())
         return _padded(total + 2 * BLOCK, RECORD)
 

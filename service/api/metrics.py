@@ -16,9 +16,10 @@ METHODS = frozenset(("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
 
 
 class RequestCounter:
-    """Counts requests by method, route template and status.
+    """Thread-safe counter of requests by HTTP method, route and status.
 
-    Route templates are counted instead of paths, whose number has no limit. The counter is thread-safe.
+    Requests are counted by their route's template, such as `/v1/studies/{study_id}`, and not by their path, because
+    the number of paths has no limit.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class RequestCounter:
 
 
 class CountRequests:
-    """ASGI middleware that counts responses when they begin."""
+    """ASGI middleware that adds each request to a RequestCounter when its response begins."""
 
     def __init__(self, app: ASGIApp, counter: RequestCounter) -> None:
         self._app = app
@@ -52,7 +53,10 @@ class CountRequests:
 
 
 def prometheus_text(jobs: Iterable[JobRecord], counter: RequestCounter, *, is_ready: bool) -> str:
-    """Metrics in Prometheus' text format, version 0.0.4."""
+    """Number of jobs in each state, readiness, and numbers of requests, in Prometheus' text format, version 0.0.4.
+
+    `is_ready` says whether jobs can make progress.
+    """
     states = Counter(job.state for job in jobs)
     lines = [
         "# HELP mergesearch_studies Jobs by state.",

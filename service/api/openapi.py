@@ -1,7 +1,7 @@
 """OpenAPI document of the server, and the page /docs, where requests can be tried.
 
 The document is what FastAPI derives from the routes, and the schemas that routes refer to by name. The page is
-Swagger UI, whose files the package fastapi-swagger ships and the server serves under /docs/: it needs no network.
+Swagger UI. The server serves the files of Swagger UI from the package fastapi-swagger, so the page works offline.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ PARAMETERS = {
 
 
 def install_openapi(app: FastAPI) -> None:
-    """Make `app` serve this module's OpenAPI document, which is generated at the first request for it."""
+    """Replace FastAPI's OpenAPI document of `app` with one that also has the schemas of job documents and events.
+
+    The document is generated at the first request for it.
+    """
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -90,7 +93,10 @@ def _document(app: FastAPI) -> dict[str, Any]:
 
 
 def install_docs(app: FastAPI) -> None:
-    """Serve Swagger UI at /docs. Its addresses are relative, so that a proxy may serve everything below a prefix."""
+    """Serve Swagger UI at /docs.
+
+    The page's links are relative, so that a proxy may serve the application below a path prefix.
+    """
     page = get_swagger_ui_html(
         title=app.title,
         openapi_url="openapi.json",
@@ -110,7 +116,11 @@ def install_docs(app: FastAPI) -> None:
 
 
 def _policy(html: str) -> str:
-    """Content security policy of the page: only files of and requests to this server; its script by its hash."""
+    """Content security policy for the page `html`.
+
+    The page may load files from this server and send requests to this server only. Its inline scripts are allowed by
+    their hashes.
+    """
     scripts = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     return "; ".join(

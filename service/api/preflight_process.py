@@ -44,17 +44,17 @@ BODY = "the request's body"
 
 
 def _memory_share() -> int:
-    """Bytes of a quarter of this machine's memory, but at least 2 and at most 8 GiB."""
+    """A quarter of this machine's memory in bytes, but at least 2 GiB and at most 8 GiB."""
     total: int = psutil.virtual_memory().total
     return max(2 * 2**30, min(total // 4, 8 * 2**30))
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one request's checks: elapsed seconds, seconds of processor time, and bytes of memory.
+    """Limits of the checks of one request: elapsed seconds, seconds of processor time, and bytes of memory.
 
-    Processor time and memory are limited only until the weights are read: reading the weights of large models for the
-    first time takes minutes, and maps all of their files.
+    Processor time and memory are limited only until the models' weights are read. Reading the weights of large models
+    for the first time takes minutes and maps all of their files.
     """
 
     time_s: float = 900.0
@@ -72,19 +72,19 @@ class Preflight(Protocol):
     async def accept(self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "") -> Accepted:
         """Check a request's body that describes a job of this `kind`.
 
-        Requests of one `client`, the sender, wait for each other, so that other clients do not wait for them. Raises
+        `client` names the sender. Requests of one client wait for each other and do not delay other clients. Raises
         InvalidStudy with every problem, and Unavailable if no check is possible at the moment.
         """
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
-        """The dtype in which a study's engines score."""
+        """Dtype of the weights in the engines that score the study whose study file is `document`."""
 
 
 class PreflightProcess:
-    """Checks jobs in separate processes, each request within `limits` (None: the defaults).
+    """Preflight that checks jobs in separate processes, each request within `limits` (by default those of Limits).
 
-    `context` says which files jobs may read and which server's jobs they may name (None: all files, and no jobs). All
-    but one of the processes may work for one client at the same time.
+    `context` says which files jobs may read and which earlier jobs they may refer to; by default all files and no jobs.
+    At most `num_validators - 1` processes work for one client at the same time, but at least one.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class PreflightProcess:
 
     @property
     def pid(self) -> int | None:
-        """Id of the process that is used first."""
+        """Process id of the first validator process; None while it is not running."""
         return self._validators[0].pid
 
     def start(self) -> None:
@@ -173,10 +173,10 @@ def _warm_up() -> None:
 
 
 def accept_here(content: bytes, *, is_json: bool, kind: str, context: RequestContext) -> Accepted:
-    """Check, in this process, a request's body that describes a job of the kind with the name `kind`.
+    """Check, in the current process, a request's body that describes a job of the kind named `kind`.
 
-    Weights are read, and merges of other studies written, without limits of memory and processor time: their amount is
-    not the sender's choice, and reading large weights maps all of their files. Raises InvalidStudy with every problem.
+    The limits of memory and processor time are lifted while weights are read and merges of other studies are written,
+    because reading large weights maps all of their files. Raises InvalidStudy with every problem.
     """
     return accepted(content, kind_of(kind), is_json=is_json, context=replace(context, lift_limits=lift_limits))
 

@@ -17,17 +17,20 @@ __all__ = ["event_document", "export_document", "export_path", "job_document", "
 
 
 def rfc_3339(time_s: float) -> str:
-    """Time in seconds since the epoch as RFC 3339 text: `2026-11-21T09:54:24.123Z`."""
+    """Format a time in seconds since the epoch as RFC 3339 text, such as `2026-11-21T09:54:24.123Z`."""
     return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def export_path(record: ExportRecord) -> str:
-    """Path of an export below the server's address."""
+    """URL path of an export on the server."""
     return f"{SEARCH.path_of(record.study)}/exports/{record.id}"
 
 
 def job_document(job: JobRecord, kind: JobKind, view: View, *, cluster: Cluster) -> dict[str, Any]:
-    """Document of a job: the fields of all jobs, the fields of its kind, and links."""
+    """JSON document that describes a job: the fields that all jobs have, the fields of its kind, and links.
+
+    `view` has the fields and links that the job's kind adds. `cluster` knows why the job waits and its Ray Job.
+    """
     path = kind.path_of(job.id)
     return {
         "id": job.id,
@@ -51,7 +54,10 @@ def event_document(event: EventRecord) -> EventDocument:
 
 
 def export_document(record: ExportRecord, directory: Path) -> ExportDocument:
-    """Document of an export; `directory` has its model once it is COMPLETE, unless the files were removed."""
+    """JSON document that describes an export, whose model is written to `directory`.
+
+    The document has the model's size and a download link only if the export is COMPLETE and its files still exist.
+    """
     is_there = record.state is ExportState.COMPLETE and directory.is_dir()
     path = export_path(record)
     return {

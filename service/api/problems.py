@@ -40,7 +40,7 @@ MAX_SHOWN = 60
 
 
 class Refusal(Exception):
-    """The request cannot be served; `status` is the HTTP status, `detail` the reason."""
+    """Raised if a request is refused; `status` is the HTTP status of the response, `detail` the reason."""
 
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(status, detail)
@@ -49,7 +49,7 @@ class Refusal(Exception):
 
 
 class InvalidRequest(Exception):
-    """The request is invalid; `problems` lists every problem."""
+    """Raised if a request is invalid; `problems` lists every problem. The response has status 422."""
 
     def __init__(self, problems: tuple[Problem, ...]) -> None:
         super().__init__(problems)
@@ -57,11 +57,14 @@ class InvalidRequest(Exception):
 
 
 class Unavailable(Exception):
-    """Something that the request needs is temporarily unavailable; the message says what."""
+    """Raised if something that a request needs is temporarily unavailable. The response has status 503."""
 
 
 class Json(JSONResponse):
-    """Response of JSON in ASCII, which can hold invalid Unicode too (lone surrogates quoted from a request)."""
+    """JSON response that escapes all characters outside ASCII.
+
+    Escaped text can also hold invalid Unicode, such as lone surrogates quoted from a request.
+    """
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
@@ -87,7 +90,7 @@ def problem_response(
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI descriptions of a route's error responses, by status."""
+    """OpenAPI descriptions of a route's error responses with the HTTP `statuses`, by status."""
     content = {PROBLEM_JSON: {"schema": {"$ref": "#/components/schemas/ProblemDocument"}}}
     described: dict[int | str, dict[str, Any]] = {}
     for status in statuses:
@@ -99,7 +102,7 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Install handlers that turn every error of a route or of the framework into a response."""
+    """Install the exception handlers that turn every error raised in a route or in FastAPI into a problem response."""
 
     async def invalid_request(_: Request, error: Exception) -> Response:
         assert isinstance(error, InvalidStudy | InvalidRequest)

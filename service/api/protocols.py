@@ -12,32 +12,35 @@ __all__ = ["Cluster", "Principal"]
 
 
 class Cluster(Protocol):
-    """The cluster on which drivers work on jobs. The server responds whether or not the cluster is reachable."""
+    """Interface of the cluster on which drivers work on jobs.
+
+    The server answers requests whether or not the cluster is reachable.
+    """
 
     def start(self) -> None:
-        """Begin to keep a driver running for every unfinished job; returns immediately."""
+        """Start the thread that keeps a driver running for every unfinished job; returns immediately."""
 
     def stop(self) -> None:
-        """Stop keeping drivers running, which may take some seconds."""
+        """Stop starting and replacing drivers. The call may take some seconds."""
 
     def not_ready(self) -> str | None:
-        """Why no job can make progress; None if jobs can."""
+        """Reason why no job can make progress at the moment; None if jobs can make progress."""
 
     def waiting_for(self, job: JobRecord) -> str | None:
-        """Reason why the job waits; None if a driver works on it, or if it has ended."""
+        """Reason why `job` waits; None if a driver works on the job, or if the job has ended."""
 
     def ray_job(self, job: JobRecord) -> RayJobDocument | None:
-        """The Ray Job of the job's last driver; None before the first."""
+        """Id and status of the Ray Job in which the last driver of `job` ran; None if no driver was started yet."""
 
     def log(self, job: JobRecord) -> str:
-        """The output of the job's drivers. Raises ConnectionError while the cluster is unreachable."""
+        """Output of all drivers that worked on `job`. Raises ConnectionError while the cluster is unreachable."""
 
     def wake(self) -> None:
-        """Check all jobs now, because one was created, cancelled or resumed."""
+        """Check at once which jobs need a driver; called after a job was created, cancelled or resumed."""
 
 
 @dataclass(frozen=True)
 class Principal:
-    """The sender of a request."""
+    """Sender of a request, known by `name`."""
 
     name: str

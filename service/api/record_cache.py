@@ -1,4 +1,4 @@
-"""Cache of studies' run records and of results computed from them, each valid until its study changes."""
+"""Cache of studies' run records and of results computed from the records. An entry is valid until its study changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["RunRecords"]
 # Studies in the cache; the record of a large study takes about ten MB.
 MAX_STUDIES = 4
 
-# Studies whose results are computed at the same time; the others wait, without a thread.
+# Studies whose results are computed at the same time; requests for other studies wait without taking a thread.
 MAX_THREADS = 4
 
 Result = TypeVar("Result")
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class _Entry:
-    """Cache entry of one study: its record, and the results of functions that were applied to it."""
+    """Cache entry of one study: its run record, and the results of functions that were applied to the record."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     version: tuple[int, int] | None = None
@@ -37,10 +37,10 @@ class _Entry:
 
 
 class RunRecords:
-    """Run records of recently requested studies, and results that separate threads compute from them.
+    """Cache of the run records of recently requested studies, and of results computed from the records.
 
-    Concurrent requests for a study share one computation, and do not wait for other studies. An instance is bound to
-    one event loop.
+    Results are computed in separate threads. Concurrent requests for a study share one computation. A cache is bound
+    to one asyncio event loop.
     """
 
     def __init__(self, store: Store) -> None:
@@ -49,7 +49,10 @@ class RunRecords:
         self._threads = anyio.CapacityLimiter(MAX_THREADS)
 
     async def result(self, study_id: str, function: Callable[[RunRecord], Result]) -> Result:
-        """Result of `function` for the study's record; the function is also the cache key. Raises NotFound."""
+        """Result of applying `function` to the study's run record, cached by study and function.
+
+        Raises NotFound if there is no such study.
+        """
         entry = self._entries.setdefault(study_id, _Entry())
         self._entries.move_to_end(study_id)
         while len(self._entries) > MAX_STUDIES:

@@ -1,4 +1,4 @@
-"""Reading of requests: the body within limits, and the sender."""
+"""Reading of requests: the body, limited in size, and the sender."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml")
 
 
 async def principal(request: Request) -> Principal:
-    """The sender of the request, on which every route depends.
+    """FastAPI dependency of every route: the sender of the request.
 
-    There are no accounts: senders are distinguished by their address.
+    There are no accounts. Senders are distinguished by their IP address.
     """
     return Principal(request.client.host if request.client is not None else "unknown")
 
 
 def sent_as_json(headers: Headers, *, accepted: tuple[str, ...]) -> bool:
-    """Whether the body is JSON rather than YAML, by its headers.
+    """Whether a request's body is JSON rather than YAML, according to the request's `headers`.
 
-    Raises Refusal for a type not in `accepted`, another charset than UTF-8, or a compressed body.
+    Raises Refusal if the media type is not in `accepted`, the charset is not UTF-8, or the body is compressed.
     """
     content_type, *parameters = (part.strip().lower() for part in headers.get("content-type", "").split(";"))
     if content_type not in accepted:
@@ -44,7 +44,10 @@ def sent_as_json(headers: Headers, *, accepted: tuple[str, ...]) -> bool:
 
 
 async def read_body(request: Request) -> bytes:
-    """Read the whole body. Raises Refusal as soon as the body is known to be too large, without reading the rest."""
+    """Read the body of `request`, which may have at most 1 MiB.
+
+    Raises Refusal as soon as the body is known to be larger, without reading the rest.
+    """
     announced = request.headers.get("content-length", "")
     size = int(announced) if announced.isdecimal() and len(announced) < 20 else 0
     content = bytearray()

@@ -1,7 +1,7 @@
-"""Limits on requests: their origin, how many are checked at once, how much room their results take.
+"""Limits on requests: where they come from, how many are checked at once, how much disk their results take.
 
 - `origin`: refuses requests that are meant for, or come from, other servers
-- `fair_queue`: turns at a few places to work, shared between clients
+- `fair_queue`: shares a limited number of concurrent turns between clients
 - `artifacts`: the quota of experts and policies
-- `exports`: which exports have expired or must make room
+- `exports`: which exports have expired or exceed the quota
 """

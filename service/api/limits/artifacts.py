@@ -21,7 +21,7 @@ Made = TypeVar("Made")
 
 
 class ArtifactQuota:
-    """Quota for the artifacts of all jobs together: `quota_bytes` (None: a tenth of the disk)."""
+    """Limit on the total size of the artifacts of all jobs: `quota_bytes`, by default a tenth of the disk."""
 
     def __init__(self, store: Store, artifacts: ArtifactStore, quota_bytes: int | None = None) -> None:
         self._store, self._artifacts, self._quota = store, artifacts, quota_bytes
@@ -29,9 +29,10 @@ class ArtifactQuota:
         self._lock = threading.Lock()
 
     def admit(self, num_bytes: int, make: Callable[[], Made]) -> Made:
-        """Call `make`, which stores a job, if `num_bytes` more of artifacts fit into the quota.
+        """Store a job by calling `make`, if the `num_bytes` of artifacts that the job will store fit into the quota.
 
-        Stored artifacts count, and those that unfinished jobs will store. Raises Conflict if the artifacts do not fit.
+        The artifacts that are stored and those that unfinished jobs will still store take from the quota. Returns what
+        `make` returns. Raises Conflict, without calling `make`, if the job's artifacts do not fit.
         """
         with self._lock:
             used, reserved, quota = self._artifacts.num_bytes(), self._reserved(), self._quota_bytes()

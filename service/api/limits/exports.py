@@ -1,4 +1,4 @@
-"""Limits on kept exports: which have expired, and which must make room for others."""
+"""Limits on stored exports: which have expired, and which exceed the quota."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ DAY_S = 86400.0
 class ExportLimits:
     """Limits on the age and the total size of exports.
 
-    Exports are removed `lifetime_s` after they were written; before that, the oldest first, while all together take
-    more than `quota_bytes` (None: a tenth of the disk).
+    An export is removed `lifetime_s` seconds after it was written. While all exports together take more than
+    `quota_bytes`, by default a tenth of the disk, the oldest is removed.
     """
 
     lifetime_s: float = 7 * DAY_S
@@ -26,7 +26,11 @@ class ExportLimits:
 
 @dataclass(frozen=True)
 class KeptExport:
-    """An export, the time at which its files were last written (seconds since the epoch), and their bytes."""
+    """An export with the age and size of its files.
+
+    `written_at` is the time at which the files were last written, in seconds since the epoch. `num_bytes` is their
+    total size.
+    """
 
     record: ExportRecord
     written_at: float
@@ -38,9 +42,10 @@ class KeptExport:
 
 
 def to_remove(kept: Sequence[KeptExport], *, now: float, lifetime_s: float, quota_bytes: int) -> Iterator[ExportRecord]:
-    """Exports to remove, oldest first: expired ones, and those beyond the quota.
+    """Yield the exports to remove, oldest first: expired ones, and others until the rest fits into the quota.
 
-    Exports in progress stay. The quota never removes the newest complete export.
+    Exports that are queued or being written are not removed. The newest complete export is removed only when it
+    expires. `now` is in seconds since the epoch.
     """
     total = sum(export.num_bytes for export in kept)
     oldest_first = sorted(kept, key=lambda export: export.written_at)

@@ -1,4 +1,4 @@
-"""Fair queue: clients take turns at a few places, so that no client waits for another one's queue."""
+"""Fair queue: clients take turns, so that a client with many requests does not delay the others."""
 
 from __future__ import annotations
 
@@ -13,24 +13,31 @@ __all__ = ["FairQueue"]
 
 
 class FairQueue:
-    """Gives at most `num_places` turns at a time; one client gets at most all but one, so that others find a place.
+    """Queue of requests, of which at most `num_places` run at a time; waiting clients take turns.
 
-    A queue is bound to one event loop.
+    One client runs at most `num_places - 1` requests at a time (but at least one), so that a place stays free for
+    others. A queue is bound to one asyncio event loop.
     """
 
     def __init__(self, num_places: int, *, max_waiting: int, max_clients: int) -> None:
-        """Create a queue in which at most `max_clients` clients wait, each with at most `max_waiting` requests."""
+        """Create a queue that runs `num_places` requests at a time.
+
+        At most `max_clients` clients may wait, each with at most `max_waiting` requests.
+        """
         self._free = num_places
         self._per_client = max(1, num_places - 1)
         self._max_waiting = max_waiting
         self._max_clients = max_clients
         self._running: Counter[str] = Counter()
-        # The client whose turn is next comes first; no queue is empty.
+        # Waiting requests of each client, the client whose turn is next first; clients without requests are removed.
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     @asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:
-        """Take a turn for `client` within the context. Raises Unavailable if too many requests wait already."""
+        """Context in which a request of `client` runs; entering it waits for the client's turn.
+
+        Raises Unavailable if too many requests wait already.
+        """
         await self._wait(client)
         try:
             yield

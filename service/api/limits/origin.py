@@ -1,7 +1,7 @@
 """Refuses requests that were meant for another server, or that a browser sends for a page of another server.
 
-A browser sends requests to this machine for any page that it shows. If the page's name was made to point here (DNS
-rebinding), its requests have that name as Host; requests of other pages have the page's Origin.
+Any web page can make a browser send requests to this machine. Such a request has the page's origin in the header
+Origin. If the page's host name was made to resolve to this machine (DNS rebinding), that name is in the header Host.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class CheckOrigin:
-    """ASGI middleware that checks the headers Host and Origin of requests.
+    """ASGI middleware that refuses requests whose header Host or Origin names another server.
 
-    Host must be one of `hosts`, a loopback name, or the address that the request came to (otherwise 421). Origin, if
-    there is one, must be this server as the request names it, or have one of `hosts` other than the loopback names
-    (otherwise 403). Names are compared without ports, because a proxy may have another one.
+    Host must be one of `hosts`, a loopback name, or the address at which the request arrived; other requests get
+    status 421. Origin, if it is sent, must equal Host or be one of `hosts` that is not a loopback name; other requests
+    get status 403. `hosts` are compared without ports, because a proxy may use another port than this server.
     """
 
     def __init__(self, app: ASGIApp, hosts: Iterable[str] = ()) -> None:
@@ -65,7 +65,10 @@ class CheckOrigin:
 
 
 def _host_of(authority: str) -> str:
-    """The host of HOST[:PORT], in lower case, without the brackets of IPv6; "" if there is none."""
+    """Host name in `authority`, which is HOST or HOST:PORT; empty if there is none.
+
+    The name is in lower case and without the brackets of an IPv6 address.
+    """
     try:
         return (urlsplit(f"//{authority}").hostname or "").rstrip(".")
     except ValueError:

@@ -22,7 +22,10 @@ EVENT_STREAM = "text/event-stream"
 
 
 def _frame(progress: str) -> dict[str, Any]:
-    """Schema of one frame of an event stream, in the form of OpenAPI 3.2."""
+    """JSON Schema of one server-sent event, in the form of OpenAPI 3.2.
+
+    `progress` is the name of the schema of progress documents, which differs between the kinds of job.
+    """
     documents = ("EventDocument", progress, "EndDocument")
     return {
         "type": "object",
@@ -48,7 +51,11 @@ async def _watch(
     limit: int,
     last_event_id: int | None,
 ) -> Response:
-    """Respond with past events and, in a stream, new ones until the job ends."""
+    """Respond with a job's events as a JSON list or, by default, as a stream that ends with the job.
+
+    The header Accept of the request chooses the list. Only events with ids above `after` are sent, or above
+    `last_event_id` if it is given. A list has at most `limit` events.
+    """
     cursor = after if last_event_id is None else last_event_id
     accepted = request.headers.get("accept", "")
     if "application/json" in accepted and EVENT_STREAM not in accepted:
@@ -60,7 +67,7 @@ async def _watch(
 
 
 def add_events_route(router: APIRouter, kind: JobKind, path: str) -> None:
-    """Add the route of the events of jobs of this `kind`."""
+    """Add the route at `path` that sends the events of a job of this `kind`."""
     found, progress = given(kind), kind.documents()[1].__name__
 
     async def watch(

@@ -66,9 +66,10 @@ Export = Annotated[ExportRecord, Depends(_export)]
     openapi_extra=EXPORT_BODY,
 )
 async def create_export(request: Request, study: Study, services: Context, sender: Sender) -> Response:
-    """Write the merged model of a trial for download. The same trial in the same dtype is one export.
+    """Export the merged model of a trial for download. A trial has at most one export for each dtype.
 
-    If weights were given, `preferred` in the response says which trial they picked.
+    If the request has weights of the objectives in `prefer`, they pick the trial, and `preferred` in the response says
+    which one.
     """
     sent_as_json(request.headers, accepted=JSON_TYPES)
     trial, dtype, weights = _asked(await read_body(request))
@@ -117,7 +118,7 @@ def get_export(export: Export, services: Context) -> Response:
     responses={200: {"model": DeletedDocument}, **refusals(404, 409)},
 )
 async def delete_export(export: Export, services: Context) -> Response:
-    """Delete an export and its files. One that is being written or downloaded is refused (409)."""
+    """Delete an export and its files. An export that is being written or downloaded is not deleted (409)."""
     await services.exports.delete(export)
     return Json(DeletedDocument(deleted=export.id))
 
@@ -134,7 +135,7 @@ async def delete_export(export: Export, services: Context) -> Response:
     },
 )
 def download_export(export: Export, services: Context) -> Response:
-    """Download an export as a tar archive."""
+    """Download the model of an export as a tar archive."""
     if export.state is not ExportState.COMPLETE:
         raise Conflict(f"export {export.id} is {export.state.value}; it can be downloaded once it is COMPLETE")
     directory = services.exports.directory(export)
@@ -158,7 +159,10 @@ def _document(services: Services, export: ExportRecord) -> ExportDocument:
 
 
 def _asked(content: bytes) -> tuple[Any, str | None, dict[str, float] | None]:
-    """Trial, dtype and weights that a request's body names. Raises InvalidRequest with every problem."""
+    """Trial ("best" or a number), dtype and weights of the objectives in a request's body.
+
+    Dtype and weights are None where the body has none. Raises InvalidRequest with every problem.
+    """
     try:
         document = parse_document(content, "the request's body", is_json=True)
     except InvalidStudy as error:
@@ -180,7 +184,7 @@ def _asked(content: bytes) -> tuple[Any, str | None, dict[str, float] | None]:
 
 
 def _are_weights(value: Any) -> bool:
-    """Whether `value` maps objectives to numbers that a float can hold."""
+    """Whether `value` is a dict from objectives to weights: floats, or integers below 10^6 in magnitude."""
     if not isinstance(value, dict):
         return False
     return all(type(w) is float or (type(w) is int and abs(w) < MAX_WEIGHT) for w in value.values())

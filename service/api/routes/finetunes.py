@@ -1,4 +1,4 @@
-"""Routes of a fine-tuning's results: curves, analysis, report, and experts to download."""
+"""Routes of a fine-tuning's results: training curves, analysis, report, and experts for download."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLACE = "/finetunes/{finetune_id:segment}"
 
 @router.get(f"{PLACE}/curves", response_model=None, responses={200: {"model": CurvesDocument}, **refusals(404)})
 def get_curves(finetune: Finetune, services: Context) -> Response:
-    """Training losses and evaluations of every expert so far, at most 1000 points each."""
+    """The training losses and evaluations of every expert so far, at most 1000 points per curve."""
     return Json(_curves(services, finetune))
 
 
@@ -34,9 +34,10 @@ def get_curves(finetune: Finetune, services: Context) -> Response:
     f"{PLACE}/analysis", response_model=None, responses={200: {"model": AnalysisDocument}, **refusals(404, 409, 422)}
 )
 def get_analysis(finetune: Finetune, services: Context, against: Against) -> Response:
-    """Distributions of the experts' task vectors and losses of their merges, if the specification has `analysis`.
+    """The distributions of the experts' task vectors and the losses of their merges, for comparison.
 
-    With `against`, the document also has those of the same experts of other fine-tunings.
+    They are computed if the specification has `analysis`. With `against`, the document also has the distributions and
+    losses of the same experts as other fine-tunings trained them.
     """
     return Json(_analysis(services, [finetune, *against]))
 

@@ -70,7 +70,7 @@ def _add_collection(router: APIRouter, kind: JobKind) -> None:
             return Json(document)
         return Json(document, status_code=201, headers={"Location": kind.path_of(record.id)})
 
-    # Given as defaults: FastAPI cannot evaluate annotations that name local variables.
+    # Defaults instead of annotations: FastAPI cannot evaluate annotations that name local variables.
     in_state = Query(None, description=f"Only {kind.plural} in this state.")
     of_name = Query(None, description=f"Only {kind.plural} with this name.")
 
@@ -109,7 +109,10 @@ def _add_collection(router: APIRouter, kind: JobKind) -> None:
 
 
 def _body(kind: JobKind) -> dict[str, Any]:
-    """OpenAPI description of the body that creates a job. Only JSON has the schema: YAML has the same keys."""
+    """OpenAPI description of the request body that creates a job of this `kind`.
+
+    Only the JSON body is described by a schema. A YAML body has the same keys.
+    """
     example = {} if kind.example is None else {"example": kind.example}
     json_schema = {"$ref": f"#/components/schemas/{kind.schema_name}"}
     schemas = dict.fromkeys(JSON_TYPES, json_schema) | {media: {"type": "object"} for media in YAML_TYPES}
@@ -223,10 +226,11 @@ def _document(services: Services, job: JobRecord, kind: JobKind) -> dict[str, An
 async def _created(
     request: Request, services: Services, sender: Principal, *, kind: JobKind, key: str | None
 ) -> tuple[JobRecord, bool]:
-    """Store the job that the request's body describes, if it passes every check.
+    """Store the job of this `kind` that the request's body describes, if it passes every check.
 
-    Returns the job and whether it is new: an earlier request with the same key may have created it. Raises Refusal,
-    InvalidStudy, Unavailable, and Conflict for a key of another body.
+    Returns the job, and whether it is new rather than created by an earlier request with the same idempotency `key`.
+    Raises Refusal or InvalidStudy if the body is not accepted, Unavailable if it cannot be checked at the moment, and
+    Conflict if the key was sent before with another body.
     """
     is_json = sent_as_json(request.headers, accepted=(*JSON_TYPES, *YAML_TYPES))
     content = await read_body(request)
@@ -269,7 +273,10 @@ async def _stored(
 
 
 def _cancel(services: Services, job_id: str) -> JobRecord:
-    """Cancel a job permanently; its results are kept. Raises Conflict (409) if it has ended in another state."""
+    """Cancel a job permanently. The results so far are kept.
+
+    A job that is CANCELLED stays so. Raises Conflict (409) if the job is COMPLETE or FAILED.
+    """
     while True:
         record = services.store.job(job_id)
         if record.state is JobState.CANCELLED:
@@ -280,7 +287,7 @@ def _cancel(services: Services, job_id: str) -> JobRecord:
                 f"{noun} {job_id} is already {record.state.value}; only a {noun} that has not ended can be cancelled"
             )
         try:
-            # From here on its driver cannot write; what it wrote before is kept.
+            # From here on the job's driver cannot write to the store; what it stored before is kept.
             writer = services.store.open_attempt(job_id, because="it was cancelled")
             if not services.store.job(job_id).state.is_finished:
                 writer.set_state(JobState.CANCELLED, "cancelled by request")
@@ -289,11 +296,11 @@ def _cancel(services: Services, job_id: str) -> JobRecord:
 
 
 def _resume(services: Services, job_id: str) -> JobRecord:
-    """Let a failed job continue, or a waiting job try again now.
+    """Let a failed job continue, or let a waiting job try again now.
 
-    The job continues from its stored results or its last checkpoint. Only samples that became void, because their
-    engine failed a check, are scored again; with such samples, a COMPLETE study continues too. A job that continues by
-    itself is not changed. Raises Conflict (409) if the job is COMPLETE or CANCELLED.
+    The job continues from its stored results or its last checkpoint. Stored samples are not scored again, unless the
+    engine that scored them failed a check afterwards. A COMPLETE study with such samples can be resumed too. A job that
+    is running or about to start is not changed. Raises Conflict (409) if the job is CANCELLED or otherwise COMPLETE.
     """
     record = services.store.resume(job_id, reason=RESUMED_BY_REQUEST)
     if record.state in (JobState.COMPLETE, JobState.CANCELLED):
@@ -309,7 +316,7 @@ VERBS: Mapping[str, Callable[[Services, str], JobRecord]] = {"resume": _resume, 
 
 
 def _clean_up(services: Services, job_id: str) -> None:
-    """Delete the files of a deleted job, and those that no job needs any more."""
+    """Delete the files of a deleted job, and stored files that no remaining job needs."""
     shutil.rmtree(job_dir(services.data_dir, job_id), ignore_errors=True)
     services.artifacts.collect()
     for kind in KINDS.values():

@@ -35,7 +35,10 @@ async def healthz() -> Response:
 
 @router.get("/readyz", response_model=None, responses={200: {"model": ReadinessDocument}, **refusals(503)})
 def readyz(services: Context) -> Response:
-    """Report whether the database responds and jobs can make progress. Jobs are accepted before that, too."""
+    """Report whether the database responds and jobs can make progress.
+
+    Jobs can be submitted even if they cannot make progress yet.
+    """
     services.store.last_event_id("")
     if reason := services.cluster.not_ready():
         raise Unavailable(reason)
@@ -48,7 +51,7 @@ def readyz(services: Context) -> Response:
     responses={200: {"description": "Prometheus' text format.", "content": {"text/plain": {}}}},
 )
 def metrics(services: Context) -> Response:
-    """Jobs by state and requests by route, as metrics for Prometheus."""
+    """The number of jobs in each state and of requests to each route, as metrics for Prometheus."""
     is_ready = services.cluster.not_ready() is None
     text = prometheus_text(services.store.jobs(), services.requests, is_ready=is_ready)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")

@@ -72,7 +72,7 @@ def list_trials(
     responses={200: {"model": TrialDocument}, **refusals(404)},
 )
 def get_trial(study: Study, number: TrialNumber, services: Context) -> Response:
-    """Show one trial."""
+    """Show a trial of a study."""
     return Json(_documents(services, study, [_trial(services, study, number)])[0])
 
 
@@ -82,7 +82,7 @@ def get_trial(study: Study, number: TrialNumber, services: Context) -> Response:
     responses={200: {"model": RecipeDocument}, **refusals(404)},
 )
 def get_recipe(study: Study, number: TrialNumber, services: Context) -> Response:
-    """The recipe of a trial's merge, as `mergesearch merge` reads it."""
+    """The recipe of a trial's merge, in the format that `mergesearch merge` reads."""
     return Json(_trial(services, study, number).recipe.to_json())
 
 
@@ -98,9 +98,9 @@ async def get_pareto(
         str | None, Query(description="Weights of the objectives that sum to 1, such as `math=0.6,code=0.4`.")
     ] = None,
 ) -> Response:
-    """The Pareto front: the trials at full budget that no other one dominates.
+    """The Pareto front: the trials at full budget that no other trial dominates.
 
-    With `prefer`, the document also says which trial of the front these weights pick.
+    If `prefer` has weights of the objectives, the document also says which trial of the front the weights pick.
     """
     document = await services.records.result(study.id, pareto)
     if prefer is not None:
@@ -115,7 +115,7 @@ async def get_pareto(
     responses={200: {"model": SummaryDocument}, **refusals(404)},
 )
 async def get_summary(study: Study, services: Context) -> Response:
-    """The study's results and cost, as in summary.json."""
+    """The study's results and cost, as in the file summary.json of a run directory."""
     return Json(await services.records.result(study.id, summary))
 
 
@@ -135,7 +135,7 @@ async def get_report(study: Study, services: Context) -> Response:
     responses={200: {"model": PlotsDocument}, **refusals(404)},
 )
 def list_plots(study: Study) -> Response:
-    """List the available plots."""
+    """List the plots of a study, with their titles and links."""
     path = f"{SEARCH.path_of(study.id)}/plots"
     document: PlotsDocument = {
         "plots": [{"name": name, "title": chart.title, "link": f"{path}/{name}"} for name, chart in CHARTS.items()]
@@ -153,7 +153,7 @@ async def get_plot(
     name: Annotated[PlotName, Path(description="The name of the plot.")],
     services: Context,
 ) -> Response:
-    """The data series of a plot, as numbers."""
+    """The data series of a plot of a study, as numbers."""
     return Json(await services.records.result(study.id, CHARTS[name].document))
 
 
