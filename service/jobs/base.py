@@ -1,8 +1,8 @@
 """Interface of a kind of job: what the kind declares, and what its drivers receive.
 
 A job is what the server stores, runs on the cluster and shows: a study, which searches, or a fine-tuning, which trains.
-Everything that differs between kinds is in the `JobKind` that the package of the kind declares; `registry` lists them.
-Every command imports the declarations, so they import heavy modules inside functions.
+Everything that differs between kinds of job is in the `JobKind` that the package of the kind declares. The module
+`registry` lists all kinds. Every command imports the declarations, so they import heavy modules inside functions.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ def _nothing(*_: object) -> None:
 
 @dataclass(frozen=True)
 class RequestContext:
-    """Context of a request's checks: readable files, the server's other jobs, and limits.
+    """Context in which a submitted job is checked: the files it may read, the server's other jobs, and limits.
 
-    `access` limits the files that the job may read (None: no limit). `store_url` and `data_dir` are the server's, for
-    requests that name other jobs (None: requests cannot). `lift_limits` ends the limits of memory and processor time;
-    it is called before work whose amount the sender does not choose.
+    `access` limits the files that the job may read; None is no limit. `store_url` and `data_dir` are the server's
+    database and data directory, where other jobs are found that the job refers to. If they are None, a job cannot refer
+    to others. `lift_limits` removes the limits of memory and processor time from the checks that follow. It is called
+    before large files are read or written.
     """
 
     access: FileAccess | None = None
@@ -48,10 +49,10 @@ class RequestContext:
 
 @dataclass(frozen=True)
 class Accepted:
-    """A request that passed every check, as the job to create.
+    """A job that passed every check and can be created.
 
-    `document` is the canonical form of the request, `facts` are the checks' findings as JSON; both are stored.
-    `artifact_bytes` estimates the size of the artifacts that the job will store; it becomes a fact.
+    `document` is the submitted document in canonical form. `facts` are the findings of the checks as JSON.
+    `artifact_bytes` estimates the total size of the artifacts that the job will store.
     """
 
     name: str
@@ -60,13 +61,13 @@ class Accepted:
     artifact_bytes: int = 0
 
     def stored_facts(self) -> dict[str, Any]:
-        """The facts in the form in which the job stores them, as its `accepted`."""
+        """Findings of the checks as stored with the job: `facts`, and `artifact_bytes` if it is not 0."""
         return {**self.facts, **({"artifact_bytes": self.artifact_bytes} if self.artifact_bytes else {})}
 
 
 @dataclass(frozen=True)
 class View:
-    """Fields and links (by name) that a kind adds to the server's document of a job."""
+    """Fields and links that are added to the server's document of a job because of the job's kind, both by name."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict)
@@ -74,11 +75,13 @@ class View:
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources that drivers use on the cluster; tests pass their own.
+    """Functions with which drivers use the cluster; tests pass others.
 
-    `ray` connects to Ray. `scorer` opens scoring replicas of a family: its arguments are the family, the engine's
-    options and the number of replicas; it raises EngineUnavailable. `fit` trains an expert in a directory on Ray Train;
-    it reads only the files that the access allows (None: all).
+    - `ray`: connects to Ray.
+    - `scorer`: opens scoring replicas. Its arguments are the models, the engine's options and the number of replicas.
+      Raises EngineUnavailable.
+    - `fit`: trains an expert on Ray Train. Its arguments are the specification, the directory for the result, and the
+      files that may be read (None: all).
     """
 
     ray: Callable[[], AbstractContextManager[RaySession]]
@@ -88,9 +91,10 @@ class Resources:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A driver's attempt to work on a job, which `writer` has taken over.
+    """One driver's attempt at a job, with everything that the driver needs to work on the job.
 
-    `work_dir` is the job's directory for files. `note` shows a message in the job's log or in a terminal.
+    `writer` stores results in the name of this attempt. `work_dir` is the job's directory for files. `note` shows a
+    message in the job's log or in a terminal.
     """
 
     store: Store
@@ -103,34 +107,36 @@ class Attempt:
 
     @property
     def job(self) -> JobRecord:
-        """The job as it is stored at the moment."""
+        """The attempt's job as it is stored at the moment."""
         return self.store.job(self.writer.job_id)
 
     def progressed(self, text: str) -> None:
-        """Show a message and count it as progress of the driver."""
+        """Show the message `text`, and report that the driver has made progress."""
         self.heartbeat.progressed()
         self.note(text)
 
 
 @dataclass(frozen=True)
 class JobKind:
-    """Declaration of one kind of job.
+    """Declaration of one kind of job, such as the study.
 
-    - `name`: stored with each job and part of its documents.
-    - `noun`: what messages call a job of this kind.
-    - `resource`, `collection`: singular and plural in addresses and operation ids: `/v1/studies/{study_id}`.
-    - `document_noun`, `document_link`: what the submitted document is called, and its address below the job.
-    - `schema_name`: the name of the JSON Schema of the submitted document.
-    - `schemas`: a function from a template of references to that schema and those it refers to, by name.
+    - `name`: name of the kind, stored with each job.
+    - `noun`: word for a job of this kind in messages, such as "fine-tuning".
+    - `resource`, `collection`: singular and plural in routes and operation ids: `/v1/studies/{study_id}`.
+    - `document_noun`: word for the document that users submit, such as "study file".
+    - `document_link`: last part of the route of the submitted document: `/v1/studies/{study_id}/study`.
+    - `schema_name`: name of the JSON Schema of the submitted document.
+    - `schemas`: returns, by name, the JSON Schema of the submitted document and the schemas that it refers to. Its
+      argument is the template of references, as in pydantic.
     - `example`: a submitted document, shown in the API's documentation.
-    - `is_document`: whether a parsed document is of this kind, for clients that know only the file.
-    - `load`: reads a file with such a document; returns it in canonical form, with absolute paths.
-    - `accept`: checks a parsed document; raises InvalidStudy with every problem.
-    - `work`: continues a stored job from its stored state to its end, and stores how it ended.
-    - `view`: what this kind adds to the server's documents of the given jobs, one `View` each.
-    - `documents`: the TypedDict of the server's document of a job, and that of the driver's progress.
-    - `links`: names of addresses below a job, for links that every job of this kind has.
-    - `resumable`: the jobs that can be resumed, as the end of the sentence "only a study ...".
+    - `is_document`: whether a parsed document describes a job of this kind, for clients that know only the file.
+    - `load`: reads a file that describes a job; returns its document in canonical form, with absolute paths.
+    - `accept`: checks a parsed document. Raises InvalidStudy with every problem.
+    - `work`: continues a stored job from its stored state to its end, and stores how the job ended.
+    - `view`: returns one `View` for each of the given jobs.
+    - `documents`: returns the TypedDict of the server's document of a job, and the one of the driver's progress.
+    - `links`: last parts of the routes below a job that the job's document links to.
+    - `resumable`: jobs that can be resumed, as the end of the sentence "only a study ...".
     - `clean_up`: deletes files that no job needs any more; called after a job was deleted.
     """
 
@@ -155,14 +161,14 @@ class JobKind:
 
     @property
     def plural(self) -> str:
-        """The plural of `noun`, for messages."""
+        """Plural of the word for a job of this kind, such as "studies"."""
         return f"{self.noun[:-1]}ies" if self.noun.endswith("y") else f"{self.noun}s"
 
     @property
     def path(self) -> str:
-        """Path of the collection of jobs, below the server's address."""
+        """URL path of the list of all jobs of this kind, such as `/v1/studies`."""
         return f"/v1/{self.collection}"
 
     def path_of(self, job_id: str) -> str:
-        """Path of one job, below the server's address."""
+        """URL path of the job with the id `job_id`, such as `/v1/studies/5f0c...`."""
         return f"{self.path}/{job_id}"

@@ -1,7 +1,7 @@
 """The driver of one stored job as a Ray Job: `python -m service.jobs.driver --data DIR --job ID`.
 
-The kind of the job declares what the driver does. Exit code 0: the job has ended, with success or failure, as stored;
-1: the job has not ended, and another driver may continue it.
+The kind of the job declares what the driver does. The exit code is 0 if the job has ended, with success or failure, as
+stored. It is 1 if the job has not ended; another driver may then continue the job.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 def main(resources: Resources | None = None) -> int:
-    """Run the driver that the command line describes; `resources` as for `drive`."""
+    """Run the driver of the job that the command line names, and return the exit code.
+
+    `resources` are the functions with which the driver uses the cluster; by default those of `service.jobs.resources`.
+    """
     parser = argparse.ArgumentParser(prog="python -m service.jobs.driver", description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--job", required=True)
@@ -59,9 +62,10 @@ def drive(
 ) -> int:
     """Take over a stored job, work on it, and return the process's exit code.
 
-    The job passed its checks when it was created. If something is missing now (a model, the hub, an engine, Ray), the
-    job waits: this driver ends, and a later one tries again. The job fails only for problems that later drivers would
-    meet again. By default `resources` are those of the cluster, which all jobs share.
+    The job passed its checks when it was created. If something is missing now, such as a model, the hub, an engine or
+    Ray, this driver ends, and a later driver tries again. The job fails only for problems that later drivers would meet
+    again. `work_dir` is the job's directory for files. `because` says why the previous driver was replaced.
+    `resources` are the functions with which the driver uses the cluster; by default those of `service.jobs.resources`.
     """
     try:
         writer = store.open_attempt(job_id, because=because)

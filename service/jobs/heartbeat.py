@@ -1,7 +1,7 @@
 """Heartbeat of a driver: reports that the driver is alive, and when it last made progress with its job.
 
-A separate thread sends the heartbeat, so it continues while the driver hangs. It therefore reports for how long the
-driver has made no progress, and how long that may last: the reconciler replaces a driver that exceeds this limit.
+A separate thread sends the heartbeat, so heartbeats continue while the driver hangs. Each heartbeat therefore has the
+seconds since the driver last made progress, and the limit above which the reconciler replaces the driver.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ ENGINE = "an engine to start"
 
 
 class Heartbeat:
-    """Stores a heartbeat every `interval_s` seconds, from a separate thread.
+    """Sender of a driver's heartbeat, which a separate thread stores every `interval_s` seconds.
 
     A heartbeat has the driver's `progress` (as JSON), the seconds that all attempts at the job have worked, the seconds
-    without progress, and what the driver waits for. The driver makes progress when `writer` stores something, or when
-    it calls `progressed`.
+    without progress, and what the driver waits for. The driver makes progress when it stores something with `writer`,
+    or when it calls `progressed`. `worked_s` are the seconds that earlier attempts at the job have worked.
     """
 
     def __init__(self, writer: JobWriter, worked_s: float, *, interval_s: float = HEARTBEAT_S) -> None:
@@ -64,15 +64,15 @@ class Heartbeat:
 
     @property
     def patience_s(self) -> float:
-        """Seconds without progress before the driver is replaced."""
+        """Seconds without progress after which the driver is replaced."""
         return max(self.min_patience_s, PATIENCE_CHUNKS * self._writer.longest_chunk_s)
 
     def progressed(self) -> None:
-        """Record progress with something that is not stored: a download, the start of an engine."""
+        """Record that the driver made progress without storing a result, for example with a download."""
         self._progressed_at = time.monotonic()
 
     def wait_for(self, what: str | None) -> None:
-        """Report what the driver waits for; None: it does not wait."""
+        """Report what the driver waits for, such as "an engine to start"; None if the driver does not wait."""
         if what != self._waiting_for:
             self._waiting_for = what
             self.send()
@@ -81,11 +81,11 @@ class Heartbeat:
         self._send(self.wall_clock_s)
 
     def discount(self) -> None:
-        """Exclude the time since the last scored chunk from the time worked: the driver only waited."""
+        """Store the seconds worked without those since the last scored chunk, in which the driver only waited."""
         self._send(self._worked_s + max(self._writer.scored_at - self._started_at, 0.0))
 
     def check(self) -> None:
-        """Raise StaleAttempt if a heartbeat was refused: another driver has taken over."""
+        """Raise StaleAttempt if a heartbeat was refused because another driver has taken over the job."""
         if self._stale is not None:
             raise StaleAttempt(*self._stale.args)
 

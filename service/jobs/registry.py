@@ -1,4 +1,4 @@
-"""Registry of the kinds of job: a new kind is a package beside `search` and `finetune`, and a line here."""
+"""Registry of the kinds of job. A new kind is a package beside `search` and `finetune`, and a name in `KINDS`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS: Mapping[str, JobKind] = {kind.name: kind for kind in (SEARCH, FINETUNE)}
 
 
 def kind_of(name: str) -> JobKind:
-    """The kind of job with that name. Raises LookupError for a kind of a later version of the program."""
+    """Declaration of the kind of job with the given name. Raises LookupError if there is no such kind."""
     if name not in KINDS:
         raise LookupError(f"job kind {name!r}: this version knows {', '.join(KINDS)}")
     return KINDS[name]

@@ -8,6 +8,6 @@
 - `directory`: the files of a training's directory
 - `events`: events and progress from the histories of running trainings
 - `analysis`: the analysis of trained experts, stored as an event
-- `study`: the study that merges the experts of a pipeline
+- `study`: the study that merges the experts of a fleet
 - `view`: the fields and links that the server shows for a fine-tuning
 """

@@ -27,9 +27,11 @@ def store_analysis(
     note: Callable[[str], None],
     access: FileAccess | None,
 ) -> None:
-    """Analyse the trained experts in `places`, if the specification asks for it, and store the result as an event.
+    """Analyse trained experts, if the specification asks for an analysis, and store the result as an event.
 
-    Nothing is done if an earlier driver has stored it. Raises Conflict if the experts cannot be analysed.
+    `pipeline` is the specification, `places` has the experts' directories by alias. Nothing is done if an earlier
+    driver has stored the analysis. `access` limits the files that may be read; None is no limit. Raises Conflict if the
+    experts cannot be analysed.
     """
     if pipeline.analysis is None or stored_analysis(store, writer.job_id) is not None:
         return

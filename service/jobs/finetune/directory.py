@@ -34,15 +34,15 @@ WRITER_LOCK = ".writer"
 
 
 def written_spec(directory: Path) -> FinetuneSpec | None:
-    """Specification of the training in `directory`; None if there is none."""
+    """Specification of the expert whose training is in `directory`; None if no training was started there."""
     document = read_document(directory / SPEC_FILE)
     return None if document is None else parse_spec(document)
 
 
 def trained_fleet(directory: Path) -> tuple[dict[str, FinetuneSpec], dict[str, Path]]:
-    """Specifications and directories, each by alias, of the experts that were trained in `directory`.
+    """Specifications and directories of the experts that were trained in `directory`, two dicts by alias.
 
-    Raises NotFound if there are none, and Conflict if one is not finished.
+    Raises NotFound if no expert was trained there, and Conflict if the training of one is not finished.
     """
     places = {place.name: place for place in sorted((directory / EXPERTS).glob("*")) if place.is_dir()}
     experts = {}
@@ -57,7 +57,7 @@ def trained_fleet(directory: Path) -> tuple[dict[str, FinetuneSpec], dict[str, P
 
 
 def read_document(file: Path) -> dict[str, Any] | None:
-    """The JSON document in a file; None if there is no such file."""
+    """Read the JSON document in `file`; returns None if the file does not exist."""
     try:
         document: dict[str, Any] = json.loads(file.read_text())
         return document
@@ -66,5 +66,5 @@ def read_document(file: Path) -> dict[str, Any] | None:
 
 
 def write_document(file: Path, document: Mapping[str, Any]) -> None:
-    """Write a JSON document atomically: the file holds the old document or the whole new one."""
+    """Write a JSON document to `file` atomically: readers see the old document or the whole new one."""
     write_file(file, json.dumps(document, indent=2) + "\n")

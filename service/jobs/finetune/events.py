@@ -1,7 +1,8 @@
 """Events and progress of a stored fine-tuning, from the histories that its training workers write.
 
-An event `training` has the numbers of an expert's last update and the losses since the event before, or the numbers of
-an evaluation. The store says which were stored already, so that a driver continues where the one before ended.
+An event of the kind `training` has the step, losses and other numbers of an expert's last updates, or the results of an
+evaluation. The stored events say which lines of the histories were stored already, so that a driver continues where the
+previous one ended.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ def storing_events(
     spec_file: str,
     worker_file: str,
 ) -> Iterator[None]:
-    """Store new numbers of the experts' trainings as events, every EVENTS_S within the context and at its end.
+    """Context in which new losses and evaluations of running trainings are stored as events every 2 s.
 
-    `places` are the experts' directories. A training whose `spec_file` is newer than its `worker_file` waits for
-    workers: its driver is not stuck.
+    `places` has the experts' directories by alias. In an expert's directory, `spec_file` is written when a training
+    starts, and `worker_file` when its workers start. While only the former is up to date, the driver reports that it
+    waits for workers.
     """
     history = _HistoryEvents(store, writer, heartbeat, places)
     done = threading.Event()
@@ -76,7 +78,7 @@ def storing_events(
 
 
 class _HistoryEvents:
-    """Stores new lines of the experts' histories as events."""
+    """Writer of events that have the new lines of the experts' training histories."""
 
     def __init__(self, store: Store, writer: JobWriter, heartbeat: Heartbeat, places: Mapping[str, Path]) -> None:
         self._writer, self._heartbeat = writer, heartbeat
@@ -103,7 +105,10 @@ class _HistoryEvents:
 
 
 def _summed(updates: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the last update with the losses of all `updates`: at most MAX_LOSSES means, each with its last step."""
+    """Yield the last of the training `updates`, with the losses of all updates added; nothing without updates.
+
+    The losses are at most 10 pairs. A pair is the mean loss of neighbouring updates and the step of the last of them.
+    """
     if updates:
         size = -(-len(updates) // MAX_LOSSES)
         groups = [updates[start : start + size] for start in range(0, len(updates), size)]
@@ -127,7 +132,7 @@ def _progress(lines: Sequence[Mapping[str, Any]], *, before: ExpertProgressDocum
 
 
 def _is_older(file: Path, other: Path) -> bool:
-    """Whether `other` exists while `file` is missing or older."""
+    """Whether `file` is missing or older than `other`; False if `other` does not exist."""
     try:
         time = other.stat().st_mtime_ns
         return not file.exists() or file.stat().st_mtime_ns < time

@@ -1,4 +1,4 @@
-"""Fine-tunings as a kind of job: they train an expert or a fleet, and may create a study that merges the experts."""
+"""Declaration of the fine-tuning as a kind of job, which trains experts and may create a study that merges them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Training on Ray Train: one or several workers run `workers.training.finetuning` in the directory of one expert.
 
-Ray Train replaces a worker that dies, and the new one continues from the directory's last checkpoint. Ray Train's own
-checkpoints are not used: those of the directory are complete or absent, even if processes are killed.
+Ray Train replaces a worker that dies, and the new worker continues from the last checkpoint in the expert's directory.
+Ray Train's own checkpoints are not used, because they may be incomplete if processes are killed.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ PREDECESSOR_WAIT_S = 120.0
 
 
 def fit(spec: FinetuneSpec, directory: Path, access: FileAccess | None) -> None:
-    """Train `spec` in `directory` on Ray Train's workers, which write a summary or a failure there.
+    """Train the expert that `spec` describes on Ray Train's workers, which write to `directory`.
 
-    `access` limits the files that evaluation tasks lead to (None: no limit). Ray must be connected. Raises Conflict if
-    the cluster is too small.
+    The workers write the expert and a summary, or a file with the reason why the training failed. `access` limits the
+    files that evaluation tasks may read; None is no limit. Ray must be connected. Raises Conflict if the cluster has
+    fewer CPU cores than the specification has workers.
     """
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -72,7 +73,7 @@ def fit(spec: FinetuneSpec, directory: Path, access: FileAccess | None) -> None:
 
 
 def _in_worker(config: Mapping[str, Any]) -> None:
-    """Train in one of Ray Train's workers, which form a process group."""
+    """Training function that Ray Train runs in each worker of a torch process group."""
     import ray.train
     from ray.train.torch import get_device
 
@@ -92,7 +93,12 @@ def train_here(
     device: Any = None,
     access: FileAccess | None = None,
 ) -> None:
-    """Train on this rank; if it is the writer, also store the summary or the failure."""
+    """Train an expert in the current process, which may be one of several ranks.
+
+    One rank has `is_writer`. It waits until workers of an earlier driver have ended, and writes the summary or the
+    reason of a failure to `directory`. `report` receives the numbers of updates and evaluations. `device` is the torch
+    device. `access` limits the files that evaluation tasks may read; None is no limit.
+    """
     from workers.training.finetuning.trainer import train
 
     if (directory / FAILURE_FILE).exists():
@@ -109,9 +115,10 @@ def train_here(
 
 
 def _report(line: Mapping[str, Any]) -> None:
-    """Report an evaluation to Ray Train, and ignore a training update.
+    """Report a line of the training history to Ray Train if the line is an evaluation.
 
-    Ray Train's controller takes one report in two seconds, and the workers wait for it. Every update is in the history.
+    Training updates are not reported: Ray Train's controller accepts one report in two seconds, and the workers would
+    wait. The history file has every update.
     """
     import ray.train
 
@@ -121,7 +128,10 @@ def _report(line: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Wait until no worker of an earlier driver writes to `directory` any more. Raises TimeoutError."""
+    """Context in which no other worker writes to `directory`, after waiting for workers of an earlier driver to end.
+
+    Raises TimeoutError if a worker has not ended after 120 s.
+    """
     with (directory / WRITER_LOCK).open("w") as file:
         deadline = time.monotonic() + PREDECESSOR_WAIT_S
         while True:

@@ -36,7 +36,7 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
-    """Check the fine-tuning in a request, except the base model's weights. Raises InvalidStudy with every problem."""
+    """Check a submitted fine-tuning, except the weights of its base model. Raises InvalidStudy with every problem."""
     pipeline = parse_pipeline(document)
     check_server_paths(pipeline)
     examine_finetune(pipeline, access=context.access)
@@ -49,17 +49,20 @@ def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
 
 
 def check_server_paths(pipeline: Pipeline) -> None:
-    """Check that every path in `pipeline` is absolute. Raises InvalidStudy with every one that is not."""
+    """Check that every path in a fine-tuning's specification is absolute.
+
+    Raises InvalidStudy with every relative path.
+    """
     problems = [*_problems(pipeline, _path_problems), *_in_study(pipeline, file_path_problem)]
     if problems:
         raise InvalidStudy(tuple(problems))
 
 
 def check_finetune_files(pipeline: Pipeline, access: FileAccess | None) -> None:
-    """Check that the files of `pipeline` are regular files that `access` allows to be read (None: no limit).
+    """Check that a fine-tuning's files exist, are regular files, and may be read according to `access`.
 
-    Raises FilesRefused with every file, directory, dataset and hub model outside `access`, and InvalidStudy if one of
-    the files is something else.
+    `access` None is no limit. Raises FilesRefused with every file, directory, dataset and hub model that `access` does
+    not allow, and InvalidStudy with every file that is missing or not a regular file.
     """
     if access is not None:
         refused = (*_problems(pipeline, lambda spec: _refusals(spec, access)), *_in_study(pipeline, access.refusal))
@@ -70,10 +73,10 @@ def check_finetune_files(pipeline: Pipeline, access: FileAccess | None) -> None:
 
 
 def examine_finetune(pipeline: Pipeline, *, access: FileAccess | None = None) -> None:
-    """Check everything that can be checked without the base model's weights.
+    """Check everything in a fine-tuning's specification that can be checked without the weights of the base model.
 
-    `access` limits the files that are read (None: no limit): if others are named, nothing is opened. Raises
-    InvalidStudy with every problem.
+    `access` limits the files that may be read; None is no limit. Nothing is read if the specification names a file
+    outside `access`. Raises FilesRefused for such files, and InvalidStudy with every other problem.
     """
     from service.results.training import lack_of_losses
     from workers.evaluation.tasks import check_task
@@ -101,7 +104,10 @@ def examine_finetune(pipeline: Pipeline, *, access: FileAccess | None = None) ->
 
 
 def artifact_bytes(pipeline: Pipeline) -> int:
-    """Bytes that the weights of all experts will take, from the base model's headers. Raises InvalidModel."""
+    """Total bytes of the weights of all experts of a fine-tuning, computed from the headers of the base model's files.
+
+    Raises InvalidModel if the headers cannot be read.
+    """
     total = 0
     for spec in pipeline.experts.values():
         tensors = open_checkpoint(locate(spec.base)).tensors.values()
@@ -114,13 +120,13 @@ def artifact_bytes(pipeline: Pipeline) -> int:
 
 
 def access_of(job: JobRecord) -> FileAccess | None:
-    """The files that a stored fine-tuning may read; None: all."""
+    """Files that a stored fine-tuning may read, as stored when it was created; None if it may read all files."""
     access = job.accepted.get("access")
     return access and FileAccess(tuple(access["readable"]), tuple(access["trusted"]))
 
 
 def _files(spec: FinetuneSpec) -> Iterator[tuple[str, str]]:
-    """Files that a specification names, as pairs of a field and a file."""
+    """Yield the files that an expert's specification names, each after the specification's field that names it."""
     if spec.data.file is not None:
         yield "data.file", spec.data.file
     for index, objective in enumerate(spec.evaluation.objectives if spec.evaluation is not None else ()):
@@ -138,13 +144,16 @@ def _models(spec: FinetuneSpec) -> Iterator[tuple[str, str]]:
 
 
 def _problems(pipeline: Pipeline, find: Callable[[FinetuneSpec], Iterator[tuple[str, str]]]) -> Iterator[Problem]:
-    """Problems in the specifications of all experts, which `find` yields as a field and a message."""
+    """Yield the problems that `find` reports, as pairs of a field and a message, for each expert's specification."""
     for alias, spec in pipeline.experts.items():
         yield from (Problem(pipeline.field_of(alias, field), message) for field, message in find(spec))
 
 
 def _in_study(pipeline: Pipeline, find: Callable[[str], str | None]) -> Iterator[Problem]:
-    """Problems that `find` reports for the task files of the pipeline's study."""
+    """Yield the problems that `find` reports for the task files of the study that follows the fine-tuning.
+
+    `find` returns a message about a file, or None if nothing is wrong with the file.
+    """
     study = pipeline.study_of({alias: Path(os.sep) for alias in pipeline.experts})
     for place, file in task_files(study) if study is not None else ():
         if message := find(file):

@@ -1,4 +1,4 @@
-"""Study of a pipeline on a server: it is created once the experts of the fleet are trained."""
+"""Study that merges the experts of a fine-tuning on a server, created once all experts are trained."""
 
 from __future__ import annotations
 
@@ -24,20 +24,23 @@ COPY = "expert-"
 
 
 def study_of(store: Store, finetune_id: str) -> JobRecord | None:
-    """The study that was created from a pipeline's experts; None before that."""
+    """Study that was created from the experts of a fine-tuning; None if there is none (yet)."""
     return store.job_of_key(_study_key(finetune_id))
 
 
 def _study_key(finetune_id: str) -> str:
-    """Idempotency key of a pipeline's study; it has a space, which clients' keys cannot have."""
+    """Idempotency key of the study of a fine-tuning's experts.
+
+    The key contains a space, so that no client can send the same key.
+    """
     return f"finetune {finetune_id}"
 
 
 def begin_study(store: Store, writer: JobWriter, pipeline: Pipeline, artifacts: ArtifactStore) -> JobRecord:
-    """Create the study that merges the trained experts, or return it if it exists.
+    """Create the study that merges the trained experts of a fine-tuning, or return the study if it exists.
 
-    The experts' files are written beside the exported sources of chained studies. The study is created only once, even
-    if drivers are killed. Raises Conflict if the study cannot run.
+    The experts' files are copied to the server's directory of sources. The study is created only once, even if drivers
+    are killed. Raises Conflict if the study cannot run.
     """
     if (known := study_of(store, writer.job_id)) is not None:
         return known
@@ -67,7 +70,10 @@ def begin_study(store: Store, writer: JobWriter, pipeline: Pipeline, artifacts: 
 
 
 def collect_sources(store: Store, artifacts: ArtifactStore) -> None:
-    """Delete copies of experts that no study reads, unless an unfinished pipeline may still need them."""
+    """Delete the copies of trained experts, made as sources of studies, that no stored study names.
+
+    Nothing is deleted while a fine-tuning that will create a study is unfinished.
+    """
     if any(STUDY in job.document and not job.state.is_finished for job in store.jobs()):
         return
     # Compared by name, which has the digest: the same path may be written in several ways.

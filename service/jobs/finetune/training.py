@@ -1,4 +1,4 @@
-"""Training of one expert or a fleet, each expert in its directory, from its last checkpoint to its end."""
+"""Training of one expert or of a fleet. Each expert is trained in a directory, from its last checkpoint to the end."""
 
 from __future__ import annotations
 
@@ -43,9 +43,19 @@ def run_finetune(
 ) -> dict[str, Any]:
     """Train the expert of `spec` in `directory`, or continue its training there, and return the summary.
 
-    `access` limits the files that evaluation tasks lead to (None: no limit). Raises InvalidModel and InvalidTask
-    (nothing was started, or a worker found the problem), Conflict (the directory is used by another run or
-    specification, or the cluster is too small), ConnectionError (no Ray), TrainingFailed.
+    Args:
+        spec: Specification of the expert.
+        directory: Directory of the training, new or from an earlier call with the same `spec`.
+        resources: Functions that connect to Ray and train on Ray Train.
+        note: Called with messages about the progress.
+        access: Files that evaluation tasks may read; None is no limit.
+
+    Raises:
+        InvalidModel: The base model cannot be trained.
+        InvalidTask: The data or a task cannot be used.
+        Conflict: The directory is used by another run or specification, or the cluster is too small.
+        ConnectionError: Ray cannot be reached.
+        TrainingFailed: The training failed, and another attempt would fail too.
     """
     with locked(directory):
         before = written_spec(directory)
@@ -83,7 +93,8 @@ def run_fleet(
     """Train the experts of a fleet one after the other, each in its directory, and return their summaries by alias.
 
     All trainings use one connection to Ray. All experts are checked before the first training starts. `finished` is
-    called with the alias and the summary of an expert as soon as it is trained. Raises as `run_finetune`.
+    called with the alias and the summary of an expert as soon as the expert is trained. The other arguments and the
+    errors are those of `run_finetune`.
     """
     unfinished = [alias for alias in specs if read_document(directories[alias] / SUMMARY_FILE) is None]
     if len(unfinished) > 1:
@@ -107,7 +118,10 @@ def _ray(resources: Resources, note: Callable[[str], None]) -> Iterator[None]:
 
 
 def _check(spec: FinetuneSpec) -> None:
-    """Check everything that needs no weights of the base model. Raises InvalidModel and InvalidTask."""
+    """Check an expert's specification as far as the weights of the base model are not needed.
+
+    Raises InvalidModel if the base model cannot be trained, and InvalidTask if the data cannot be used.
+    """
     from workers.training.finetuning.trainer import check
 
     check(spec)

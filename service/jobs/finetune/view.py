@@ -16,7 +16,10 @@ __all__ = ["view"]
 
 
 def view(job: JobRecord, store: Store, artifacts: ArtifactStore, *, path: str) -> View:
-    """Experts of a fine-tuning, and links to its analysis and its study; `path` is the fine-tuning's address."""
+    """Fields and links of the server's document of a fine-tuning: its experts, and links to its analysis and study.
+
+    `path` is the URL path of the fine-tuning.
+    """
     progress = (job.progress or {}).get("experts", {})
     trained = {artifact.name: artifact for artifact in artifacts.of(job.id)}
     experts: dict[str, ExpertDocument] = {

@@ -23,10 +23,10 @@ __all__ = ["work"]
 
 
 def work(attempt: Attempt) -> None:
-    """Train the experts of a stored fine-tuning to the end, and store each as an artifact named by its alias.
+    """Train the experts of a stored fine-tuning, and store each as an artifact under its alias.
 
-    Raises Conflict also for problems that `run_finetune` finds in models, data and losses: another driver would find
-    them too.
+    An analysis and a study of the experts follow if the specification has them. Raises Conflict if models or data
+    cannot be used or a training fails, because another driver would meet the same problem.
     """
 
     def keep(alias: str, summary: Mapping[str, Any]) -> None:
@@ -53,6 +53,6 @@ def work(attempt: Attempt) -> None:
         begin_study(store, writer, pipeline, artifacts)
     heartbeat.send()  # the last progress
     writer.set_state(JobState.COMPLETE)
-    for place in places.values():  # the artifacts hold it, or it is no longer needed
+    for place in places.values():  # the trained experts are stored as artifacts, the other files are no longer needed
         for name in (EXPERT_DIR, CHECKPOINTS, RAY_DIR):
             shutil.rmtree(place / name, ignore_errors=True)

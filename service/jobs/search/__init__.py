@@ -2,7 +2,7 @@
 
 - `kind`: the declaration
 - `request`: checks of a requested study
-- `prepare`: makes a study that can run from a study file
+- `prepare`: checks a study file and resolves it to a study that can run
 - `work`: continues a stored study to its end
 - `attempt`: one attempt: alignments, search, held-out stage, verification
 - `verification`: some trials scored again by plain transformers

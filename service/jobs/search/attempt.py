@@ -1,6 +1,6 @@
 """One attempt at a study, from its stored state to its end: alignments, search, held-out stage, verification.
 
-The caller provides a connected Ray and a scorer.
+Callers connect to Ray and open the scorer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 SNAPSHOT_S = 0.25
 
-# After this many seconds without a result, and as often, a driver looks whether an engine is starting.
+# After this many seconds without a result, a driver checks whether an engine is starting, and repeats this as often.
 ENGINE_CHECK_S = 15.0
 
 # Name of the document that lists a study's alignments.
@@ -58,12 +58,15 @@ def with_alignments(
     directory: Path,
     note: Callable[[str], None],
 ) -> PreflightResult:
-    """Learn the alignments that the study's space needs, unless they are stored, and return the study with them.
+    """Learn the alignments that a study's search space needs, and return the prepared study with alignments.
 
-    The returned space gives its recipes alignments, and the returned family has their files in `directory`. A study
-    whose space needs none is returned unchanged. Ray must be connected. Alignments are learned once and stored with the
-    study, so that its recipes stay the same. Raises StudyFailed (the study is FAILED with that reason) and
-    EngineUnavailable.
+    An alignment is a map of the residual stream between two layers. The alignments' files are in `directory`. They are
+    learned once and stored with the study, so that the study's recipes stay the same. A study whose search space uses
+    no alignments is returned unchanged. Ray must be connected.
+
+    Raises:
+        StudyFailed: The alignments cannot be learned; the study is stored as FAILED.
+        EngineUnavailable: The alignments cannot be written to the disk.
     """
     space = preflight.space
     if not isinstance(space, AlignedSpace) or space.alignment == "none":
@@ -94,7 +97,7 @@ def with_alignments(
 
 
 def stored_alignments(store: Store, study_id: str) -> dict[LayerPair, str]:
-    """Names of the study's learned alignments, by pair of layers; empty before they are learned."""
+    """Names of a study's learned alignments by pair of layers; empty if no alignments were learned yet."""
     rows: list[Any] = store.document(study_id, ALIGNMENTS) or []
     return {((first[0], first[1]), (second[0], second[1])): name for first, second, name in rows}
 
@@ -111,11 +114,23 @@ def execute(
     view: ProgressReporter,
     observer: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Run the study that `writer` has taken over until it is COMPLETE.
+    """Run the study whose id `writer` has, from its stored state until the study is COMPLETE.
 
-    Policies that the study learns are stored as `artifacts`. Raises StudyFailed (the study is FAILED with that reason),
-    EngineUnavailable (the caller stores it) and StaleAttempt (another driver has taken over). Any other interruption
-    leaves the study resumable.
+    Args:
+        store: Database with the study's earlier results.
+        writer: Writer of the study's results for this attempt.
+        preflight: The prepared study.
+        scorer: Replicas that score samples.
+        work_dir: Directory for the files of Ray Tune.
+        artifacts: Store of the policies that the study trains.
+        heartbeat: Heartbeat of this driver, which receives the study's progress.
+        view: Receiver of progress and messages.
+        observer: Called with the name of each stored stage.
+
+    Raises:
+        StudyFailed: The study cannot continue; it is stored as FAILED with the reason.
+        EngineUnavailable: Engines cannot score at the moment; the study's stored state is unchanged.
+        StaleAttempt: Another driver has taken over the study.
     """
     from service.tune.proposing.ray_proposer import RayProposer
     from service.tune.ray_tune import run_evaluations
@@ -209,7 +224,7 @@ def _baselines(store: Store, study_id: str, preflight: PreflightResult) -> tuple
 
 
 class _EngineWatch:
-    """Reports the start of an engine, which may take long, as progress while the search gets no results."""
+    """Watcher of engine starts: the driver reports progress while an engine is starting, which may take minutes."""
 
     def __init__(self, scorer: Scorer, writer: JobWriter, heartbeat: Heartbeat) -> None:
         self._scorer = scorer
@@ -232,7 +247,7 @@ class _EngineWatch:
 
 
 class _Snapshots:
-    """Snapshots for the progress reporter, at most every SNAPSHOT_S seconds."""
+    """Source of progress snapshots of a running study, with at least 0.25 s between two snapshots that are `due`."""
 
     def __init__(self, coordinator: Coordinator, preflight: PreflightResult, planned: int) -> None:
         self._coordinator = coordinator
@@ -266,9 +281,9 @@ class _Snapshots:
 
 
 def _reason_to_fail(error: Exception, record: JobRecord, preflight: PreflightResult) -> str | None:
-    """Why the study cannot continue after `error`; None: it can continue later.
+    """Reason why a study cannot continue after `error`; None if another attempt may succeed later.
 
-    Engines read models and task data again when they start: these may have changed or be missing since the study began.
+    The study cannot continue if its models or task data have changed since it was created.
     """
     if isinstance(error, (StudyFailed, EvidenceMismatch)):
         return str(error)
@@ -300,7 +315,10 @@ def _no_result(trials: tuple[TrialRecord, ...]) -> str:
 
 
 def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
-    """Run the closing stage. Returns False if an engine failed a check meanwhile: samples must be scored again."""
+    """Check engines and verify trials by calling `close`, and return whether the study is finished.
+
+    Returns False if an engine failed a check, because the samples that it scored must be scored again.
+    """
     try:
         close()
     except EngineFault as fault:
@@ -311,9 +329,10 @@ def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
 
 
 def _check_engines(store: Store, writer: JobWriter, scorer: Scorer) -> None:
-    """Run a canary in every running engine, so that its last samples are checked too.
+    """Run a canary in every running engine, so that the samples it scored last are checked too.
 
-    Stores how many samples remain unchecked: those of engines that have ended, or that could not run a canary.
+    The number of samples that remain unchecked is stored with the study. Their engines have ended or could not run a
+    canary.
     """
     reports: Sequence[CanaryReport] = scorer.check()
     passed = {report.replica: report.canaries for report in reports}

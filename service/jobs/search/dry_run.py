@@ -33,8 +33,9 @@ BOUNDS = {"asha": ("at least ", "at most "), "racing": ("at most ", "at least ")
 class CheckedPlan:
     """Expected cost of running a study.
 
-    `hours` and `most_hours` are rough estimates for the least and the most `tokens` of a sample (`ExpectedTime`);
-    `step_samples` is the number of samples that the searcher's gradients will be charged as.
+    `tokens` are the least and the most tokens that a sample is expected to have. `hours` and `most_hours` are rough
+    estimates of the running time for them. `step_samples` is the number of samples whose cost the searcher's gradients
+    are counted as; 0 for searchers without gradients.
     """
 
     study: str
@@ -102,7 +103,7 @@ class CheckedPlan:
         )
 
     def _ladders(self) -> str:
-        """The rungs of each objective, or once if all objectives have the same."""
+        """Text of the numbers of samples at each rung, by objective; stated once if equal for all objectives."""
         ladders = {name: " -> ".join(str(rung[name]) for rung in self.rungs) for name in self.rungs[-1]}
         if len(set(ladders.values())) > 1:
             return ", ".join(f"{name} {ladder}" for name, ladder in ladders.items()) + " samples"
@@ -112,8 +113,9 @@ class CheckedPlan:
 def check(study: Study, directory: Path, *, exports: bool = False) -> CheckedPlan:
     """Check a study that would run in `directory`, and compute its expected cost.
 
-    With `exports`, the export of the best merge is checked too. Starts nothing, and downloads no weights. Merges of
-    other studies are exported to a temporary directory. Raises InvalidStudy with every problem.
+    No engine is started, and no weights are downloaded. With `exports`, whether the best merge can be exported is
+    checked too. Sources that are merges of other studies are exported to a temporary directory. Raises InvalidStudy
+    with every problem.
     """
     with TemporaryDirectory() as temporary:
         export_dir = directory / EXPORT if exports else None
@@ -178,7 +180,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _range(least: str, most: str) -> str:
-    """Text of a range, with the unit if there is one: "6 to 8 min"."""
+    """Text of a range between two texts with equal units: "6 min" and "8 min" give "6 to 8 min"."""
     if least == most:
         return least
     unit = f" {most.rpartition(' ')[2]}" if " " in most else ""

@@ -1,4 +1,4 @@
-"""Studies as a kind of job: they search for merges."""
+"""Declaration of the study as a kind of job, which searches for merges."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`mergesearch run`: one study in one directory, without a server.
 
-The directory holds the study's database, its result files and a lock against a second run. Running the same study there
-again resumes it.
+The directory holds the study's database, its result files and a lock against a second run. Running the same study in
+the same directory again resumes the study.
 """
 
 from __future__ import annotations
@@ -49,13 +49,22 @@ def run_study(
     resources: Resources,
     observer: Callable[[str], None] = lambda _: None,
 ) -> RunRecord:
-    """Run the study in `directory` to its end, or resume it there, and write its result files.
+    """Run `study` in `directory` to its end, or resume it there, write its result files and return its record.
 
-    `exports` adds a check that the best merge fits into `directory`/export; nothing is exported here. `resources` are
-    the connection to Ray and the replicas that the run uses.
+    Args:
+        study: The study file.
+        directory: Directory of the run, new or from an earlier call with the same study.
+        view: Receiver of progress and messages.
+        exports: Check also that the best merge can be exported to `directory`/export. Nothing is exported.
+        resources: Functions that connect to Ray and open scoring replicas.
+        observer: Called with the name of each stored stage.
 
-    Raises InvalidStudy (nothing was started), Conflict (the directory is used by another run or study), ConnectionError
-    (no Ray), StudyFailed and EngineUnavailable (the result files hold the results so far).
+    Raises:
+        InvalidStudy: The study has problems; nothing was started.
+        Conflict: The directory is used by another run or study.
+        ConnectionError: Ray cannot be reached.
+        StudyFailed: The study cannot continue; the result files have the results so far.
+        EngineUnavailable: Engines cannot score at the moment; the result files have the results so far.
     """
     if not (directory / DATABASE).exists():  # an existing study may be finished and need no Ray
         check_reachable()
@@ -100,10 +109,10 @@ def _search(
 def prepared_in(
     directory: Path, study: Study, *, sources_in: Path | None = None, note: Callable[[str], None], **options: Any
 ) -> PreflightResult:
-    """Prepare a study to run, or to continue, in `directory`.
+    """Check a study, and prepare it to run or to continue in `directory`.
 
-    Merges of other studies are exported below `sources_in` (None: `directory`). `options` are those of `examine`.
-    Raises InvalidStudy with every problem.
+    Sources that are merges of other studies are exported to `sources_in`, by default to `directory`. `options` are
+    further arguments of `service.studies.preflight.examine.examine`. Raises InvalidStudy with every problem.
     """
     before: ResolvedStudy | None = None
     with suppress(NotFound), read_run(directory) as (_, record):
@@ -121,7 +130,10 @@ def prepared_in(
 
 @contextmanager
 def read_run(directory: Path) -> Iterator[tuple[Store, JobRecord]]:
-    """Open the store and the study in a run's directory, also while a run uses it. Raises NotFound."""
+    """Open the database in the directory of a `mergesearch run`, and yield the database and the study in it.
+
+    The directory may be in use by a run. Raises NotFound if it holds no study.
+    """
     if not (directory / DATABASE).is_file():
         raise NotFound(f"{directory}: no run here (no {DATABASE}); give the directory that `mergesearch run` was given")
     store = Store(f"sqlite:///{directory / DATABASE}")

@@ -21,26 +21,33 @@ RATE_WINDOW_S = 60.0
 
 
 class ProgressReporter(Protocol):
-    """Receives a driver's progress. Called from the driver's own loop: both methods return quickly."""
+    """Interface of receivers of a study's progress.
+
+    The driver calls both methods from its main loop, so they must return quickly.
+    """
 
     def update(self, snapshot: ProgressSnapshot) -> None:
-        """Receive the run's latest state. May be called for every sample; the reporter decides what it shows."""
+        """Receive the latest state of the study, possibly after every scored sample.
+
+        The reporter decides which snapshots it shows.
+        """
         ...
 
     def note(self, text: str) -> None:
-        """Receive a message to show once: an engine starts, a stage begins, where a report is."""
+        """Receive a message to show once, such as the start of an engine or of a stage."""
         ...
 
 
 @dataclass(frozen=True)
 class ProgressSnapshot:
-    """Snapshot of a run's progress. Counts are of the whole study, work of earlier attempts included.
+    """Snapshot of a study's progress. All counts include the work of earlier attempts.
 
-    `stage` is the current stage ("searching", "held-out"); `max_trials` counts every trial of the study, baselines
-    included. `bracket` and `rung` are 0-based, None if the search is at no single one; `rungs` are
-    the sample counts of the objective with the most samples. `best` holds the values of the best full-budget trial so
-    far, by objective, in the metric's unit. `samples_planned` are the samples of all stages known so far, including
-    those already scored.
+    - `stage`: the current stage, "searching" or "held-out".
+    - `trials`: the number of trials in each state; `max_trials`: the planned number of trials, baselines included.
+    - `bracket`, `rung`: the current bracket and rung, counted from 0; None while several are worked on.
+    - `rungs`: the samples at each rung, of the objective with the most samples.
+    - `best_trial`: the number of the best trial at full budget so far; `best`: its values by objective.
+    - `samples_planned`: the expected total number of samples, including the `samples_scored`.
     """
 
     study: str
@@ -61,12 +68,12 @@ class ProgressSnapshot:
         return sum(count for state, count in self.trials.items() if TrialState(state).is_finished)
 
     def to_json(self) -> dict[str, Any]:
-        """The snapshot as a `schemas.api.ProgressDocument`."""
+        """Convert the snapshot to JSON, in the form of `service.schemas.api.ProgressDocument`."""
         return {**asdict(self), "trials": {state.value: count for state, count in self.trials.items()}}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The snapshot that a document describes; keys of later versions are ignored."""
+        """Create a snapshot from the JSON that `to_json` returns. Unknown keys, from later versions, are ignored."""
         known = {part.name: document[part.name] for part in fields(cls) if part.name in document}
         trials = {TrialState(state): count for state, count in document["trials"].items()}
         return cls(**{**known, "trials": trials, "rungs": tuple(document["rungs"])})
@@ -74,7 +81,10 @@ class ProgressSnapshot:
 
 @dataclass(frozen=True)
 class Pace:
-    """Pace of a run: seconds worked, samples per second (None: not measured yet), and seconds left at that rate."""
+    """Pace of a study: seconds worked, samples scored per second, and estimated seconds left.
+
+    `samples_per_second` and `time_left_s` are None until they can be measured.
+    """
 
     elapsed_s: float
     samples_per_second: float | None
@@ -82,7 +92,10 @@ class Pace:
 
 
 class PaceMeter:
-    """Measures a run's pace over the last RATE_WINDOW_S of a stage. `worked_s` are the seconds of earlier attempts."""
+    """Meter of a study's pace, measured over the last 60 s of the current stage.
+
+    `worked_s` are the seconds that earlier attempts have worked. `clock` returns a time in seconds.
+    """
 
     def __init__(self, *, worked_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -95,9 +108,9 @@ class PaceMeter:
         return round(self._clock() - self._started_at, 1)
 
     def add(self, snapshot: ProgressSnapshot) -> bool:
-        """Add a snapshot to the measurement. Returns True if the snapshot begins a stage.
+        """Add a snapshot to the measurement, and return whether the snapshot is the first of a stage.
 
-        Each stage is measured separately: stages differ in speed, and samples of an earlier attempt took no time.
+        The measurement starts again with each stage, because stages differ in speed.
         """
         is_new_stage = self._snapshot is None or snapshot.stage != self._snapshot.stage
         if is_new_stage:
@@ -122,9 +135,9 @@ class PaceMeter:
         )
 
     def _samples_per_second(self) -> float | None:
-        """Samples scored per second; None in the first two seconds, where one chunk would count too much.
+        """Samples scored per second in the measured window; None in the first two seconds of a stage.
 
-        The rate falls while nothing is reported.
+        The rate falls while no samples are scored.
         """
         now = self._clock()
         if not self._points or now - self._points[0][0] < 2.0:
@@ -134,7 +147,7 @@ class PaceMeter:
 
 
 def as_line(snapshot: ProgressSnapshot, pace: Pace) -> str:
-    """Progress as one line: `[4m10s] searching: 31/67 trials, bracket 2/3 rung 90, best #12: math 0.61, ...`."""
+    """Text of a progress snapshot: `[4m10s] searching: 31/67 trials, bracket 2/3 rung 90, best #12: math 0.61, ...`."""
     trials = f"{snapshot.num_finished}/{snapshot.max_trials} trials"
     if failed := snapshot.trials.get(TrialState.FAIL, 0):
         trials += f" ({failed} failed)"
@@ -149,7 +162,10 @@ def as_line(snapshot: ProgressSnapshot, pace: Pace) -> str:
 
 
 def speed_text(pace: Pace, separator: str) -> str:
-    """Speed and time left, as far as they are known: `, 50/s, 4m10s left` with ", " as separator."""
+    """Text of the speed and the time left: `, 50/s, 4m10s left` with ", " as separator.
+
+    What is not measured yet is left out. A separator precedes each part.
+    """
     text = ""
     if pace.samples_per_second is not None:
         text += f"{separator}{pace.samples_per_second:.3g}/s"

@@ -15,9 +15,9 @@ INTERVAL_S = 30.0
 
 
 class ProgressLog:
-    """Writes a line to standard error every INTERVAL_S, at each new stage, and once more at the end.
+    """Progress reporter that writes a line to standard error every 30 s, at each new stage, and at the end.
 
-    A `service.jobs.search.progress.ProgressReporter`, used as a context manager.
+    Use it as a context manager.
     """
 
     def __init__(self) -> None:

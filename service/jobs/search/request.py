@@ -1,4 +1,4 @@
-"""Reading and checks of a requested study before the server stores it."""
+"""Reading and checking of a submitted study before the server stores it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ __all__ = ["accept", "read_study", "studies_of"]
 
 
 def read_study(document: Mapping[str, Any], context: RequestContext) -> Study:
-    """Read the study in a request.
+    """Read the study in a submitted document.
 
-    Raises InvalidStudy with every problem, including paths that are relative or may not be read.
+    Raises InvalidStudy with every problem, including files that have relative paths or may not be read.
     """
     study = parse_study(dict(document))
     models = {"base": study.models.base} | {f"experts.{alias}": model for alias, model in study.models.named.items()}
@@ -44,7 +44,10 @@ def read_study(document: Mapping[str, Any], context: RequestContext) -> Study:
 
 
 def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
-    """Check the study in a request, except weights that would have to be downloaded. Raises InvalidStudy."""
+    """Check a submitted study, except weights that would have to be downloaded.
+
+    Raises InvalidStudy with every problem.
+    """
     study = read_study(document, context)
     access = context.access
     names_studies = bool(study.models.chained) or study.models.path_of is not None
@@ -62,7 +65,10 @@ def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
 
 
 def studies_of(context: RequestContext) -> OpenStudy:
-    """Function that opens the server's other studies, which requests name by id; it lifts the request's limits."""
+    """Return a function that opens the server's other studies, to which a submitted study may refer by id.
+
+    The function lifts the limits of memory and processor time, because merges of these studies are written next.
+    """
 
     @contextmanager
     def open_study(source: AnotherStudy) -> Iterator[tuple[Store, JobRecord]]:

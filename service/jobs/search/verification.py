@@ -1,7 +1,7 @@
 """Verification of a study: plain transformers score some of its trials again.
 
-Stored reports say which trials were verified, and with which samples. Every attempt verifies the chosen trials that
-have no such report, and again those that differed before.
+Stored reports say which trials were verified, and with which samples. Every attempt verifies the chosen trials without
+a report, and verifies trials again whose samples differed before.
 """
 
 from __future__ import annotations
@@ -38,11 +38,16 @@ def verify_trials(
     *,
     note: Callable[[str], None],
 ) -> str | None:
-    """Verify the best trial and others drawn by the study's seed, except those that a stored report found equal.
+    """Verify some trials: compare their stored samples with those that plain transformers give.
 
-    Returns why nothing was compared; None if something was, or the study file switches verification off. Raises
-    StudyFailed if stored samples differ from those of transformers by more than rounding explains, or transformers
-    cannot score what the engine has scored.
+    The trials are the best one and others drawn with the study's seed. Trials whose samples a stored report found equal
+    are not verified again.
+
+    Returns the reason why no sample was compared. Returns None if samples were compared, or if the study file switches
+    verification off.
+
+    Raises:
+        StudyFailed: Samples differ by more than rounding explains, or transformers cannot score what the engine scored.
     """
     options = preflight.study.engine.verify
     document = store.document(writer.job_id, DOCUMENT) or {}
@@ -74,7 +79,11 @@ def verify_trials(
 def _chosen(
     preflight: PreflightResult, options: Verify, trials: Sequence[TrialRecord], known: Mapping[int, Report]
 ) -> list[TrialRecord]:
-    """Trials to verify: those that differed before, the best one, and others drawn from those at full budget."""
+    """Trials to verify: those whose samples differed before, the best trial, and others drawn at random.
+
+    The others are drawn, with the study's seed, from the trials at full budget. `known` has the stored reports by
+    trial number.
+    """
     candidates = full_budget_trials(trials)
     winner = best_trial(trials, preflight.tasks.objectives)
     assert winner is not None
@@ -97,9 +106,9 @@ def _samples(store: Store, study_id: str, trial: TrialRecord, spans: Sequence[Sp
 
 
 def _is_verified(report: Report, trial: TrialRecord, digest: str) -> bool:
-    """Whether a stored report found exactly these samples of this merge equal.
+    """Whether a stored report found the samples of a trial's merge equal; `digest` is the hash of the samples.
 
-    Reports of earlier versions do not say which samples they compared.
+    Reports of earlier versions do not say which samples they compared. Such trials count as not verified.
     """
     return (
         report.get("recipe_digest") == trial.recipe.digest

@@ -22,7 +22,11 @@ __all__ = ["search", "work"]
 
 
 def work(attempt: Attempt) -> None:
-    """Continue a server's study to its end. Raises as `prepared`, `check_unchanged` and `search`."""
+    """Continue a study on a server from its stored state to its end.
+
+    Raises InvalidStudy if the study's files cannot be used at the moment, Conflict if its models or tasks have changed
+    since it was created, and the errors of `search`.
+    """
     job = attempt.job
     before = ResolvedStudy.of(job)
     open_study = on_server(attempt.store)
@@ -48,11 +52,16 @@ def search(
     view: ProgressReporter,
     observer: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Continue a prepared study from its stored state to its end.
+    """Connect to Ray, wait for engines, and continue a prepared study from its stored state to its end.
 
-    `observer` is called with the name of each stored stage. Raises StudyFailed (the study is FAILED with that reason),
-    EngineUnavailable and OSError (something is missing that may come back), and StaleAttempt (another driver has taken
-    over).
+    `open_study` opens other studies whose policies the study starts from. `view` receives progress. `observer` is
+    called with the name of each stored stage.
+
+    Raises:
+        StudyFailed: The study cannot continue; it is stored as FAILED with the reason.
+        EngineUnavailable: Engines cannot score at the moment.
+        OSError: A file, Ray or the hub is not available at the moment.
+        StaleAttempt: Another driver has taken over the study.
     """
     store, writer, heartbeat = attempt.store, attempt.writer, attempt.heartbeat
     preflight = with_start(preflight, store, writer, artifacts=attempt.artifacts, open_study=open_study)
