@@ -1,11 +1,11 @@
 """The `mergesearch` command.
 
 - `main`: options, exit codes, error messages
-- `verbs`: what each verb does
+- `verbs`: what each verb (subcommand) does
 - `finetune`: the verb that trains experts
 - `finetune_tables`: fine-tunings of a server as tables
 - `remote`: the verbs that send requests to a server
-- `job_views`: views of a server's jobs, for each kind
+- `job_views`: how a server's jobs of each kind are shown
 - `terminal`: output as JSON or tables
 - `tables`: results as tables
 - `progress`: live progress of a run

@@ -26,11 +26,11 @@ REPORT = "report.html"
 
 
 def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], int]) -> int:
-    """Run `mergesearch finetune` and return its exit code.
+    """Run `mergesearch finetune` with the parsed command line `options`, and return the exit code.
 
-    `run_study` runs a study in a directory, exports its best merge, prints its results and returns the exit code.
-    `options.analyse` are directories of finished fleets that this one is compared with; None: only what the
-    specification asks for is analysed.
+    `run_study` is called with the study of the trained experts, if there is one, and its directory. It runs the study,
+    exports its best merge, prints the results and returns the exit code. The experts are analysed if the specification
+    asks for it, or if `options.analyse` is not None: a list of directories of earlier fleets to compare with.
     """
     from service.jobs.finetune.directory import EXPERT_DIR, trained_fleet
     from service.jobs.finetune.training import run_fleet
@@ -106,7 +106,11 @@ def _quiet(text: str) -> None:
 
 @contextmanager
 def _progress(places: dict[str, Path], *, as_json: bool) -> Iterator[None]:
-    """Show new numbers of the trainings every INTERVAL_S: on standard error, or as JSON lines on standard output."""
+    """Context in which new losses and evaluations of trainings are printed every 5 s.
+
+    `places` has the directories of the trainings by alias of the expert. The output is text on standard error, or with
+    `as_json` JSON lines on standard output.
+    """
     done = threading.Event()
     shown = {alias: len(read_history(place / METRICS)) for alias, place in places.items()}
 
@@ -134,7 +138,7 @@ def _text(alias: str, lines: list[dict[str, Any]]) -> str:
 
 
 def training_text(line: Mapping[str, Any]) -> str:
-    """Text of the numbers of an expert's update, of an evaluation, or of both."""
+    """Text of an expert's training step with its loss, the values of an evaluation, or both."""
     of = f" of {line['steps']}" if line.get("steps") else ""
     loss = f"  loss {line['loss']:.4f}  {line['seconds']:.2f} s a step" if "loss" in line else ""
     scores = "".join(f"  {name} {value:.3f}" for name, value in line.get("values", {}).items())

@@ -19,7 +19,7 @@ __all__ = ["analysis_tables", "finetune_table", "finetunes_table"]
 
 
 def finetunes_table(finetunes: Sequence[FinetuneDocument]) -> Table:
-    """Table of fine-tunings in the given order, each with a unique prefix of its id."""
+    """Table of fine-tunings, a row each in the given order, with a prefix of the id that is unique in the table."""
     table = titled("Fine-tunings")
     for name in ("fine-tuning", "name", "state"):
         table.add_column(name, overflow="fold")
@@ -69,7 +69,7 @@ def analysis_tables(document: AnalysisDocument) -> list[Table]:
 
 
 def finetune_table(finetune: FinetuneDocument, *, server: str) -> Table:
-    """Table of one fine-tuning's fields; `server` is the address that its links are relative to."""
+    """Table of a fine-tuning's fields and experts. Links are shown with the server's address `server`."""
     rows = [("expert", f"{alias}: {_expert_text(expert)}") for alias, expert in finetune["experts"].items()]
     return job_table(finetune, noun="fine-tuning", server=server, rows=rows)
 

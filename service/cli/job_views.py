@@ -1,4 +1,4 @@
-"""Views of a server's jobs for commands: `JobView` for all kinds of job, and subclasses for kinds that show more."""
+"""How commands show a server's jobs: `JobView` for any kind of job, and subclasses for kinds that show more."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Job = Mapping[str, Any]
 
 
 class JobView:
-    """Shows the jobs of one kind: results on standard output, progress on standard error."""
+    """Display of a server's jobs of one kind, with results on standard output and progress on standard error."""
 
     def __init__(self, kind: JobKind, client: Client, *, as_json: bool) -> None:
         self._kind = kind
@@ -38,19 +38,19 @@ class JobView:
         self._as_json = as_json
 
     def list_table(self, jobs: Sequence[Any]) -> Table:
-        """The given jobs as a table, one row each."""
+        """Table of the given jobs, one row each."""
         from service.cli.tables import jobs_table
 
         return jobs_table(jobs, noun=self._kind.noun, title=self._kind.plural.capitalize())
 
     def table(self, job: Any) -> Table:
-        """One job as a table of its fields."""
+        """Table of the fields of a job."""
         from service.cli.tables import job_table
 
         return job_table(job, noun=self._kind.noun, server=self._client.url)
 
     def follow(self, job: Any) -> None:
-        """Show the job's events until it has ended."""
+        """Show the events of a job until the job has ended."""
         print(self._begin(job), file=sys.stderr)
         for event in self._client.events(job):
             if text := event_text(event, self._kind.noun):
@@ -65,7 +65,11 @@ class JobView:
             print(f"{self._kind.noun} {job['name']}: {job['state']}{reason}", file=sys.stderr)
 
     def export(self, job: Any, name: str, out: Path, *, dtype: str | None, prefer: Mapping[str, float] | None) -> None:
-        """Download a model of the job. Raises Conflict if jobs of this kind have none."""
+        """Download a model of a job to the new directory `out`.
+
+        `name` is the trial of a study or the alias of a fine-tuning's expert. `dtype` and `prefer` (weights of the
+        objectives) are for studies only. Raises Conflict if jobs of this kind have no models.
+        """
         raise Conflict(f"{job['name']}: is a {self._kind.noun}, which has no models to export")
 
     def _begin(self, job: Job) -> str:
@@ -74,7 +78,7 @@ class JobView:
 
 
 class StudyView(JobView):
-    """Shows studies: progress by trials and samples, held-out results at the end."""
+    """Display of studies, which also shows progress in trials and samples, and held-out results at the end."""
 
     def list_table(self, jobs: Sequence[Any]) -> Table:
         from service.cli.tables import studies_table
@@ -117,7 +121,7 @@ class StudyView(JobView):
 
 
 class FinetuneView(JobView):
-    """Shows fine-tunings: losses of the experts, and how to download the experts at the end."""
+    """Display of fine-tunings, which also shows the experts' losses, and how to download the experts at the end."""
 
     def list_table(self, jobs: Sequence[Any]) -> Table:
         from service.cli.finetune_tables import finetunes_table
@@ -156,12 +160,12 @@ VIEWS: Mapping[str, type[JobView]] = {SEARCH.name: StudyView, FINETUNE.name: Fin
 
 
 def view_of(kind: str, client: Client, *, as_json: bool) -> JobView:
-    """The view of jobs of the kind with the name `kind`."""
+    """Create the display of jobs of the kind named `kind`, on the server of `client`."""
     return VIEWS.get(kind, JobView)(kind_of(kind), client, as_json=as_json)
 
 
 def short_id(job: Job) -> str:
-    """Prefix of the job's id for people to type; long enough that a collision is unlikely."""
+    """First 8 digits of a job's id, for people to type; long enough that a collision is unlikely."""
     return str(job["id"][:8])
 
 
@@ -170,7 +174,10 @@ def _clock_time(time: str | None) -> str:
 
 
 def event_text(event: Event, noun: str) -> str | None:
-    """Message to show for an event; None if the progress shows it already or users do not need it."""
+    """Message that describes an event of a job; `noun` is the word for the job.
+
+    Returns None for events that users do not need, or that the display of progress shows already.
+    """
     payload = event.payload
     match event.kind:
         case "attempt":
@@ -217,7 +224,10 @@ def _because(reason: Any) -> str:
 
 @contextmanager
 def _download_bar() -> Iterator[Callable[[int, int | None], None]]:
-    """Progress bar of a download, on standard error if that is a terminal; yields the callback for received bytes."""
+    """Context that shows the progress bar of a download on standard error, if standard error is a terminal.
+
+    Yields the callback for received bytes, whose arguments are the bytes so far and the total (None: unknown).
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 

@@ -1,6 +1,7 @@
-"""The `mergesearch` command: its options, and the exit code and message of every error; `verbs` does the rest.
+"""The `mergesearch` command: its options, and the exit code and message of every error.
 
-Exit codes: 0 done; 1 the job failed or cannot continue, or no server responds; 2 the input is wrong; 130 interrupted.
+The module `verbs` does the work. Exit codes are 0 (done), 1 (the job failed or cannot continue, or no server responds),
+2 (the input is wrong) and 130 (interrupted).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ WRONG_PLACE = (FileExistsError, IsADirectoryError, NotADirectoryError, Permissio
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
+    """Run `mergesearch` with the given command line (by default that of the process), and return the exit code."""
     gc.set_threshold(MANY_OBJECTS)
     options = _parser().parse_args(arguments)
     try:
@@ -267,7 +268,7 @@ class _Version(argparse.Action):
 
 
 def _num_bytes(text: str) -> int:
-    """Number of bytes that "500MB" or "5GB" stands for. Raises ArgumentTypeError."""
+    """Parse a size such as "500MB" or "5GB" as a number of bytes. Raises ArgumentTypeError for other texts."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KB|MB|GB)", text.upper())
     if match is None or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it as 500MB or 5GB")
@@ -275,7 +276,7 @@ def _num_bytes(text: str) -> int:
 
 
 def _preference(text: str) -> dict[str, float]:
-    """Weights of the objectives that "math=0.6,code=0.4" stands for. Raises ArgumentTypeError."""
+    """Parse weights of the objectives such as "math=0.6,code=0.4". Raises ArgumentTypeError for other texts."""
     from search_spaces.preferences import parse_preference
 
     try:
@@ -285,14 +286,14 @@ def _preference(text: str) -> dict[str, float]:
 
 
 def _count(text: str) -> int:
-    """Parse a whole number of at least 1. Raises ArgumentTypeError."""
+    """Parse a whole number of at least 1. Raises ArgumentTypeError for other texts."""
     if not (text.isascii() and text.isdecimal()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a count; give a whole number of at least 1")
     return int(text)
 
 
 def _days(text: str) -> float:
-    """Parse a number of days above 0. Raises ArgumentTypeError."""
+    """Parse a number of days above 0, such as "0.5". Raises ArgumentTypeError for other texts."""
     try:
         days = float(text)
     except ValueError:
@@ -303,7 +304,7 @@ def _days(text: str) -> float:
 
 
 def _exit_code(error: Exception) -> int | None:
-    """Exit code of an error; None for a bug in this program, which is shown with its traceback."""
+    """Exit code of the command for an error. Returns None for a bug in this program, which needs a traceback."""
     if isinstance(error, RequestRefused):
         return 2 if error.status < 500 else 1
     if isinstance(error, SearchSpaceError | InvalidModel | InvalidTask | Conflict | NotFound):

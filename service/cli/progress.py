@@ -1,6 +1,6 @@
-"""Live progress of a run in the terminal: a redrawn panel, plain lines without a terminal, or JSON lines for programs.
+"""Live progress of a study: a redrawn panel in a terminal, plain lines elsewhere, or JSON lines for programs.
 
-The driver may report its state at any rate; this module decides what is shown and how often.
+The driver may report its state at any rate. This module decides what is shown, and how often.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PANEL_WIDTH = 96
 
 
 class ProgressStyle(StrEnum):
-    """Style in which progress is shown; `auto` is `panel` on a terminal and `lines` elsewhere."""
+    """Style in which progress is shown. AUTO is PANEL in a terminal and LINES elsewhere."""
 
     AUTO = "auto"
     PANEL = "panel"
@@ -41,11 +41,11 @@ class ProgressStyle(StrEnum):
 
 
 class ProgressView:
-    """Shows snapshots on `stream` (default: standard error) until it is closed. Use as a context manager.
+    """Progress reporter that shows a study's progress on `stream` (default: standard error).
 
-    Thread-safe. `update` only stores the snapshot unless a line is due: it may be called for every sample. Lines appear
-    every `interval_s` seconds, at a new stage, and once more when the view closes. `worked_s` are the seconds that
-    earlier attempts at the study have worked.
+    Use it as a context manager. It is thread-safe. Its method `update` is cheap enough to be called for every sample.
+    Lines appear every `interval_s` seconds, at each new stage, and at the end. `worked_s` are the seconds that earlier
+    attempts at the study have worked.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ProgressView:
                 self._show_line()
 
     def note(self, text: str) -> None:
-        """Print a message that stays visible: a failure, a resumed run, where the report is."""
+        """Print a message that stays visible, such as a failure or the place of the report."""
         if (live := self._live) is not None:
             # Without `self._lock`: the thread that redraws holds rich's lock while it acquires this one.
             live.console.print(Text(text))
@@ -103,12 +103,12 @@ class ProgressView:
             self._write(text)
 
     def close(self) -> None:
-        """Show the last snapshot once more and release the terminal. May be called twice."""
+        """Show the last snapshot, if not shown yet, and release the terminal. A second call does nothing."""
         with self._lock:
             if self._live is None and self._snapshot is not self._shown:
                 self._show_line()
             live, self._live = self._live, None
-        # Outside the lock: stopping waits for the thread that redraws, which acquires it.
+        # Outside the lock: stopping waits for the thread that redraws, which acquires the lock.
         if live is not None:
             live.stop()
 
@@ -162,7 +162,7 @@ STATE_STYLES = {
 
 
 def _panel(snapshot: ProgressSnapshot, pace: Pace, *, width: int) -> RenderableType:
-    """Panel of a snapshot: trials by state, rungs, the best trial, and samples."""
+    """Draw a progress snapshot as a panel: trials by state, rungs, the best trial, and samples."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column()

@@ -1,6 +1,6 @@
 """Verbs that use a server: each sends requests, prints the result, and returns the command's exit code.
 
-A job is referred to by its id, a unique prefix of its id, or its name if only one has that name.
+Users refer to a job by its id, a unique prefix of its id, or its name if no other job has the same name.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ INTERRUPTED = 130
 
 @contextmanager
 def server_verbs(server: str | None, *, as_json: bool, no_directory: str | None = None) -> Iterator[ServerVerbs]:
-    """The verbs on the server at `server`, else at $MERGESEARCH_SERVER, else at the default address.
+    """Connect to a server, and yield the verbs that use it.
 
-    `no_directory` is an argument that could name a run's directory but does not, for the error message. Raises NotFound
-    (invalid address) and ServerUnreachable.
+    The address is `server`, else the environment variable MERGESEARCH_SERVER, else http://127.0.0.1:8080. With
+    `as_json` the verbs print JSON. `no_directory` is the command's argument if it could name a directory and no such
+    directory exists; the error message then says so. Raises NotFound if the address is invalid, and ServerUnreachable.
     """
     url = server or os.environ.get(SERVER_VARIABLE)
     with Client(url or DEFAULT_SERVER) as client:
@@ -57,7 +58,10 @@ def server_verbs(server: str | None, *, as_json: bool, no_directory: str | None 
 
 
 class ServerVerbs:
-    """The verbs on one server, a method each: results on standard output, progress and messages on standard error."""
+    """Verbs that use a server, one method each, which return the exit code.
+
+    Results go to standard output, progress and messages to standard error.
+    """
 
     def __init__(self, client: Client, *, as_json: bool) -> None:
         self._client = client
@@ -79,7 +83,7 @@ class ServerVerbs:
         return 0
 
     def list_jobs(self, kind: str) -> int:
-        """List the jobs of one kind."""
+        """Print the server's jobs of the kind named `kind`."""
         jobs = self._client.jobs(kind)
         print_json(jobs) if self._as_json else console().print(self._view(kind).list_table(jobs))
         return 0
@@ -133,7 +137,7 @@ class ServerVerbs:
         return 0
 
     def watch(self, reference: str) -> int:
-        """Watch a job until it ends. Returns 0 if the job is COMPLETE, else 1."""
+        """Show the events and the end of a job. Returns 0 if the job is COMPLETE, 130 if interrupted, else 1."""
         return self._watch(self._client.find(reference))
 
     def _watch(self, job: JobDocument) -> int:
@@ -156,7 +160,7 @@ class ServerVerbs:
         return 0 if ended["state"] == JobState.COMPLETE else 1
 
     def _study(self, reference: str) -> JobDocument:
-        """The study with that id, prefix or name. Raises Conflict for a job of another kind."""
+        """Find a study by its id, a prefix of its id, or its name. Raises Conflict if the job is no study."""
         found = self._client.find(reference)
         if found["kind"] != SEARCH.name:
             raise Conflict(f"{found['name']}: is a {_noun(found)}, which has no trials; see `mergesearch show`")

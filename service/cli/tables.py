@@ -91,7 +91,10 @@ def pareto_table(document: ParetoDocument) -> Table:
 
 
 def holdout_table(document: SummaryDocument) -> Table:
-    """Table of held-out results, highest mean first: values with 95 % intervals, and differences to the best trial."""
+    """Table of held-out results, highest mean first, with 95 % intervals.
+
+    Each row has the trial's values and its difference from the best trial.
+    """
     table = titled("Held-out data")
     table.add_column("trial", justify="right")
     table.add_column("label", overflow="fold")
@@ -132,17 +135,20 @@ def holdout_table(document: SummaryDocument) -> Table:
 
 
 def finding_line(document: FindingDocument) -> Text:
-    """Line on the finding: whether a merge is better than the baselines."""
+    """Line with the finding of a study: whether a merge is better than the baselines."""
     return Text(f"finding:       {document['text']}")
 
 
 def search_line(document: SearchDocument) -> Text:
-    """Lines on the search: which searcher proposed the trials, why it was used, and what it cost."""
+    """Lines about a study's search: which searcher proposed the trials, why it was used, and what the search cost."""
     return Text("search:        " + f"\n{'':<15}".join(search_sentences(document)))
 
 
 def verification_line(document: VerificationDocument) -> Text:
-    """Line on the verification: whether plain transformers gave the stored samples, or why this was not checked."""
+    """Line about a study's verification: whether plain transformers gave the stored samples too.
+
+    If trials were not verified, the line has the reason.
+    """
     status = document["status"]
     parts = []
     if status != "not verified":
@@ -158,7 +164,7 @@ def verification_line(document: VerificationDocument) -> Text:
 
 
 def trials_table(documents: Iterable[TrialDocument], objectives: Sequence[str]) -> Table:
-    """Table of trials by number, with their values at the highest rung they finished."""
+    """Table of trials, with the value of each objective at the highest rung that the trial finished."""
     table = titled("Trials")
     for name, justify in (("trial", "right"), ("label", "left"), ("state", "left"), ("samples", "right")):
         table.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
@@ -177,7 +183,7 @@ def trials_table(documents: Iterable[TrialDocument], objectives: Sequence[str]) 
 
 
 def studies_table(studies: Sequence[StudyDocument]) -> Table:
-    """Table of studies in the given order, each with a unique prefix of its id."""
+    """Table of studies, a row each in the given order, with a prefix of the id that is unique in the table."""
     table = titled("Studies")
     for name in ("study", "name", "state"):
         table.add_column(name, overflow="fold")
@@ -203,7 +209,7 @@ def studies_table(studies: Sequence[StudyDocument]) -> Table:
 
 
 def study_table(study: StudyDocument, *, server: str) -> Table:
-    """Table of one study's fields; `server` is the address that its links are relative to."""
+    """Table of a study's fields. Links are shown with the server's address `server`."""
     progress = study["progress"]
     rows: list[tuple[str, str | Text]] = []
     if algorithm := study.get("algorithm"):  # servers of earlier versions send none
@@ -218,7 +224,11 @@ def study_table(study: StudyDocument, *, server: str) -> Table:
 
 
 def job_table(job: JobDocument, *, noun: str, server: str, rows: Iterable[tuple[str, str | Text]] = ()) -> Table:
-    """Table of one job's fields; `rows` are those of its kind, and links are relative to `server`."""
+    """Table of a job's fields; `noun` is the word for the job.
+
+    `rows` are further rows, of a name and a text, for the job's kind. Links are shown with the server's address
+    `server`.
+    """
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -244,7 +254,10 @@ def job_table(job: JobDocument, *, noun: str, server: str, rows: Iterable[tuple[
 
 
 def jobs_table(jobs: Sequence[JobDocument], *, noun: str, title: str) -> Table:
-    """Table of jobs in the given order, each with a unique prefix of its id."""
+    """Table of jobs, a row each in the given order, with a prefix of the id that is unique in the table.
+
+    `noun` is the word for a job of this kind.
+    """
     table = titled(title)
     for name in (noun, "name", "state"):
         table.add_column(name, overflow="fold")
@@ -266,12 +279,12 @@ def _label(label: str, origin: str) -> Text:
 
 
 def state_text(state: str) -> Text:
-    """State of a job, with its colour."""
+    """Text of a job's state in the colour of the state."""
     return Text(state.lower(), style=JOB_STYLES.get(state, ""))
 
 
 def id_digits(ids: Sequence[str]) -> int:
-    """Number of leading digits of ids to show, large enough that no two look the same."""
+    """Number of leading digits that distinguish all `ids`, at least 8."""
     digits = ID_DIGITS
     while len({name[:digits] for name in ids}) < len(ids):
         digits += 1
@@ -309,7 +322,10 @@ def _error_text(error: float | None) -> str:
 
 
 def _exact_text(estimate: EstimateDocument, *, signed: bool = False) -> str:
-    """Text of an exact value, computed from the recipe; "" for a value that was scored."""
+    """Text of a value that is exact because it was computed from the recipe; empty for a value that was scored.
+
+    With `signed`, a positive value has a plus sign.
+    """
     return "" if estimate["samples"] else f"{estimate['value']:{'+' if signed else ''},.10g}"
 
 

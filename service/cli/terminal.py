@@ -1,4 +1,4 @@
-"""Output of commands: JSON for programs, tables for people. Cheap to import."""
+"""Output of commands: JSON for programs, tables for people. The module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def print_json(document: Any) -> None:
 
 
 def print_json_line(document: Any) -> None:
-    """Print one line and flush it: a program may read the output as it is written."""
+    """Print a document as one line of JSON, and flush, so that programs can read each line as it is written."""
     print(json.dumps(document), flush=True)
 
 
 def print_export(directory: Path, chosen: PreferredDocument | None, *, as_json: bool) -> None:
-    """Print where a merged model was written, and which trial was chosen if weights of the objectives chose it."""
+    """Print where a merged model was written, and `chosen`, the trial that weights of the objectives picked, if any."""
     if as_json:
         print_json({"directory": str(directory)} | ({} if chosen is None else {"preferred": chosen}))
         return
@@ -47,7 +47,7 @@ def print_export(directory: Path, chosen: PreferredDocument | None, *, as_json: 
 
 
 def print_results(pareto: ParetoDocument, summary: SummaryDocument, **places: str) -> None:
-    """Print the tables of a finished study and where its files are: `places` by name ("report")."""
+    """Print the results of a finished study as tables, followed by `places`: labels and paths of its files."""
     from service.cli.tables import finding_line, holdout_table, pareto_table, search_line, verification_line
 
     out = console()

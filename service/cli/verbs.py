@@ -289,7 +289,7 @@ def _on_server(options: argparse.Namespace) -> AbstractContextManager[ServerVerb
 
 
 def _is_directory(options: argparse.Namespace) -> bool:
-    """Whether the argument names a run's directory rather than a job on a server."""
+    """Whether the command's argument `run` names a run's directory rather than a job on a server."""
     return options.server is None and (os.sep in options.run or Path(options.run).exists())
 
 
@@ -317,7 +317,10 @@ def _export_from(directory: Path, trial: str, out: Path, *, dtype: str | None = 
 
 
 def _directories(models: Sequence[str]) -> dict[str, Path]:
-    """Directories that `--model ALIAS=DIR` names, by alias."""
+    """Parse the values of the option `--model`, each ALIAS=DIR, and return the directories by alias.
+
+    Raises InvalidRecipe for another form, or for an alias that is given twice.
+    """
     directories: dict[str, Path] = {}
     for text in models:
         alias, equals, directory = text.partition("=")

@@ -3,14 +3,14 @@
 Importing this package loads neither httpx nor anything heavy.
 
 - `blocking`: the client that blocks
-- `awaited`: the client for an event loop
+- `awaited`: the client for asyncio
 - `methods`: turns flows into methods of a client
-- `job_flows`: the requests of the calls that jobs of every kind have, without input or output
-- `flows`: the requests of the calls about studies
-- `finetune_flows`: the requests of the calls about fine-tunings
+- `job_flows`: flows of the calls about jobs of any kind; a flow is a generator of requests, without input or output
+- `flows`: flows of the calls about studies
+- `finetune_flows`: flows of the calls about fine-tunings
 - `requests`: one request: retries, responses, refusals
 - `transport`: requests and responses in terms of httpx
-- `events`: parses the stream of a study's events
+- `events`: parses the stream of a job's events
 - `download`: unpacks a merged model from its tar stream
 
 Examples:

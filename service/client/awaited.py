@@ -1,4 +1,4 @@
-"""The asynchronous client: the calls of the blocking one, awaited."""
+"""The asynchronous client, whose methods are those of the blocking client, but awaited."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ T = TypeVar("T")
 class AsyncClient:
     """Asynchronous client of one server.
 
-    It has the methods of `Client`, each awaited; `events` is read with `async for`. It is an asynchronous context
-    manager, which closes its connections at the end. Every call may raise RequestRefused (with the server's problem
-    document), ServerUnreachable and InvalidAnswer.
+    The client has the methods of `Client`, which are awaited here. Events are read with `async for`. The client is an
+    asynchronous context manager, which closes its connections at the end. Every call may raise RequestRefused (with the
+    server's problem document), ServerUnreachable and InvalidAnswer.
 
     Args:
-        url: Address of the server; http where it names no scheme.
+        url: Address of the server. An address without a scheme, such as `gpu-box:8080`, means http.
         timeout_s: Seconds that one response may take.
         patience_s: Seconds for which `events` tries to reconnect to a server that has responded before.
 
@@ -91,12 +91,12 @@ class AsyncClient:
     _finished_export = awaited(flows.finished_export)
 
     async def events(self, study: Reference, *, after: int = 0) -> AsyncIterator[Event]:
-        """Yield the events of a study or fine-tuning until it has ended.
+        """Yield the events of a job until the job has ended.
 
         A lost connection is reopened, also to a restarted server. No event is missed or repeated.
 
         Args:
-            study: Id of a study, or the server's document of a study or fine-tuning.
+            study: Id of a study, or the server's document of a job of any kind.
             after: Id of the last event that is already known; 0 starts with the first event.
 
         Yields:
@@ -104,7 +104,7 @@ class AsyncClient:
             event has the kind "end".
 
         Raises:
-            RequestRefused: The server does not know the study.
+            RequestRefused: The server has no such job.
             ServerUnreachable: The first connection failed, or no connection was made for `patience_s`.
             InvalidAnswer: The response is not an event stream of a mergesearch server.
 
@@ -144,19 +144,18 @@ class AsyncClient:
         prefer: Mapping[str, float] | None = None,
         received: Received | None = None,
     ) -> Path:
-        """Export the merged model of a trial and download it.
+        """Export the merged model of a trial on the server, and download it.
 
-        Files are written, and `received` is called, in a thread.
-
-        The directory `out` appears complete or not at all.
+        The directory `out` appears complete or not at all. Files are written, and `received` is called, in a separate
+        thread.
 
         Args:
             study: Id of the study.
             trial: Number of the trial, or "best".
             out: New directory for the model.
             dtype: Dtype of the weights, such as "bfloat16"; None is the dtype that the study's engine scored in.
-            prefer: Weights of the objectives, which sum to 1. They pick a trial of the Pareto front in place of the
-                best one; `pareto` names that trial.
+            prefer: Weights of the objectives, which sum to 1 and pick a trial of the Pareto front. `trial` must be
+                "best" then. The method `pareto` says which trial weights pick.
             received: Called with the bytes received so far and the total number of bytes (None while unknown).
 
         Returns:
@@ -180,12 +179,11 @@ class AsyncClient:
     ) -> Path:
         """Download a trained expert of a fine-tuning.
 
-        Files are written, and `received` is called, in a thread.
-
-        The directory `out` appears complete or not at all.
+        The directory `out` appears complete or not at all. Files are written, and `received` is called, in a separate
+        thread.
 
         Args:
-            finetune: Id of the fine-tuning, or the server's document of it.
+            finetune: Id of the fine-tuning, or the server's document of the fine-tuning.
             expert: Alias of the expert.
             out: New directory for the expert.
             received: Called with the bytes received so far and the total number of bytes (None while unknown).

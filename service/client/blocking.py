@@ -1,4 +1,4 @@
-"""The blocking client: runs what `flows`, `events` and `download` describe."""
+"""The blocking client: sends the requests that `flows`, `events` and `download` describe."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Client:
     RequestRefused (with the server's problem document), ServerUnreachable and InvalidAnswer.
 
     Args:
-        url: Address of the server; http where it names no scheme.
+        url: Address of the server. An address without a scheme, such as `gpu-box:8080`, means http.
         timeout_s: Seconds that one response may take.
         patience_s: Seconds for which `events` tries to reconnect to a server that has responded before.
 
@@ -87,12 +87,12 @@ class Client:
     _finished_export = blocking(flows.finished_export)
 
     def events(self, study: Reference, *, after: int = 0) -> Iterator[Event]:
-        """Yield the events of a study or fine-tuning until it has ended.
+        """Yield the events of a job until the job has ended.
 
         A lost connection is reopened, also to a restarted server. No event is missed or repeated.
 
         Args:
-            study: Id of a study, or the server's document of a study or fine-tuning.
+            study: Id of a study, or the server's document of a job of any kind.
             after: Id of the last event that is already known; 0 starts with the first event.
 
         Yields:
@@ -100,7 +100,7 @@ class Client:
             event has the kind "end".
 
         Raises:
-            RequestRefused: The server does not know the study.
+            RequestRefused: The server has no such job.
             ServerUnreachable: The first connection failed, or no connection was made for `patience_s`.
             InvalidAnswer: The response is not an event stream of a mergesearch server.
 
@@ -137,7 +137,7 @@ class Client:
         prefer: Mapping[str, float] | None = None,
         received: Received | None = None,
     ) -> Path:
-        """Export the merged model of a trial and download it.
+        """Export the merged model of a trial on the server, and download it.
 
         The directory `out` appears complete or not at all.
 
@@ -146,8 +146,8 @@ class Client:
             trial: Number of the trial, or "best".
             out: New directory for the model.
             dtype: Dtype of the weights, such as "bfloat16"; None is the dtype that the study's engine scored in.
-            prefer: Weights of the objectives, which sum to 1. They pick a trial of the Pareto front in place of the
-                best one; `pareto` names that trial.
+            prefer: Weights of the objectives, which sum to 1 and pick a trial of the Pareto front. `trial` must be
+                "best" then. The method `pareto` says which trial weights pick.
             received: Called with the bytes received so far and the total number of bytes (None while unknown).
 
         Returns:
@@ -174,7 +174,7 @@ class Client:
         The directory `out` appears complete or not at all.
 
         Args:
-            finetune: Id of the fine-tuning, or the server's document of it.
+            finetune: Id of the fine-tuning, or the server's document of the fine-tuning.
             expert: Alias of the expert.
             out: New directory for the expert.
             received: Called with the bytes received so far and the total number of bytes (None while unknown).

@@ -23,11 +23,11 @@ __all__ = ["Received", "check_free", "counted", "unpack"]
 BLOCK_BYTES = 2**20
 
 Received = Callable[[int, int | None], None]
-"""Called during a download: bytes received so far, and the total of all files, if known."""
+"""Callback of a download, with the bytes received so far and the total size of all files in bytes (None: unknown)."""
 
 
 def check_free(out: Path, num_bytes: int | None = None) -> None:
-    """Check that `out` can be created with `num_bytes`.
+    """Check that the directory `out` does not exist, and that its disk has room for `num_bytes` (None: unknown).
 
     Raises:
         Conflict: `out` exists, or its disk is too small.
@@ -39,12 +39,12 @@ def check_free(out: Path, num_bytes: int | None = None) -> None:
 
 
 def unpack(chunks: Iterable[bytes], out: Path, *, num_bytes: int | None = None) -> Path:
-    """Write the single folder of a tar stream as `out`.
+    """Unpack a tar archive, which has one folder, to the new directory `out`.
 
     The folder is unpacked next to `out` and renamed at the end. After an error nothing is left behind.
 
     Args:
-        chunks: The archive.
+        chunks: Bytes of the archive.
         out: New directory.
         num_bytes: Size of all files together; None if it is not known.
 
@@ -66,7 +66,10 @@ def unpack(chunks: Iterable[bytes], out: Path, *, num_bytes: int | None = None) 
 
 
 def _unpack_into(directory: Path, chunks: Iterable[bytes], num_bytes: int | None) -> Path:
-    """Unpack into `directory` and return the archive's folder there."""
+    """Unpack a tar archive into the temporary `directory`, and return the archive's folder in it.
+
+    `num_bytes` is the expected total size of the files; None if unknown. Raises InvalidAnswer or Conflict as `unpack`.
+    """
     names: list[str] = []
     written = 0
     try:
@@ -105,10 +108,11 @@ def _unpack_into(directory: Path, chunks: Iterable[bytes], num_bytes: int | None
 
 
 def _parts(member: tarfile.TarInfo) -> tuple[str, ...]:
-    """Parts of the member's path below `directory`.
+    """Split the path of a member of a tar archive into its parts, after checking that the path is safe.
 
     Raises:
-        InvalidAnswer: The member could be written outside the folder, or is neither a folder nor an ordinary file.
+        InvalidAnswer: The path leads out of the archive's folder, or the member is neither a folder nor an ordinary
+            file.
     """
     parts = PurePosixPath(member.name).parts
     if not parts or member.name.startswith("/") or ".." in parts or not {"\\", "\0"}.isdisjoint(member.name):
@@ -123,10 +127,10 @@ def _parts(member: tarfile.TarInfo) -> tuple[str, ...]:
 def counted(
     chunks: Iterator[bytes], num_bytes: int | None, received: Received | None, stop: threading.Event
 ) -> Iterator[bytes]:
-    """Yield `chunks` and report the bytes so far to `received`.
+    """Yield the `chunks` of a download, and report the bytes so far and the total `num_bytes` to `received`.
 
     Raises:
-        InterruptedError: `stop` was set.
+        InterruptedError: The download was cancelled by setting `stop`.
     """
     count = 0
     for chunk in chunks:
@@ -139,7 +143,7 @@ def counted(
 
 
 class _Chunks(io.RawIOBase):
-    """Chunks of bytes as a file that `tarfile` can read."""
+    """Readable file object whose content is an iterable of chunks of bytes, for `tarfile`."""
 
     def __init__(self, chunks: Iterable[bytes]) -> None:
         self._chunks = iter(chunks)

@@ -1,4 +1,4 @@
-"""Server-sent events of a study or fine-tuning (WHATWG HTML, section 9.2), parsed without input or output.
+"""Server-sent events of a job (WHATWG HTML, section 9.2), parsed without input or output.
 
 After a lost connection the stream is resumed from the last event received.
 """
@@ -28,16 +28,16 @@ PATIENCE_S = 600.0
 
 @dataclass(frozen=True)
 class Event:
-    """Event of a study or fine-tuning.
+    """Event of a job, such as the end of a trial.
 
-    Events without an id and a time describe the current state and are not part of the history: "progress", whose
-    payload is a ProgressDocument, and "end", the last event.
+    Events of the kinds "progress" and "end" describe the current state and are not stored. The payload of "progress"
+    is the job's latest progress. "end" is the last event of a stream.
 
     Attributes:
         kind: What happened, such as "trial".
-        id: Position in the history, ascending; None for "progress" and "end".
+        id: Position among the stored events, ascending; None for "progress" and "end".
         time: Time in RFC 3339; None for "progress" and "end".
-        payload: Details as JSON, by kind.
+        payload: Details as JSON, which depend on the kind.
     """
 
     kind: str
@@ -47,18 +47,19 @@ class Event:
 
 
 class EventReader:
-    """State of reading one study's events.
+    """Reader of a job's event stream that leaves sending and receiving to its caller.
 
-    `call` is the next request to send, `feed` takes the bytes received. Once the connection has ended, for any reason,
-    `pause_s` returns how long to wait before the next request, or raises the error that ends the reading.
+    The caller sends the request that `call` returns and passes the received bytes to `feed`, which yields events. When
+    a connection has ended, `pause_s` returns how long to wait before the next request, or raises the final error.
+    `after` is the id of the last event received. `patience_s` limits the seconds without a connection.
     """
 
     def __init__(
-        self, study: Reference, *, after: int, patience_s: float, clock: Callable[[], float] = time.monotonic
+        self, job: Reference, *, after: int, patience_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.has_ended = False
         self.after = after
-        self._path = path_of(study, "events")
+        self._path = path_of(job, "events")
         self._patience_s = patience_s
         self._clock = clock
         self._rest = b""
@@ -67,13 +68,13 @@ class EventReader:
         self._failures = 0
 
     def call(self) -> Call:
-        """Request that continues after the last event received."""
+        """Build the request for the events after the last one received."""
         self._rest, self._fields = b"", {}
         headers = {"Accept": "text/event-stream", "Cache-Control": "no-store", "Last-Event-ID": str(self.after)}
         return Call("GET", self._path, headers=headers)
 
     def feed(self, data: bytes) -> Iterator[Event]:
-        """Yield the events that `data` completes, each once."""
+        """Yield the events that are complete once the received bytes `data` are appended; no event twice."""
         self._heard_at, self._failures = self._clock(), 0
         # Split at line feeds only: str.splitlines also splits at characters that JSON text may contain.
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -85,14 +86,14 @@ class EventReader:
                 yield event
 
     def pause_s(self, outcome: Response | TransportError) -> float:
-        """Seconds to wait before the next request.
+        """Seconds to wait before the stream is requested again.
 
         Args:
             outcome: How the last connection ended.
 
         Raises:
-            RequestRefused: The server refused the request; a retry would be refused too.
-            InvalidAnswer: The response is not from a mergesearch server; a retry would get the same one.
+            RequestRefused: The server refused the request, and would refuse a retry too.
+            InvalidAnswer: The response is not from a mergesearch server.
             ServerUnreachable: The first connection failed, or no connection was made for `patience_s`.
         """
         wait_s: float = min(FIRST_PAUSE_S * 2**self._failures, MAX_PAUSE_S) * random.uniform(0.5, 1.0)

@@ -23,10 +23,11 @@ def submit_finetune(
 ) -> Flow[FinetuneDocument]:
     """Submit the fine-tuning of an expert, or of a fleet of experts.
 
-    Models and data are read by the server, so their paths must exist there.
+    The server reads models and data, so their paths must exist on the server's machine.
 
     Args:
-        specification: A file of `mergesearch finetune`, whose relative paths start at its directory, or its content.
+        specification: Path of a specification file, or the content of one. Relative paths in a file start at the
+            file's directory.
         idempotency_key: 1 to 255 visible ASCII characters. The same key with the same specification returns the
             fine-tuning that the first call created. Without a key, each call creates a new one.
 
@@ -35,7 +36,7 @@ def submit_finetune(
 
     Raises:
         InvalidStudy: The file is invalid.
-        RequestRefused: The server found problems; the error holds every one.
+        RequestRefused: The server refused the specification; the error has every problem.
 
     Examples:
         >>> finetune = client.submit_finetune("fleet.yaml")
@@ -67,7 +68,7 @@ def finetune(finetune: str | FinetuneDocument) -> Flow[FinetuneDocument]:
     """Return the present state of a fine-tuning.
 
     Args:
-        finetune: Id of the fine-tuning, or an earlier document of it.
+        finetune: Id of the fine-tuning, or an earlier document of the fine-tuning.
 
     Raises:
         RequestRefused: The server has no such fine-tuning (status 404).
@@ -82,7 +83,7 @@ def curves(finetune: str | FinetuneDocument) -> Flow[CurvesDocument]:
     """Return the losses and evaluations of a fine-tuning so far.
 
     Args:
-        finetune: Id of the fine-tuning, or the server's document of it.
+        finetune: Id of the fine-tuning, or the server's document of the fine-tuning.
 
     Examples:
         >>> [point["loss"] for point in client.curves("5f0c...")["experts"][0]["loss"]]
@@ -93,11 +94,11 @@ def curves(finetune: str | FinetuneDocument) -> Flow[CurvesDocument]:
 def analysis(
     finetune: str | FinetuneDocument, *, against: Sequence[str | FinetuneDocument] = ()
 ) -> Flow[AnalysisDocument]:
-    """Return the analysis of a fine-tuning whose specification has `analysis`.
+    """Return the analysis of a fine-tuning's experts, which is made if the specification has the key `analysis`.
 
     Args:
-        finetune: Id of the fine-tuning, or the server's document of it.
-        against: Other fine-tunings of the same experts, which the answer compares with this one.
+        finetune: Id of the fine-tuning, or the server's document of the fine-tuning.
+        against: Other fine-tunings of the same experts, whose analyses are returned too, for comparison.
 
     Returns:
         The distributions of the task vectors, and the losses of merges of the experts.
@@ -113,7 +114,7 @@ def analysis(
 
 
 def expert_download(finetune: FinetuneDocument, expert: str) -> Call:
-    """Request for the files of an expert.
+    """Build the request that downloads the files of an expert.
 
     Raises:
         NotFound: The fine-tuning has no such expert.

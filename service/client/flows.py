@@ -1,7 +1,7 @@
-"""Flows: each call of a client as a generator without input or output.
+"""Flows of the calls about studies: each call of a client as a generator without input or output.
 
-A flow yields requests and pauses, is sent the responses, and returns a typed document. The client that runs it blocks
-or awaits.
+A flow yields requests, and pauses in seconds. It is sent the responses, and returns a typed document. A client runs a
+flow, either blocking or with asyncio.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ PAGE = 500
 def submit(study: Path | str | Mapping[str, Any], *, idempotency_key: str | None = None) -> Flow[StudyDocument]:
     """Submit a study.
 
-    Models and data are read by the server, so their paths must exist there.
+    The server reads models and data, so their paths must exist on the server's machine.
 
     Args:
-        study: A study file, whose relative paths start at its directory, or its content.
+        study: Path of a study file, or the content of one. Relative paths in a file start at the file's directory.
         idempotency_key: 1 to 255 visible ASCII characters. The same key with the same study returns the study that the
             first call created. Without a key, each call creates a new study.
 
@@ -75,7 +75,7 @@ def submit(study: Path | str | Mapping[str, Any], *, idempotency_key: str | None
 
     Raises:
         InvalidStudy: The file is invalid.
-        RequestRefused: The server found problems; the error holds every one.
+        RequestRefused: The server refused the study; the error has every problem.
 
     Examples:
         >>> client.submit("study.yaml")
@@ -101,10 +101,13 @@ def studies(*, state: str | None = None, name: str | None = None) -> Flow[list[S
 
 
 def study(study: str) -> Flow[StudyDocument]:
-    """Return a study by its id.
+    """Return the present state of a study.
 
     Args:
         study: Id of the study.
+
+    Returns:
+        The server's document of the study.
 
     Raises:
         RequestRefused: The server has no such study (status 404).
@@ -135,10 +138,10 @@ def pareto(study: str, *, prefer: Mapping[str, float] | None = None) -> Flow[Par
         prefer: Weights of the objectives, which sum to 1.
 
     Returns:
-        The front. With `prefer`, the key "preferred" holds the trial that the weights pick.
+        The Pareto front. With `prefer`, the key "preferred" has the trial that the weights pick.
 
     Raises:
-        RequestRefused: The weights do not sum to 1 or name other objectives.
+        RequestRefused: The weights do not sum to 1, or name objectives that the study does not have.
 
     Examples:
         >>> [row["trial"] for row in client.pareto("5f0c...")["front"]]
@@ -149,10 +152,10 @@ def pareto(study: str, *, prefer: Mapping[str, float] | None = None) -> Flow[Par
 
 
 def report(study: Reference) -> Flow[str]:
-    """Return the report of a study or fine-tuning, one self-contained HTML page.
+    """Return the report of a job as one self-contained HTML page.
 
     Args:
-        study: Id of a study, or the server's document of a study or fine-tuning.
+        study: Id of a study, or the server's document of a job of any kind.
 
     Examples:
         >>> Path("report.html").write_text(client.report("5f0c..."))
@@ -171,7 +174,7 @@ def trials(study: str, *, state: str | None = None) -> Flow[list[TrialDocument]]
         state: Only trials in this state, such as "COMPLETE".
 
     Returns:
-        All trials; the server's pages are joined.
+        All trials, from all pages of the server's list.
 
     Examples:
         >>> [trial["values"] for trial in client.trials("5f0c...", state="COMPLETE")]
@@ -203,7 +206,7 @@ def trial(study: str, number: int) -> Flow[TrialDocument]:
 
 
 def recipe(study: str, number: int) -> Flow[RecipeDocument]:
-    """Return the recipe of a trial's merge, the content of `recipe.json` of an export.
+    """Return the recipe of a trial's merge, as in the file `recipe.json` of an exported model.
 
     Args:
         study: Id of the study.
@@ -224,13 +227,13 @@ def recipe(study: str, number: int) -> Flow[RecipeDocument]:
 def finished_export(
     study: str, trial: str | int, *, dtype: str | None, prefer: Mapping[str, float] | None
 ) -> Flow[ExportDocument]:
-    """Start the export of a trial and wait until the server has written it.
+    """Request the export of a trial's merged model, and wait until the server has written the model.
 
     Args:
         study: Id of the study.
         trial: Number of the trial, or "best".
         dtype: Dtype of the weights; None is the dtype that the study's engine scored in.
-        prefer: Weights of the objectives, which pick a trial of the front in place of the best one.
+        prefer: Weights of the objectives, which pick a trial of the Pareto front; `trial` must be "best" then.
 
     Raises:
         ExportFailed: The server could not write the model.
@@ -279,5 +282,5 @@ def delete_export(study: str, export: str) -> Flow[None]:
 
 
 def download(study: str, export: ExportDocument) -> Call:
-    """Request for the files of an exported model."""
+    """Build the request that downloads the files of an exported model."""
     return Call("GET", path_of(study, "exports", export["id"], "download"), headers={"Accept": "application/x-tar"})

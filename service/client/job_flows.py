@@ -1,4 +1,4 @@
-"""Flows of the calls that jobs of every kind have."""
+"""Flows of the calls about jobs of any kind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def submit_job(
 
     Args:
         kind: Name of the kind: "search" for a study, "finetune" for a fine-tuning.
-        document: A file of that kind, whose relative paths start at its directory, or its content.
+        document: Path of a file that describes the job, or the content of one. Relative paths in a file start at the
+            file's directory.
         idempotency_key: 1 to 255 visible ASCII characters. The same key with the same document returns the job that the
             first call created. Without a key, each call creates a new job.
 
@@ -34,7 +35,7 @@ def submit_job(
     Raises:
         LookupError: There is no such kind.
         InvalidStudy: The file is invalid.
-        RequestRefused: The server found problems; the error holds every one.
+        RequestRefused: The server refused the job; the error has every problem.
 
     Examples:
         >>> client.submit_job("search", "study.yaml")
@@ -73,7 +74,10 @@ def job(job: Reference) -> Flow[JobDocument]:
     """Return the present state of a job.
 
     Args:
-        job: Id of a study, or the server's document of a job.
+        job: Id of a study, or the server's document of a job of any kind.
+
+    Returns:
+        The server's document of the job.
 
     Raises:
         RequestRefused: The server has no such job (status 404).
@@ -86,7 +90,7 @@ def job(job: Reference) -> Flow[JobDocument]:
 
 
 def _known(kind: JobKind) -> Flow[list[JobDocument]]:
-    """The jobs of a kind; none on servers of earlier versions, which do not know the kind."""
+    """List the jobs of a kind; empty if the server is of an earlier version that does not know the kind."""
     try:
         return (yield from jobs(kind.name))
     except RequestRefused as error:
@@ -102,11 +106,11 @@ def find(reference: str) -> Flow[JobDocument]:
         reference: An id, the beginning of an id, or a name.
 
     Returns:
-        The server's document of the job; its key "kind" says what it is.
+        The server's document of the job. Its key "kind" has the kind of job.
 
     Raises:
-        NotFound: Nothing matches.
-        Conflict: Several match; the message lists their ids.
+        NotFound: No job matches.
+        Conflict: Several jobs match; the message lists their ids.
 
     Examples:
         >>> client.find("5f0c")
@@ -129,16 +133,16 @@ def find(reference: str) -> Flow[JobDocument]:
 def cancel(job: Reference) -> Flow[JobDocument]:
     """Cancel a job permanently and keep its results.
 
-    One that is already cancelled stays as it is.
+    A job that is already cancelled is not changed.
 
     Args:
-        job: Id of a study, or the server's document of a job.
+        job: Id of a study, or the server's document of a job of any kind.
 
     Returns:
-        The server's document after the request.
+        The server's document of the job after the request.
 
     Raises:
-        RequestRefused: It has already ended in another state.
+        RequestRefused: The job is COMPLETE or has FAILED.
 
     Examples:
         >>> client.cancel("5f0c...")
@@ -148,18 +152,20 @@ def cancel(job: Reference) -> Flow[JobDocument]:
 
 
 def resume(job: Reference) -> Flow[JobDocument]:
-    """Resume a job that has FAILED, or retry one that waits now.
+    """Resume a job that has FAILED, or let a job that waits try again now.
 
-    A study continues from its stored results, a fine-tuning from its last checkpoint. Nothing is scored again.
+    A study continues from its stored results, a fine-tuning from its last checkpoint. Stored samples are not scored
+    again, unless the engine that scored them failed a check afterwards; a COMPLETE study with such samples can be
+    resumed too.
 
     Args:
-        job: Id of a study, or the server's document of a job.
+        job: Id of a study, or the server's document of a job of any kind.
 
     Returns:
-        The server's document after the request.
+        The server's document of the job after the request.
 
     Raises:
-        RequestRefused: It is COMPLETE or CANCELLED.
+        RequestRefused: The job is COMPLETE or CANCELLED.
 
     Examples:
         >>> client.resume("5f0c...")
@@ -171,10 +177,10 @@ def delete(job: Reference) -> Flow[None]:
     """Delete a job that has ended, with its results and exports.
 
     Args:
-        job: Id of a study, or the server's document of a job.
+        job: Id of a study, or the server's document of a job of any kind.
 
     Raises:
-        RequestRefused: It has not ended, or one of its models is being written or downloaded.
+        RequestRefused: The job has not ended, or one of its models is being written or downloaded.
 
     Examples:
         >>> client.delete("5f0c...")
@@ -183,10 +189,10 @@ def delete(job: Reference) -> Flow[None]:
 
 
 def log(job: Reference) -> Flow[str]:
-    """Return the output of the drivers of a job.
+    """Return the log of a job: the output of all drivers that worked on the job.
 
     Args:
-        job: Id of a study, or the server's document of a job.
+        job: Id of a study, or the server's document of a job of any kind.
 
     Raises:
         RequestRefused: Ray, which keeps the logs, is unreachable (status 503).

@@ -16,19 +16,19 @@ C = TypeVar("C")
 
 
 class BlockingRunner(Protocol):
-    """Client that runs a flow and blocks until it ends."""
+    """Interface of a client that runs a flow (a generator of requests) and blocks until the flow ends."""
 
     def _run(self, flow: Flow[T], /) -> T: ...
 
 
 class AwaitedRunner(Protocol):
-    """Client that runs a flow in an event loop."""
+    """Interface of a client that runs a flow (a generator of requests) with asyncio."""
 
     async def _run(self, flow: Flow[T], /) -> T: ...
 
 
 def blocking(flow: Callable[P, Flow[T]]) -> Callable[Concatenate[BlockingRunner, P], T]:
-    """Method that runs `flow` and returns its result."""
+    """Make a method of a blocking client that runs `flow`, a generator of requests, and returns its result."""
 
     def method(client: BlockingRunner, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return client._run(flow(*args, **kwargs))
@@ -37,7 +37,7 @@ def blocking(flow: Callable[P, Flow[T]]) -> Callable[Concatenate[BlockingRunner,
 
 
 def awaited(flow: Callable[P, Flow[T]]) -> Callable[Concatenate[AwaitedRunner, P], Coroutine[Any, Any, T]]:
-    """Coroutine method that runs `flow` and returns its result."""
+    """Make a coroutine method of a client that runs `flow`, a generator of requests, and returns its result."""
 
     async def method(client: AwaitedRunner, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await client._run(flow(*args, **kwargs))
@@ -46,7 +46,7 @@ def awaited(flow: Callable[P, Flow[T]]) -> Callable[Concatenate[AwaitedRunner, P
 
 
 def named(client: type[C]) -> type[C]:
-    """Class decorator that gives methods made from flows their module and qualified name, for the API pages."""
+    """Class decorator that sets the module and qualified name of methods made from flows, for the API pages."""
     for name, method in vars(client).items():
         if inspect.isfunction(method) and method.__module__ == __name__:
             method.__module__, method.__qualname__ = client.__module__, f"{client.__qualname__}.{name}"

@@ -1,6 +1,6 @@
 """Requests that flows yield, and how their responses are read.
 
-A request is retried if its connection was lost: every request may be repeated (submissions carry an idempotency key).
+A request is sent again if its connection was lost. Repeating a request is safe: submissions have an idempotency key.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RETRY_PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 @dataclass(frozen=True)
 class Call:
-    """One request; `path` starts with a slash and is percent-encoded."""
+    """HTTP request to a server. `path` starts with a slash and is percent-encoded."""
 
     method: str
     path: str
@@ -52,7 +52,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Response:
-    """One response; header names are in lower case."""
+    """HTTP response of a server. Header names are in lower case."""
 
     url: str
     status: int
@@ -62,9 +62,9 @@ class Response:
 
 @dataclass(frozen=True)
 class TransportError:
-    """Request without a complete response, with the reason.
+    """Outcome of a request that got no complete response, with the reason.
 
-    `was_cut` says that the connection was lost before the response was complete.
+    `was_cut` is True if a connection was made and then lost, False if none could be made.
     """
 
     url: str
@@ -73,28 +73,29 @@ class TransportError:
 
 
 Reference: TypeAlias = "str | JobDocument"
-"""A study by its id, or a job of any kind as the server describes it."""
+"""Reference to a job: the id of a study, or the server's document of a job of any kind."""
 
 Flow: TypeAlias = Generator[Call | float, Response | TransportError | None, T]
-"""Yields requests, and pauses in seconds; is sent the outcome of each request; returns the result."""
+"""Generator that yields requests and pauses in seconds, is sent the outcome of each request, and returns a result."""
 
 
-def path_of(study: Reference, *rest: str | int) -> str:
-    """Path of a job, or of a resource below it.
+def path_of(job: Reference, *rest: str | int) -> str:
+    """URL path of a job, or with `rest`, of a resource below the job, such as "trials".
 
     Raises:
-        NotFound: The id is empty.
+        NotFound: `job` is an empty id.
     """
-    if not study:
+    if not job:
         raise NotFound("study '': give the id of a study")
-    parts = [
-        quote(str(part), safe="", errors="replace") for part in ((study, *rest) if isinstance(study, str) else rest)
-    ]
-    return "/".join(["/v1/studies" if isinstance(study, str) else study["links"]["self"], *parts])
+    parts = [quote(str(part), safe="", errors="replace") for part in ((job, *rest) if isinstance(job, str) else rest)]
+    return "/".join(["/v1/studies" if isinstance(job, str) else job["links"]["self"], *parts])
 
 
 def refusal(response: Response) -> RequestRefused | InvalidAnswer:
-    """Error for a response with a status other than 2xx."""
+    """Build the error for a response whose status is not 2xx.
+
+    The error is RequestRefused if the response has a problem document (RFC 9457), else InvalidAnswer.
+    """
     problem = _parsed(response) if "problem+json" in response.headers.get("content-type", "") else None
     if isinstance(problem, dict) and isinstance(problem.get("detail"), str):
         after = response.headers.get("retry-after", "")
@@ -111,12 +112,12 @@ def _no_server(response: Response, why: str) -> InvalidAnswer:
 
 
 def document_of(call: Call) -> Flow[dict[str, Any]]:
-    """Send a request that is answered by a JSON object, and return that object.
+    """Send a request whose response is a JSON object, and return the object.
 
     Raises:
-        InvalidAnswer: The response is no JSON object.
-        RequestRefused: As `respond`.
-        ServerUnreachable: As `respond`.
+        InvalidAnswer: The response is no JSON object, or not from a mergesearch server.
+        RequestRefused: The server refused the request.
+        ServerUnreachable: No server answered.
     """
     response = yield from respond(call)
     document = _parsed(response)
@@ -126,7 +127,7 @@ def document_of(call: Call) -> Flow[dict[str, Any]]:
 
 
 def text_of(call: Call) -> Flow[str]:
-    """Send a request that is answered by text, and return that text."""
+    """Send a request whose response is text, and return the text."""
     return (yield from respond(call)).content.decode("utf-8", errors="replace")
 
 
@@ -164,13 +165,16 @@ def respond(call: Call) -> Flow[Response]:
 
 
 def submitted(path: str, document: Mapping[str, Any], idempotency_key: str | None) -> Flow[dict[str, Any]]:
-    """Submit the content of a file and return the server's document.
+    """Submit a job to the collection at `path`, and return the server's document of the job.
 
-    The idempotency key, random where none is given, makes the request repeatable after a lost connection.
+    `document` is the content of the file that describes the job. The idempotency key, by default a random one, makes it
+    safe to repeat the request after a lost connection.
 
     Raises:
-        InvalidStudy: The content is not plain data.
-        RequestRefused: HTTP headers cannot carry the key, or as `respond`.
+        InvalidStudy: `document` cannot be written as JSON.
+        RequestRefused: The server refused the job, or the key is not 1 to 255 visible ASCII characters.
+        ServerUnreachable: No server answered.
+        InvalidAnswer: The response is not from a mergesearch server.
     """
     try:
         content = json.dumps(document, allow_nan=False).encode()

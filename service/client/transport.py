@@ -1,4 +1,4 @@
-"""Requests and responses of both clients in terms of httpx, which is imported at the first use."""
+"""Requests and responses of both clients as those of httpx, which is imported at the first use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT_S = 300.0
 
 
 def address(url: str) -> str:
-    """Normalized server address: http where `url` names no scheme, without a trailing slash.
+    """Normalize a server's address: add `http://` if `url` has no scheme, and remove a trailing slash.
 
     Raises:
         NotFound: `url` is not an address.
@@ -38,7 +38,7 @@ def address(url: str) -> str:
 
 
 def request(url: str, call: Call) -> dict[str, Any]:
-    """Keyword arguments of httpx that send `call` to the server at `url`."""
+    """Keyword arguments of httpx's `request` that send `call` to the server at `url`."""
     return {
         "method": call.method,
         "url": url + call.path,
@@ -56,17 +56,17 @@ def timeout(timeout_s: float) -> httpx.Timeout:
 
 
 def listening() -> httpx.Timeout:
-    """Timeouts of an event stream, whose connection ends after SILENCE_S seconds without data."""
+    """Timeouts of an event stream, whose connection counts as lost after 45 s without data."""
     return timeout(SILENCE_S)
 
 
 def reply(response: httpx.Response, content: bytes) -> Response:
-    """Response of httpx as flows read it."""
+    """Convert a response of httpx, whose body is `content`, to a Response."""
     return Response(str(response.url), response.status_code, response.headers, content)
 
 
 def lost(url: str, error: httpx.RequestError) -> TransportError:
-    """Outcome of a request to `url` that got no complete response."""
+    """Convert httpx's error for a request to `url` that got no complete response to a TransportError."""
     import httpx
 
     was_there = isinstance(error, httpx.ReadError | httpx.WriteError | httpx.CloseError | httpx.RemoteProtocolError)
@@ -74,5 +74,5 @@ def lost(url: str, error: httpx.RequestError) -> TransportError:
 
 
 def reason_of(error: Exception) -> str:
-    """Message of an error, or its type where it has no message."""
+    """Message of an error, or the name of its class if the error has no message."""
     return str(error) or type(error).__name__
