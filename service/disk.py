@@ -36,7 +36,7 @@ LOCK_FILE = ".lock"
 
 
 def job_dir(data_dir: Path, job_id: str) -> Path:
-    """Directory for the files of a job's drivers, in a server's data directory."""
+    """Directory in which the drivers of a job keep files, inside a server's data directory."""
     return data_dir / "studies" / job_id
 
 
@@ -46,23 +46,23 @@ def database_url(data_dir: Path) -> str:
 
 
 def artifacts_dir(data_dir: Path) -> Path:
-    """Directory for the files of artifacts, in a server's data directory or in that of a run."""
+    """Directory for the files of artifacts, inside a server's data directory or a run's directory."""
     return data_dir / "artifacts"
 
 
 def alignments_dir(directory: Path) -> Path:
-    """Directory for a study's alignments, in the directory of its run or of its job on a server."""
+    """Directory for the files of a study's alignments, inside the directory of the study's run or job."""
     return directory / "alignments"
 
 
 def data_dir_of(work_dir: Path) -> Path:
-    """Data directory of the server whose job has the directory `work_dir`."""
+    """Data directory of the server that stores the job with the directory `work_dir`; the inverse of `job_dir`."""
     return work_dir.parents[1]
 
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Lock `directory` for this process, until it exits at the latest.
+    """Context in which the current process has a lock on `directory`, which is created if needed.
 
     Raises:
         InUse: Another process holds the lock.
@@ -84,7 +84,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def free_bytes(directory: Path) -> int:
-    """Bytes that this user can still write on the disk where `directory` is or will be."""
+    """Free bytes, for the current user, on the disk of `directory`, which need not exist yet."""
     place = directory.absolute()
     while not place.exists():
         place = place.parent
@@ -92,9 +92,9 @@ def free_bytes(directory: Path) -> int:
 
 
 def lack_of_space(directory: Path, num_bytes: int) -> str | None:
-    """Reason why a model of `num_bytes` cannot be written to `directory`; None if it can.
+    """Reason why a model of `num_bytes` does not fit on the disk of `directory`; None if it fits.
 
-    A directory that is not empty is not checked: it has that model already, or the writer refuses to touch it.
+    The result is also None for a directory that is not empty, because it has the model already or is not written to.
     """
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
         return None
@@ -108,5 +108,5 @@ def lack_of_space(directory: Path, num_bytes: int) -> str | None:
 
 
 def gib(num_bytes: int) -> str:
-    """Size as text in GiB."""
+    """Format a number of bytes as text in GiB."""
     return f"{num_bytes / 2**30:.1f} GiB"

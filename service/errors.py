@@ -41,38 +41,38 @@ class ServiceError(Exception):
 
 
 class NotFound(ServiceError, KeyError):
-    """The job, trial or file that the message names does not exist."""
+    """Raised if a job, trial or file, which the message names, does not exist."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class Conflict(ServiceError, RuntimeError):
-    """The request is well formed but not possible in the current state."""
+    """Raised if a request is valid but not possible in the current state, such as a download of an unfinished model."""
 
 
 class InUse(Conflict):
-    """Another process, which the message names, uses the directory."""
+    """Raised if another process, which the message names, uses a directory."""
 
 
 class StaleAttempt(ServiceError, RuntimeError):
-    """A newer attempt at the same job has taken over; nothing was written."""
+    """Raised if a driver writes to the store after a newer driver has taken over its job; nothing is written."""
 
 
 class StudyFailed(ServiceError, RuntimeError):
-    """The study failed and cannot continue; the message is the reason."""
+    """Raised if a study has failed and cannot continue; the message is the reason."""
 
 
 class StudyUnusable(ServiceError, RuntimeError):
-    """An engine cannot use the study's models or a task, although they were checked before; the message says why."""
+    """Raised if an engine cannot use a study's models or tasks, although they passed the checks before the start."""
 
 
 class RequestRefused(ServiceError, ValueError):
-    """The server refused the request.
+    """Raised by the client if the server refused a request.
 
     Attributes:
         problem: The server's problem document (RFC 9457).
-        retry_after_s: Seconds after which a retry may succeed (the header Retry-After); None if the server names none.
+        retry_after_s: Seconds after which a retry may succeed (the header Retry-After); None without this header.
     """
 
     def __init__(self, problem: ProblemDocument, retry_after_s: float | None = None) -> None:
@@ -82,12 +82,15 @@ class RequestRefused(ServiceError, ValueError):
 
     @property
     def status(self) -> int:
-        """HTTP status of the response."""
+        """HTTP status of the server's response."""
         return self.problem["status"]
 
     @property
     def problems(self) -> list[FieldProblem]:
-        """Problems with their fields; one problem with an empty field if the server lists none."""
+        """Problems that the server lists, each with the field of the request that it is about.
+
+        If the server lists no problems, the result is one problem with an empty field.
+        """
         return self.problem.get("problems") or [{"field": "", "message": self.problem["detail"]}]
 
     def __str__(self) -> str:
@@ -95,12 +98,15 @@ class RequestRefused(ServiceError, ValueError):
 
 
 class ServerUnreachable(ServiceError, ConnectionError):
-    """No server responds at the address that the message names."""
+    """Raised by the client if no server responds at the address that the message names."""
 
 
 class InvalidAnswer(ServiceError, RuntimeError):
-    """The response is not one of a mergesearch server; the message names the address and what was received."""
+    """Raised by the client if a response is not from a mergesearch server, or is incomplete.
+
+    The message names the address and what was received.
+    """
 
 
 class ExportFailed(ServiceError, RuntimeError):
-    """The server could not write a merged model; the message is the reason."""
+    """Raised by the client if the server could not write a merged model; the message is the reason."""

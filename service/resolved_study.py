@@ -16,10 +16,10 @@ __all__ = ["ChainedSource", "ResolvedStudy"]
 
 @dataclass(frozen=True)
 class ChainedSource:
-    """A source that is an exported merge of another study.
+    """Source of a study that is an exported merge of another study.
 
-    `study` and `name` are the other study's id and name, `trial` and `recipe_digest` those of the merge; `directory`
-    is where it was exported to.
+    `study` and `name` are the other study's id and name. `trial` is the number of the merge's trial in that study, and
+    `recipe_digest` the hash of its recipe. The merge was exported to `directory`.
     """
 
     study: str
@@ -31,16 +31,20 @@ class ChainedSource:
 
 @dataclass(frozen=True)
 class ResolvedStudy:
-    """The models, tasks and rungs that a study file resolved to when the study was created.
+    """The models, tasks, rungs and objectives that a study file resolved to when the study was created.
 
-    A resumed study must resolve to the same. As JSON it is the `accepted` of a study's job.
+    A study that is resumed must resolve to the same models, tasks, rungs and objectives. This record is stored as JSON
+    in the field `accepted` of the study's job.
 
-    `fingerprints` are of the models by alias, `commits` those of hub models by the name in the study file, `tasks` and
-    `holdout_tasks` the digests of the tasks by objective. `rung_samples[r]` are the samples by objective at rung r.
-    Proposals may run `max_staleness` trials ahead of evaluations. `version` is the program's. `access` says which files
-    the study may read, as the server allowed when it accepted the study; None: all. `algorithm` is the searcher, also
-    if the study file says auto, and `algorithm_reason` why it was chosen; both are None for studies of early versions.
-    `chained` are the sources that are merges of other studies.
+    - `fingerprints`: hashes of the models' files, by alias.
+    - `commits`: commits of hub models, by the name in the study file.
+    - `tasks`, `holdout_tasks`: digests of the tasks for search and holdout data, by objective.
+    - `rung_samples`: for each rung, the numbers of samples by objective.
+    - `max_staleness`: the number of trials that proposals may run ahead of evaluations.
+    - `version`: version of the program that created the study.
+    - `access`: files that the study may read, as the server allowed at its creation; None if all.
+    - `algorithm`, `algorithm_reason`: name of the searcher, and why it was chosen; None in studies of early versions.
+    - `chained`: sources that are merges of other studies, by alias.
     """
 
     fingerprints: Mapping[str, str]
@@ -58,7 +62,7 @@ class ResolvedStudy:
     chained: Mapping[str, ChainedSource] = field(default_factory=dict, compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        """This object as the JSON document that is stored; its key for `max_staleness` is `lag`."""
+        """Convert this record to the JSON document that is stored. Its key for `max_staleness` is `lag`."""
         return {
             "fingerprints": dict(self.fingerprints),
             "commits": dict(self.commits),
@@ -80,12 +84,15 @@ class ResolvedStudy:
 
     @classmethod
     def of(cls, study: JobRecord) -> Self:
-        """Read what a stored study resolved to."""
+        """Read the record that is stored with a study's job."""
         return cls.from_json(study.accepted)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Read the document of `to_json`; early versions wrote no `commits`, `access`, `algorithm` and constraints."""
+        """Create a record from the JSON document that `to_json` returns.
+
+        Documents of early versions have no `commits`, `access`, `algorithm` and constraints.
+        """
         access = document.get("access")
         return cls(
             fingerprints=document["fingerprints"],

@@ -34,7 +34,7 @@ RESUMED_BY_REQUEST = "resumed by request"
 
 
 class TrialState(StrEnum):
-    """State of a trial, as in Optuna; a PRUNED trial was scored, but not promoted to the full budget."""
+    """State of a trial, with the names of Optuna. A PRUNED trial was scored, but not promoted to the full budget."""
 
     WAITING = "WAITING"
     RUNNING = "RUNNING"
@@ -48,9 +48,9 @@ class TrialState(StrEnum):
 
 
 class Origin(StrEnum):
-    """Origin of a trial: a baseline (`source` or `published`), the searcher, or the user.
+    """Origin of a trial: a baseline (`source` or `published`), the searcher (`search`), or the user.
 
-    A `source` is the base or an expert, a `published` trial a recipe from the literature.
+    The recipe of a `source` trial is the base or an expert alone. That of a `published` trial is from the literature.
     """
 
     SOURCE = "source"
@@ -60,9 +60,10 @@ class Origin(StrEnum):
 
 
 class JobState(StrEnum):
-    """State of a job: CREATED -> RUNNING -> COMPLETE | FAILED | CANCELLED.
+    """State of a job: CREATED, then RUNNING, and at its end COMPLETE, FAILED or CANCELLED.
 
-    A server continues a STOPPED job automatically, and a FAILED one on request.
+    A job is STOPPED if its driver ended before the job did. A server continues a STOPPED job automatically, and a
+    FAILED job on request.
     """
 
     CREATED = "CREATED"
@@ -78,7 +79,7 @@ class JobState(StrEnum):
 
 
 class ExportState(StrEnum):
-    """State of an export: WAITING -> RUNNING -> COMPLETE | FAIL."""
+    """State of an export: WAITING, then RUNNING, and at its end COMPLETE or FAIL."""
 
     WAITING = "WAITING"
     RUNNING = "RUNNING"
@@ -121,7 +122,7 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean over `samples` scored samples, with its standard error and 95 % interval, in the metric's own unit."""
+    """Mean over `samples` scored samples, with its standard error and 95 % interval, in the unit of the metric."""
 
     value: float
     standard_error: float
@@ -131,9 +132,9 @@ class Estimate:
 
 @dataclass(frozen=True)
 class RungRecord:
-    """One finished rung of a trial: the mean over the rung's samples and its standard error, by objective.
+    """Finished rung of a trial: the mean over the rung's samples and the standard error of the mean, by objective.
 
-    The standard error is None for a single sample, which shows no spread.
+    The standard error is None if there is a single sample.
     """
 
     rung: int
@@ -144,10 +145,11 @@ class RungRecord:
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """One trial of a study.
+    """Trial of a study.
 
-    `number` is unique in its study and never reused. `bracket` is None outside brackets (baselines). `rungs` has the
-    finished rungs in order; `values` are those at full budget, empty if the trial did not reach it.
+    `number` is unique in the study and never reused. `bracket` is None for baselines, which belong to no bracket.
+    `rungs` are the finished rungs in order. `values` are the objectives' values at full budget, and empty if the trial
+    did not reach the full budget.
     """
 
     number: int
@@ -166,9 +168,10 @@ class TrialRecord:
     standard_errors: Mapping[str, float | None] = field(default_factory=dict)
 
     def after_chunk(self, timings_s: Mapping[str, float], num_scored: int | None) -> Self:
-        """Copy of this trial to which a stored chunk's timings and number of new samples are added.
+        """Copy of this trial, updated after a chunk of its samples was stored.
 
-        `num_scored` is None for samples outside the search, which are not counted.
+        The chunk's `timings_s` (seconds by name) and its number of newly scored samples are added. `num_scored` is None
+        for samples outside the search, which are not counted.
         """
         timings = {name: self.timings_s.get(name, 0.0) + seconds for name, seconds in timings_s.items()}
         found = replace(self, timings_s={**self.timings_s, **timings})
@@ -182,13 +185,18 @@ class TrialRecord:
 class JobRecord:
     """A stored job.
 
-    `kind` is the name of a `service.jobs.base.JobKind`; `document` is the canonical form of what the user submitted.
-    `accepted` is what the kind's checks found when the job was created, as JSON (of a study: `ResolvedStudy`).
+    Times are in seconds since the epoch; 0 or None means never.
 
-    `attempt` counts the drivers that took the job over, `submissions` the drivers sent to a cluster; `submitted_after`
-    is the number of attempts at the last submission. `progressed_at` is the time of the driver's last progress; a
-    driver without progress for `patience_s` seconds is considered hung. `waiting_for` is what the driver waits for.
-    Times are seconds since the epoch; 0 or None: never.
+    - `kind`: name of the kind of job, such as "search" for a study.
+    - `document`: the submitted document in canonical form.
+    - `accepted`: findings of the checks when the job was created, as JSON; for a study, a `ResolvedStudy`.
+    - `reason`: reason for the current state.
+    - `attempt`: number of drivers that have taken over the job.
+    - `submissions`: number of drivers that were submitted to a cluster.
+    - `submitted_after`: value of `attempt` at the last submission.
+    - `progressed_at`: time at which the driver last made progress.
+    - `patience_s`: seconds without progress after which the driver counts as hung.
+    - `waiting_for`: what the driver waits for.
     """
 
     id: str
@@ -214,10 +222,10 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class ArtifactRecord:
-    """A file or directory that a job made, stored by content.
+    """File or directory that a job made and the server stores by content, such as a trained expert.
 
-    `digest` is the sha256 of its manifest, `num_bytes` the size of its files; `facts` is what its maker recorded about
-    it.
+    `digest` is the sha256 of the list of its files and their hashes. `num_bytes` is the total size of its files.
+    `facts` are properties that the job stored with the artifact.
     """
 
     study: str
@@ -230,7 +238,7 @@ class ArtifactRecord:
 
 @dataclass(frozen=True)
 class ExportRecord:
-    """A merged model that was requested for download; `reason` says why writing it failed."""
+    """Merged model that was requested for download; `reason` says why the model could not be written."""
 
     id: str
     study: str
@@ -243,10 +251,10 @@ class ExportRecord:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Scores of a finalist or baseline on the holdout data, compared with the best finalist.
+    """Values of a finalist or baseline on the holdout data, compared with the best finalist.
 
-    `mean` is over the accuracy objectives. `differences` are paired, this row minus the best finalist, by objective,
-    and of the mean under the key "mean".
+    `mean` is the mean over the accuracy objectives. `differences` are this trial's values minus those of the best
+    finalist, paired by sample. Its keys are the objectives, and "mean" for the mean.
     """
 
     label: str

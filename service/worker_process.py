@@ -1,6 +1,6 @@
 """A separate process for work that must not run in the server: heavy imports, long computations, code that may crash.
 
-Calls are module-level functions with picklable arguments; they run one at a time.
+The process runs module-level functions with picklable arguments, one call at a time.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ Result = TypeVar("Result")
 
 
 class ProcessDied(RuntimeError):
-    """The process ended before the call did; the next call starts a new process."""
+    """Raised if a worker process ended before its call did. The next call starts a new process."""
 
 
 class LimitExceeded(RuntimeError):
-    """The call exceeded its limit of processor time or memory, which the message names.
+    """Raised if a call exceeded its limit of processor time or memory, which the message names.
 
-    Its process was ended; the next call starts a new one.
+    The worker process was ended. The next call starts a new process.
     """
 
 
 @dataclass(frozen=True)
 class CallLimits:
-    """Limits of a call's processor time and memory; None: no limit.
+    """Limits of the processor time and memory of a call in a worker process; None is no limit.
 
-    `cpu_s` are seconds of all threads together. `memory_bytes` are bytes that the process may allocate, including files
-    that are mapped for writing.
+    `cpu_s` is the sum over all threads, in seconds. `memory_bytes` are the bytes that the process may allocate,
+    including files that are mapped for writing.
     """
 
     cpu_s: int | None = None
@@ -68,10 +68,13 @@ NO_LIMITS = CallLimits()
 
 
 class WorkerProcess:
-    """Runs calls in a separate process, which is started on demand and restarted after it has died."""
+    """Separate process that runs function calls; it is started on demand, and again after it has died."""
 
     def __init__(self, name: str, *, warm_up: Callable[[], None] | None = None) -> None:
-        """`warm_up` runs in the process before the first call."""
+        """Prepare a worker process without starting it.
+
+        `name` is used in messages. `warm_up` runs in the process before the first call, for example to import modules.
+        """
         self._name = name
         self._warm_up = warm_up
         self._turn = asyncio.Lock()
@@ -86,7 +89,7 @@ class WorkerProcess:
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Start the process ahead of the first call; returns without waiting for `warm_up`."""
+        """Start the process before the first call, without waiting until it is ready."""
         self._running()
 
     def stop(self) -> None:
@@ -105,12 +108,12 @@ class WorkerProcess:
         limits: CallLimits = NO_LIMITS,
         **kwargs: Any,
     ) -> Result:
-        """Run `function` in the process and return or raise what it does.
+        """Run `function` with the given arguments in the process, and return its result or raise its error.
 
         Raises:
             ProcessDied: The process ended before the call did.
-            TimeoutError: The call took longer than `timeout_s`; the process was killed.
-            LimitExceeded: The call needed more than `limits`.
+            TimeoutError: The call took longer than `timeout_s` seconds; the process was killed.
+            LimitExceeded: The call needed more processor time or memory than `limits` allow.
         """
         async with self._turn:
             result: Result = await anyio.to_thread.run_sync(
@@ -161,7 +164,10 @@ class WorkerProcess:
             return self._connection
 
     def _end(self, *, grace_s: float = 0.0) -> int | None:
-        """Kill the process and those that it has started; return its exit code if it ends within `grace_s`."""
+        """Kill the process and all processes that it started.
+
+        Returns the exit code if the process ends by itself within `grace_s` seconds, else None.
+        """
         with self._starting:
             process, self._process = self._process, None
             if process is None:
@@ -186,7 +192,7 @@ def _children(process: BaseProcess) -> list[psutil.Process]:
 
 
 def lift_limits() -> None:
-    """Lift the limits of processor time and memory for the rest of the call that this process runs."""
+    """Remove the limits of processor time and memory for the rest of the call that the current process runs."""
     _limit(resource.RLIMIT_CPU, None)
     _limit(resource.RLIMIT_DATA, None)
 
@@ -213,7 +219,10 @@ def _work(connection: Connection[Any, Any], warm_up: Callable[[], None] | None) 
 
 
 def _limit(kind: int, value: int | None) -> None:
-    """Set a soft limit of this process; None: the hard limit."""
+    """Set a soft resource limit of the current process; `value` None sets the hard limit, the highest possible.
+
+    `kind` is a constant of the module `resource`, such as RLIMIT_CPU.
+    """
     _, hard = resource.getrlimit(kind)
     is_free = hard == resource.RLIM_INFINITY
     resource.setrlimit(kind, (hard if value is None else value if is_free else min(value, hard), hard))

@@ -1,7 +1,7 @@
 """Connects to Ray or starts it, and keeps jobs running on it.
 
 - `session`: Ray for the duration of one command
-- `local_ray`: a cluster on this machine that outlives the server
-- `host`: starts, restarts and stops the cluster that the server runs itself
+- `local_ray`: a Ray cluster on this machine that outlives the server
+- `host`: starts, restarts and stops the cluster of `local_ray` for the server
 - `reconciler`: keeps a driver running for every unfinished job
 """

@@ -1,4 +1,4 @@
-"""Ray that the server runs itself: a process of `local_ray` that it starts, finds again, restarts and stops."""
+"""Supervision of the Ray cluster that the server runs on this machine, a process of `service.cluster.local_ray`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 class Host:
-    """Ray that the server runs on this machine: a process of `service.cluster.local_ray`, restarted if it dies."""
+    """Supervisor of the Ray cluster that the server runs on this machine.
+
+    The cluster is a process of `service.cluster.local_ray`. It is started again if it dies, and a server that is
+    restarted finds the cluster of its predecessor.
+    """
 
     def __init__(self, data_dir: Path, dashboard_host: str, dashboard_port: int | None) -> None:
         self._data_dir = data_dir
@@ -38,7 +42,7 @@ class Host:
         return record.dashboard_url if record is not None else None
 
     def not_ready(self) -> str | None:
-        """Start Ray if it is not running. Returns why it is not ready yet; None: it is ready."""
+        """Start Ray if it is not running, and return the reason why it is not ready yet; None if it is ready."""
         record = read_host(self._data_dir)
         started = self._process.pid if self._process is not None else None
         if record is not None and record.is_alive() and started in (None, record.process):

@@ -1,8 +1,9 @@
 """A Ray cluster of one machine in a separate process: `python -m service.cluster.local_ray DATA_DIR`.
 
-`serve` starts one if RAY_ADDRESS names no cluster. It outlives a server that is killed, so jobs continue, and the
-next server finds it by the file it writes. It ends when no server has used DATA_DIR for ORPHANED_AFTER_S. If one of
-Ray's processes dies, it stops the others at once: an incomplete cluster does no work and raises no error.
+`mergesearch serve` starts such a process if RAY_ADDRESS names no cluster. The cluster outlives a server that is killed,
+so jobs continue, and the next server finds the cluster by a file in DATA_DIR. The cluster ends when no server has used
+DATA_DIR for 600 s. If one of Ray's processes dies, the others are stopped at once, because an incomplete cluster does
+no work and raises no error.
 """
 
 from __future__ import annotations
@@ -48,7 +49,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HostRecord:
-    """Record of a running cluster: `address` is for drivers, `dashboard_url` for browsers and for submitting jobs."""
+    """Record of a running Ray cluster, as stored in the server's data directory.
+
+    `process` is the id of the cluster's main process, and `started_at` its start time in seconds since the epoch.
+    Drivers connect to `address`. Browsers use `dashboard_url`, and jobs are submitted there. `session_dir` is Ray's
+    directory for the files of this cluster.
+    """
 
     process: int
     started_at: float
@@ -57,7 +63,7 @@ class HostRecord:
     session_dir: str
 
     def is_alive(self) -> bool:
-        """Whether the cluster's process still runs; a later process with the same id does not count."""
+        """Whether the cluster's main process still runs. A later process with the same id does not count."""
         try:
             process = psutil.Process(self.process)
             is_same = abs(process.create_time() - self.started_at) < 1.0
@@ -67,7 +73,10 @@ class HostRecord:
 
 
 def read_host(data_dir: Path) -> HostRecord | None:
-    """The cluster last started for `data_dir`, whether or not it still runs."""
+    """Read the record of the Ray cluster last started for `data_dir`, whether or not the cluster still runs.
+
+    Returns None if there is no readable record.
+    """
     try:
         return HostRecord(**json.loads((data_dir / HOST_FILE).read_text()))
     except (OSError, ValueError, TypeError):
@@ -75,11 +84,11 @@ def read_host(data_dir: Path) -> HostRecord | None:
 
 
 def stop_processes(record: HostRecord) -> None:
-    """Kill every process of a cluster.
+    """Kill every process of the Ray cluster that `record` describes.
 
-    These are Ray's programs that name the directory of its session, Ray's workers that write there, the host if it
-    still runs, and what any of them has started (jobs, for example). Others that only read or name files of the
-    session, such as a user's `tail -f`, are left alone.
+    Killed are the cluster's main process, Ray's programs whose command names the cluster's session directory, Ray's
+    workers with open files in that directory, and all processes that any of these started, such as jobs. Other
+    processes that read files of the session, such as a user's `tail -f`, are not killed.
     """
     doomed = [
         process
@@ -95,7 +104,10 @@ def stop_processes(record: HostRecord) -> None:
 
 
 def _is_of_session(process: psutil.Process, session_dir: str) -> bool:
-    """Whether `process` belongs to the Ray session of that directory, by its command, title or open files."""
+    """Whether `process` belongs to the Ray cluster with the session directory `session_dir`.
+
+    This is decided by the command, the title and the open files of the process.
+    """
     try:
         command = process.cmdline()
         if command and command[0].startswith(TITLES):
@@ -117,10 +129,11 @@ def _ray_dir() -> Path:
 
 
 def _let_agents_choose_ports() -> None:
-    """Let the node's agent, which receives jobs, use any free port.
+    """Make Ray's dashboard agent, which receives jobs, listen at any free port instead of 52365.
 
-    An agent whose port is taken receives no jobs and reports no error. The default is 52365, which another Ray on the
-    machine may use, or one that is still shutting down. `ray.init` has no argument for it (Ray 2.60).
+    The default port may be taken by another Ray on the machine, or by one that is still shutting down. An agent whose
+    port is taken receives no jobs and reports no error. `ray.init` has no argument for the port (Ray 2.60), so the
+    default of Ray's own parameters is changed.
     """
     from ray._private.parameter import RayParams
 
@@ -181,7 +194,11 @@ def _is_dead(process: psutil.Process) -> bool:
 
 
 def _watch(vital: list[psutil.Process], stopping: threading.Event, data_dir: Path) -> str:
-    """Wait until the cluster must stop, and return the reason."""
+    """Wait until the Ray cluster must stop, and return the reason.
+
+    The cluster stops if one of the `vital` processes dies, if `stopping` is set, or if no server has used `data_dir`
+    for 600 s.
+    """
     served_at = time.monotonic()
     while not stopping.wait(POLL_S):
         if dead := [process.pid for process in vital if _is_dead(process)]:
@@ -194,7 +211,7 @@ def _watch(vital: list[psutil.Process], stopping: threading.Event, data_dir: Pat
 
 
 def _is_served(data_dir: Path) -> bool:
-    """Whether the process that last locked the data directory still runs."""
+    """Whether a server uses `data_dir`: whether the process that last locked the directory still runs."""
     try:
         return bool(psutil.pid_exists(int((data_dir / LOCK_FILE).read_text())))
     except (OSError, ValueError):

@@ -57,7 +57,11 @@ MAX_RUNNING = 4
 
 
 class Action(StrEnum):
-    """Action for a job: WAIT; SUBMIT a driver; STOP the current driver, to submit another; GIVE_UP: the job fails."""
+    """Next action of the reconciler for an unfinished job.
+
+    WAIT does nothing. SUBMIT submits a driver. STOP stops the current driver, so that another can be submitted.
+    GIVE_UP ends the job as FAILED.
+    """
 
     WAIT = "wait"
     SUBMIT = "submit"
@@ -67,10 +71,10 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """The next action for a job, and the reason.
+    """Next action of the reconciler for an unfinished job, and the reason `because`.
 
-    `again`: submit the same driver again, because the cluster never received it. `until`: WAIT without a driver until
-    that time (seconds since the epoch).
+    `again` means that the last driver is submitted again under the same number, because the cluster never received it.
+    `until` is the time at which the next driver is submitted, in seconds since the epoch; None if it need not wait.
     """
 
     action: Action
@@ -80,7 +84,10 @@ class Decision:
 
 
 def submission_id(job: JobRecord, number: int) -> str:
-    """Id of the Ray Job of a job's `number`-th driver. It is fixed, so Ray refuses a second submission."""
+    """Id of the Ray Job in which the driver with the given number works on `job`.
+
+    The id is always the same for a driver, so that Ray refuses to start the driver twice.
+    """
     return f"{job.name}-{job.id[:8]}-{number}"
 
 
@@ -94,11 +101,16 @@ def decide(
     consecutive_waits: int = 0,
     refusal: str | None = None,
 ) -> Decision:
-    """Decide what to do for an unfinished job.
+    """Decide what the reconciler does next for an unfinished job.
 
-    `ray_job` is the state of the last driver's Ray Job (None: the cluster does not know it) and `message` the cluster's
-    explanation. `refusal` is why the cluster did not accept the Ray Job. `consecutive_failures` counts the drivers in a
-    row that ended without a result, `consecutive_waits` those that only waited. `now` is in seconds since the epoch.
+    Args:
+        job: The stored job.
+        ray_job: State of the Ray Job of the job's last driver; None if the cluster does not know the Ray Job.
+        consecutive_failures: Number of the last drivers in a row that ended without a result.
+        now: The current time in seconds since the epoch.
+        message: The cluster's explanation of the state.
+        consecutive_waits: Number of the last drivers in a row that ended because something was missing for now.
+        refusal: Reason why the cluster did not accept the last driver; None if the driver was accepted.
     """
     if job.submissions == 0:
         return Decision(Action.SUBMIT)
@@ -137,7 +149,10 @@ def _end_of_driver(ray_job: str | None, reason: str) -> str:
 
 
 def _reason_to_stop(job: JobRecord, *, now: float) -> str | None:
-    """Reason to replace a running driver; None: there is none."""
+    """Reason to replace the running driver of `job`; None if the driver may continue.
+
+    A driver is replaced if it does not start, sends no heartbeats, or makes no progress for too long.
+    """
     heard_at = job.heartbeat_at or 0.0
     if job.attempt <= job.submitted_after or heard_at < job.submitted_at:  # the heartbeat is the previous driver's
         is_late = now - job.submitted_at > START_GRACE_S
@@ -151,9 +166,10 @@ def _reason_to_stop(job: JobRecord, *, now: float) -> str | None:
 
 
 class RayCluster:
-    """The cluster that RAY_ADDRESS names, or one that the server runs on this machine, and the drivers on it.
+    """Thread of the server that keeps a driver running for every unfinished job, on a Ray cluster.
 
-    `start` returns at once; `not_ready` says why no job can continue yet.
+    The cluster is the one that RAY_ADDRESS names, or one that the server runs on this machine. Method `start` returns
+    at once. Method `not_ready` says why no job can continue yet.
     """
 
     def __init__(self, store: Store, data_dir: Path, *, dashboard_host: str, dashboard_port: int | None) -> None:
@@ -182,7 +198,7 @@ class RayCluster:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching, and stop Ray if the server runs it. Jobs continue when a server is started again."""
+        """Stop the thread, and stop Ray if the server runs it. Jobs continue when a server is started again."""
         self._stopping.set()
         self._waking.set()
         self._thread.join(timeout=30)
@@ -196,7 +212,7 @@ class RayCluster:
         return self._not_ready
 
     def waiting_for(self, job: JobRecord) -> str | None:
-        """Reason why the job waits; None if a driver works on it, or if it has ended."""
+        """Reason why `job` waits; None if a driver works on the job, or if the job has ended."""
         if job.state.is_finished:
             return None
         if self._not_ready is not None:
@@ -216,7 +232,7 @@ class RayCluster:
         return {"submission_id": name, "dashboard_url": url and f"{url}/#/jobs/{name}"}
 
     def log(self, job: JobRecord) -> str:
-        """Output of the job's drivers. Raises ConnectionError while Ray does not answer."""
+        """Output of all drivers that worked on `job`. Raises ConnectionError while Ray does not answer."""
         client = self._client
         if client is None:
             raise ConnectionError(self._not_ready or "Ray is not running")
@@ -251,7 +267,7 @@ class RayCluster:
             self._lose(error)
 
     def _connect(self) -> str | None:
-        """Connect to the cluster. Returns why it cannot be used; None: it can."""
+        """Connect to the Ray cluster, and return the reason why it cannot be used; None if it can be used."""
         if self._host is not None and (reason := self._host.not_ready()) is not None:
             self._disconnect(reason)
             return reason
@@ -294,7 +310,10 @@ class RayCluster:
         self._queued = queued
 
     def _look_at(self, job: JobRecord, *, may_start: bool) -> bool:
-        """Decide what the job needs, and do it. Returns True if the job has a driver, or will have one soon."""
+        """Decide what an unfinished job needs, and do it.
+
+        A driver is submitted only if `may_start`. Returns whether the job has a driver, or will have one soon.
+        """
         ray_job, message = self._ray_job(job)
         decision = decide(
             job,
@@ -328,12 +347,15 @@ class RayCluster:
         return True
 
     def _lose_driver(self, job: JobRecord, because: str | None) -> None:
-        """Record why the last driver is replaced. Only the first reason is kept: later ones are its consequences."""
+        """Record why the last driver of a job is replaced; later reasons for the same driver are ignored."""
         if because is not None:
             self._losses.setdefault(job.id, {}).setdefault(job.submissions, because)
 
     def _submit(self, job: JobRecord, number: int, because: str | None) -> bool:
-        """Submit the job's `number`-th driver. Returns whether the cluster accepted it."""
+        """Submit the driver with the given number for `job`, and return whether the cluster accepted the driver.
+
+        `because` says why the previous driver was replaced.
+        """
         self._store.record_submission(job.id, number)
         name = submission_id(job, number)
         logger.info("job %s: submitting %s%s", job.id, name, f" ({because})" if because else "")
@@ -367,7 +389,10 @@ class RayCluster:
             self._quiet.add(job.id)
 
     def _ray_job(self, job: JobRecord) -> tuple[str | None, str | None]:
-        """State of the last driver's Ray Job, and the cluster's message on one line; (None, None): no such Ray Job."""
+        """State of the Ray Job of the job's last driver, and the cluster's message about it on one line.
+
+        Both are None if the cluster does not know the Ray Job.
+        """
         if job.submissions == 0:
             return None, None
         try:
@@ -381,10 +406,16 @@ class RayCluster:
 
 
 def _accepts_no_jobs(error: Exception) -> bool:
-    """Whether the cluster accepts no Ray Job at all yet: it answers before its agents can be reached."""
+    """Whether `error` from a submission says that the cluster accepts no Ray Job yet.
+
+    A cluster answers requests some time before its agents, which receive jobs, can be reached.
+    """
     return any(sign in str(error) for sign in ("No available agent", "aiohttp.client_exceptions", "TimeoutError"))
 
 
 def _is_unknown(error: Exception) -> bool:
-    """Whether Ray's client says that there is no such Ray Job; it raises one class for every refusal."""
+    """Whether `error` says that the cluster does not know a Ray Job.
+
+    The text decides, because Ray's client raises the same class for every refusal.
+    """
     return "does not exist" in str(error) or "status code 404" in str(error)

@@ -1,4 +1,7 @@
-"""Ray for the duration of one command: the cluster that RAY_ADDRESS names, or one that is started and stopped here."""
+"""Ray for the duration of one command.
+
+The cluster is the one that RAY_ADDRESS names, or one that the command starts and stops.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RaySession:
-    """A connection to Ray. `is_own`: this process started Ray. `dashboard_url` is None without a dashboard."""
+    """Connection to Ray.
+
+    `is_own` says whether the current process started Ray. `dashboard_url` is None if Ray has no dashboard.
+    """
 
     is_own: bool
     dashboard_url: str | None
@@ -42,7 +48,10 @@ class RaySession:
 
 @contextmanager
 def ray_session() -> Iterator[RaySession]:
-    """Connect to Ray, or start it, within the context. Raises ConnectionError if no Ray answers."""
+    """Context in which Ray is connected: the cluster that RAY_ADDRESS names, or a new one on this machine.
+
+    Raises ConnectionError if Ray cannot be reached or started.
+    """
     prepare_environment()
     import ray
 
@@ -59,7 +68,7 @@ def ray_session() -> Iterator[RaySession]:
 
 
 def prepare_environment() -> None:
-    """Set the variables that Ray reads when it is imported or started."""
+    """Set the environment variables that Ray reads when it is imported or started, unless they are set already."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")  # else the dashboard lists no runs
     os.environ.setdefault("RAY_raylet_start_wait_time_s", str(START_WAIT_S))
@@ -69,9 +78,9 @@ def prepare_environment() -> None:
 
 
 def check_reachable(*, timeout_s: float = ANSWER_WAIT_S) -> None:
-    """Raise ConnectionError if RAY_ADDRESS names a host and port where nothing that could be Ray answers.
+    """Check that Ray may be running at the host and port that RAY_ADDRESS names.
 
-    Ray itself would try for minutes.
+    Raises ConnectionError if no program that could be Ray answers within `timeout_s`. Ray itself would try for minutes.
     """
     address = os.environ.get("RAY_ADDRESS", "")
     host, colon, port = address.removeprefix("ray://").rpartition(":")
@@ -102,7 +111,10 @@ def _joined(address: str) -> Any:
 
 
 def start_ray(**options: Any) -> Any:
-    """Start Ray and its dashboard for this process. Raises ConnectionError if Ray does not start."""
+    """Start Ray and its dashboard on this machine, as part of the current process, and return Ray's context.
+
+    `options` are further arguments of `ray.init`. Raises ConnectionError if Ray does not start.
+    """
     prepare_environment()
     import ray
 

@@ -2,6 +2,6 @@
 
 - `merge`: one merge: its checks, its plan, the checkpoint
 - `series`: all merges of a file, which may be sources of each other
-- `documents`: the files that describe merges
-- `sources`: the models that they name
+- `documents`: reads the files that describe merges
+- `sources`: the models and vocabularies that mergekit configurations name
 """

@@ -1,4 +1,4 @@
-"""Files that describe merges: reading them as JSON or YAML, refusing those of other programs, collecting problems."""
+"""Reading of files that describe merges, as JSON or YAML, and collecting of the problems in them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ OTHER_PROGRAMS = {
 
 
 class Problems:
-    """Problems and warnings of a merge: in its file, in its models, and about the directory of the result.
+    """Collector of problems and warnings of a merge, so that all can be reported together.
 
-    `of_file` has the lines about the file. `warnings` are lines about keys of the file that have no effect; with
-    `strict` they are problems.
+    Problems are about the merge's file (`of_file`), its models or the directory of the result. Warnings are lines about
+    keys of the file that have no effect. With `strict`, warnings count as problems.
     """
 
     def __init__(self, file: Path, warnings: list[str], *, strict: bool) -> None:
@@ -41,12 +41,12 @@ class Problems:
         return bool(self.of_file or self._of_others)
 
     def add(self, *lines: str) -> None:
-        """Add lines about problems of the file."""
+        """Add problems of the merge's file, one line each."""
         self.of_file += lines
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Catch the block's errors about the file, the models or the result's directory, and add them as problems."""
+        """Context in which errors about the file, the models or the result's directory are caught and added."""
         try:
             yield
         except InvalidRecipe as error:
@@ -59,7 +59,7 @@ class Problems:
             self._of_others.append(f"{error.filename}: {error.strerror}")
 
     def raise_all(self) -> None:
-        """Raise all problems as one error; without problems do nothing.
+        """Raise all problems as one error; does nothing if there are no problems.
 
         Raises:
             InvalidRecipe: The file has problems; the message also has those of the models and the directory.
@@ -79,7 +79,11 @@ class Problems:
 
 
 def read_document(file: Path, *, warn: Callable[[str], None]) -> Any:
-    """Read the only document of a file; errors and `warn` are as in `read_documents`."""
+    """Read the document of a file that describes one merge.
+
+    `warn` is called with a line for each key that is given twice. Raises InvalidRecipe if the file cannot be read or
+    has several documents.
+    """
     document, *others = read_documents(file, warn=warn)
     if others:
         raise InvalidRecipe(f"{file}: holds {len(others) + 1} documents; expected one")
@@ -87,9 +91,10 @@ def read_document(file: Path, *, warn: Callable[[str], None]) -> Any:
 
 
 def read_documents(file: Path, *, warn: Callable[[str], None]) -> list[Any]:
-    """Read the documents of a file, at least one.
+    """Read the documents of a file that describes merges, one document for each merge.
 
-    `warn` is called with a line for each key that is given twice. Raises InvalidRecipe.
+    `warn` is called with a line for each key that is given twice. Raises InvalidRecipe if the file cannot be read or
+    describes no merge.
     """
     try:
         text = file.read_text()
@@ -134,7 +139,10 @@ def _last(pairs: list[tuple[str, Any]], warn: Callable[[str], None]) -> dict[str
 
 
 def _from_yaml(text: str, warn: Callable[[str], None]) -> list[Any]:
-    """Documents as mergekit reads them, with SafeLoader; of repeated keys the last one counts, with a warning."""
+    """Read the documents of a YAML text in the way of mergekit, with PyYAML's SafeLoader.
+
+    If a key is repeated, the last value counts, and `warn` is called.
+    """
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

@@ -1,7 +1,7 @@
 """`mergesearch merge`: one merge that a file describes, without a search.
 
-The file's keys decide whether it is a recipe or a mergekit configuration. Everything is checked before anything is
-written, and headers are checked before weights are read.
+The file's keys decide whether the file is a recipe or a mergekit configuration. Everything is checked before anything
+is written, and the headers of the models' files are checked before weights are read.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ PATIENCE_S = 3.0
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model of a merge.
+    """Model that takes part in a planned merge.
 
-    `role` is "base" or "expert"; `licence` is None if the model card states none.
+    `role` is "base" or "expert". `licence` is None if the model card states no licence. `fingerprint` is a hash of the
+    model's files.
     """
 
     alias: str
@@ -68,7 +69,11 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class DiskBytes:
-    """Disk space in bytes: of the merged model, free on its disk, and of what is to be downloaded from the hub."""
+    """Disk space of a planned merge in bytes.
+
+    `export` is the size of the merged model, `available` the free space on its disk, and `download` the size of the
+    weights that must be downloaded from the hub.
+    """
 
     export: int
     available: int
@@ -79,8 +84,9 @@ class DiskBytes:
 class MergePlan:
     """Plan of a merge: its models, what is merged in which layers, and the size of the result.
 
-    `merges` are rows (layers, component, method, sources, coefficients). `is_done` says that the complete merged model
-    exists already. `warnings` are lines about keys of the file that have no effect.
+    `merges` are table rows with the columns layers, component, method, sources and coefficients. `digest` is the hash
+    of the recipe. `is_done` says whether the complete merged model exists already. `warnings` are lines about keys of
+    the file that have no effect.
     """
 
     models: tuple[PlannedModel, ...]
@@ -121,7 +127,7 @@ class MergePlan:
         )
 
     def _download(self) -> tuple[str, ...]:
-        """Line about weights that will be downloaded from the hub; empty without such weights."""
+        """Line about weights that will be downloaded from the hub, as a tuple; empty if there are no such weights."""
         num_bytes = self.disk_bytes.download
         if not num_bytes:
             return ()
@@ -138,9 +144,9 @@ def check_merge(
     document: Any = None,
     note: Callable[[str], None] = logger.info,
 ) -> MergePlan:
-    """Check everything that `merge_file` checks, without writing or downloading anything, and return the plan.
+    """Check a merge without writing or downloading anything, and return its plan.
 
-    `strict`, `document`, `note` and errors are as in `merge_file`.
+    The checks, arguments and errors are those of `merge_file`.
     """
     import torch
 
@@ -188,16 +194,23 @@ def merge_file(
     note: Callable[[str], None] = logger.info,
     **details: Any,
 ) -> Path:
-    """Write the merge that `file` describes to `out`, and return `out`.
+    """Write the merged model that `file` describes to the directory `out`, and return `out`.
 
-    `directories` maps models to directories, by alias in a recipe or by name in a mergekit configuration. Other names
-    in a mergekit configuration are directories, relative to the file or to the current directory, or hub ids. `dtype`
-    None is the file's. `document` is the document to merge if the file has several.
+    Args:
+        file: A recipe, or a mergekit configuration.
+        directories: Directories of models, by alias in a recipe or by name in a mergekit configuration. Other names in
+            a mergekit configuration are directories, relative to the file or to the current directory, or hub ids.
+        out: Directory for the merged model.
+        dtype: Dtype of the merged model; None takes the one that the file states.
+        strict: Treat warnings about keys of the file that have no effect as errors.
+        document: The document that describes the merge; None reads it from `file`.
+        note: Called with messages about downloads and slow reads, and with warnings.
+        **details: Further arguments of `workers.export.checkpoint.export`.
 
-    `note` is called with messages about downloads and slow reads, and with warnings about keys of the file that have no
-    effect; with `strict` these warnings are errors. `details` are further arguments of `checkpoint.export`.
-
-    Raises InvalidRecipe, InvalidModel, Conflict.
+    Raises:
+        InvalidRecipe: The file has problems.
+        InvalidModel: The models or `out` cannot be used.
+        Conflict: `out` holds something else.
     """
     prepared = _prepare(file, out, document, directories, dtype, strict, note=note)
     for warning in prepared.warnings:
@@ -225,9 +238,10 @@ def _prepare(
     strict: bool,
     **fetching: Any,
 ) -> _PreparedMerge:
-    """Open and check the models of a merge; all problems of the file, the models and `out` are raised together.
+    """Read the file of a merge, and open and check its models.
 
-    `fetching` are the further arguments of `_bank`.
+    All problems of the file, the models and `out` are raised as one error. `fetching` are further arguments of `_bank`,
+    which opens the weights.
     """
     warnings: list[str] = []
     document = document or read_document(file, warn=warnings.append)
@@ -250,10 +264,10 @@ def _prepare(
 
 
 def _check(recipe: Recipe, bank: Bank) -> None:
-    """Check that the models can be merged by the recipe.
+    """Check that the models in `bank` can be merged as `recipe` says.
 
     Raises:
-        InvalidRecipe: The models have no merge by this recipe.
+        InvalidRecipe: The recipe does not fit the models, for example their number of layers.
         InvalidModel: Their tokenizers cannot be combined.
     """
     from workers.merging.plan import check_recipe
@@ -269,7 +283,10 @@ def _check(recipe: Recipe, bank: Bank) -> None:
 def _of_recipe(
     document: Any, directories: Mapping[str, Path], problems: Problems, **fetching: Any
 ) -> _PreparedMerge | None:
-    """Prepare the merge of a recipe; None if something is wrong, which is added to `problems`."""
+    """Prepare the merge that a recipe describes.
+
+    `directories` are those of the models by alias. Problems are added to `problems`; the result is None then.
+    """
     recipe = Recipe.from_json(document)
     template = document.get("chat_template")
     if not isinstance(template, str | None):
@@ -311,9 +328,10 @@ def _of_recipe(
 def _of_configuration(
     document: Any, file: Path, directories: Mapping[str, Path], problems: Problems, **fetching: Any
 ) -> _PreparedMerge | None:
-    """Prepare the merge of a mergekit configuration; None if something is wrong, which is added to `problems`.
+    """Prepare the merge that a mergekit configuration describes.
 
-    The models are checked even if the rest of the file cannot be read.
+    Problems are added to `problems`; the result is None then. The models are checked even if other parts of the
+    configuration are wrong.
     """
     warn = problems.warnings.append
     configuration = read_configuration(document, warn=warn, problems=problems.of_file)
@@ -373,10 +391,10 @@ def _opened(
     problems: Problems,
     unmerged: Mapping[str, str] | None = None,
 ) -> ResolvedFamily | None:
-    """Resolve the models with `_resolved` and add what is wrong to `problems`; None if anything is wrong.
+    """Locate the models of a merge and check their headers.
 
-    Models that exist are checked even if others do not. `unmerged` has the names by which messages call the models
-    that are not merged.
+    Problems are added to `problems`; the result is None then. Models that exist are checked even if others are missing.
+    The arguments are those of `_resolved`, with the models' directories or hub ids in `places`.
     """
     if base not in places:
         return None
@@ -396,9 +414,15 @@ def _resolved(
     vocabulary: Mapping[str, Any],
     unmerged: Mapping[str, str] | None = None,
 ) -> ResolvedFamily:
-    """Resolve the models, `base` first (it may be the only one), and check their headers. Raises InvalidModel.
+    """Locate the models of a merge and check their headers. Raises InvalidModel with every problem.
 
-    `adapted` are the models that adapters change, if that is not the base.
+    Args:
+        base: Alias of the base model, which may be the only model.
+        directories: Directory or hub id of each model and adapter, by alias.
+        tokenizer: Vocabulary of the merged model: "base", "union" or an alias.
+        adapted: Directory or hub id of the model that an adapter changes, by the adapter's alias, if not the base.
+        vocabulary: Further options of the merged vocabulary.
+        unmerged: Names in messages of models that the configuration names and does not merge, by alias.
     """
     others = {alias: directory for alias, directory in directories.items() if alias != base}
     if not others:
@@ -416,7 +440,10 @@ def _resolved(
 
 
 def _bank(sources: ResolvedFamily, *, downloads: bool = True, note: Callable[[str], None] = logger.info) -> Bank:
-    """Bank of models whose headers were checked; `downloads` fetches those on the hub. Raises InvalidModel."""
+    """Open the weights of models whose headers were checked, as a bank of merge sources.
+
+    With `downloads`, models on the hub are downloaded first. Raises InvalidModel if weights cannot be used.
+    """
     from workers.merging.bank import Bank
 
     here = sources.fetched(note=note) if downloads else sources
@@ -426,7 +453,7 @@ def _bank(sources: ResolvedFamily, *, downloads: bool = True, note: Callable[[st
 
 @contextmanager
 def _patiently(note: Callable[[str], None], text: str) -> Iterator[None]:
-    """Call `note` with `text` if the block takes longer than `PATIENCE_S`."""
+    """Context that calls `note` with `text` if its block takes longer than 3 s."""
     timer = Timer(PATIENCE_S, note, (text,))
     timer.daemon = True
     timer.start()

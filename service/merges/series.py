@@ -1,6 +1,6 @@
-"""Merges of a file with several documents, as in mergekit-multi: named merges can be sources of other merges.
+"""Merges of a file with several documents, as in mergekit-multi: merges with a name can be sources of other merges.
 
-Named merges are written to a directory of their own and kept, so that the final merge can be repeated from its recipe.
+Each named merge is written to a separate directory and kept, so that the final merge can be repeated from its recipe.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ NAME = re.compile(r"[\w.-]+")
 
 @dataclass(frozen=True)
 class _Document:
-    """One document of a merge file that may have several.
+    """Document of a merge file, which describes one merge.
 
-    `name` is None only for the final merge. `content` is None if it is the file's only document, which is read later.
-    `uses` are the names of the merges that are its sources.
+    `name` is the merge's name; None for the final merge. `content` is the parsed document; None for the only document
+    of a file, which is read later. `uses` are the names of merges of the same file that are sources of this merge.
     """
 
     name: str | None
@@ -40,7 +40,7 @@ class _Document:
 
 
 def intermediate_dir(out: Path) -> Path:
-    """Directory, next to `out`, of the named merges of the series whose final merge is written to `out`."""
+    """Directory for the named merges of a file whose final merge is written to `out`; it is next to `out`."""
     return out.with_name(f"{out.name}-intermediate")
 
 
@@ -53,11 +53,11 @@ def check_merges(
     note: Callable[[str], None] = logger.info,
     **options: Any,
 ) -> dict[str, MergePlan | tuple[str, ...]]:
-    """Check every document of a file with `check_merge`; return the plans by name, "" for the final merge.
+    """Check all merges of a file without writing anything, and return their plans by name, in the order of merging.
 
-    The plans are in the order in which the documents are merged. A document whose sources are named merges that do not
-    exist yet is not checked: it has the names of these merges in place of a plan. Options and errors are as in
-    `check_merge`; problems of several documents are reported together.
+    The name of the final merge is "". A merge is not checked if named merges that it needs as sources are not written
+    yet; the names of these merges replace its plan. The arguments and errors are those of `merge_file`. Problems of
+    several merges are raised as one error.
     """
     place = intermediate_dir(out)
     checked: dict[str, MergePlan | tuple[str, ...]] = {}
@@ -90,10 +90,10 @@ def merge_all(
     note: Callable[[str], None] = logger.info,
     **details: Any,
 ) -> Path:
-    """Write the merge of every document of a file with `merge_file`, each after its sources; return `out`.
+    """Write all merges of a file, each after its sources, and return `out`, the directory of the final merge.
 
-    The final merge is written to `out`. Named merges that exist already stay as they are. `dtype` is that of the final
-    merge alone. Errors are as in `merge_file`.
+    Named merges that exist already are not changed. `dtype` applies to the final merge alone. The other arguments and
+    the errors are those of `merge_file`.
     """
     place = intermediate_dir(out)
     details |= {"strict": strict, "note": note}
@@ -108,10 +108,10 @@ def merge_all(
 
 
 def _series(file: Path, note: Callable[[str], None], *, strict: bool) -> list[_Document]:
-    """Documents of a merge file, in an order in which each one follows those that it uses.
+    """Read the documents of a merge file, ordered so that each merge follows the merges that are its sources.
 
-    The only document of a file has the content None, as it is read later. `note` and `strict` are as in `merge_file`.
-    Raises InvalidRecipe.
+    `note` is called with warnings, unless `strict`, which treats warnings as errors. Raises InvalidRecipe with every
+    problem.
     """
     warnings: list[str] = []
     contents = read_documents(file, warn=warnings.append)
@@ -150,7 +150,11 @@ def _series(file: Path, note: Callable[[str], None], *, strict: bool) -> list[_D
 
 
 def _final(file: Path, names: Sequence[str | None], used: Mapping[int, tuple[str, ...]]) -> int:
-    """Index of the final document: the one without a name, else the one that no other uses. Raises InvalidRecipe."""
+    """Index of the final merge among the documents of `file`: the one without a name, else the one not used by others.
+
+    `names` are the documents' names. `used` has the names of the merges that each document uses, by index. Raises
+    InvalidRecipe if the final merge is not clear.
+    """
     unnamed = [number for number, name in enumerate(names) if name is None]
     needed = {name for uses in used.values() for name in uses}
     found = unnamed or [number for number, name in enumerate(names) if name not in needed]
@@ -179,9 +183,9 @@ def _in_order(file: Path, documents: Sequence[_Document]) -> list[_Document]:
 
 
 def _named_in(document: _Document, directories: Mapping[str, Path]) -> dict[str, Path]:
-    """Directories of the models that a document names.
+    """Select the directories of models that a document names, by name.
 
-    The only document of a file gets all directories, so that unknown names are reported.
+    For the only document of a file, all `directories` are returned, so that unknown names are reported later.
     """
     if document.content is None:
         return dict(directories)

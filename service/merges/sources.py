@@ -26,10 +26,11 @@ __all__ = [
 
 
 def place_of(name: str, directories: Mapping[str, Path], file: Path, warn: Callable[[str], None]) -> str | Path:
-    """Directory or hub id of the model or adapter `name`. Raises InvalidRecipe.
+    """Directory or hub id of the model or adapter that a mergekit configuration calls `name`.
 
-    It is what `directories` says, else the directory of that name, relative to the file or to the current directory,
-    else `name` as a hub id.
+    The result is the entry in `directories`, else an existing directory with the path `name`, relative to the folder of
+    `file` or to the current directory, else `name` as a hub id. `warn` is called if a revision in the name has no
+    effect. Raises InvalidRecipe if none of these fits.
     """
     if name in directories:
         return directories[name]
@@ -48,9 +49,10 @@ def place_of(name: str, directories: Mapping[str, Path], file: Path, warn: Calla
 
 
 def aliases_of(models: tuple[str, ...]) -> dict[str, str]:
-    """Alias of each model: the last part of its path or hub id, numbered where equal.
+    """Choose an alias for each model of a mergekit configuration.
 
-    For MODEL+LORA it is the last part of the adapter's.
+    The alias is the last part of the model's path or hub id, or for MODEL+LORA of the adapter's path or hub id. A
+    number is appended if the alias is taken.
     """
     aliases: dict[str, str] = {}
     for model in models:
@@ -65,7 +67,7 @@ def aliases_of(models: tuple[str, ...]) -> dict[str, str]:
 
 
 def tokenizer_of(configuration: MergekitConfig, aliases: Mapping[str, str]) -> str:
-    """Vocabulary of the merged model as the configuration states it: "base", "union", or an alias."""
+    """Vocabulary of the merged model according to a mergekit configuration: "base", "union", or a model's alias."""
     source = configuration.tokenizer_source
     if source is None or source in ("base", "union", configuration.base):
         return source if source == "union" else "base"
@@ -73,7 +75,7 @@ def tokenizer_of(configuration: MergekitConfig, aliases: Mapping[str, str]) -> s
 
 
 def vocabulary_of(configuration: MergekitConfig, aliases: Mapping[str, str]) -> dict[str, Any]:
-    """The configuration's options of the merged vocabulary, in the form of a recipe's `vocabulary`."""
+    """Convert a mergekit configuration's options of the merged vocabulary to the key `vocabulary` of a recipe."""
     found: dict[str, Any] = {}
     if configuration.tokenizer_source == "union":
         found["by_id"] = True
@@ -89,10 +91,10 @@ def vocabulary_of(configuration: MergekitConfig, aliases: Mapping[str, str]) -> 
 def vocabulary_kept(
     configuration: MergekitConfig, aliases: Mapping[str, str], sources: ResolvedFamily, warn: Callable[[str], None]
 ) -> str:
-    """Choose the merged model's vocabulary: the configured one, or the union if adapters have rows for new tokens.
+    """Choose the vocabulary of the merged model: "base", "union", or a model's alias.
 
-    It is an alias, "base" or "union"; the union is chosen only without a tokenizer_source. Warns of rows that are left
-    out, and of tokens without a row.
+    The vocabulary is the configured one. If none is configured and adapters have embedding rows for new tokens, it is
+    the union. `warn` is called about rows that are left out, and about tokens without a row.
     """
     wanted = chosen = tokenizer_of(configuration, aliases)
     for model, alias in aliases.items():
@@ -119,9 +121,10 @@ def vocabulary_kept(
 def check_own_tokens(
     configuration: MergekitConfig, aliases: Mapping[str, str], sources: ResolvedFamily, warn: Callable[[str], None]
 ) -> None:
-    """Warn of tokens that the configuration names without a source, which has no effect.
+    """Check the tokens that a mergekit configuration lists without a source model.
 
-    Raises InvalidRecipe if a model has no row for such a token.
+    `warn` is called if every model has an embedding row for the token, since the entry has no effect then. Raises
+    InvalidRecipe if a model has no row for the token.
     """
     problems = []
     for token in configuration.own_tokens:
@@ -150,10 +153,11 @@ def stored_dtype(sources: ResolvedFamily) -> str:
 
 
 def chat_template_of(choice: str | None, file: Path, sources: ResolvedFamily | None) -> str | None:
-    """Chat template that a configuration's `chat_template` stands for. Raises InvalidRecipe.
+    """Chat template that the value `choice` of a configuration's key `chat_template` stands for.
 
-    It is the most common one of `sources` ("auto", for which they must not be None), a published format by its name,
-    the contents of a file, or the text itself.
+    "auto" is the most common template of the models in `sources`. Other values are the name of a published format, a
+    file, relative to the folder of `file` or to the current directory, or the template itself. None is no template.
+    Raises InvalidRecipe if the value is none of these.
     """
     if choice is None or "{" in choice or "\n" in choice:
         return choice

@@ -1,7 +1,7 @@
-"""The server's JSON responses, except the documents of a run: studies, fine-tunings, events, exports, plots, problems.
+"""The server's JSON responses, except the result files of a run: jobs, events, exports, plots, problems.
 
-Server and client share them. The series of a plot are declared with the plot, in `service.results.series`. Keys may be
-added in later versions, never renamed or removed.
+Server and client share these definitions. The series of a plot are declared with the plot, in `service.results.series`.
+Keys may be added in later versions, never renamed or removed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Time = Annotated[str, Field(description="RFC 3339, in UTC.")]
 
 
 class ProgressDocument(TypedDict):
-    """The progress of a study's driver; each report replaces the one before."""
+    """Latest progress of a study, as its driver reported it."""
 
     study: str
     stage: Literal["searching", "held-out"]
@@ -58,7 +58,7 @@ class ProgressDocument(TypedDict):
     bracket: int | None
     num_brackets: int | None
     rung: int | None
-    rungs: Annotated[list[int], Field(description="Samples at each rung, of the objective that has most.")]
+    rungs: Annotated[list[int], Field(description="Samples at each rung, of the objective with the most samples.")]
     best_trial: int | None
     best: Values
     samples_scored: Number
@@ -66,33 +66,33 @@ class ProgressDocument(TypedDict):
 
 
 class RayJobDocument(TypedDict):
-    """The Ray Job that drives a job."""
+    """Ray Job in which a driver works on a job."""
 
     submission_id: str
-    dashboard_url: Annotated[str | None, Field(description="Its page in the Ray dashboard, while that is up.")]
+    dashboard_url: Annotated[str | None, Field(description="Page of the Ray Job in the dashboard, if Ray is up.")]
 
 
 class JobDocument(TypedDict):
-    """A job on the server: what jobs of every kind have."""
+    """Job on the server; these are the fields that jobs of every kind have."""
 
     id: str
     kind: Annotated[str, Field(description='"search": a study; "finetune": a fine-tuning.')]
     name: str
     state: State
     reason: str | None
-    waiting_for: Annotated[str | None, Field(description="What must happen before it continues.")]
+    waiting_for: Annotated[str | None, Field(description="What must happen before the job continues.")]
     created_at: Time
-    wall_clock_s: Annotated[float, Field(description="Seconds that drivers have worked on it.")]
-    attempt: Annotated[int, Field(description="Drivers that have worked on it so far.")]
+    wall_clock_s: Annotated[float, Field(description="Seconds that drivers have worked on the job.")]
+    attempt: Annotated[int, Field(description="Number of drivers that have worked on the job so far.")]
     job: RayJobDocument | None
-    links: Annotated[dict[str, str], Field(description="Addresses of the job (self) and of what belongs to it.")]
+    links: Annotated[dict[str, str], Field(description="URL paths of the job (self) and of its results, by name.")]
 
 
 class StudyDocument(JobDocument):
-    """A study on the server."""
+    """Study on the server."""
 
-    algorithm: Annotated[str | None, Field(description="The searcher, also where the study file says auto.")]
-    algorithm_reason: Annotated[str | None, Field(description="Why it was chosen.")]
+    algorithm: Annotated[str | None, Field(description="Name of the searcher; the chosen one if the file says auto.")]
+    algorithm_reason: Annotated[str | None, Field(description="Reason why the searcher was chosen.")]
     trials: Annotated[dict[str, int], Field(description="Trials by state.")]
     progress: ProgressDocument | None
 
@@ -100,37 +100,45 @@ class StudyDocument(JobDocument):
 class ExpertProgressDocument(TypedDict):
     """Progress of the training of an expert."""
 
-    step: Annotated[int, Field(description="Updates so far.")]
-    steps: Annotated[int, Field(description="All updates.")]
-    loss: Annotated[float, Field(description="Of the last update.")]
-    seconds: Annotated[float, Field(description="Of the last update.")]
-    values: Annotated[dict[str, float], Field(description="By objective, of the last evaluation; empty before it.")]
+    step: Annotated[int, Field(description="Number of updates so far.")]
+    steps: Annotated[int, Field(description="Planned number of updates.")]
+    loss: Annotated[float, Field(description="Loss of the last update.")]
+    seconds: Annotated[float, Field(description="Seconds that the last update took.")]
+    values: Annotated[
+        dict[str, float], Field(description="Values of the last evaluation by objective; empty before the first.")
+    ]
 
 
 class TrainingProgressDocument(TypedDict):
-    """The progress of a fine-tuning's driver; each report replaces the one before."""
+    """Latest progress of a fine-tuning, as its driver reported it."""
 
-    experts: Annotated[dict[str, ExpertProgressDocument], Field(description="Of those that were begun, by alias.")]
+    experts: Annotated[
+        dict[str, ExpertProgressDocument],
+        Field(description="Progress of the experts whose training has begun, by alias."),
+    ]
 
 
 class ExpertDocument(TypedDict):
-    """An expert of a fine-tuning."""
+    """Expert of a fine-tuning."""
 
-    method: Annotated[str, Field(description="The optimizer: `method.kind` of its specification.")]
+    method: Annotated[str, Field(description="Name of the optimizer, `method.kind` in the expert's specification.")]
     progress: ExpertProgressDocument | None
-    bytes: Annotated[int | None, Field(description="Total size of its files, once it is trained.")]
-    links: Annotated[dict[str, str], Field(description="download, once it is trained.")]
+    bytes: Annotated[int | None, Field(description="Total size of the expert's files, once the expert is trained.")]
+    links: Annotated[dict[str, str], Field(description='The link "download", once the expert is trained.')]
 
 
 class FinetuneDocument(JobDocument):
-    """A fine-tuning on the server: of one expert, or of a fleet."""
+    """Fine-tuning on the server, of one expert or of a fleet."""
 
-    experts: Annotated[dict[str, ExpertDocument], Field(description="By alias; one alone has the fine-tuning's name.")]
+    experts: Annotated[
+        dict[str, ExpertDocument],
+        Field(description="Experts by alias; the alias of a single expert is the fine-tuning's name."),
+    ]
 
 
 class LossPoint(TypedDict):
-    step: Annotated[int, Field(description="The last update of the mean.")]
-    loss: Annotated[float, Field(description="Mean over the updates since the point before.")]
+    step: Annotated[int, Field(description="Number of the last update in the mean.")]
+    loss: Annotated[float, Field(description="Mean loss over the updates since the previous point.")]
 
 
 class EvaluationPoint(TypedDict):
@@ -145,7 +153,7 @@ class ExpertCurvesDocument(TypedDict):
 
 
 class CurvesDocument(TypedDict):
-    """The losses and evaluations of a fine-tuning, by expert."""
+    """Training curves of a fine-tuning: the losses and evaluations of each expert."""
 
     experts: list[ExpertCurvesDocument]
 
@@ -154,31 +162,37 @@ Loss = Annotated[float | None, Field(description="Nats per token of the referenc
 
 
 class FitDocument(TypedDict):
-    """A distribution of mean 0 fitted to the elements of a task vector."""
+    """Distribution with mean 0 that is fitted to the elements of a task vector."""
 
     distribution: Literal["laplace", "gaussian"]
-    scale: Annotated[float, Field(description="Laplace's b, or the standard deviation.")]
-    distance: Annotated[float, Field(description="Kolmogorov and Smirnov's.")]
-    log_likelihood: Annotated[float, Field(description="Mean over the elements, in nats.")]
+    scale: Annotated[float, Field(description="Scale b of the Laplace distribution, or standard deviation.")]
+    distance: Annotated[float, Field(description="Kolmogorov-Smirnov distance between elements and distribution.")]
+    log_likelihood: Annotated[float, Field(description="Mean log-likelihood of the elements, in nats.")]
     zeros: Annotated[float, Field(description="Share of elements that are exactly 0.")]
     num_elements: int
 
 
 class TaskVectorDocument(TypedDict):
-    """A histogram of an expert minus its base, without the elements that are exactly 0, and what is fitted to all."""
+    """Distribution of the elements of a task vector (expert minus base).
+
+    The histogram leaves out the elements that are exactly 0. The fitted distributions include them.
+    """
 
     expert: str
     fits: list[FitDocument]
-    edges: Annotated[list[float], Field(description="Of the bins, one more than there are bins.")]
-    density: Annotated[list[float], Field(description="Share of all elements, by the width of a bin.")]
+    edges: Annotated[list[float], Field(description="Edges of the histogram's bins, one more than there are bins.")]
+    density: Annotated[list[float], Field(description="Share of all elements in each bin, divided by its width.")]
 
 
 class LandscapeDocument(TypedDict):
-    """The sum of two experts' losses by the coefficients of their task vectors."""
+    """Sum of the losses of two experts' tasks for merges of the two, by the coefficients of their task vectors."""
 
     experts: list[str]
     coefficients: list[float]
-    losses: Annotated[list[list[Loss]], Field(description="A row for each coefficient of the first expert.")]
+    losses: Annotated[
+        list[list[Loss]],
+        Field(description="Sums of losses: a row for each coefficient of the first expert, a column for the second's."),
+    ]
 
 
 class MergeLossDocument(TypedDict):
@@ -186,27 +200,38 @@ class MergeLossDocument(TypedDict):
 
     method: str
     num_experts: NotRequired[
-        Annotated[int, Field(description="Merged; fewer than all: the mean over sets of so many.")]
+        Annotated[
+            int,
+            Field(description="Number of merged experts; if fewer than all, losses are means over subsets."),
+        ]
     ]
-    coefficient: Annotated[float | None, Field(description="null: the method has none.")]
-    losses: Annotated[dict[str, Loss], Field(description="By expert, on its own tasks.")]
+    coefficient: Annotated[
+        float | None, Field(description="The best coefficient; null if the method has no coefficient.")
+    ]
+    losses: Annotated[dict[str, Loss], Field(description="Loss on each expert's own tasks, by expert.")]
     mean: Loss
-    spread: Annotated[Loss, Field(description="Standard deviation of the mean over all coefficients.")]
+    spread: Annotated[Loss, Field(description="Standard deviation, over all coefficients, of the mean loss.")]
 
 
 class FleetAnalysisDocument(TypedDict):
-    """The experts of one training."""
+    """Analysis of the experts that one fine-tuning trained."""
 
-    name: Annotated[str, Field(description="The optimizer, with what differs from others of the same.")]
+    name: Annotated[
+        str, Field(description="Name of the optimizer, with the options in which it differs from other fleets'.")
+    ]
     task_vectors: list[TaskVectorDocument]
-    landscape: Annotated[LandscapeDocument | None, Field(description="Of the first two experts; null: there is one.")]
-    merges: Annotated[list[MergeLossDocument], Field(description="By number of experts and method.")]
+    landscape: Annotated[
+        LandscapeDocument | None, Field(description="Losses of merges of the first two experts; null with one expert.")
+    ]
+    merges: Annotated[list[MergeLossDocument], Field(description="Losses of merges, by number of experts and method.")]
 
 
 class AnalysisDocument(TypedDict):
     """Statistics of trained experts and losses of their merges, for one or several trainings of the same experts."""
 
-    samples: Annotated[int, Field(description="Of each evaluation task; their reference answers gave the losses.")]
+    samples: Annotated[
+        int, Field(description="Samples of each evaluation task, on whose reference answers losses are computed.")
+    ]
     fleets: list[FleetAnalysisDocument]
 
 
@@ -216,7 +241,7 @@ class TrialsDocument(TypedDict):
 
 
 class EventDocument(TypedDict):
-    """An event of a study or fine-tuning. As a server-sent event its id and kind are the frame's `id` and `event`."""
+    """Event of a job. In a stream, the fields `id` and `event` of the server-sent event have its id and kind."""
 
     id: int
     time: Time
@@ -229,14 +254,14 @@ class EventsDocument(TypedDict):
 
 
 class EndDocument(TypedDict):
-    """The last frame of a stream of events: how the study or fine-tuning ended."""
+    """Last document of a stream of events, which says how the job ended."""
 
     state: State
     reason: str | None
 
 
 class ExportDocument(TypedDict):
-    """A merged model written for download."""
+    """Merged model that is written for download."""
 
     id: str
     study: str
@@ -245,17 +270,17 @@ class ExportDocument(TypedDict):
     state: Literal["WAITING", "RUNNING", "COMPLETE", "FAIL"]
     reason: str | None
     created_at: Time
-    bytes: Annotated[int | None, Field(description="Total size of its files, once it is COMPLETE.")]
-    links: Annotated[dict[str, str], Field(description="self, and download once it is COMPLETE.")]
+    bytes: Annotated[int | None, Field(description="Total size of the model's files, once the export is COMPLETE.")]
+    links: Annotated[dict[str, str], Field(description='The link "self", and "download" once the export is COMPLETE.')]
     preferred: NotRequired[
-        Annotated[PreferredDocument, Field(description="Where the request gave weights: which trial they picked.")]
+        Annotated[PreferredDocument, Field(description="Trial that the weights in the request picked.")]
     ]
 
 
 class DeletedDocument(TypedDict):
-    """What was deleted: a study, a fine-tuning or an export."""
+    """Response to a request that deleted a job or an export."""
 
-    deleted: Annotated[str, Field(description="Its id.")]
+    deleted: Annotated[str, Field(description="Id of the deleted job or export.")]
 
 
 class ExportsDocument(TypedDict):
@@ -273,12 +298,12 @@ class PlotsDocument(TypedDict):
 
 
 class FieldProblem(TypedDict):
-    field: Annotated[str, Field(description="Dotted path in the request; empty: the request as a whole.")]
+    field: Annotated[str, Field(description="Dotted path in the request; empty for the request as a whole.")]
     message: str
 
 
 class ProblemDocument(TypedDict):
-    """RFC 9457 problem details."""
+    """Problem details of a refused or failed request (RFC 9457)."""
 
     type: str
     title: str
@@ -288,6 +313,9 @@ class ProblemDocument(TypedDict):
 
 
 def list_document(collection: str, document: type) -> type:
-    """The TypedDict of the list of all jobs of one kind: `{collection: [document, ...]}`."""
+    """TypedDict of the response that lists all jobs of one kind.
+
+    The response has one key, `collection`, such as "studies", with a list of `document`, the TypedDict of a job.
+    """
     listed: type = TypedDict(f"{collection.capitalize()}Document", {collection: list[document]})  # type: ignore
     return listed

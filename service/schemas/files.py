@@ -1,7 +1,7 @@
 """Result files of a run as typed dictionaries: trials.jsonl, summary.json and pareto.json.
 
 JSON Schemas are derived from these definitions. Keys may be added in later versions, never renamed or removed. The
-server sends the same documents, and those of `service.schemas.api`.
+server sends the same documents; its other responses are in `service.schemas.api`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RungDocument(TypedDict):
 
 
 class TrialDocument(TypedDict):
-    """One line of trials.jsonl."""
+    """Trial of a study, as a line of trials.jsonl describes it."""
 
     number: Number
     origin: Literal["source", "published", "search", "user"]
@@ -68,7 +68,7 @@ class TrialDocument(TypedDict):
     ]
     standard_errors: StandardErrors
     violations: Annotated[
-        Violations, Field(description="Value of each objective at full budget; empty for trials that did not reach it.")
+        Violations, Field(description="Constraints violated at full budget, with the excess in the metric's unit.")
     ]
     samples_scored: Number
     samples_reused: Number
@@ -204,7 +204,10 @@ class DifferenceDocument(EstimateDocument):
 
 
 class RivalTestDocument(TypedDict):
-    """Comparison of the finalists that the search proposed with the best baseline of one kind."""
+    """Comparison, on holdout data, of the finalists that the search proposed with the best baseline of one kind.
+
+    The two kinds of baseline are the sources (base and experts) and the published recipes.
+    """
 
     against: Literal["source", "published"]
     rival: Annotated[
@@ -254,7 +257,7 @@ class FailureDocument(TypedDict):
 
 
 class SelectionDocument(TypedDict):
-    """Descriptions of the study's selection criteria."""
+    """Descriptions of how a study selects its best trial, and trials for the next rung."""
 
     best: Annotated[str, Field(description="Criterion that names the best trial.")]
     promotion: Annotated[str, Field(description="Criterion that promotes trials to the next rung.")]
@@ -268,7 +271,7 @@ class WarningDocument(TypedDict):
 
 
 class SummaryDocument(TypedDict):
-    """Content of summary.json."""
+    """Summary of a study's results and cost, the content of summary.json."""
 
     study: str
     state: State
@@ -348,7 +351,10 @@ class VolumeDocument(EstimateDocument):
 
 
 class ConstraintDocument(TypedDict):
-    """Constraint as written, with its bound and the trials at full budget that keep to it."""
+    """Constraint of a study as written in the study file, with its bound.
+
+    `kept_by` of the `trials` at full budget satisfy the constraint.
+    """
 
     constraint: str
     bound: Annotated[
@@ -362,7 +368,7 @@ class ConstraintDocument(TypedDict):
 
 
 class PreferredDocument(TypedDict):
-    """Trial of the Pareto front that a user's weights of the objectives pick."""
+    """Trial of the Pareto front that given weights of the objectives pick."""
 
     weights: dict[str, float]
     trial: Number
@@ -372,7 +378,7 @@ class PreferredDocument(TypedDict):
 
 
 class ParetoDocument(TypedDict):
-    """Content of pareto.json: the trials at full budget that no other one dominates."""
+    """Pareto front of a study, the content of pareto.json: the trials at full budget that no other trial dominates."""
 
     objectives: list[ObjectiveDocument]
     reference_point: Annotated[

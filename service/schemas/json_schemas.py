@@ -19,9 +19,10 @@ TEMPLATE = "#/$defs/{model}"
 
 
 def pipeline_schemas(template: str) -> dict[str, dict[str, Any]]:
-    """JSON Schemas by name of what may be submitted as a fine-tuning.
+    """JSON Schemas of the specification of a fine-tuning, by name.
 
-    They are "Finetuning" and the schemas that it refers to; `template` is the format of the references.
+    The schema "Finetuning" describes the specification; the others are referred to by it. `template` is the format of
+    references, as in pydantic's `ref_template`.
     """
     spec = FinetuneSpec.model_json_schema(ref_template=template)
     analysis: dict[str, Any] = {
@@ -55,7 +56,10 @@ def pipeline_schemas(template: str) -> dict[str, dict[str, Any]]:
 
 
 def schemas() -> dict[str, dict[str, Any]]:
-    """JSON Schemas by name: study, finetune, trial (a line of trials.jsonl), summary, pareto, recipe."""
+    """JSON Schemas of submitted files and result files, by name.
+
+    The names are study, finetune, trial (a line of trials.jsonl), summary, pareto and recipe.
+    """
     return {
         "study": Study.model_json_schema(),
         "finetune": {"$schema": DRAFT, "$ref": "#/$defs/Finetuning", "$defs": pipeline_schemas(TEMPLATE)},

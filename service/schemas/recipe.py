@@ -41,7 +41,7 @@ class LayerDocument(TypedDict):
 
 
 class TokenDocument(TypedDict):
-    """Row of a token of the merged vocabulary: the model and token that it is taken from."""
+    """Source of a token's embedding row in the merged model: the model and the token whose row is taken."""
 
     model: NotRequired[str]
     token: NotRequired[str]
@@ -56,7 +56,7 @@ class VocabularyDocument(TypedDict):
 
 
 class RecipeDocument(TypedDict):
-    """Content of recipe.json."""
+    """Recipe of a merge, the content of recipe.json."""
 
     format: Literal["mergesearch-recipe/1", "mergesearch-recipe/2"]
     models: Annotated[dict[str, str], Field(description="Alias to content fingerprint.")]
