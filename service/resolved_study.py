@@ -84,7 +84,7 @@ class ResolvedStudy:
 
     @classmethod
     def of(cls, study: JobRecord) -> Self:
-        """Read the record that is stored with a study's job."""
+        """Read what a stored study resolved to when it was created."""
         return cls.from_json(study.accepted)
 
     @classmethod

@@ -58,7 +58,7 @@ PARAMETERS = {
 
 
 def install_openapi(app: FastAPI) -> None:
-    """Replace FastAPI's OpenAPI document of `app` with one that also has the schemas of job documents and events.
+    """Make `app` serve an OpenAPI document that also has the schemas to which routes refer only by name.
 
     The document is generated at the first request for it.
     """

@@ -77,7 +77,7 @@ class Preflight(Protocol):
         """
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
-        """Dtype of the weights in the engines that score the study whose study file is `document`."""
+        """Dtype in which engines hold the merges of a study; `document` is the study file."""
 
 
 class PreflightProcess:

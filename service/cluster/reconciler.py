@@ -310,7 +310,7 @@ class RayCluster:
         self._queued = queued
 
     def _look_at(self, job: JobRecord, *, may_start: bool) -> bool:
-        """Decide what an unfinished job needs, and do it.
+        """Take the next action for an unfinished job: wait, submit or stop a driver, or end the job as FAILED.
 
         A driver is submitted only if `may_start`. Returns whether the job has a driver, or will have one soon.
         """

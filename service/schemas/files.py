@@ -224,7 +224,7 @@ class RivalTestDocument(TypedDict):
 
 
 class FindingDocument(TypedDict):
-    """Result of the tests of whether a merge that the search proposed is better than the baselines."""
+    """Finding of a study: whether a merge that the search proposed is better than the baselines, with the tests."""
 
     text: Annotated[str, Field(description="Result in one sentence, also if no merge is better.")]
     criterion: Annotated[str, Field(description="Name of the compared value.")]
@@ -353,7 +353,7 @@ class VolumeDocument(EstimateDocument):
 class ConstraintDocument(TypedDict):
     """Constraint of a study as written in the study file, with its bound.
 
-    `kept_by` of the `trials` at full budget satisfy the constraint.
+    `trials` is the number of trials at full budget, and `kept_by` the number of those that satisfy the constraint.
     """
 
     constraint: str

@@ -21,7 +21,7 @@ TEMPLATE = "#/$defs/{model}"
 def pipeline_schemas(template: str) -> dict[str, dict[str, Any]]:
     """JSON Schemas of the specification of a fine-tuning, by name.
 
-    The schema "Finetuning" describes the specification; the others are referred to by it. `template` is the format of
+    The schema "Finetuning" describes the specification, and refers to the other schemas. `template` is the format of
     references, as in pydantic's `ref_template`.
     """
     spec = FinetuneSpec.model_json_schema(ref_template=template)

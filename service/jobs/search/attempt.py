@@ -329,10 +329,10 @@ def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
 
 
 def _check_engines(store: Store, writer: JobWriter, scorer: Scorer) -> None:
-    """Run a canary in every running engine, so that the samples it scored last are checked too.
+    """Run a canary (fixed prompts that show whether an engine computes correctly) in every running engine.
 
-    The number of samples that remain unchecked is stored with the study. Their engines have ended or could not run a
-    canary.
+    An engine's samples count as checked once it passes a canary afterwards. The number of samples that remain unchecked
+    is stored with the study.
     """
     reports: Sequence[CanaryReport] = scorer.check()
     passed = {report.replica: report.canaries for report in reports}
