@@ -95,7 +95,10 @@ class Exports:
             self._downloads[owner] -= 1
 
     async def delete(self, record: ExportRecord) -> None:
-        """Delete an export and its files. Raises NotFound, and Conflict if it is being written or downloaded."""
+        """Delete an export and its files.
+
+        Raises NotFound if the export does not exist, and Conflict if it is being written or downloaded.
+        """
         await anyio.to_thread.run_sync(self._delete, (record,))
 
     async def delete_job(self, job_id: str, *, noun: str) -> None:

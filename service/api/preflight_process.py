@@ -173,10 +173,10 @@ def _warm_up() -> None:
 
 
 def accept_here(content: bytes, *, is_json: bool, kind: str, context: RequestContext) -> Accepted:
-    """Check, in the current process, a request's body that describes a job of the kind named `kind`.
+    """Check, in this process, a request's body that describes a job of the kind with the name `kind`.
 
-    The limits of memory and processor time are lifted while weights are read and merges of other studies are written,
-    because reading large weights maps all of their files. Raises InvalidStudy with every problem.
+    Weights are read, and merges of other studies written, without limits of memory and processor time: their amount is
+    not the sender's choice, and reading large weights maps all of their files. Raises InvalidStudy with every problem.
     """
     return accepted(content, kind_of(kind), is_json=is_json, context=replace(context, lift_limits=lift_limits))
 

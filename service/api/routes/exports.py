@@ -97,7 +97,7 @@ async def create_export(request: Request, study: Study, services: Context, sende
     responses={200: {"model": ExportsDocument}, **refusals(404)},
 )
 def list_exports(study: Study, services: Context) -> Response:
-    """List the study's exports, oldest first."""
+    """List the exports of a study, oldest first."""
     records = services.store.exports(study.id)
     return Json(ExportsDocument(exports=[_document(services, record) for record in records]))
 

@@ -75,7 +75,7 @@ def get_training_report(finetune: Finetune, services: Context, against: Against)
 def download_expert(
     finetune: Finetune, alias: Annotated[str, Path(description="The expert's alias.")], services: Context
 ) -> Response:
-    """Download an expert as a tar archive, as soon as it is trained."""
+    """Download a trained expert as a tar archive. An expert that is not trained yet is refused (409)."""
     aliases = parse_pipeline(finetune.document).experts
     if alias not in aliases:
         raise Refusal(404, f"expert {alias!r:.80}: fine-tuning {finetune.name!r} has {', '.join(aliases)}")

@@ -41,7 +41,7 @@ StateFilter = Literal["CREATED", "RUNNING", "STOPPED", "COMPLETE", "FAILED", "CA
 
 
 def routers() -> Sequence[APIRouter]:
-    """One router for each kind of job."""
+    """FastAPI routers of the jobs, one for each kind of job."""
     return [_router(kind) for kind in KINDS.values()]
 
 

@@ -49,7 +49,7 @@ def list_trials(
     limit: Annotated[int, Query(description="Maximum number of trials.", ge=1, le=MAX_PAGE)] = 100,
     state: Annotated[TrialState | None, Query(description="Only trials in this state.")] = None,
 ) -> Response:
-    """List the study's trials by number, a page at a time."""
+    """List the trials of a study by number, a page at a time."""
     found: list[TrialRecord] = []
     start = 0 if after is None else after + 1
     while len(found) <= limit:
@@ -115,7 +115,7 @@ async def get_pareto(
     responses={200: {"model": SummaryDocument}, **refusals(404)},
 )
 async def get_summary(study: Study, services: Context) -> Response:
-    """The study's results and cost, as in the file summary.json of a run directory."""
+    """The results and cost of a study, as in the file summary.json of a run directory."""
     return Json(await services.records.result(study.id, summary))
 
 
@@ -125,7 +125,7 @@ async def get_summary(study: Study, services: Context) -> Response:
     responses={200: {"description": "The report.", "content": {"text/html": {}}}, **refusals(404)},
 )
 async def get_report(study: Study, services: Context) -> Response:
-    """The report on the study's current state, one page that works offline."""
+    """The report on a study's current state, an HTML page that works offline."""
     return HTMLResponse(await services.records.result(study.id, render_report), headers=PAGE_HEADERS)
 
 
