@@ -58,7 +58,7 @@ PARAMETERS = {
 
 
 def install_openapi(app: FastAPI) -> None:
-    """Make `app` serve an OpenAPI document that also has the schemas to which routes refer only by name.
+    """Make `app` serve the OpenAPI document of its routes, complete with the schemas that routes name.
 
     The document is generated at the first request for it.
     """

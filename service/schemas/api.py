@@ -185,7 +185,10 @@ class TaskVectorDocument(TypedDict):
 
 
 class LandscapeDocument(TypedDict):
-    """Sum of the losses of two experts' tasks for merges of the two, by the coefficients of their task vectors."""
+    """Losses of merges of two experts, by the coefficients of the experts' task vectors.
+
+    Each loss is the sum of the losses on the tasks of both experts.
+    """
 
     experts: list[str]
     coefficients: list[float]

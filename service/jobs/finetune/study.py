@@ -70,9 +70,10 @@ def begin_study(store: Store, writer: JobWriter, pipeline: Pipeline, artifacts: 
 
 
 def collect_sources(store: Store, artifacts: ArtifactStore) -> None:
-    """Delete the copies of trained experts, made as sources of studies, that no stored study names.
+    """Delete copies of trained experts that no stored study has as a source.
 
-    Nothing is deleted while a fine-tuning that will create a study is unfinished.
+    The copies are made for studies that follow a fine-tuning. Nothing is deleted while such a fine-tuning is
+    unfinished.
     """
     if any(STUDY in job.document and not job.state.is_finished for job in store.jobs()):
         return
