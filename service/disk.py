@@ -36,7 +36,7 @@ LOCK_FILE = ".lock"
 
 
 def job_dir(data_dir: Path, job_id: str) -> Path:
-    """Directory in which the drivers of a job keep files, inside a server's data directory."""
+    """Directory for the files of a job's drivers, in a server's data directory."""
     return data_dir / "studies" / job_id
 
 
@@ -46,7 +46,7 @@ def database_url(data_dir: Path) -> str:
 
 
 def artifacts_dir(data_dir: Path) -> Path:
-    """Directory for the files of artifacts, inside a server's data directory or a run's directory."""
+    """Directory for the files of artifacts, in a server's data directory or in that of a run."""
     return data_dir / "artifacts"
 
 

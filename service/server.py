@@ -1,7 +1,7 @@
 """`mergesearch serve`: the HTTP server in one process, and Ray in others.
 
-The server answers requests while Ray is still starting. Its state is in the data directory, so a server that was killed
-continues when it is started again.
+It answers requests while Ray is still starting. All its state is in the data directory: a server that was killed
+continues when it is restarted.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def serve(
 
 
 def _directories(option: str, directories: Sequence[Path]) -> tuple[str, ...]:
-    """Absolute paths of the `directories` given with a command line option. Raises Conflict if one is no directory."""
+    """Absolute paths of `directories`. Raises Conflict if one is not a directory."""
     for directory in directories:
         if not directory.is_dir():
             raise Conflict(f"{option} {directory}: is not a directory; give one that exists")
@@ -91,10 +91,7 @@ def _directories(option: str, directories: Sequence[Path]) -> tuple[str, ...]:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Open a listening socket at `host` and `port`; port 0 is any free port.
-
-    Raises Conflict if the address cannot be used.
-    """
+    """A listening socket; port 0 is any free port. Raises Conflict if the address cannot be used."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, OverflowError) as error:
