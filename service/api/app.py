@@ -88,7 +88,7 @@ def create_app(
         description=DESCRIPTION,
         lifespan=lifespan,
         redirect_slashes=False,
-        docs_url=None,  # FastAPI's own page loads Swagger UI from the web: see `docs`
+        docs_url=None,  # FastAPI's own page loads Swagger UI from the web: see `install_docs`
         redoc_url=None,
         dependencies=[Depends(principal)],
     )

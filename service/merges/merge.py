@@ -379,7 +379,7 @@ def _of_configuration(
     return _PreparedMerge(recipe, bank, configuration.dtype or stored_dtype(sources), template)
 
 
-# Models of both
+# Models of recipes and configurations
 
 
 def _opened(
