@@ -254,7 +254,7 @@ class Comparison:
     """Values of a finalist or baseline on the holdout data, compared with the best finalist.
 
     `mean` is the mean over the accuracy objectives. `differences` are this trial's values minus those of the best
-    finalist, paired by sample. Its keys are the objectives, and "mean" for the mean.
+    finalist, paired by sample; the keys are the objectives, and "mean".
     """
 
     label: str

@@ -165,7 +165,7 @@ def resume(job: Reference) -> Flow[JobDocument]:
         The server's document of the job after the request.
 
     Raises:
-        RequestRefused: The job is COMPLETE or CANCELLED.
+        RequestRefused: The job is CANCELLED, or is COMPLETE without such samples.
 
     Examples:
         >>> client.resume("5f0c...")

@@ -48,8 +48,8 @@ def storing_events(
     """Context in which new losses and evaluations of running trainings are stored as events every 2 s.
 
     `places` has the experts' directories by alias. In an expert's directory, `spec_file` is written when a training
-    starts, and `worker_file` when its workers start. While only the former is up to date, the driver reports that it
-    waits for workers.
+    starts, and `worker_file` when its workers start. While `worker_file` is missing or older, the driver reports that
+    it waits for workers.
     """
     history = _HistoryEvents(store, writer, heartbeat, places)
     done = threading.Event()
