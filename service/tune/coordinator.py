@@ -90,12 +90,12 @@ class Coordinator:
 
     @property
     def table(self) -> RungTable:
-        """The rung table of the search: which trial is evaluated at which rung, and which are promoted."""
+        """The rungs of the search."""
         return self._search.table
 
     @property
     def end_of_search(self) -> str | None:
-        """The reason why the search ended before all trials were proposed, or None if it did not end early."""
+        """Why the search ended before all trials were proposed; None if it did not."""
         return self._search.end_reason
 
     @property

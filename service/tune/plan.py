@@ -55,7 +55,7 @@ class Plan:
     """Sizes from which costs of recipes are computed, where objectives are such costs."""
 
     def recipe_values(self, recipe: Recipe) -> dict[str, float]:
-        """The values of those objectives that are costs of the recipe (its number of layers or parameters)."""
+        """The values of the objectives that follow from the recipe alone."""
         size, costs = self.size, {o.name: o.cost_of_recipe for o in self.objectives}
         return {name: size.of(recipe, cost) for name, cost in costs.items() if cost is not None and size is not None}
 

@@ -23,7 +23,7 @@ __all__ = ["GradientActor", "GradientJob"]
 
 @dataclass(frozen=True)
 class GradientJob:
-    """The input of a gradient actor: models, engine options, the objectives' tasks by name, and the search space."""
+    """Input of a gradient actor: the family, the objectives' tasks by name, and the space of the coefficients."""
 
     family: Family
     options: EngineOptions
@@ -107,10 +107,7 @@ class GradientActor:
         return self._opened
 
     def _by_parameter(self, result: CoefficientDerivatives) -> dict[str, float]:
-        """The derivatives of a loss by each parameter of the space, by the parameter's name.
-
-        Each is the sum of the derivatives by all coefficients that have the parameter's value.
-        """
+        """Derivatives by parameter name: each is the sum over the coefficients that the parameter sets."""
         space = self._job.space
         slopes: dict[str, float] = {}
         for tensor, of_models in result.by_source.items():

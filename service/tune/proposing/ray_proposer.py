@@ -45,15 +45,13 @@ ACTOR_CPUS = 0.1
 
 
 class RayProposer:
-    """A `Proposer` that runs the searcher and the gradient actor as Ray actors.
+    """`proposals.Proposer` on Ray actors: the searcher, which also learns, and the gradient actor.
 
-    - `steps`: the steps that the study already has
-    - `job`: the input of the gradient actor; None for a searcher that needs no gradients
-    - `completions`: reads correct completions of the study's source models
-    - `checkpoints`: stores the policies of a searcher that trains some
+    `steps` are those that the study has. `job` is the input of the gradient actor, None for a searcher that needs none.
+    `completions` reads those of the study's sources. `checkpoints` stores the policies of a searcher that learns.
 
-    The method `result` raises EngineUnavailable if an actor keeps dying or cannot read its files, InvalidModel and
-    InvalidTask if an actor cannot use them, StudyFailed if an actor cannot work for another reason.
+    `result` raises EngineUnavailable if an actor keeps dying or cannot read its files, InvalidModel and InvalidTask if
+    an actor cannot use them, StudyFailed if an actor cannot work.
     """
 
     def __init__(

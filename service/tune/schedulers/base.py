@@ -42,9 +42,8 @@ class Entry:
 class Rung:
     """A rung of one bracket.
 
-    `members` are its trials, in the order of their arrival. Each is mapped to the newest trial whose first result was
-    needed to promote it, which never decreases along the order. Decisions have been made on the first `num_decided`
-    members.
+    `members` maps its trials, in the order of their arrival, to the newest trial whose first result was needed to
+    promote them; the latter never decrease along the order. Decisions on the first `num_decided` members are made.
     """
 
     index: int
@@ -132,7 +131,7 @@ class RungTable(ABC):
 
     @abstractmethod
     def _later_evaluations(self, number: int, bracket: int) -> Sequence[tuple[int, int]] | None:
-        """The evaluations that proposal `number` of `bracket` must know beside each trial's first, as (trial, rung).
+        """The evaluations, as (trial, rung), that proposal `number` of `bracket` must know beside first evaluations.
 
         The proposal waits for those that are not done. Returns None if they cannot be determined yet.
         """
@@ -216,10 +215,7 @@ class RungTable(ABC):
         return tuple(decisions)
 
     def ready(self) -> Iterator[tuple[int, int]]:
-        """The evaluations that may run now, as (trial number, rung).
-
-        Evaluations at later rungs come before first ones, then they are ordered by trial number.
-        """
+        """Evaluations that may run now: later rungs before first ones, then by trial number."""
         runnable = [entry for entry in self._entries.values() if not entry.is_finished and not entry.is_waiting]
         runnable.sort(key=lambda entry: (entry.bracket is not None and not entry.costs, entry.number))
         for entry in runnable:
@@ -264,7 +260,7 @@ class RungTable(ABC):
 
     @property
     def is_finished(self) -> bool:
-        """Whether every trial has ended and no further proposal will be made."""
+        """True once every trial has ended and no proposal will come."""
         return self.is_search_over and all(entry.is_finished for entry in self._entries.values())
 
     @property
@@ -272,13 +268,13 @@ class RungTable(ABC):
         return sum(entry.bracket is not None for entry in self._entries.values())
 
     def waiting(self) -> Mapping[int, int]:
-        """The trials that wait for a decision on their promotion, each with the rung at which it was evaluated."""
+        """Trials that are evaluated at a rung and whose promotion is undecided: number -> rung."""
         return {entry.number: entry.next_rung for entry in self._entries.values() if entry.is_waiting}
 
     # -- internal --------------------------------------------------------------------------------------------------
 
     def _bracket_of_next(self) -> tuple[int, Bracket | None]:
-        """The number of the next proposal's bracket, and the bracket itself if it must be opened first, else None."""
+        """The bracket of the next proposal, and its shape if it is not open yet."""
         newest = max(self._brackets, default=-1)
         if newest >= 0 and not self._is_full(newest):
             return newest, None
@@ -318,12 +314,7 @@ class RungTable(ABC):
         return tuple(self._promote(rung, above, num_best, cause=self._members[bracket][-1]))
 
     def _promote(self, rung: Rung, above: Rung, num_best: int, cause: int) -> list[int]:
-        """Promote the best `num_best` of the members of `rung` that are decided on.
-
-        Returns the trials that were not promoted before.
-
-        `cause` is the newest trial whose first result was needed for this decision.
-        """
+        """Promote the `num_best` best of the decided members, except those promoted before."""
         if num_best == 0:
             return []
         decided = [self._entries[number] for number in itertools.islice(rung.members, rung.num_decided)]

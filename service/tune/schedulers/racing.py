@@ -66,11 +66,11 @@ class RacingTable(RungTable):
         return tuple(decision for bracket in waiting for decision in self.decide(bracket))
 
     def _are_known(self, number: int) -> bool:
-        """Whether all trials that may be rivals of trial `number` have ended."""
+        """Whether all trials that may be rivals have ended."""
         return all(e.is_finished for e in self._entries.values() if e.number <= number - self._max_staleness)
 
     def _rivals(self, number: int, rung: int) -> Iterator[Candidate]:
-        """The rivals of trial `number`, with their costs at the rung."""
+        """The rivals of a trial, with their costs at the rung."""
         full = [
             self._candidate(other, self.last_rung, other.costs[self.last_rung])
             for other in self._entries.values()
