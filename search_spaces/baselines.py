@@ -18,7 +18,10 @@ _Origin: TypeAlias = Literal["source", "published"]
 
 
 class Baseline(NamedTuple):
-    """A recipe that is known before the search. `label` is unique within a study ("expert:math")."""
+    """A recipe that is known before the search.
+
+    `label` is its name, for example "expert:math"; it is unique within a study.
+    """
 
     origin: _Origin
     label: str
@@ -28,9 +31,9 @@ class Baseline(NamedTuple):
 def all_baselines(
     *, base: str, experts: Sequence[str], fingerprints: Mapping[str, str], num_layers: int, tokenizer: str = "base"
 ) -> tuple[Baseline, ...]:
-    """All baselines of a study: the base, each expert, then the published merges of all experts.
+    """All baselines of a study: the base model, each expert, then the published merges of all experts.
 
-    Recipes are canonical; of equal ones only the first is returned.
+    Every recipe is in canonical form. If two baselines have equal recipes, only the first one is returned.
     """
     found: dict[str, Baseline] = {}
     for origin, label, merge in _merges(base, tuple(experts)):

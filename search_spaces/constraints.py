@@ -33,8 +33,9 @@ _CONSTRAINT = re.compile(
 class Constraint:
     """A bound on the value of one objective.
 
-    The value must be at least (`relation` >=) or at most (<=) `offset`; if there is a `reference` ("base", "best
-    expert" or "expert:ALIAS"), its value is added to `offset`. `text` is the constraint as it is written and shown.
+    With the `relation` ">=" the value must be at least the bound, with "<=" at most. The bound is `offset`, or, if
+    there is a `reference` ("base", "best expert" or "expert:ALIAS"), that model's value plus `offset`. `text` is the
+    constraint as the user wrote it.
     """
 
     text: str
@@ -44,17 +45,20 @@ class Constraint:
     offset: float
 
     def excess(self, value: float, reference_value: float = 0.0) -> float:
-        """The amount by which `value` violates the constraint, in the metric's unit; at most 0 where it holds.
+        """The amount by which `value` violates the constraint, in the metric's unit; at most 0 if the constraint holds.
 
-        The excess is rounded to 12 decimals, so that a value on the bound does not violate it because of floating-point
-        error.
+        `reference_value` is the value of the reference model, if the constraint has one. The excess is rounded to 12
+        decimals, so that floating-point error does not turn a value on the bound into a violation.
         """
         gap = self.offset + reference_value - value
         return round(gap if self.relation == ">=" else -gap, 12)
 
 
 def parse_constraint(text: str) -> Constraint:
-    """The constraint that `text` states. Raises InvalidStudy if `text` is not a constraint."""
+    """The constraint that a text such as "math >= base - 0.01" states.
+
+    Raises InvalidStudy if `text` is not a constraint.
+    """
     plain = " ".join(text.split())
     found = _CONSTRAINT.fullmatch(plain)
     number = found and (found["number"] or (found["sign"] or "+") + (found["margin"] or "0"))
@@ -75,10 +79,10 @@ def parse_constraint(text: str) -> Constraint:
 def contradictory(
     constraints: Mapping[int, Constraint], *, objectives: Sequence[str], experts: Sequence[str] | None
 ) -> Iterator[tuple[int, str]]:
-    """Problems of a study's constraints, each with the position of the constraint.
+    """Problems of a study's constraints, each with the position of the constraint that has the problem.
 
-    It reports names that are no objective or expert of the study, repeated constraints, and bounds that no value can
-    meet. `experts` is None if the study's experts are not known; their names are not checked then.
+    Problems are an unknown objective or expert, a repeated constraint, and two bounds that no value can meet. With
+    `experts` None, the names of experts are not checked.
     """
     seen: dict[Constraint, int] = {}
     for index, constraint in constraints.items():

@@ -16,10 +16,10 @@ __all__ = ["ModelSize"]
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The numbers of parameters of one family's models.
+    """Numbers of parameters in the models of one family (a base model and its experts), which all have the same size.
 
-    `outside` counts the parameters outside layers, `components` those of each component by layer. `max_layers` is the
-    largest number of layers that a merge may have.
+    `outside` is the number of parameters outside decoder layers. `components` has, for each component, its number of
+    parameters in each layer. `max_layers` is the largest number of layers that a merge may have.
     """
 
     outside: int
@@ -27,7 +27,10 @@ class ModelSize:
     max_layers: int
 
     def of(self, recipe: Recipe, cost: Cost) -> float:
-        """The number of layers or parameters of the merged model as exported; a repeated layer counts each time."""
+        """The cost of a merge: the number of layers or parameters of the exported model.
+
+        A layer that the merge repeats counts each time.
+        """
         if cost == "layers":
             return float(len(recipe.layers))
         total = self.outside
@@ -38,7 +41,7 @@ class ModelSize:
         return float(total)
 
     def most(self, cost: Cost) -> float:
-        """The largest number of layers or parameters that a merge may have, which is the objective's worst value."""
+        """The largest number of layers or parameters that a merge may have, the worst value of the objective."""
         if cost == "layers":
             return float(self.max_layers)
         largest = max(map(sum, zip(*self.components.values(), strict=True)), default=0)

@@ -32,7 +32,10 @@ class Problem:
 
 
 class InvalidStudy(SearchSpaceError, ValueError):
-    """The study cannot be run as written. `problems` has all problems that were found, in file order."""
+    """The study cannot be run as written.
+
+    `problems` has all problems that were found, in the order of the study file.
+    """
 
     def __init__(self, problems: tuple[Problem, ...]) -> None:
         super().__init__(problems)
@@ -51,4 +54,4 @@ class InvalidRecipe(SearchSpaceError, ValueError):
 
 
 class InvalidPreference(SearchSpaceError, ValueError):
-    """Invalid preference weights."""
+    """Weights of the objectives (a preference vector) are not valid."""

@@ -18,10 +18,11 @@ Scheduler = Literal["hyperband", "asha", "racing", "none"]
 
 
 def rungs(min_samples: int, max_samples: int, eta: int) -> tuple[int, ...]:
-    """Sample counts of the rungs from `min_samples` to `max_samples`, growing by about `eta`, strictly increasing.
+    """Numbers of samples at the rungs of successive halving, from `min_samples` to `max_samples`, strictly increasing.
 
-    There are round(log_eta(max / min)) + 1 rungs. The i-th (from 0) has min * eta^i samples, the last exactly
-    `max_samples`. Raises ValueError if that gives a single rung, or if min > max, eta < 2 or samples < 1.
+    There are round(log_eta(max_samples / min_samples)) + 1 rungs. Rung i, counted from 0, has min_samples * eta^i
+    samples; the last rung has exactly `max_samples`. Raises ValueError if this gives a single rung, or if min_samples >
+    max_samples, eta < 2 or min_samples < 1.
     """
     if min_samples < 1:
         raise ValueError(f"min_samples={min_samples} is below 1")
@@ -39,13 +40,17 @@ def rungs(min_samples: int, max_samples: int, eta: int) -> tuple[int, ...]:
 
 
 def fidelities(rungs: Sequence[int]) -> tuple[float, ...]:
-    """Each rung's share of the full budget, in (0, 1]; the last is 1."""
+    """The share of the full budget that each rung has, in (0, 1]; the last rung has 1."""
     return tuple(samples / rungs[-1] for samples in rungs)
 
 
 @dataclass(frozen=True)
 class Bracket:
-    """One ladder: `num_configurations` start at rung `first_rung` (0-based) and climb to rung `num_rungs` - 1."""
+    """A bracket of successive halving, one ladder of rungs on which configurations are promoted.
+
+    It starts `num_configurations` at rung `first_rung` (0-based); the best of them reach rung `num_rungs` - 1. `eta` is
+    the reduction factor.
+    """
 
     num_configurations: int
     first_rung: int
@@ -61,12 +66,15 @@ class Bracket:
         return tuple(sizes)
 
     def num_promoted(self, num_scored: int) -> int:
-        """The number of configurations promoted out of `num_scored` at a rung: floor(n / eta), at least one."""
+        """The number of configurations that are promoted when a rung has scored `num_scored`.
+
+        It is floor(num_scored / eta), but at least one.
+        """
         return max(1, num_scored // self.eta)
 
 
 def hyperband_brackets(num_rungs: int, eta: int) -> tuple[Bracket, ...]:
-    """The brackets of one Hyperband iteration: s = s_max..0 with s_max = num_rungs - 1.
+    """The brackets of one Hyperband iteration, numbered s from s_max = num_rungs - 1 down to 0.
 
     Bracket s starts ceil(eta^s * (s_max + 1) / (s + 1)) configurations at rung s_max - s. With three rungs and eta 3, 9
     configurations start at the first rung, 5 at the second, 3 at the last.
@@ -82,10 +90,10 @@ def hyperband_brackets(num_rungs: int, eta: int) -> tuple[Bracket, ...]:
 
 
 def bracket_cycle(scheduler: Scheduler, *, num_rungs: int, eta: int, max_trials: int) -> tuple[Bracket, ...]:
-    """The brackets that a search repeats, in order.
+    """The brackets that a search with this scheduler repeats, in order.
 
-    hyperband: those of one Hyperband iteration. racing: one bracket for each configuration. Otherwise one bracket of
-    all configurations: promotion does not wait for a full bracket (asha), or there is none (one rung).
+    With hyperband they are the brackets of one Hyperband iteration. With racing each configuration has a bracket of its
+    own. With asha, with none, and with hyperband on a single rung, one bracket has all configurations.
     """
     if scheduler == "racing":
         return (Bracket(1, first_rung=0, num_rungs=num_rungs, eta=eta),)
@@ -95,9 +103,10 @@ def bracket_cycle(scheduler: Scheduler, *, num_rungs: int, eta: int, max_trials:
 
 
 def bracket_plan(cycle: Sequence[Bracket], max_trials: int) -> tuple[Bracket, ...]:
-    """Brackets in the order in which they run: `cycle` repeated until `max_trials` configurations have started.
+    """All brackets of a search in the order in which they run.
 
-    The last bracket is truncated to what remains of `max_trials`.
+    `cycle` is repeated until `max_trials` configurations have started. The last bracket is smaller if fewer
+    configurations are left.
     """
 
     def cut() -> Iterator[Bracket]:

@@ -30,11 +30,11 @@ class Source:
 class Merge:
     """The computation of one component's tensors from the same tensors of several sources.
 
-    `coefficients` maps a name to a number (shared by all sources) or to a tuple with one number per source, in the
-    order of `sources`. Methods on task vectors (task_arithmetic, ties) subtract `base`, which is not one of the
-    `sources`; by default it is the recipe's base model, in the layer of the sources. SLERP interpolates from the first
-    source (t = 0) to the second (t = 1). `seed` is for methods that draw random masks. `search_spaces.methods` declares
-    what each method takes.
+    `coefficients` maps a name to one number that all sources share, or to a tuple with one number per source, in the
+    order of `sources`. Methods on task vectors, such as task_arithmetic and ties, subtract `base`, which is not one of
+    the `sources`; its default is the recipe's base model, in the layer of the sources. SLERP interpolates from the
+    first source (t = 0) to the second (t = 1). `seed` is that of random masks. `search_spaces.methods` declares which
+    coefficients each method takes.
     """
 
     method: str
@@ -65,9 +65,9 @@ class Merge:
         return hash((self.method, self.sources[0].model, self.sources[0].layer, *self.coefficients.items(), self.seed))
 
     def number(self, name: str) -> float:
-        """The shared coefficient `name`, or its default.
+        """The value of the coefficient `name`, which all sources share; its default if the merge does not state it.
 
-        Raises InvalidRecipe if it is missing or has one number per source.
+        Raises InvalidRecipe if the coefficient is missing and has no default, or if it has one number per source.
         """
         value = self.coefficients[name] if name in self.coefficients else self._default(name)
         if value is None or isinstance(value, tuple):
@@ -75,9 +75,9 @@ class Merge:
         return value
 
     def per_source(self, name: str) -> tuple[float, ...]:
-        """Coefficient `name`, or its default, for each source; a shared number is repeated.
+        """The values of the coefficient `name`, one for each source; a number that all sources share is repeated.
 
-        Raises InvalidRecipe if it is missing.
+        A coefficient that the merge does not state has its default. Raises InvalidRecipe if it has none.
         """
         value = self.coefficients[name] if name in self.coefficients else self._default(name)
         if value is None:
@@ -85,7 +85,7 @@ class Merge:
         return value if isinstance(value, tuple) else (value,) * len(self.sources)
 
     def check(self) -> None:
-        """Raise InvalidRecipe unless the method accepts these sources, coefficients and seed."""
+        """Raise InvalidRecipe unless the merge's method accepts its sources, coefficients and seed."""
         declared = METHODS.get(self.method)
         if declared is None:
             raise InvalidRecipe(f"merge: unknown merge method {self.method!r}; known are {', '.join(METHODS)}")
@@ -105,7 +105,10 @@ class Merge:
         return self.base or Source(recipe_base, self.sources[0].layer)
 
     def at_layer(self, layer: int | None) -> Self:
-        """The merge applied to layer `layer` of its sources; None: to the sources' tensors outside layers."""
+        """The same merge with its sources in layer `layer`.
+
+        With `layer` None, the merge is of the sources' tensors outside layers.
+        """
         return replace(self, sources=tuple(Source(source.model, layer) for source in self.sources))
 
     def _default(self, name: str) -> float | None:
@@ -175,11 +178,13 @@ def _passthrough(source: Source) -> Merge:
 
 
 def canonical_merge(merge: Merge, *, base: str, fingerprints: Mapping[str, str]) -> Merge:
-    """The simplest merge that gives the same tensors; equal results have equal forms where declarations show it.
+    """The simplest merge that gives the same tensors as `merge`.
 
     Sources without influence are left out. A merge that equals one of its sources becomes passthrough. Sources are
     ordered by (fingerprint, layer), except where their order has a meaning. Coefficients equal to their defaults are
-    left out, and equal coefficients of all sources become one number. `base` is the alias of the recipe's base model.
+    left out, and equal coefficients of all sources become one number. Two merges with equal tensors have the same
+    canonical form only if the declarations of their methods show that they are equal. `base` is the alias of the
+    recipe's base model.
     """
     base_source, declared = merge.base_in(base), METHODS[merge.method]
     coefficients, sources = dict(merge.coefficients), merge.sources
@@ -228,7 +233,10 @@ def _of_sources(coefficients: Mapping[str, CoefficientValue], at: Sequence[int])
 
 
 def _brief(coefficients: Mapping[str, CoefficientValue], declared: MergeMethod) -> dict[str, CoefficientValue]:
-    """The coefficients without those equal to their defaults; one number where all sources have the same."""
+    """The coefficients of a merge in their shortest form.
+
+    A coefficient equal to its default is left out. Equal numbers of all sources become one number.
+    """
     brief: dict[str, CoefficientValue] = {}
     for name, value in coefficients.items():
         shared = value[0] if isinstance(value, tuple) and len(set(value)) == 1 else value

@@ -56,11 +56,12 @@ SCALED_METRICS = frozenset({"bleu", "chrf", "likelihood"})
 class Objective:
     """A metric and its direction of optimisation.
 
-    `range` is [lowest, highest] of the metric's values, by default [0, 1]. `constraints` are bounds on its values. An
-    objective with `cost_of_recipe` has no samples: its metric is the cost's name, and its values are exact.
+    `range` is the [lowest, highest] value of the metric, by default [0, 1]. `constraints` are bounds on the objective's
+    values. `cost_of_recipe` names a cost that follows from the recipe ("layers" or "parameters"): the objective then
+    has no samples, and its values are exact.
 
-    Raises InvalidStudy without a `range` for metrics known to leave [0, 1]: minimised ones (perplexity, for example)
-    and those on another scale.
+    Raises InvalidStudy if `range` is missing for a metric whose values are known to leave [0, 1], such as perplexity
+    and other metrics that are minimised, or BLEU.
     """
 
     name: str
@@ -82,9 +83,10 @@ class Objective:
         return self.range or (0.0, 1.0)
 
     def cost(self, value: float) -> float:
-        """The cost of a value: 0 at the better end of the range, 1 at the worse one; not clipped, so order is kept.
+        """The cost of a value: 0 at the better end of the range, 1 at the worse end.
 
-        Raises InvalidStudy if no range is stated and `value` is outside [0, 1], ValueError if `value` is not finite.
+        Costs are not clipped to [0, 1], so they keep the order of values outside the range. Raises InvalidStudy if no
+        range is stated and `value` is outside [0, 1], ValueError if `value` is not finite.
         """
         if not math.isfinite(value):
             raise ValueError(f"objective {self.name!r}: {self.metric}={value} is not a finite number")
@@ -94,7 +96,10 @@ class Objective:
         return self.cost_of_stored(value)
 
     def cost_of_stored(self, value: float) -> float:
-        """The cost of a stored value; unlike `cost`, it accepts any value, so that stored results can be shown."""
+        """The cost of a stored value: 0 at the better end of the range, 1 at the worse end.
+
+        Unlike `cost`, it accepts any value, so that stored results can always be shown.
+        """
         low, high = self.bounds
         share = (value - low) / (high - low)
         return 1 - share if self.direction == "maximize" else share
@@ -112,8 +117,8 @@ def _needs_range(claim: str) -> InvalidStudy:
 class Candidate:
     """A candidate for promotion.
 
-    `number` is its trial's number. `costs` are None if it failed. `violation` is the sum of its constraint violations,
-    0 if it meets all constraints.
+    `number` is the number of its trial. `costs` is None if the trial failed. `violation` is the sum of the trial's
+    constraint violations, 0 if all constraints hold.
     """
 
     number: int
@@ -122,15 +127,15 @@ class Candidate:
 
 
 def dominates(costs: Costs, other: Costs) -> bool:
-    """Whether `costs` are nowhere larger than `other` and somewhere smaller."""
+    """Whether `costs` dominates `other`: no cost is larger than the one in `other`, and at least one is smaller."""
     return all(a <= b for a, b in zip(costs, other, strict=True)) and costs != other
 
 
 def constrained_dominates(candidate: Candidate, other: Candidate) -> bool:
-    """Whether `candidate` violates constraints less than `other`, or equally and its costs dominate.
+    """Whether `candidate` violates constraints less than `other`, or violates them equally and dominates it by costs.
 
-    A failed candidate dominates none. The rule is definition 1 of Deb et al., "NSGA-II" (2002), except that of two
-    infeasible candidates with equal violation the costs decide; in the paper neither dominates.
+    A failed candidate dominates none. The rule is definition 1 of Deb et al., "NSGA-II" (2002), with one difference:
+    between two infeasible candidates with equal violation the costs decide, while in the paper neither dominates.
     """
     if candidate.costs is None or other.costs is None:
         return candidate.costs is not None and other.costs is None
@@ -140,11 +145,10 @@ def constrained_dominates(candidate: Candidate, other: Candidate) -> bool:
 
 
 def constrained_front(candidates: Sequence[Candidate]) -> tuple[bool, ...]:
-    """Whether each candidate is on the front: dominated by no other (`constrained_dominates`).
+    """Whether each candidate is on the front, which means that no other candidate dominates it.
 
-    No candidate may have failed.
-
-    Where some candidates meet all constraints, only those can be on the front.
+    `constrained_dominates` is the rule. If some candidates meet all constraints, only those can be on the front. No
+    candidate may have failed.
     """
     least = min((candidate.violation for candidate in candidates), default=0.0)
     kept = [c.costs for c in candidates if c.costs is not None and c.violation == least]
@@ -153,21 +157,30 @@ def constrained_front(candidates: Sequence[Candidate]) -> tuple[bool, ...]:
 
 
 def non_dominated_ranks(costs: Sequence[Costs]) -> tuple[int, ...]:
-    """Rank of each point: 0 on the front, 1 on the front of the rest, and so on. Equal points have equal ranks."""
+    """The non-dominated rank of each point: 0 on the front, 1 on the front of the remaining points, and so on.
+
+    Equal points have equal ranks.
+    """
     from moocore import pareto_rank
 
     return tuple(pareto_rank(np.array(costs)).tolist()) if costs else ()
 
 
 def non_dominated(costs: Sequence[Costs]) -> tuple[bool, ...]:
-    """Whether each point is on the front: no other point dominates it. Equal points are on it together."""
+    """Whether each point is on the Pareto front: no other point dominates it.
+
+    Equal points are on the front together.
+    """
     from moocore import is_nondominated
 
     return tuple(is_nondominated(np.array(costs), keep_weakly=True).tolist()) if costs else ()
 
 
 def crowding_distances(costs: Sequence[Costs]) -> tuple[float, ...]:
-    """Crowding distance of each point of one front: larger is less crowded, infinite at an objective's ends."""
+    """The crowding distance of each point of one front; a larger distance means fewer points nearby.
+
+    The best and the worst point of each objective have infinite distance.
+    """
     distances = [0.0] * len(costs)
     for objective in range(len(costs[0]) if costs else 0):
         order = sorted(range(len(costs)), key=lambda i: costs[i][objective])
@@ -203,9 +216,10 @@ def promotion_order(candidates: Sequence[Candidate]) -> tuple[int, ...]:
 
 
 def hypervolume(costs: Sequence[Costs], reference: float = REFERENCE_COST) -> float:
-    """Volume of cost space between `costs` and the point with `reference` in every objective; larger is better.
+    """Volume of the part of cost space that `costs` dominate, up to a reference point; larger is better.
 
-    The volume is exact, for at most 31 objectives. Points beyond the reference add nothing.
+    The reference point has the cost `reference` in every objective. Points beyond it add nothing. The volume is exact,
+    for at most 31 objectives.
     """
     import moocore
 

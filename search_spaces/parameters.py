@@ -34,7 +34,7 @@ Configuration: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition of a parameter: `parent` is active and has one of `values`."""
+    """A condition under which a parameter exists: the parameter `parent` is active and has one of `values`."""
 
     parent: str
     values: tuple[Choice, ...]
@@ -42,7 +42,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class Float:
-    """A real number in [low, high], both ends included; searched uniformly."""
+    """A parameter that is a real number in [low, high], both ends included; searched uniformly."""
 
     name: str
     low: float
@@ -72,7 +72,7 @@ class Float:
 
 @dataclass(frozen=True)
 class Integer:
-    """A whole number in [low, high], both ends included; searched uniformly."""
+    """A parameter that is a whole number in [low, high], both ends included; searched uniformly."""
 
     name: str
     low: int
@@ -102,7 +102,10 @@ class Integer:
 
 @dataclass(frozen=True)
 class Categorical:
-    """One of `choices`, which have no order. The default is the first."""
+    """A parameter that is one of `choices`, which have no order.
+
+    Without a `default`, the first choice is the default.
+    """
 
     name: str
     choices: tuple[Choice, ...]
@@ -134,30 +137,32 @@ Parameter: TypeAlias = Float | Integer | Categorical
 
 
 class Structure(Protocol):
-    """Rules for all parameters of a space together: where a search starts, and which configurations are stored.
+    """Rules for all parameters of a space together: how configurations are drawn, and which ones are stored.
 
-    Several configurations may have the same meaning; one of them is the repaired one, which is stored. Implementations
-    are immutable and picklable.
+    Where several configurations have the same meaning, only one of them is stored; it is called repaired.
+    Implementations are immutable and picklable.
     """
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
-        """A repaired configuration, drawn from the space's own distribution."""
+        """A random configuration in repaired form, drawn from the space's own distribution."""
         ...
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        """The configuration that is stored for `configuration`, whose values are each accepted.
+        """The repaired configuration, which is stored in place of `configuration`.
 
-        It meets the limits of the space, and configurations of equal merges have the same one. It depends on
-        `configuration` alone. A repaired configuration is returned unchanged.
+        Each value of `configuration` must be accepted by its parameter. The repaired configuration meets the limits of
+        the space, and configurations that give the same merge have the same repaired one. It depends on `configuration`
+        alone. A repaired configuration is returned unchanged.
         """
         ...
 
 
 class Parameters:
-    """An ordered, immutable collection of parameters. A parent comes before the parameters that depend on it.
+    """The parameters of a search space, an ordered and immutable collection.
 
-    Parameters with the same role have the same meaning in different places (the coefficient of TIES in each layer
-    group). Searchers may start with configurations that give all of them the same value. A parameter may have no role.
+    A parameter whose existence depends on another one, its parent, comes after it. Parameters with the same role have
+    the same meaning in different places, for example the coefficient of TIES in each layer group. Searchers may start
+    with configurations in which all parameters of a role have the same value. A parameter may have no role.
     """
 
     def __init__(
@@ -167,9 +172,9 @@ class Parameters:
         roles: Mapping[str, str] | None = None,
         structure: Structure | None = None,
     ) -> None:
-        """Check the parameters.
+        """Store the parameters, after checking their names and conditions.
 
-        Raises ValueError for a repeated name, a condition that never holds, or a parent that is missing or later.
+        Raises ValueError for a repeated name, a condition that never holds, or a parent that is missing or comes later.
         """
         self.roles = dict(roles or {})
         self.structure = structure
@@ -198,7 +203,10 @@ class Parameters:
         return self._by_name[name]
 
     def active(self, configuration: Configuration) -> tuple[str, ...]:
-        """Names of the parameters that exist given the values in `configuration`, in order."""
+        """Names of the parameters that exist in `configuration`, in order.
+
+        Whether a parameter with conditions exists depends on the values of its parents.
+        """
         active: set[str] = set()
         for parameter in self:
             if self._is_active(parameter, configuration, active):
@@ -206,7 +214,7 @@ class Parameters:
         return tuple(name for name in self._by_name if name in active)
 
     def check(self, configuration: Configuration) -> None:
-        """Accept exactly the configurations of this space.
+        """Check that `configuration` is one of this space.
 
         Raises InvalidConfiguration for an unknown name, a value out of range or of the wrong type, a missing active
         parameter, and an inactive parameter.
@@ -234,7 +242,7 @@ class Parameters:
                 )
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
-        """A configuration drawn uniformly, parents first, or from the distribution of the space's structure.
+        """A random configuration, drawn by the space's `structure`, or uniformly (parents first) if there is none.
 
         The same generator state gives the same configuration.
         """
@@ -243,11 +251,17 @@ class Parameters:
         return self.build(lambda parameter: parameter.sample(rng))
 
     def repair(self, configuration: Configuration) -> Configuration:
-        """The configuration that is stored for an accepted one; without a structure, the configuration itself."""
+        """The configuration that is stored in place of `configuration`, as the space's `structure` repairs it.
+
+        Without a structure it is `configuration` itself, which must be accepted by `check`.
+        """
         return configuration if self.structure is None else self.structure.repair(configuration)
 
     def build(self, choose: Callable[[Parameter], Any]) -> dict[str, Any]:
-        """The configuration with the value `choose(parameter)` for each parameter that exists, parents first."""
+        """The configuration in which each parameter that exists has the value `choose(parameter)`.
+
+        Parents are chosen first, because they decide which other parameters exist.
+        """
         configuration: dict[str, Any] = {}
         for parameter in self:
             if self._is_active(parameter, configuration, configuration):

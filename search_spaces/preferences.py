@@ -42,11 +42,11 @@ def equal_preference(num_objectives: int) -> tuple[float, ...]:
 
 
 def simplex_lattice(num_objectives: int, *, max_vectors: int) -> Vectors:
-    """All vectors whose weights are multiples of 1/s, for the largest s that gives at most `max_vectors` vectors.
+    """A regular lattice of at most `max_vectors` preference vectors.
 
-    With s = 1 there is one vector for each objective. Vectors are in lexicographic order, the first objective's weights
-    ascending. Su and Geiping, "Fine, I'll Merge It Myself" (2025), section 3.3.2; Das and Dennis, SIAM J. Optim. 8(3),
-    1998.
+    It has all vectors whose weights are multiples of 1/s, for the largest s for which these are few enough. With s = 1
+    there is one vector for each objective. Vectors are in lexicographic order, the first objective's weights ascending.
+    Su and Geiping, "Fine, I'll Merge It Myself" (2025), section 3.3.2; Das and Dennis, SIAM J. Optim. 8(3), 1998.
     """
     divisions = 1
     if num_objectives > 1:
@@ -85,10 +85,11 @@ def dirichlet(num_objectives: int, *, num_vectors: int, rng: np.random.Generator
 def augmented_chebyshev(gaps: Vectors, vector: ArrayLike, *, rho: float = AUGMENTATION) -> NDArray[np.float64]:
     """The augmented Chebyshev distance of each candidate from the best, [num_candidates]; smaller is better.
 
-    `gaps` [num_candidates, num_objectives] are distances in each objective, `vector` has the weights. The result is the
-    largest weighted gap, plus `rho` times the sum of the weighted gaps. Unlike that of a weighted sum, its minimum may
-    be at any point of a front, also where the front is not convex. Knowles, "ParEGO", IEEE TEC 10(1), 2006, equation 2;
-    Su and Geiping, "Fine, I'll Merge It Myself" (2025), equation 3.
+    `gaps` [num_candidates, num_objectives] are distances from the best value in each objective, `vector` has the
+    weights of the objectives. The result is the largest weighted gap, plus `rho` times the sum of the weighted gaps.
+    The minimum of this function may be at any point of a front, also where the front is not convex; that of a weighted
+    sum may not. Knowles, "ParEGO", IEEE TEC 10(1), 2006, equation 2; Su and Geiping, "Fine, I'll Merge It Myself"
+    (2025), equation 3.
     """
     weighted = gaps * np.asarray(vector, dtype=np.float64)
     joined: NDArray[np.float64] = weighted.max(axis=1) + rho * weighted.sum(axis=1)
@@ -96,9 +97,10 @@ def augmented_chebyshev(gaps: Vectors, vector: ArrayLike, *, rho: float = AUGMEN
 
 
 def parse_preference(text: str) -> dict[str, float]:
-    """The weights in a text such as "math=0.6,code=0.4". `preference_vector` checks objectives and sum.
+    """The weight of each objective in a text such as "math=0.6,code=0.4".
 
-    Raises InvalidPreference for text of another form and for an objective that is named twice.
+    Whether the objectives exist and the weights sum to one is checked by `preference_vector`. Raises InvalidPreference
+    for text of another form and for an objective that is named twice.
     """
     weights: dict[str, float] = {}
     for part in text.split(","):
@@ -116,10 +118,10 @@ def parse_preference(text: str) -> dict[str, float]:
 
 
 def preference_vector(weights: Mapping[str, float], *, objectives: Sequence[str]) -> tuple[float, ...]:
-    """A user's weights by objective, as a vector; objectives that are not named have weight 0.
+    """The preference vector that a user's weights by objective describe, in the order of `objectives`.
 
-    Raises InvalidPreference for an unknown objective, a weight that is negative or not finite, and a sum that is not
-    one.
+    An objective that is not in `weights` has weight 0. Raises InvalidPreference for an unknown objective, a weight that
+    is negative or not finite, and a sum that is not one.
     """
     known = frozenset(objectives)
     for name, weight in weights.items():

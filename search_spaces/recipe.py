@@ -35,8 +35,9 @@ FORMAT, FORMAT_OF_CUTS = "mergesearch-recipe/1", "mergesearch-recipe/2"
 class LayerRecipe:
     """One layer of the merged model.
 
-    `scale` multiplies the residual stream after the layer (1 = unchanged). `alignment` is the digest of a map that is
-    applied to the residual stream after the layer; None: there is none.
+    `attention`, `mlp` and `norm` are the merges of the layer's components. `scale` multiplies the residual stream after
+    the layer (1 = unchanged). `alignment` is the digest of a map that is applied to the residual stream after the
+    layer, or None if there is no such map.
     """
 
     attention: Merge
@@ -46,7 +47,7 @@ class LayerRecipe:
     alignment: str | None = None  # digest of the alignment after this layer (workers.alignments)
 
     def component(self, name: Component) -> Merge:
-        """The merge of this component of the layer."""
+        """The merge of the layer's component `name`."""
         merge: Merge = getattr(self, name)
         return merge
 
@@ -76,18 +77,20 @@ class LayerRecipe:
 class Recipe:
     """A concrete merge of whole models.
 
-    `models` maps every alias used to its content fingerprint. `base` is the alias of the base model. `layers` are the
-    merged model's layers in order. `embedding` is the input embedding (a tied output head follows it). `head` is the
-    final norm and, where untied, the output head. `tensors` are the merges of single tensors, by their names in the
-    merged model, where these differ from their component's.
+    `models` maps every alias that is used to the model's content fingerprint. `base` is the alias of the base model.
+    `layers` are the merged model's layers in order. `embedding` is the merge of the input embedding, and of an output
+    head that is tied to it. `head` is the merge of the final norm and, if it is not tied, of the output head. `tensors`
+    are the merges of single tensors that differ from the merge of their component, by the tensors' names in the merged
+    model.
 
     `tokenizer` names the merged model's vocabulary, to which the rows of embeddings are aligned: "base", "union", or
-    the alias of another model. `vocabulary` has further options for it, as `workers.models.vocabulary` reads them. With
-    a vocabulary other than the base's, `models` keeps models that no merge uses, because the vocabulary depends on
-    them.
+    the alias of another model. `vocabulary` has further options of the vocabulary, which `workers.models.vocabulary`
+    reads. With a vocabulary other than the base's, `models` also has models that no merge uses, because the vocabulary
+    depends on them.
 
-    `keeps_equal`: methods that cut at a rank keep all elements whose magnitude is the one at that rank, as in format 1.
-    `stacks_experts`: in a mixture of experts, all experts of a layer are merged as one tensor instead of one by one.
+    `keeps_equal` concerns methods that keep the largest elements up to a rank: if several elements have the magnitude
+    at that rank, all of them are kept, as in files of recipe format 1. With `stacks_experts`, all experts of a layer of
+    a mixture of experts are merged as one tensor; otherwise each is merged by itself.
     """
 
     models: Mapping[str, str]
@@ -130,7 +133,7 @@ class Recipe:
         tokenizer: str = "base",
         vocabulary: Mapping[str, Any] | None = None,
     ) -> Self:
-        """The recipe that merges every tensor in the same way, each layer with the same layer of the sources."""
+        """The recipe that merges every tensor by the same merge; layer l is merged from layer l of each source."""
         layers = tuple(LayerRecipe(own, own, own) for own in map(merge.at_layer, range(num_layers)))
         whole = merge.at_layer(None)
         return cls(models, base, layers, whole, whole, tokenizer=tokenizer, vocabulary=vocabulary or {})
@@ -146,14 +149,14 @@ class Recipe:
         tokenizer: str = "base",
         vocabulary: Mapping[str, Any] | None = None,
     ) -> Self:
-        """The recipe whose merge is `model`, one of the aliases in `models`, unchanged."""
+        """The recipe of one model as it is: every tensor is that of `model`, one of the aliases in `models`."""
         merge = Merge("passthrough", (Source(model),))
         return cls.uniform(
             merge, models=models, base=base, num_layers=num_layers, tokenizer=tokenizer, vocabulary=vocabulary
         )
 
     def merges(self) -> tuple[Merge, ...]:
-        """All merges of the recipe: layer by layer, then embedding and head, then those of single tensors."""
+        """All merges of the recipe: of the layers in order, of the embedding, of the head, then of single tensors."""
         in_layers = tuple(layer.component(name) for layer in self.layers for name in COMPONENTS)
         return (*in_layers, self.embedding, self.head, *self.tensors.values())
 
@@ -175,7 +178,10 @@ class Recipe:
                 raise InvalidRecipe(f"{place}: {str(error).removeprefix('merge: ')}") from error
 
     def rewritten(self, rewrite: Callable[[Merge], Merge]) -> Recipe:
-        """The recipe with every merge replaced by `rewrite(merge)`; equal merges are rewritten once."""
+        """The recipe with every merge replaced by `rewrite(merge)`.
+
+        `rewrite` is called once for equal merges.
+        """
         once = functools.cache(rewrite)
         layers = tuple(
             replace(layer, attention=once(layer.attention), mlp=once(layer.mlp), norm=once(layer.norm))
@@ -185,9 +191,11 @@ class Recipe:
         return replace(self, layers=layers, embedding=once(self.embedding), head=once(self.head), tensors=tensors)
 
     def canonical(self) -> Recipe:
-        """The equivalent recipe in canonical form: every merge as `canonical_merge` gives it, and no unused models.
+        """The equivalent recipe in canonical form.
 
-        Raises InvalidRecipe as `check` does.
+        Each merge is in the form of `canonical_merge`, and models that are not used are left out.
+
+        Raises InvalidRecipe if a merge is not valid for its method.
         """
         known: Recipe | None = self.__dict__.get("_canonical")
         if known is not None:
@@ -218,7 +226,7 @@ class Recipe:
         return cached
 
     def to_json(self) -> dict[str, Any]:
-        """The recipe as plain data; entries with their usual value are left out."""
+        """The recipe as plain data for JSON; entries that have their default value are left out."""
         document = {
             "format": FORMAT if self.keeps_equal or not self._cuts_at_rank() else FORMAT_OF_CUTS,
             "models": dict(self.models),
@@ -268,7 +276,7 @@ def _models(merges: Iterable[Merge]) -> Iterator[str]:
 
 
 def _renamed(document: Any, names: Mapping[str, str]) -> Any:
-    """A recipe's JSON with aliases replaced by `names` wherever a model is named."""
+    """A copy of a recipe's JSON in which each alias of a model is replaced by its entry in `names`."""
     if isinstance(document, dict):
         return {
             key: [[names[model], layer] for model, layer in value]

@@ -16,11 +16,17 @@ Line = Annotated[str, Field(pattern=LINE)]
 
 
 class Section(BaseModel):
-    """A part of a study file as a frozen, validated model. Unknown keys and numbers that are not finite are refused."""
+    """The base class of the sections of a study file: a frozen, validated model.
+
+    Unknown keys and numbers that are not finite are refused.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 def one_of(tag_of: Any, accepted: str) -> Discriminator:
-    """The discriminator of a union whose branches are tagged by `tag_of`; the error message names `accepted`."""
+    """A pydantic discriminator for a union of sections, which selects the branch with the tag `tag_of(value)`.
+
+    If no branch has the tag, the error message says to give what `accepted` names.
+    """
     return Discriminator(tag_of, custom_error_type="union", custom_error_message=f"give {accepted}")

@@ -37,8 +37,9 @@ SourceChoice = Literal["experts", "pair", "ordered pair", "model"]
 class Range:
     """The range [low, high] in which a coefficient is searched.
 
-    `per_expert`: one number for each expert. `on_simplex`: the numbers are stored divided by their sum. Where no
-    experts are selected there are no parameters per expert, and all numbers are `default`.
+    With `per_expert` there is one parameter for each expert that is merged, otherwise one for all. With `on_simplex`
+    the numbers are divided by their sum before they are stored in a recipe. Where experts are not selected one by one,
+    there is no parameter per expert, and each number is `default`.
     """
 
     low: float
@@ -50,7 +51,10 @@ class Range:
 
 @dataclass(frozen=True)
 class PairShare:
-    """Weights of a pair, searched as one number: the second model's share t in [0, 1]. The weights are 1 - t and t."""
+    """The weights of two models, searched as one number t in [low, high], the share of the second model.
+
+    The weights are 1 - t and t.
+    """
 
     low: float = 0.0
     high: float = 1.0
@@ -58,7 +62,10 @@ class PairShare:
 
 @dataclass(frozen=True)
 class NumSources:
-    """A coefficient that counts sources; not searched. It is `value`, or the number of sources if that is smaller."""
+    """A coefficient that counts sources, which is not searched.
+
+    It is `value`, or the number of sources if that is smaller.
+    """
 
     value: float
 
@@ -67,10 +74,13 @@ class NumSources:
 class Coefficient:
     """A coefficient of a merge method, in [low, high].
 
-    `per_model`: it may also be one number per source. A coefficient with a `default` is optional, and canonical recipes
-    omit it where it has that value. `searched` says how a search varies it; None: it keeps its default. `has_gradient`:
-    the merged tensor is differentiable with respect to it, with the elements that the method keeps and the signs that
-    it elects held fixed. It is rounded to `decimals`; tolerances need more than other numbers.
+    - `per_model`: whether a merge may state one number per source instead of one for all
+    - `default`: the value of a coefficient that a merge does not state; without a default it must be stated. Canonical
+      recipes leave out a coefficient that has its default.
+    - `searched`: how a search varies the coefficient; None if it keeps its default
+    - `has_gradient`: whether the merged tensor is differentiable with respect to the coefficient; the elements that the
+      method keeps and the signs that it elects are held fixed
+    - `decimals`: the number of decimals to which the coefficient is rounded; more than usual for tolerances
     """
 
     name: str
@@ -84,19 +94,19 @@ class Coefficient:
     decimals: int = COEFFICIENT_DECIMALS
 
     def searched_in(self, low: float, high: float) -> Self:
-        """The same coefficient, searched in [low, high] with one number for all experts."""
+        """A copy of the coefficient that is searched in [low, high], with one number for all experts."""
         return replace(self, searched=Range(low, high))
 
     @property
     def accepts(self) -> str:
-        """The accepted values in words, for messages."""
+        """The values that the coefficient accepts, in words for error messages: "a number in [0, 1]"."""
         kind = "a whole number" if self.is_whole else "a number"
         if self.low == -math.inf:
             return f"{kind}"
         return f"{kind} from {self.low:g}" if self.high == math.inf else f"{kind} in [{self.low:g}, {self.high:g}]"
 
     def contains(self, value: float) -> bool:
-        """Whether `value` is accepted."""
+        """Whether the coefficient accepts `value`."""
         return self.low <= value <= self.high and (not self.is_whole or value == int(value))
 
 
@@ -108,16 +118,17 @@ class MergeMethod:
     - `variant`: what distinguishes the method from others of a similar name and from other implementations
     - `is_ordered`: the sources have different roles, so their order is kept
     - `takes_seed`: the method draws random masks
-    - `cuts_at_rank`: the treatment of an element depends on the rank of its magnitude or variance, so equal ones need
-      an order
-    - `drops_zeros`: the coefficient whose zero removes a source's influence
-    - `base_at_zero`: the coefficient whose zero leaves the base
-    - `first_at_zero`: the coefficient whose zero leaves the first source
-    - `is_itself_alone`: a single source is returned unchanged
-    - `constraint`: says what is wrong with numbers that are each within their ranges; None if nothing is
-    - `mergekit`: the counterpart that computes the same tensors; None if mergekit has none
-    - `mergekit_difference`: completes "NAME ...": why recipes of the method are not exported to mergekit, except where
-      the counterpart is exact
+    - `cuts_at_rank`: the method treats an element by the rank of its magnitude or variance, so elements with equal
+      values need a defined order
+    - `drops_zeros`: the coefficient of a source that removes the source's influence where it is zero
+    - `base_at_zero`: the coefficient at whose zero the merge is the base model
+    - `first_at_zero`: the coefficient at whose zero the merge is the first source
+    - `is_itself_alone`: a merge of a single source is that source
+    - `constraint`: a function that says what is wrong with coefficients that are each in their range; it returns None
+      if nothing is wrong
+    - `mergekit`: the method of mergekit that computes the same tensors; None if mergekit has none
+    - `mergekit_difference`: the reason why recipes of the method are not exported to mergekit (except where the
+      counterpart is exact), as the end of a sentence that begins with the method's name
     """
 
     name: str
@@ -140,7 +151,7 @@ class MergeMethod:
 
     @property
     def source_choice(self) -> SourceChoice:
-        """The kind of sources among which a search chooses."""
+        """The kind of sources that a search chooses for this method: experts, a pair, an ordered pair or one model."""
         if self.max_sources is None:
             return "experts"
         if self.max_sources == 1:
@@ -148,7 +159,7 @@ class MergeMethod:
         return "ordered pair" if self.is_ordered else "pair"
 
     def coefficient(self, name: str) -> Coefficient | None:
-        """The declared coefficient of this name; None if the method takes none."""
+        """The declared coefficient with this name, or None if the method takes no such coefficient."""
         for coefficient in self.coefficients:
             if coefficient.name == name:
                 return coefficient
@@ -156,11 +167,14 @@ class MergeMethod:
 
     @property
     def gradients_by(self) -> tuple[Coefficient, ...]:
-        """The coefficients with respect to which merged tensors are differentiable; may be empty."""
+        """The coefficients by which tensors merged by this method are differentiable; there may be none."""
         return tuple(coefficient for coefficient in self.coefficients if coefficient.has_gradient)
 
     def range_of(self, name: str) -> Range:
-        """The range in which coefficient `name` is searched."""
+        """The range in which a search varies the coefficient `name`.
+
+        The method must declare the coefficient as searched in a range.
+        """
         coefficient = self.coefficient(name)
         assert coefficient is not None, f"{self.name} takes no coefficient {name!r}"
         assert isinstance(coefficient.searched, Range), f"{self.name}.{name} is not searched in a range"
@@ -169,7 +183,10 @@ class MergeMethod:
     def problems(
         self, num_sources: int, coefficients: Mapping[str, CoefficientValue], seed: int | None
     ) -> Iterator[str]:
-        """Problems of a merge by this method, most basic first; missing coefficients are not reported."""
+        """What is wrong with a merge by this method, as messages: its number of sources, its coefficients, its seed.
+
+        Missing coefficients are not reported.
+        """
         if not self.min_sources <= num_sources <= (self.max_sources or num_sources):
             accepted = self.min_sources if self.max_sources else f"at least {self.min_sources}"
             yield f"{self.name} has {num_sources} sources; it takes {accepted}"

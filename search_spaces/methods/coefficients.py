@@ -40,12 +40,19 @@ PAIR_WEIGHT = Coefficient("weight", per_model=True, searched=PairShare(), has_gr
 
 
 def normalize(default: int) -> Coefficient:
-    """The coefficient `normalize`; with 1, the sum is divided by the total weight of the task vectors that agree."""
+    """Declaration of the coefficient `normalize`, which is 0 or 1, with this default.
+
+    With 1, the sum of task vectors is divided, in each element, by the total weight of the task vectors that agree in
+    sign.
+    """
     return Coefficient("normalize", 0, 1, default=default, is_whole=True)
 
 
 def weights_do_not_cancel(numbers: Numbers) -> str | None:
-    """Constraint of methods that divide by the sum of the weights: the sum must not be zero."""
+    """Constraint of methods that divide by the sum of the weights: the sum must not be zero.
+
+    Returns a message if the sum is zero, else None.
+    """
     weights = numbers("weight")
     return (
         None

@@ -32,10 +32,10 @@ EQUAL_MAGNITUDES = (
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter in mergekit's files.
+    """A parameter in mergekit's configuration files.
 
-    It has one number for all inputs ("shared"), one for "each" input, or one for each "expert", an input that is not
-    the base. Without a `default` it must be given.
+    Its `scope` says what has a number of its own: "shared" is one number for all inputs, "each" is one for each input,
+    and "expert" is one for each input that is not the base. A parameter without a `default` must be given.
     """
 
     name: str
@@ -44,24 +44,27 @@ class Parameter:
 
     @property
     def is_flag(self) -> bool:
-        """Whether the parameter is true or false."""
+        """Whether the parameter's values are true and false, not numbers."""
         return isinstance(self.default, bool)
 
 
 @dataclass(frozen=True)
 class Values:
-    """The values of mergekit's parameters for one tensor; values per source are in the order of the sources."""
+    """The values that a mergekit configuration gives to a method's parameters for one tensor, by the parameters' names.
+
+    A tuple has one value per source, in the order of the sources.
+    """
 
     by_name: Mapping[str, Scalar | tuple[float, ...]]
 
     def number(self, name: str) -> float:
-        """The value of a parameter that is shared."""
+        """The value of the parameter `name`, which must be one number for all inputs."""
         value = self.by_name[name]
         assert not isinstance(value, tuple)
         return float(value)
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """The values of a parameter that has one number per source."""
+        """The values of the parameter `name`, which must have one number per source."""
         value = self.by_name[name]
         assert isinstance(value, tuple)
         return value
@@ -69,12 +72,15 @@ class Values:
 
 @dataclass(frozen=True)
 class Counterpart:
-    """The method of mergekit that computes the same tensors as the declared method.
+    """The method of mergekit that computes the same tensors as a declared merge method.
 
-    The method is `method` with the flags in `settings`. `base`: mergekit's base model has no effect ("none"), is the
-    recipe's base ("recipe"), or the first source ("first"). `coefficients` converts mergekit's parameters to
-    coefficients; None: coefficients are the parameters of the same names. Methods with the same counterpart have the
-    same `parameters`. `exact_at`: if the two methods differ, the values of coefficients at which they do not.
+    - `method` and `settings`: the name of mergekit's method, and its flags
+    - `base`: what mergekit's base model is: without effect ("none"), the recipe's base ("recipe"), or the first source
+      ("first")
+    - `parameters`: mergekit's parameters, equal for all methods with the same name in mergekit
+    - `coefficients`: the function that converts mergekit's parameters to coefficients; None if each coefficient is the
+      parameter of the same name
+    - `exact_at`: the values of coefficients at which the two methods agree, if they do not always agree
     """
 
     method: str
@@ -86,7 +92,7 @@ class Counterpart:
 
     @property
     def written_settings(self) -> Mapping[str, bool]:
-        """The settings that are not mergekit's defaults."""
+        """The settings that must be written to a mergekit configuration, because they are not mergekit's defaults."""
         defaults = {parameter.name: parameter.default for parameter in self.parameters}
         return {name: value for name, value in self.settings.items() if value != defaults[name]}
 
@@ -100,9 +106,9 @@ def generalized(
     exact_at: Mapping[str, float] | None = None,
     settings: Mapping[str, bool] | None = None,
 ) -> Counterpart:
-    """The counterpart for one of mergekit's variants of task arithmetic, which share their parameters.
+    """The counterpart of a method that is one of mergekit's variants of task arithmetic, which share their parameters.
 
-    Without a sparse mask `density` and `rescale` have no effect.
+    For variants without a sparse mask, the parameters `density` and `rescale` have no effect.
     """
     parameters = (
         Parameter("weight", "expert"),
@@ -116,11 +122,12 @@ def generalized(
 
 
 def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
-    """A conversion to coefficients for methods that add a sum of task vectors to the base.
+    """A conversion of mergekit's parameters to coefficients, for methods that add a sum of task vectors to the base.
 
-    Each lambda is mergekit's weight, normalized or not, times mergekit's lambda. `sparse` are the names of the mask's
-    parameters: `density` first, and `rescale` if it is a coefficient. A task vector with density 0 only counts in the
-    total weight.
+    The result is a function of the parameters' values. Each lambda is mergekit's weight, normalized or not, times
+    mergekit's lambda. `sparse` are the names of the mask's parameters: `density` first, and `rescale` if it is a
+    coefficient. A task vector with density 0 has the coefficient 0, but its weight counts in the sum by which weights
+    are normalized.
     """
 
     def coefficients(values: Values) -> Mapping[str, CoefficientValue]:
@@ -137,7 +144,11 @@ def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 
 
 def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
-    """A conversion to coefficients for methods that add task vectors that agree in sign; `sparse` as in `summed`."""
+    """A conversion of mergekit's parameters to coefficients, for methods that add task vectors that agree in sign.
+
+    The result is a function of the parameters' values. `sparse` are the names of the mask's parameters: `density`
+    first, and `rescale` if it is a coefficient.
+    """
 
     def coefficients(values: Values) -> Mapping[str, CoefficientValue]:
         shared = {name: values.number(name) for name in ("lambda", "normalize")}
@@ -149,15 +160,18 @@ def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 
 
 def _kept(values: Values, names: tuple[str, ...]) -> tuple[bool, ...]:
-    """Whether the mask keeps any element of each task vector."""
+    """Whether the sparse mask keeps any element, for each task vector.
+
+    `names` are the names of the mask's parameters; without any there is no mask, and all elements are kept.
+    """
     return tuple(not names or density != 0 for density in values.numbers("density"))
 
 
 def _sparsity(values: Values, names: tuple[str, ...]) -> dict[str, CoefficientValue]:
-    """The coefficients of the mask.
+    """The coefficients of a method's sparse mask, from mergekit's parameters `names`.
 
     At density 1 or more no element is dropped, so the mask's other numbers are set to zero. At density 0 no element is
-    kept and the weight is zero, so density becomes 1.
+    kept; the weight of the task vector is zero then, so density can be set to 1.
     """
     if not names:
         return {}

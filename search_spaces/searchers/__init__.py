@@ -31,7 +31,10 @@ SEARCHERS = dict(sorted(_DECLARED.items(), key=lambda item: (not item[1].learns,
 def unsupported(
     algorithm: str, parameters: Parameters, *, num_objectives: int, num_constraints: int = 0
 ) -> tuple[Problem, ...]:
-    """A problem that names what the searcher cannot handle and which searchers can; empty if there is none."""
+    """Problems of a study whose search needs features that the searcher `algorithm` does not handle.
+
+    There is at most one problem, which names the missing features and the searchers that have them.
+    """
     needed = needed_features(parameters, num_objectives=num_objectives, num_constraints=num_constraints)
     lacking = " and ".join(feature for feature in Feature if feature in needed - SEARCHERS[algorithm].handles)
     if not lacking:

@@ -23,15 +23,15 @@ class Feature(StrEnum):
 
 @dataclass(frozen=True)
 class SearcherDeclaration:
-    """The properties of a searcher that are known without loading it.
+    """The properties of a searcher that are known without loading its code.
 
     - `learns`: proposals depend on results, not only on which configurations were proposed before
     - `reference`: the publication
     - `handles`: the features that the searcher can handle; a search that needs another one is refused
-    - `alias_of`: the searcher that this name stands for; None for an algorithm
+    - `alias_of`: the name of the searcher that this one stands for; None for a searcher with an algorithm of its own
     - `computes_steps`: the searcher needs gradients with respect to the parameters of the space
     - `waits_for_baselines`: the searcher is first asked for a proposal when all baselines are scored
-    - `uses_preferences`: the searcher uses the study's preference vectors; other searchers refuse them
+    - `uses_preferences`: the searcher uses the study's preference vectors; a study that has some is refused without it
     - `trains_policy`: the searcher trains a policy that builds layer paths; it needs a space of layer paths and a
       single rung, because an episode is a trial with one reward
     """
@@ -47,7 +47,7 @@ class SearcherDeclaration:
 
     @property
     def proposes_at_once(self) -> bool:
-        """Whether the searcher answers with a configuration whenever it is asked, without steps or options."""
+        """Whether the searcher answers every request with a configuration, without steps to compute first."""
         return not (self.computes_steps or self.trains_policy)
 
 

@@ -38,8 +38,8 @@ LayerPair: TypeAlias = tuple[tuple[str, int], tuple[str, int]]
 class TensorLocation:
     """The part of the model that a tensor belongs to.
 
-    `part` is a component of decoder layer `layer` (0-based), or the embedding or head (`layer` is None). `suffix` is
-    the tensor's name within the layer, or its whole name outside layers.
+    `part` is a component of decoder layer `layer` (0-based), or the embedding or the head; for these, `layer` is None.
+    `suffix` is the tensor's name within its layer, or its whole name outside layers.
     """
 
     part: Part
@@ -49,14 +49,14 @@ class TensorLocation:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchedModels:
-    """The models that a space merges, as far as a space needs to know them. Models are named by their aliases.
+    """What a search space knows of the models that it merges. Models are named by their aliases.
 
-    `fingerprints` are those of `base` and `experts`. `tensors` are the merged model's, by name and in the order in
-    which they are merged: embedding, layer by layer, head. A tied output head is the embedding and is not among them;
-    `tied` maps its name, if the base's files have it, to the embedding's. `tokenizer` is the tokenizer of every recipe.
-    `max_layers` is the largest number of layers that a merge may have; None: the study states none. `preferences` are
-    the study's preference vectors, weights of at least 0 by objective that sum to one; a study that has none gets a
-    single one of equal weights.
+    `fingerprints` are the content fingerprints of `base` and `experts`. `tensors` are the merged model's tensors, by
+    name and in the order in which they are merged: embedding, layer by layer, head. An output head that is tied to the
+    embedding is not in `tensors`; `tied` maps its name, if the base's files have it, to the embedding's. `tokenizer` is
+    the tokenizer of every recipe. `max_layers` is the largest number of layers that a merge may have, or None if the
+    study states no limit. `preferences` are the study's preference vectors: weights by objective, at least 0, that sum
+    to one. A study without preference vectors has a single one of equal weights.
     """
 
     base: str
@@ -80,17 +80,17 @@ class LayerGroup:
 
     @property
     def label(self) -> str:
-        """The layers for readers, counted from 1: "layers 1-3"."""
+        """The layers as text for readers, counted from 1: "layers 1-3"."""
         return f"layer {self.stop}" if self.stop - self.start == 1 else f"layers {self.start + 1}-{self.stop}"
 
 
 @dataclass(frozen=True)
 class SpaceDescription:
-    """The division of the model by a space, for reports.
+    """How a space divides the model into parts with coefficients of their own, for reports.
 
-    `layer_groups` cover the layers in order. `component_groups` are the pieces of a layer with coefficients of their
-    own, by name: groups of components, or single tensors by their names within the layer, with the components that they
-    belong to. `text` says in words what is searched.
+    `layer_groups` cover the layers in order. `component_groups` are the parts of a layer, by name, each with the
+    components that it belongs to; a part is a group of components, or a single tensor. `text` says in words what is
+    searched.
     """
 
     kind: str
@@ -104,27 +104,27 @@ class SearchSpace(Protocol):
 
     @property
     def kind(self) -> str:
-        """The space's name in a study file."""
+        """The space's name in a study file, the value of the option `kind`."""
         ...
 
     @property
     def parameters(self) -> Parameters:
-        """The searched dimensions. Every configuration that they accept decodes to a recipe."""
+        """The searched dimensions of the space. Every configuration that they accept decodes to a recipe."""
         ...
 
     def to_recipe(self, configuration: Configuration) -> Recipe:
-        """The merge that `configuration` describes, in canonical form. Equal configurations give equal recipes.
+        """The recipe of the merge that `configuration` describes, in canonical form.
 
-        Raises InvalidConfiguration if `parameters` does not accept it.
+        Equal configurations give equal recipes. Raises InvalidConfiguration if the space does not have `configuration`.
         """
         ...
 
     def from_recipe(self, recipe: Recipe) -> dict[str, Any] | None:
-        """A configuration that decodes to `recipe` (equal digests); None if the space does not contain it."""
+        """A configuration that decodes to `recipe` (equal digests), or None if the space has no such configuration."""
         ...
 
     def describe(self) -> SpaceDescription:
-        """The division of the model, for reports."""
+        """How the space divides the model into parts with coefficients of their own, for reports."""
         ...
 
 
@@ -134,7 +134,7 @@ class LayeredSpace(SearchSpace, Protocol):
 
     @property
     def max_layers(self) -> int:
-        """The largest number of layers that a merge has."""
+        """The largest number of layers that a merge in this space has."""
         ...
 
 
@@ -142,37 +142,43 @@ class LayeredSpace(SearchSpace, Protocol):
 class AlignedSpace(LayeredSpace, Protocol):
     """A space of paths through layers of several models, with alignments between layers from different places.
 
-    An alignment is applied between two layers that do not follow each other in one model. Recipes name alignments, so
-    these are learned before the first path is made.
+    An alignment is a map of the residual stream. It is applied between two layers that do not follow each other in one
+    model. Recipes name their alignments, so all alignments are learned before the first path is proposed.
     """
 
     @property
     def alignment(self) -> AlignmentKind:
-        """The kind of alignments; "none" if the space has none."""
+        """The kind of alignments that the space uses, "none" if it uses none."""
         ...
 
     @property
     def pool(self) -> Mapping[str, Recipe]:
-        """The models whose layers paths consist of, by the names that `pairs` uses."""
+        """The models whose layers the paths consist of, as recipes by name. `pairs` uses the same names."""
         ...
 
     @property
     def pairs(self) -> tuple[LayerPair, ...]:
-        """Every pair of neighbours in a path of the space that needs an alignment; () without alignments."""
+        """Every pair of layers that may follow each other in a path and then need an alignment.
+
+        It is empty if the space uses no alignments.
+        """
         ...
 
     def with_alignments(self, names: Mapping[LayerPair, str]) -> Self:
-        """The space whose recipes have these alignments (`LayerRecipe.alignment`), one for each of `pairs`."""
+        """A copy of the space whose recipes use the alignments with these names.
+
+        `names` has the name of the alignment of each pair in `pairs`; recipes have it as `LayerRecipe.alignment`.
+        """
         ...
 
 
 @runtime_checkable
 class DifferentiableSpace(SearchSpace, Protocol):
-    """A space over which a search by gradient is possible.
+    """A search space that can be searched by gradients.
 
-    Every tensor is merged by one method. Every coefficient is the value of one parameter (a number): one for each
-    source, or one that the sources share. So the derivative of a loss with respect to a parameter is the sum of its
-    derivatives with respect to the coefficients that have the parameter's value.
+    Every tensor is merged by one method. Every coefficient is the value of one parameter, which is a number. A tensor
+    has one coefficient for each source, or one that the sources share. So the derivative of a loss with respect to a
+    parameter is the sum of the derivatives with respect to all coefficients that have the parameter's value.
     """
 
     @property
@@ -182,71 +188,78 @@ class DifferentiableSpace(SearchSpace, Protocol):
 
     @property
     def coefficient(self) -> str:
-        """The method's coefficient that is searched ("lambda")."""
+        """The name of the method's coefficient that is searched, such as "lambda"."""
         ...
 
     @property
     def fixed(self) -> Mapping[str, float]:
-        """The method's other coefficients, which are the same in all recipes of the space."""
+        """The values of the method's coefficients that are not searched, the same in all recipes of the space."""
         ...
 
     @property
     def seed(self) -> int | None:
-        """The seed of the method's random masks; None if it draws none."""
+        """The seed of the method's random masks, or None if the method draws no masks."""
         ...
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
-        """The alias of each source of a tensor, in a fixed order, with the parameter that is its coefficient.
+        """The sources of a tensor, each as its alias and the name of the parameter that is its coefficient.
 
-        If the sources share the coefficient, only the first one is listed. A tensor without a searched coefficient has
-        an empty tuple. `tensor_name` is a tensor of the merged model, or a tied output head, which has the embedding's
-        parameters. Raises KeyError for any other name.
+        If the sources share the coefficient, only the first source is listed. A tensor without a searched coefficient
+        has an empty tuple. `tensor_name` is a tensor of the merged model, or an output head that is tied to the
+        embedding and has the embedding's parameters. Raises KeyError for any other name.
         """
         ...
 
     @property
     def layer_scales(self) -> Mapping[int, str]:
-        """The parameters of searched layer scales (`LayerRecipe.scale`), by layer of the merge."""
+        """The names of the parameters that are layer scales (`LayerRecipe.scale`), by layer of the merge."""
         ...
 
 
 class SpaceSection(Section, ABC):
-    """The section `search_space` of a study file, for one kind of space."""
+    """The section `search_space` of a study file; each kind of space has a subclass with its options."""
 
     kind: str
 
     @property
     @abstractmethod
     def merge_methods(self) -> tuple[str, ...]:
-        """The merge methods that recipes of the space may use, beside passthrough."""
+        """The merge methods that recipes of the space may use, in addition to passthrough."""
 
     @property
     def changes_layers(self) -> bool:
         """Whether merges may have any number of layers in any order.
 
-        Only such spaces accept costs of the recipe as objectives, and a limit of layers is part of them.
+        Only such spaces accept costs of the recipe (its number of layers or parameters) as objectives. Their limit of
+        layers is part of the space.
         """
         return False
 
     @property
     def scaled_by(self) -> str | None:
-        """The option that gives layers scales (`LayerRecipe.scale`); None if layers have no scales.
+        """The option that gives layers scales (`LayerRecipe.scale`), or None if layers have no scales.
 
-        Not every model type supports scales.
+        Not every model type supports layer scales.
         """
         return None
 
     @abstractmethod
     def contradictions(self) -> Iterator[Problem]:
-        """Problems between fields that are each valid, as far as they are found without the models."""
+        """Problems between options that are each valid, as far as they can be found without the models."""
 
     @abstractmethod
     def build(self, models: SearchedModels) -> SearchSpace:
-        """The search space over the given models. Raises InvalidStudy if the section does not fit them."""
+        """The search space with these options over the given models.
+
+        Raises InvalidStudy if the options do not fit the models.
+        """
 
 
 def repeated(option: str, values: Sequence[object]) -> Iterator[Problem]:
-    """A Problem for each entry of the section's list `option` that equals an earlier one."""
+    """A problem for each entry of a list in the section `search_space` that equals an earlier entry.
+
+    `option` is the name of the list, `values` are its entries.
+    """
     for index, value in enumerate(values):
         if value in values[:index]:
             yield Problem(f"search_space.{option}.{index}", f"{value} is given twice")

@@ -58,7 +58,7 @@ class DisSection(SpaceSection):
 
     @property
     def num_repeats(self) -> int:
-        """How often a block may use the same layer (R), with the preset or the default if the option is not given."""
+        """How often a block may use the same layer: the option `repeats`, else the preset's value, else 1."""
         preset = PRESETS[self.preset][2] if self.preset else 1
         return preset if self.repeats is None else self.repeats
 
@@ -102,15 +102,15 @@ SPACE = DisSection
 
 
 class DisSpace:
-    """The DIS space over one base model and its experts. Immutable."""
+    """The search space DIS over one base model and its experts: paths through their layers. Immutable."""
 
     kind = "dis"
 
     def __init__(self, models: SearchedModels, section: DisSection) -> None:
-        """Build the space. Raises InvalidStudy if the section does not fit the models.
+        """Build the space.
 
-        That is: no experts, models that the study does not have, blocks that do not divide the layers, or fewer layers
-        allowed than the sources have.
+        Raises InvalidStudy if there are no experts, if the section names a model that the study does not have, if the
+        size of blocks does not divide the number of layers, or if fewer layers are allowed than the sources have.
         """
         chosen = models.experts if section.models is None else section.models
         self.max_layers = (

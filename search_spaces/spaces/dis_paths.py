@@ -41,7 +41,10 @@ SCALE_DEVIATION = 0.11
 
 @dataclass(frozen=True)
 class Block:
-    """The path through one block: candidates by number, in order, and the factor on the block's output."""
+    """The layers that a merge uses in one block, and the factor on the block's output.
+
+    `path` has the numbers of the candidates (layers that the block may use) in the order in which they are applied.
+    """
 
     path: tuple[int, ...]
     scale: float = 1.0
@@ -49,10 +52,11 @@ class Block:
 
 @dataclass(frozen=True)
 class DisPaths:
-    """The paths of one DIS space, as the structure of its parameters.
+    """The layer paths of one DIS space, as the structure of its parameters.
 
-    `base` is the alias of the base model, `models` are those that blocks choose from, in order. With `retains`, a block
-    without candidates has the base's layers; without, it has no layers.
+    `base` is the alias of the base model. `models` are the models whose layers blocks use, in order. A block has
+    `depth_granularity` adjacent layers of each model, each up to `repeats` times; these are its candidates. With
+    `retains`, a block that uses no candidate has the base's layers; otherwise it has no layers.
     """
 
     base: str
@@ -68,41 +72,51 @@ class DisPaths:
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks: L / D."""
+        """The number of blocks into which the layers are divided."""
         return self.num_layers // self.depth_granularity
 
     @property
     def num_candidates(self) -> int:
-        """The number of different candidates of a block: n / R."""
+        """The number of different candidates of a block: layers of a block times models."""
         return self.depth_granularity * len(self.models)
 
     @property
     def num_copies(self) -> int:
-        """The number of candidates of a block, copies included: n."""
+        """The number of candidates of a block in which each candidate is counted as often as it may be repeated."""
         return self.num_candidates * self.repeats
 
     @property
     def num_orders(self) -> int:
-        """The number of different orders of a block's candidates: P."""
+        """The number of different orders of a block's candidates.
+
+        Each candidate occurs in an order as often as it may be repeated.
+        """
         return num_orders(self.num_candidates, self.repeats)
 
     def model_of(self, candidate: int) -> str:
-        """The model whose layer a candidate is."""
+        """The alias of the model whose layer a candidate is."""
         return self.models[candidate % len(self.models)]
 
     def layer_of(self, candidate: int, block: int) -> int:
-        """The layer number of a candidate in this block."""
+        """The number, in its model, of the layer that a candidate is in the block with index `block`."""
         return block * self.depth_granularity + candidate // len(self.models)
 
     def own(self, model: str) -> tuple[int, ...]:
-        """The path of a model's own layers in their order."""
+        """The path through one block that uses the layers of `model` in their original order.
+
+        It consists of numbers of candidates, which stand for layers.
+        """
         first = self.models.index(model)
         return tuple(range(first, self.num_candidates, len(self.models)))
 
     # Parameters.
 
     def parameters(self) -> Iterator[Parameter]:
-        """The parameters of all blocks: bits, the order or the keys, and the scale."""
+        """The parameters of all blocks.
+
+        A block has a bit for each copy of each candidate, which says whether the path uses it; a number that is the
+        order of all copies, or a sort key for each copy if there are too many orders; and a scale.
+        """
         for block in range(self.num_blocks):
             names = self._names[block]
             yield from (Categorical(name, (False, True)) for name in names.bits)
@@ -137,9 +151,10 @@ class DisPaths:
     # From configurations to blocks and back.
 
     def blocks(self, configuration: Configuration) -> tuple[Block, ...]:
-        """The blocks that a configuration describes, within the limits.
+        """The blocks that a configuration describes, changed to meet the limits of the space.
 
-        Where an empty block has the base's layers, the path of the base's own layers is given as the empty one.
+        With `retains`, a block whose path is the base's own layers is returned with an empty path, which means the
+        same.
         """
         spelled = []
         for names in self._names:
@@ -154,7 +169,7 @@ class DisPaths:
         return self._tidy(self._fitted(spelled))
 
     def configuration(self, blocks: Sequence[Block]) -> dict[str, Any]:
-        """The stored configuration of blocks that `blocks` returned."""
+        """The configuration that is stored for `blocks`, which the method `blocks` returned."""
         found: dict[str, Any] = {}
         for names, block in zip(self._names, blocks, strict=True):
             bits, order, place = _spelling(block.path, self.num_candidates, self.repeats)
@@ -168,11 +183,14 @@ class DisPaths:
         return found
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        """The configuration that is stored for an accepted one: the `configuration` of its `blocks`."""
+        """The configuration that is stored in place of an accepted one, which describes the same blocks."""
         return self.configuration(self.blocks(configuration))
 
     def layers(self, blocks: Sequence[Block]) -> list[tuple[str, int, float]]:
-        """The model, layer number and scale of each layer of the merge. A block's scale is that of its last layer."""
+        """The layers of the merge with these blocks, each as model, layer number and scale.
+
+        A block's scale is that of its last layer; the block's other layers have scale 1.
+        """
         found = []
         for index, block in enumerate(blocks):
             steps = [(self.model_of(candidate), self.layer_of(candidate, index)) for candidate in block.path]
@@ -184,7 +202,10 @@ class DisPaths:
         return found
 
     def blocks_of(self, layers: Sequence[tuple[str, int, float]]) -> tuple[Block, ...] | None:
-        """The blocks whose merge has these layers; None if no blocks have such a merge."""
+        """The blocks whose merge has these layers, or None if no blocks have such a merge.
+
+        Each layer is given as model, layer number and scale.
+        """
         steps: list[list[tuple[str, int, float]]] = [[] for _ in range(self.num_blocks)]
         for model, layer, scale in layers:
             if not 0 <= layer < self.num_layers:
@@ -204,7 +225,7 @@ class DisPaths:
         return blocks if has_room and in_range and self.layers(blocks) == list(layers) else None
 
     def depth(self, blocks: Sequence[Block]) -> int:
-        """The number of layers of the merge that has these blocks."""
+        """The number of layers of the merge with these blocks."""
         return sum(map(self._depth, blocks))
 
     def _number(self, model: str, layer: int, block: int) -> int | None:
@@ -216,7 +237,7 @@ class DisPaths:
         return len(block.path) or (self.depth_granularity if self.retains else 0)
 
     def _keys(self, order: Sequence[int]) -> list[float]:
-        """The keys of a block's copies that sort them into `order`."""
+        """The sort keys of a block's copies of candidates that sort the copies into `order`."""
         next_copy = [candidate * self.repeats for candidate in range(self.num_candidates)]
         keys = [0.0] * self.num_copies
         for place, candidate in enumerate(order):
@@ -225,7 +246,11 @@ class DisPaths:
         return keys
 
     def _tidy(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
-        """The stored form of blocks: scales without influence are 1, and the base's own path is the empty one."""
+        """The blocks in the form in which they are stored.
+
+        A scale without influence becomes 1. A path that is the base's own layers becomes the empty one, which means the
+        same.
+        """
         base = self.own(self.base) if self.retains and self.base in self.models else None
         paths = [() if block.path == base else block.path for block in blocks]
         last = max((index for index, path in enumerate(paths) if path or self.retains), default=0)
@@ -235,10 +260,10 @@ class DisPaths:
         )
 
     def _fitted(self, blocks: Sequence[Block]) -> list[Block]:
-        """The blocks without the layers that exceed the limit.
+        """The blocks, shortened so that the merge has at most the allowed number of layers.
 
-        Which layers are removed is random, with a seed that is a function of the paths. If no layer would be left, the
-        first candidate of all is used.
+        Which layers are removed is random, with a seed that is a function of the paths. If no layer would be left in
+        the merge, the first block uses its first candidate.
         """
         paths = [list(block.path) for block in blocks]
         excess = self.depth(blocks) - self.max_layers
@@ -262,10 +287,11 @@ class DisPaths:
     # Paths drawn at random.
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
-        """A random path near one source's own order: between one and all blocks are changed, few more often than many.
+        """The configuration of a random path near one source's own order.
 
-        The depth is drawn first, then how the changed blocks share it, then what they use. Blocks that are not changed
-        have scale 1. The published search starts from the source models too (section 4.1).
+        Between one and all blocks are changed, few more often than many. First the total number of layers is drawn,
+        then how the changed blocks share it, then the candidates that each uses. Blocks that are not changed have scale
+        1. The published search starts from the source models too (section 4.1).
         """
         source = int(rng.integers(len(self.models) + self.retains))
         own = self.own(self.models[source]) if source < len(self.models) else ()
@@ -278,7 +304,7 @@ class DisPaths:
         return self.configuration(self._tidy(self._fitted(blocks)))
 
     def _sizes(self, num_changed: int, rng: np.random.Generator) -> list[int]:
-        """The number of layers of each changed block, drawn at random. The total is drawn first."""
+        """The number of layers of each changed block, drawn at random. The total number is drawn first."""
         least, most = (1 if self.retains else 0), self.num_copies
         room = self.max_layers - self.num_layers
         low = num_changed * (least - self.depth_granularity)
@@ -291,7 +317,10 @@ class DisPaths:
         return sizes
 
     def _drawn_path(self, size: int, rng: np.random.Generator) -> tuple[int, ...]:
-        """`size` random candidates in any order; or none, where an empty block has as many layers of the base."""
+        """`size` random candidates in random order.
+
+        Where a block without candidates has just as many layers of the base, the empty path is drawn in some cases.
+        """
         if self.retains and size == self.depth_granularity and rng.integers(len(self.models) + 1) == 0:
             return ()
         return tuple((rng.permutation(self.num_copies)[:size] // self.repeats).tolist())
@@ -304,7 +333,10 @@ class DisPaths:
 
 @dataclass(frozen=True)
 class _Names:
-    """The names of the parameters of one block."""
+    """The names of the parameters of one block.
+
+    `order` and `scale` are None, and `keys` are empty, if the block has no such parameters.
+    """
 
     bits: tuple[str, ...]
     order: str | None
@@ -313,13 +345,16 @@ class _Names:
 
 
 def num_orders(num_candidates: int, repeats: int) -> int:
-    """The number of different orders of candidates that each occur `repeats` times: P."""
+    """The number of different orders of `num_candidates` candidates that each occur `repeats` times."""
     alike: int = math.factorial(repeats) ** num_candidates
     return math.factorial(num_candidates * repeats) // alike
 
 
 def order_at(place: int, num_candidates: int, repeats: int) -> tuple[int, ...]:
-    """The order at `place` (from 0) in lexicographic order: a tuple with each candidate `repeats` times."""
+    """The order of candidates at `place` (from 0) in the lexicographic order of all orders.
+
+    It is a tuple in which each of the candidates 0 to `num_candidates` - 1 occurs `repeats` times.
+    """
     left = [repeats] * num_candidates
     order = []
     for _ in range(num_candidates * repeats):
@@ -333,7 +368,7 @@ def order_at(place: int, num_candidates: int, repeats: int) -> tuple[int, ...]:
 
 
 def place_of(order: Sequence[int], num_candidates: int, repeats: int) -> int:
-    """The place of an order in lexicographic order: the inverse of `order_at`."""
+    """The place (from 0) of an order of candidates in lexicographic order: the inverse of `order_at`."""
     left = [repeats] * num_candidates
     place = 0
     for candidate in order:
@@ -343,10 +378,10 @@ def place_of(order: Sequence[int], num_candidates: int, repeats: int) -> int:
 
 
 def first_order(path: Sequence[int], num_candidates: int, repeats: int) -> tuple[tuple[bool, ...], tuple[int, ...]]:
-    """The bits and the order that are stored for a path.
+    """The bits and the order of candidates that are stored for a path through one block.
 
-    The first copies of each candidate are used, and the order is the first that gives the path with these bits. Raises
-    ValueError if a candidate is used more than `repeats` times.
+    The bits say which copies of each candidate the path uses: the first ones. The order is the lexicographically first
+    one that gives the path with these bits. Raises ValueError if the path uses a candidate more than `repeats` times.
     """
     used = [path.count(candidate) for candidate in range(num_candidates)]
     if max(used, default=0) > repeats:
@@ -369,14 +404,17 @@ def first_order(path: Sequence[int], num_candidates: int, repeats: int) -> tuple
 def _spelling(
     path: tuple[int, ...], num_candidates: int, repeats: int
 ) -> tuple[tuple[bool, ...], tuple[int, ...], int]:
-    """The bits and the order that are stored for a path, and the order's place."""
+    """The bits and the order that are stored for a path through one block, and the place of the order.
+
+    The place is that in the lexicographic order of all orders.
+    """
     bits, order = first_order(path, num_candidates, repeats)
     return bits, order, place_of(order, num_candidates, repeats)
 
 
 @lru_cache(maxsize=100_000)
 def _used(bits: tuple[bool, ...], place: int, num_candidates: int, repeats: int) -> tuple[int, ...]:
-    """The path that bits and the place of an order describe."""
+    """The path through one block that its bits and the place of its order describe, as numbers of candidates."""
     copies = [0] * num_candidates
     path = []
     for candidate in order_at(place, num_candidates, repeats):
@@ -387,7 +425,10 @@ def _used(bits: tuple[bool, ...], place: int, num_candidates: int, repeats: int)
 
 
 def _num_starting_with(candidate: int, left: Sequence[int]) -> int:
-    """The number of orders of the remaining copies that start with `candidate`."""
+    """The number of orders of the remaining copies that start with `candidate`.
+
+    `left` is the number of remaining copies of each candidate.
+    """
     if not left[candidate]:
         return 0
     total: int = math.factorial(sum(left) - 1)

@@ -75,9 +75,10 @@ class MergedOptions(Section):
     """The expert of each objective; its weight is that of the objective. Default: the expert of the same name."""
 
     def merge(self, weights: Mapping[str, float]) -> Merge:
-        """The merge of layers in which each expert has its weight; weights sum to one.
+        """The merge of a layer from several experts, with a weight for each of them; the weights sum to one.
 
-        PCB-Merging and consensus merging take no weights: experts with a weight of 0 are left out.
+        PCB-Merging and consensus merging take no weights: they leave out experts with a weight of 0 and merge the
+        others equally.
         """
         chosen = {alias: weight for alias, weight in weights.items() if weight > 0 or self.method not in UNWEIGHTED}
         sources = tuple(map(Source, chosen))
@@ -149,15 +150,16 @@ SPACE = Hm3Section
 
 
 class Hm3Space:
-    """The paths through the layers of a family's models. Immutable. Implements `AlignedSpace`."""
+    """The search space of HM3: paths through the layers of several models. Immutable. Implements `AlignedSpace`."""
 
     kind = "hm3"
 
     def __init__(self, models: SearchedModels, section: Hm3Section) -> None:
-        """Build the space. Raises InvalidStudy if the section does not fit the models.
+        """Build the space.
 
-        That is: no experts, fewer than two models, models that the study does not have, lengths that no path has,
-        objectives without an expert to merge, or too many pairs of layers to align.
+        Raises InvalidStudy if there are no experts, if fewer than two models have layers to exchange, if the section
+        names a model that the study does not have, if no path has the required length, if an objective has no expert to
+        merge, or if too many pairs of layers need an alignment.
         """
         chosen = models.experts if section.models is None else section.models
         default = math.ceil(models.num_layers * DEPTH_FACTOR) if models.max_layers is None else models.max_layers
@@ -278,12 +280,15 @@ class Hm3Space:
         return found
 
     def _is_natural(self, first: tuple[str, int], second: tuple[str, int]) -> bool:
-        """Whether the second layer follows the first one in their own model, so that no alignment is needed."""
+        """Whether layer `second` follows layer `first` in one model, so that no alignment between them is needed."""
         return second[1] == first[1] + 1 and self._digests[first[0]] == self._digests[second[0]]
 
     @cached_property
     def _names(self) -> dict[str, tuple[str, int | None]]:
-        """The names of the pool's models, each with its model and, if merged, the number of its preference vector."""
+        """The models of the pool, by name: each is a model's alias and the number of a preference vector.
+
+        The number is None for a model whose layers are not merged.
+        """
         found: dict[str, tuple[str, int | None]] = {}
         for model in self.paths.models:
             numbers = range(self.paths.num_preferences) if model == MERGED else (None,)
@@ -292,7 +297,10 @@ class Hm3Space:
 
     @cached_property
     def _digests(self) -> dict[str, str]:
-        """The digests of the pool's models, by name; equal for equal weights."""
+        """The recipe digest of each model in the pool, by name.
+
+        Models that are merged with equal weights have equal digests.
+        """
         return {name: recipe.digest for name, recipe in self.pool.items()}
 
     @staticmethod
@@ -301,7 +309,7 @@ class Hm3Space:
 
     @cached_property
     def _wholes(self) -> dict[tuple[str, int], Recipe]:
-        """The pool's models as recipes, by name and number of the preference vector; filled by `_model`."""
+        """A cache of the pool's models as recipes, by the model's name and the number of its preference vector."""
         return {}
 
     def _model(self, name: str, number: int | None) -> Recipe:
@@ -320,7 +328,11 @@ class Hm3Space:
         return self._wholes[key]
 
     def _steps(self, number: int) -> dict[LayerRecipe, int]:
-        """The step of each layer of the pool; for equal layers, that of the first one."""
+        """The number of the step that stands for a layer, for all layers of the models in the pool.
+
+        Merged layers are those of preference vector `number`. If models have an equal layer, its step is that of the
+        first of these models.
+        """
         paths = self.paths
         found: dict[LayerRecipe, int] = {}
         for index, name in enumerate(paths.models):
@@ -330,7 +342,7 @@ class Hm3Space:
 
 
 def _merges(models: SearchedModels, options: MergedOptions) -> Iterator[Merge]:
-    """The merge for each preference vector. `_problems` has refused objectives without an expert."""
+    """The merge of layers for each preference vector; every objective must have an expert."""
     for vector in models.preferences or (dict.fromkeys(models.experts, 1 / max(1, len(models.experts))),):
         named = {_expert_of(objective, options): weight for objective, weight in vector.items()}
         yield options.merge(named)

@@ -29,14 +29,15 @@ CHANGES = {"exchange": 0.5, "repeat": 0.25, "drop": 0.25}
 
 @dataclass(frozen=True)
 class LayerPaths:
-    """The paths of `min_length` to `max_length` layers through several models, as the structure of their parameters.
+    """Paths of `min_length` to `max_length` layers through several models, as the structure of their parameters.
 
-    Each of `models` has `num_layers` layers. With a `max_jump`, layer l is followed by layers l + 1 - max_jump to l + 1
-    + max_jump of any model, and a path begins and ends at most that far from the first and the last layer. If it is
-    None, any layer may follow any other.
+    Each of `models` has `num_layers` layers. With a `max_jump`, layer l is followed by one of the layers l + 1 -
+    max_jump to l + 1 + max_jump of any model; the first layer of a path is at most `max_jump` from layer 0, and the
+    last one at most `max_jump` from layer num_layers - 1. With `max_jump` None, any layer may follow any other.
 
-    The layers of the model MERGED are merged from several, differently for each of `num_preferences` vectors. A path
-    uses one of these vectors. Its number is part of the path's configuration, 0 where no layer is merged.
+    The model with the name MERGED has layers that are merged from several models, with weights that follow from a
+    preference vector. There are `num_preferences` such vectors. A path uses one of them, and its configuration has the
+    number of that vector, 0 if the path has no merged layer.
     """
 
     models: tuple[str, ...]
@@ -47,7 +48,10 @@ class LayerPaths:
     num_preferences: int = 1
 
     def __post_init__(self) -> None:
-        """Check the limits. Raises ValueError if no path meets them."""
+        """Check the limits of lengths and jumps.
+
+        Raises ValueError if no path meets them.
+        """
         if not 1 <= self.min_length <= self.max_length:
             raise ValueError(f"lengths from {self.min_length} to {self.max_length}; give 1 <= min <= max")
         if self.shortest > self.max_length or (self.max_jump == 0 and self.min_length > self.num_layers):
@@ -65,7 +69,7 @@ class LayerPaths:
 
     @property
     def shortest(self) -> int:
-        """The smallest number of layers of a path."""
+        """The number of layers of the shortest path."""
         if self.max_jump is None:
             return self.min_length
         # From where a path begins at the latest to where it ends at the earliest.
@@ -74,37 +78,38 @@ class LayerPaths:
 
     @property
     def longest(self) -> int:
-        """The largest number of layers of a path."""
+        """The number of layers of the longest path."""
         return self.num_layers if self.max_jump == 0 else self.max_length
 
     def step(self, model: int, layer: int) -> int:
-        """The number of the step that is this layer of this model."""
+        """The number of the step that stands for layer `layer` of the model with index `model` in `models`."""
         return model * self.num_layers + layer
 
     def model_of(self, step: int) -> int:
-        """The index, among `models`, of the model whose layer a step is."""
+        """The index, in `models`, of the model whose layer the step is."""
         return step // self.num_layers
 
     def layer_of(self, step: int) -> int:
-        """The number, in its model, of the layer that a step is."""
+        """The number of the step's layer in its model."""
         return step % self.num_layers
 
     def layers_after(self, layer: int) -> range:
-        """The layer numbers, in any model, that may follow layer `layer` in some path."""
+        """The layer numbers, in any model, that may follow layer `layer` in a path."""
         if self.max_jump is None:
             return range(self.num_layers)
         return range(max(layer + 1 - self.max_jump, 0), min(layer + 1 + self.max_jump, self.num_layers - 1) + 1)
 
     def may_end(self, path: Sequence[int]) -> bool:
-        """Whether a path may consist of these steps and end there."""
+        """Whether a path that consists of the steps `path` may end after the last of them."""
         if not self.min_length <= len(path) <= self.max_length:
             return False
         return self.max_jump is None or self.layer_of(path[-1]) >= self.num_layers - 1 - self.max_jump
 
     def next_layers(self, path: Sequence[int], *, max_length: int | None = None) -> tuple[int, ...]:
-        """The layer numbers, in any model and ascending, that may follow these steps; empty: the path must end.
+        """The layer numbers, in any model and ascending, that may follow the steps `path`.
 
-        The path can still end with at most `max_length` layers, by default the largest number in the space.
+        Each of them leaves a way to end the path with at most `max_length` layers, by default the largest number in the
+        space. The result is empty if the path must end.
         """
         left = (self.max_length if max_length is None else max_length) - len(path) - 1
         if left < 0:
@@ -117,7 +122,7 @@ class LayerPaths:
         return tuple(range(max(low, self.num_layers - 1 - reach), high + 1))
 
     def contains(self, path: Sequence[int]) -> bool:
-        """Whether the space has this path."""
+        """Whether `path` is a path of this space."""
         return self.may_end(path) and all(
             self.layer_of(step) in self.next_layers(path[:at]) and 0 <= step < self.num_steps
             for at, step in enumerate(path)
@@ -141,7 +146,7 @@ class LayerPaths:
     def path(self, configuration: Configuration) -> Path:
         """The path that an accepted configuration describes.
 
-        A layer that may not follow the one before is replaced by the nearest that may.
+        A layer that may not follow the previous one is replaced by the nearest layer that may.
         """
         found: list[int] = []
         length = configuration[LENGTH]
@@ -153,11 +158,11 @@ class LayerPaths:
         return tuple(found)
 
     def preference(self, configuration: Configuration) -> int:
-        """The number of the preference vector by which the configuration's layers are merged."""
+        """The number of the preference vector by which the merged layers of a configuration are merged."""
         return int(configuration.get(PREFERENCE, 0))
 
     def configuration(self, path: Sequence[int], *, preference: int = 0) -> dict[str, Any]:
-        """The configuration of a path of the space, whose merged layers are those of vector `preference`."""
+        """The configuration of a path, whose merged layers use the preference vector with the number `preference`."""
         found: dict[str, Any] = {LENGTH: len(path)}
         for at, step in enumerate(path):
             found |= {_model(at): self.models[self.model_of(step)], _layer(at): self.layer_of(step)}
@@ -167,13 +172,14 @@ class LayerPaths:
         return found
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        """The configuration that is stored for an accepted one: the `configuration` of its `path`."""
+        """The configuration that is stored in place of an accepted one, which describes the same path."""
         return self.configuration(self.path(configuration), preference=self.preference(configuration))
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
-        """A random path near one model's own order: up to all of its layers are changed, few more often than many.
+        """The configuration of a random path near one model's own order.
 
-        A change takes the layer of another model, repeats the layer, or leaves it out.
+        Up to all of the model's layers are changed, few more often than many. A change takes a layer from another
+        model, repeats a layer, or leaves a layer out.
         """
         own = int(rng.integers(len(self.models)))
         layers = [(own, layer) for layer in range(self.num_layers)]
@@ -200,10 +206,10 @@ class LayerPaths:
         return self.repair(drawn)
 
     def passthrough(self, num_blocks: int, rng: np.random.Generator) -> dict[str, Any] | None:
-        """A random path of `num_blocks` blocks, each of consecutive layers of one model.
+        """The configuration of a random path of `num_blocks` blocks, each of consecutive layers of one model.
 
-        Passthrough merges are written by hand in this form. Returns None if the blocks that were drawn do not make a
-        path of the space.
+        Passthrough merges written by hand have this form. Returns None if the blocks that were drawn do not make a path
+        of the space.
         """
         length = int(rng.integers(self.shortest, self.longest + 1))
         if num_blocks > length:

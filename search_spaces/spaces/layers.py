@@ -12,14 +12,21 @@ __all__ = ["path_of_recipe", "recipe_of_path", "shared_merges", "split_layers", 
 
 
 def split_layers(num_layers: int, num_groups: int) -> tuple[LayerGroup, ...]:
-    """`num_groups` consecutive groups of `num_layers` layers; sizes differ by at most one, longer groups come first."""
+    """The division of `num_layers` layers into `num_groups` groups of consecutive layers.
+
+    The sizes of groups differ by at most one; larger groups come first.
+    """
     size, longer = divmod(num_layers, num_groups)
     starts = [i * size + min(i, longer) for i in range(num_groups + 1)]
     return tuple(LayerGroup(f"g{i + 1}", starts[i], starts[i + 1]) for i in range(num_groups))
 
 
 def shared_merges(layers: Sequence[LayerRecipe], *, start: int) -> dict[Component, Merge] | None:
-    """The merges that all `layers` have in common, apart from the layer's number; None if they differ."""
+    """The merge of each component that all `layers` have in common, or None if the layers differ.
+
+    Layers also count as different if one of them has a scale, an alignment, or sources from another layer. `start` is
+    the number of the first layer.
+    """
     stripped: list[dict[Component, Merge]] = []
     for layer, recipe in enumerate(layers, start):
         merges = {component: recipe.component(component) for component in COMPONENTS}
@@ -34,7 +41,8 @@ def shared_merges(layers: Sequence[LayerRecipe], *, start: int) -> dict[Componen
 def recipe_of_path(models: SearchedModels, layers: Sequence[tuple[str, int, float]]) -> Recipe:
     """The recipe of a path of whole layers, each given as model, layer number and scale.
 
-    The embedding is that of the first layer's model, the final norm and the output head are those of the last layer's.
+    The embedding is that of the first layer's model. The final norm and the output head are those of the last layer's
+    model.
     """
     return Recipe(
         models.fingerprints,
@@ -47,7 +55,10 @@ def recipe_of_path(models: SearchedModels, layers: Sequence[tuple[str, int, floa
 
 
 def path_of_recipe(recipe: Recipe) -> list[tuple[str, int, float]] | None:
-    """The path of a recipe: model, layer number and scale of each layer; None if a layer is a merge or is aligned."""
+    """The path that a recipe's layers form, each given as model, layer number and scale.
+
+    Returns None if a layer is merged from several models or has an alignment.
+    """
     layers = [_step(layer) for layer in recipe.layers]
     found = [step for step in layers if step is not None]
     return found if found and len(found) == len(layers) else None
@@ -67,9 +78,10 @@ def _step(layer: LayerRecipe) -> tuple[str, int, float] | None:
 
 
 def with_own_aliases(recipe: Recipe, *, base: str, fingerprints: Mapping[str, str]) -> Recipe | None:
-    """The same recipe with the aliases that a space uses for its models.
+    """The same recipe, with the aliases that a space uses for the models.
 
-    `fingerprints` has the aliases. Returns None if the recipe uses other models or has another base.
+    `fingerprints` maps the space's aliases to content fingerprints, and `base` is the space's base model. Returns None
+    if the recipe has another base or uses a model that the space does not have.
     """
     mine = {fingerprint: alias for alias, fingerprint in reversed(list(fingerprints.items()))}
     names = {alias: mine.get(fingerprint) for alias, fingerprint in recipe.models.items()}

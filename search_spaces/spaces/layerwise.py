@@ -97,7 +97,10 @@ SPACE = LayerwiseSection
 
 
 class LayerwiseSpace:
-    """The layerwise space over one base model and its experts. Immutable. Implements `DifferentiableSpace`."""
+    """The search space with one coefficient per expert and part of the model.
+
+    It is immutable and implements `DifferentiableSpace`.
+    """
 
     kind = "layerwise"
 
@@ -212,17 +215,26 @@ class LayerwiseSpace:
             return None
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
-        """Each expert's alias, in the study's order, with the parameter of its task vector in this tensor."""
+        """The alias of each expert, with the parameter that is its coefficient in the given tensor.
+
+        Experts are in the study's order.
+        """
         piece = self._pieces[self._models.tied.get(tensor_name, tensor_name)]
         return tuple(zip(self._models.experts, self._keys[piece], strict=True))
 
     @property
     def layer_scales(self) -> Mapping[int, str]:
-        """The parameters of the scales of all layers but the last; empty without the option `layer_scales`."""
+        """The names of the parameters that are layer scales, by layer.
+
+        The last layer has none. Without the option `layer_scales` the mapping is empty.
+        """
         return self._scales
 
     def _piece(self, name: str, place: TensorLocation, group_of: Mapping[int, str]) -> str:
-        """The name of the part of the model that shares its coefficients with a tensor."""
+        """The name of the part of the model to which a tensor belongs.
+
+        All tensors of a part share their coefficients.
+        """
         if self._granularity == "tensor":
             return name
         if place.layer is None:
@@ -241,7 +253,7 @@ class LayerwiseSpace:
         return {p.suffix: (p.part,) for p in in_layers if p.part != "embedding" and p.part != "head"}
 
     def _numbers(self, merge: Merge) -> tuple[float, ...] | None:
-        """The experts' coefficients in `merge`, which is canonical; None if it is another kind of merge."""
+        """The coefficient of each expert in a canonical merge, or None if the space has no such merge."""
         experts = self._models.experts
         models = tuple(source.model for source in merge.sources)
         if merge.method == "passthrough" and not merge.coefficients:
@@ -267,7 +279,7 @@ def _problems(models: SearchedModels, num_groups: int) -> Iterator[Problem]:
 
 
 def _merge_of(recipe: Recipe, name: str, place: TensorLocation) -> Merge:
-    """The merge of one tensor of a recipe."""
+    """The merge by which a recipe makes the tensor `name`."""
     if name in recipe.tensors:
         return recipe.tensors[name]
     if place.part == "embedding" or place.part == "head":

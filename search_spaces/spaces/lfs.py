@@ -103,7 +103,7 @@ SPACE = LfsSection
 
 
 class LfsSpace:
-    """The LFS search space over one base model and its experts. Immutable."""
+    """The search space LFS over one base model and its experts. Immutable."""
 
     kind = "lfs"
 
@@ -122,11 +122,12 @@ class LfsSpace:
         preset: Literal["paper"] | None = None,
         tokenizer: str = "base",
     ) -> None:
-        """Build the space. Raises InvalidStudy if the options do not fit each other or the models.
+        """Build the space.
 
-        That is: no experts, more layer groups than layers, an unknown method, or a `preset` that the other arguments
-        contradict. `fingerprints` maps the aliases `base` and `experts` to content fingerprints. `tokenizer` is the
-        tokenizer of every recipe.
+        `fingerprints` maps the aliases `base` and `experts` to content fingerprints. `tokenizer` is the tokenizer of
+        every recipe. The other arguments are the options of the study file. Raises InvalidStudy if there are no
+        experts, if there are more layer groups than layers, for an unknown method, and for options that contradict the
+        `preset`.
         """
         given = {
             "layer_groups": layer_groups,
@@ -212,7 +213,10 @@ class LfsSpace:
         return f"{group}.use.{expert}"
 
     def _uses(self, group: str, components: str, *methods: str) -> tuple[Condition, ...]:
-        """The conditions under which one of `methods` is used; empty if one always is."""
+        """The conditions under which a component group of a layer group uses one of `methods`.
+
+        Returns () if these are all methods of the space, so that one of them is always used.
+        """
         if set(self._methods) <= set(methods):
             return ()
         return (Condition(self._method_key(group, components), tuple(m for m in self._methods if m in methods)),)
@@ -226,7 +230,10 @@ class LfsSpace:
         return ComponentGroup(f"{group}.{components}", self._base, self._experts, uses, bits)
 
     def _role(self, name: str) -> str:
-        """A parameter's meaning in any layer group and component group: its name without the groups."""
+        """The role of a parameter: its name without the layer group and the component group.
+
+        Parameters with the same role mean the same in different groups.
+        """
         _, rest = name.split(".", 1)
         first, _, last = rest.partition(".")
         return last if first in self._components else rest
@@ -277,7 +284,7 @@ class LfsSpace:
         return choices[configuration[key]] if len(choices) > 1 else next(iter(choices.values()))
 
     def _operand_choices(self, method: str) -> dict[str, tuple[str, ...]]:
-        """The operands that a method of one or two models can merge, by the name of the choice."""
+        """The models, or pairs of models, among which a search chooses for a method of one or two models, by name."""
         with_base = tuple((self._base, expert) for expert in self._experts)
         choices: dict[str, tuple[tuple[str, ...], ...]] = {
             "pair": (*itertools.combinations(self._experts, 2), *with_base),
@@ -306,7 +313,7 @@ class LfsSpace:
         return None
 
     def _methods_of(self, merge: Merge) -> tuple[str, ...]:
-        """The methods that can give `merge`: its own, or any method if it is an unchanged model."""
+        """The methods of the space that can give `merge`: its own method, or any method if it is an unchanged model."""
         is_model = merge.method == "passthrough" and not merge.coefficients
         return tuple(name for name in self._methods if is_model or merge.method == name)
 
@@ -346,7 +353,10 @@ class LfsSpace:
         return configuration
 
     def _operands_of(self, group: str, method: str, merges: Mapping[str, Merge]) -> tuple[str, ...] | None:
-        """The choice of operands that all `merges` (by component group) can come from; None if there is none."""
+        """The choice of operands from which a method can give all `merges`, or None if there is no such choice.
+
+        `merges` are the merges of a layer group, by component group.
+        """
         return next(
             (
                 choice
@@ -379,7 +389,7 @@ def _problems(given: Mapping[str, Any], *, num_layers: int, num_experts: int, pr
 
 
 def _paper_contradictions(given: Mapping[str, Any]) -> Iterator[Problem]:
-    """A Problem for each field of `given` that contradicts the published space."""
+    """A problem for each option in `given` that contradicts the published search space."""
     for name, published in PAPER.items():
         same = set(given[name]) == set(published) if name == "methods" else given[name] == published
         if not same:

@@ -23,10 +23,10 @@ DEFAULT_DENSITY = 0.2
 
 @dataclass(frozen=True)
 class ComponentGroup:
-    """A component group of one layer group: the smallest unit with coefficients of its own.
+    """A component group of one layer group, the smallest unit with coefficients of its own.
 
-    `conditions` say when a method is used here (none if there is no choice). `is_selected` maps an expert to the
-    conditions under which it is an operand.
+    `conditions` are the conditions under which it uses a certain method; empty if there is only one method.
+    `is_selected` has, for each expert, the conditions under which that expert is merged.
     """
 
     name: str
@@ -37,7 +37,10 @@ class ComponentGroup:
 
 
 class SearchedMethod(Protocol):
-    """A method as LFS searches it. `operands` are aliases: the selected experts, the pair, or the model."""
+    """A merge method as LFS searches it: its parameters, and how their values become a merge and back.
+
+    In its methods, `cell` is the component group that is merged, and `operands` are the aliases of the merged models.
+    """
 
     @property
     def name(self) -> str: ...
@@ -47,12 +50,15 @@ class SearchedMethod(Protocol):
     def decode(self, cell: ComponentGroup, operands: tuple[str, ...], configuration: Configuration) -> Merge: ...
 
     def encode(self, cell: ComponentGroup, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
-        """Values that decode to `merge` (canonical); None if this method cannot express it."""
+        """Parameter values that decode to `merge`, or None if this method cannot give that merge.
+
+        `merge` is in canonical form.
+        """
         ...
 
 
 class TaskArithmetic:
-    """base + lambda * (sum of the task vectors); lambda is shared by the selected experts."""
+    """Task arithmetic: base + lambda * (sum of the task vectors). The selected experts share lambda."""
 
     name = "task_arithmetic"
 
@@ -73,11 +79,11 @@ class TaskArithmetic:
 
 
 class DirectedTaskArithmetic:
-    """base + lambda * m * (sum of weight * task vector) over the m selected experts, weights on the simplex.
+    """Task arithmetic with a direction and a scale: base + lambda * m * (sum of weight * task vector) over m experts.
 
-    The weights are a direction, searched as those of `Linear` are; lambda * m is the scale. With equal weights, lambda
-    is that of `TaskArithmetic` and has its range. Direction and scale are searched separately, as in Mixup Model Merge
-    (M3), section 3.1.
+    The m experts are the selected ones. Their weights sum to one and are the direction; lambda * m is the scale. With
+    equal weights this is `TaskArithmetic` with the same lambda. Direction and scale are searched separately, as in
+    Mixup Model Merge (M3), section 3.1.
     """
 
     name = "task_arithmetic"
@@ -116,7 +122,11 @@ class DirectedTaskArithmetic:
 
 
 class Ties:
-    """TIES: keep the share k of largest magnitudes, elect signs, add lambda times the mean of agreeing elements."""
+    """TIES-merging of the selected experts.
+
+    It keeps the share k of each task vector's elements with the largest magnitudes, elects a sign for each element, and
+    adds lambda times the mean of the elements that have this sign.
+    """
 
     name = "ties"
 
@@ -137,11 +147,11 @@ class Ties:
 
 
 class Linear:
-    """The weighted mean of the selected experts, weights on the simplex.
+    """The weighted mean of the selected experts; the weights sum to one.
 
-    Searched as one weight per expert, stored divided by their sum. Weights that are all zero, or that do not exist (no
-    bit set, see `lfs`), mean equal weights. A single expert is averaged with the base, whose weight is 1 minus the
-    expert's.
+    There is one parameter per expert; a recipe has these numbers divided by their sum. If all are zero, or if the
+    selected experts have no parameters, weights are equal. A single expert is averaged with the base, whose weight is 1
+    minus the expert's.
     """
 
     name = "linear"
@@ -181,7 +191,7 @@ class Linear:
 
 
 class Slerp:
-    """Spherical interpolation between the two models of a pair; t = 0 is the first."""
+    """Spherical interpolation between the two models of a pair; t = 0 gives the first model, t = 1 the second."""
 
     name = "slerp"
 
@@ -209,7 +219,7 @@ DIRECTED = DirectedTaskArithmetic()
 
 
 def _searched(cell: ComponentGroup, method: str, coefficient: str) -> Float:
-    """The parameter of a coefficient with one number for all operands."""
+    """The parameter that is searched for `coefficient` of `method`, with one number for all merged models."""
     range_ = METHODS[method].range_of(coefficient)
     return Float(f"{cell.name}.{method}.{coefficient}", range_.low, range_.high, conditions=cell.conditions)
 
@@ -228,7 +238,7 @@ def _passed_through(merge: Merge) -> str | None:
 
 
 def on_simplex(weights: tuple[float, ...]) -> tuple[float, ...]:
-    """Weights divided by their sum; equal weights if all are zero."""
+    """The weights divided by their sum, or equal weights if all are zero."""
     if _is_on_simplex(weights):
         return weights  # already divided: dividing again would change the last decimal
     total = sum(weights)

@@ -22,7 +22,10 @@ SEED = 0
 
 @dataclass(frozen=True)
 class RangedMethod:
-    """A method whose coefficients are searched in the ranges that it declares; the others have their defaults."""
+    """A merge method whose coefficients LFS searches in the ranges that the method declares.
+
+    Coefficients without such a range keep their defaults.
+    """
 
     method: MergeMethod
 
@@ -74,10 +77,11 @@ class RangedMethod:
         return values
 
     def _encode_model(self, cell: ComponentGroup, operands: tuple[str, ...], model: str) -> dict[str, Any] | None:
-        """Parameter values that decode to one of the models unchanged; None if no values do.
+        """Parameter values for which the method gives the unchanged model `model`, or None if there are none.
 
-        The base is left by the coefficient whose zero leaves it. An expert can be the only operand. The first of an
-        ordered pair is left by the coefficient whose zero leaves the first source.
+        The base results if the coefficient is zero at whose zero the method gives the base. An expert results if it is
+        the only operand. The first model of an ordered pair results if the coefficient is zero at whose zero the method
+        gives the first source.
         """
         method = self.method
         leaves_base = (method.base_at_zero, None if method.is_itself_alone else method.drops_zeros)
@@ -112,7 +116,7 @@ class RangedMethod:
         return {c.name: c.searched for c in self.method.coefficients if isinstance(c.searched, Range)}
 
     def _counts(self, num_operands: int) -> dict[str, float]:
-        """The coefficients that count sources: at most the number of operands."""
+        """The values of the method's coefficients that count sources; each is at most the number of operands."""
         return {
             c.name: min(c.searched.value, num_operands)
             for c in self.method.coefficients
@@ -126,7 +130,7 @@ class RangedMethod:
 
 @dataclass(frozen=True)
 class PairInterpolation:
-    """A method of a pair that is searched like SLERP, by t in [0, 1]: weights 1 - t and t."""
+    """A merge method of two models with the weights 1 - t and t, where t in [0, 1] is searched as in SLERP."""
 
     method: MergeMethod
     share: PairShare

@@ -84,7 +84,7 @@ SPACE = M3Section
 
 
 class M3Space:
-    """The M3 space over one base model and its experts. Immutable."""
+    """The search space M3 over one base model and its experts: one merge method for the whole model. Immutable."""
 
     kind = "m3"
 
@@ -211,7 +211,7 @@ class M3Space:
                 yield {**chosen, **direction, **({} if method == "linear" else {"scale": scale})}
 
     def _numbers(self, method: str, merge: Merge) -> _Numbers | None:
-        """The numbers that `method` would have in `merge`: the shares, or shares times the scale.
+        """The numbers that `method` has for each expert in `merge`: its shares, or its shares times the scale.
 
         Returns None if the merge cannot come from this method.
         """
@@ -257,16 +257,21 @@ class M3Space:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Coefficients in a recipe, one per expert: shares, or shares times a scale that is not known (`scale` is None)."""
+    """The coefficients of the experts in a recipe, one for each expert.
+
+    `scale` is the scale of the task vectors. If it is None, the scale is not known, and `numbers` are the shares times
+    the scale. Otherwise `numbers` are the shares.
+    """
 
     numbers: tuple[float, ...]
     scale: float | None
 
 
 def dirichlet_shares(quantiles: Sequence[float], alpha: float) -> tuple[float, ...]:
-    """The shares with these quantiles: a point of the simplex with one more number than `quantiles`.
+    """The shares of the experts, which sum to one, at the given quantiles of the symmetric Dirichlet distribution.
 
-    Independent uniform quantiles give the symmetric Dirichlet distribution; a single one gives Beta(alpha, alpha).
+    There is one more share than there are quantiles. If the quantiles are independent and uniform in [0, 1], the shares
+    have the symmetric Dirichlet distribution with concentration `alpha`; with one quantile that is Beta(alpha, alpha).
     """
     from scipy.special import betaincinv
 
@@ -279,7 +284,10 @@ def dirichlet_shares(quantiles: Sequence[float], alpha: float) -> tuple[float, .
 
 
 def dirichlet_quantiles(shares: Sequence[float], alpha: float) -> tuple[float, ...]:
-    """The quantiles with these shares: the inverse of `dirichlet_shares`."""
+    """The quantiles of the symmetric Dirichlet distribution at which the shares are `shares`.
+
+    It is the inverse of `dirichlet_shares`.
+    """
     from scipy.special import betainc
 
     quantiles: list[float] = []
@@ -292,16 +300,19 @@ def dirichlet_quantiles(shares: Sequence[float], alpha: float) -> tuple[float, .
 
 
 def _p_series(experts: Sequence[str], order: Sequence[str], p: float) -> tuple[float, ...]:
-    """The shares of a p-series (equation 4): the expert of rank k in `order` has a share proportional to k^-p."""
+    """The shares of the experts in a p-series: the expert with rank k in `order` has a share proportional to k^-p.
+
+    This is equation 4 of the paper on Mixup Model Merge (M3). Shares sum to one and are in the order of `experts`.
+    """
     ranked = {expert: (rank + 1) ** -p for rank, expert in enumerate(order)}
     total = math.fsum(ranked.values())
     return tuple(ranked[expert] / total for expert in experts)
 
 
 def _exact_shares(found: _Numbers, scales: tuple[float, float]) -> tuple[float, ...]:
-    """The experts' shares, summing to one, that give the rounded numbers of a recipe.
+    """The experts' shares, summing to one, from the rounded coefficients of a recipe.
 
-    The error of the rounded numbers' sum is distributed evenly.
+    Rounding changes the sum of the coefficients; this error is distributed evenly over the experts.
     """
     total = math.fsum(found.numbers)
     exact = 1.0 if found.scale is not None else min(max(total, scales[0]), scales[1])
@@ -312,7 +323,10 @@ def _exact_shares(found: _Numbers, scales: tuple[float, float]) -> tuple[float, 
 
 
 def _scale(numbers: Sequence[float], shares: Sequence[float], scales: tuple[float, float]) -> float:
-    """The scale of the task vectors with which the shares give the rounded numbers of a recipe."""
+    """The scale of the task vectors with which the experts' shares give the rounded coefficients of a recipe.
+
+    `numbers` are the coefficients. `scales` are the lowest and the highest scale.
+    """
     half = 0.5 * 10.0**-COEFFICIENT_DECIMALS
     pairs = [(number, share) for number, share in zip(numbers, shares, strict=True) if share > half]
     low = max(scales[0], *((number - half) / share for number, share in pairs))

@@ -50,7 +50,10 @@ SPACE = SfsSection
 
 
 class SfsSpace:
-    """The SFS space over one model of a study. Immutable. Implements `DifferentiableSpace`."""
+    """The search space SFS over one model of a study: two factors for each layer.
+
+    It is immutable and implements `DifferentiableSpace`.
+    """
 
     kind = "sfs"
     method = "passthrough"
@@ -112,9 +115,9 @@ class SfsSpace:
             return None
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
-        """The model and the parameter that is the factor of the tensor's weights; empty for other tensors.
+        """The model's alias, with the parameter that is the factor on the tensor's weights.
 
-        The other tensors are norms, embedding and head.
+        Returns () for norms, the embedding and the head, which have no factor.
         """
         place = self._models.tensors[self._models.tied.get(tensor_name, tensor_name)]
         if place.layer is None or place.part not in SCALED:
@@ -123,7 +126,7 @@ class SfsSpace:
 
     @property
     def layer_scales(self) -> Mapping[int, str]:
-        """The parameters that scale the layers' outputs, by layer."""
+        """The names of the parameters that scale the outputs of layers, by layer; the last layer has none."""
         return dict(enumerate(self._outputs))
 
     def _layer(self, layer: int, configuration: Configuration) -> LayerRecipe:

@@ -42,7 +42,10 @@ HINTS = MessageHints(
 
 @dataclass
 class ValidParts:
-    """The sections and list entries (by position) that are valid on their own."""
+    """The parts of a study file that are valid on their own: sections, and entries of lists by their position.
+
+    A section that is not valid is None; an entry that is not valid is missing.
+    """
 
     models: Models | None = None
     search_space: SearchSpaceSpec | None = None
@@ -56,9 +59,9 @@ class ValidParts:
 
 
 def without_consequences(problems: list[Problem]) -> list[Problem]:
-    """The problems without those that follow from another one.
+    """The problems, without those that are only consequences of another problem.
 
-    A holdout entry with `cost` is one problem; its missing task and metric are not reported too.
+    If a holdout entry has a `cost`, which is a problem, its missing task and metric are not reported as well.
     """
     costs = {problem.field.removesuffix("cost") for problem in problems if problem.field.endswith(".cost")}
     return [
@@ -69,7 +72,7 @@ def without_consequences(problems: list[Problem]) -> list[Problem]:
 
 
 def contradictions(parts: ValidParts) -> Iterator[Problem]:
-    """Every contradiction between valid parts of a study."""
+    """Every contradiction between parts of a study that are each valid on their own."""
     if parts.models is not None:
         yield from _models_contradictions(parts.models)
     if parts.search_space is not None:
@@ -187,7 +190,10 @@ def _fidelity_contradictions(fidelity: Fidelity, objectives: Mapping[int, Object
 
 
 def _length_contradictions(fidelity: Fidelity, objectives: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:
-    """Problems with the number of rungs, which is the same for all objectives and one that the scheduler accepts."""
+    """Problems with the number of rungs.
+
+    All objectives must have the same number of rungs, and the scheduler must accept it.
+    """
     own = {f"objectives.{index}.rungs": spec.rungs for index, spec in objectives.items() if spec.rungs is not None}
     written = own if fidelity.rungs is None else {"fidelity.rungs": fidelity.rungs, **own}
     try:
@@ -319,7 +325,7 @@ def _constraint_contradictions(search: Search, parts: ValidParts) -> Iterator[Pr
 
 
 def _unreachable(constraint: Constraint, spec: ObjectiveSpec) -> str:
-    """The reason why no value in the objective's range meets the constraint; "" if one may."""
+    """The reason why no value in the objective's range meets the constraint, or "" if some value may meet it."""
     if spec.range is not None and not spec.range[0] < spec.range[1]:
         return ""  # the problem is reported for the range
     low, high = spec.range or (0.0, 1.0)

@@ -63,7 +63,7 @@ NOT_OF_ONE_ENGINE = frozenset({"replicas", "verify"})
 class EngineOptions(Engine):
     """The options with which one engine is started: those of the section `engine`, and those that only programs set.
 
-    A field added to `Engine` becomes an option of engines without any other declaration.
+    A field that is added to the section is an option of engines without any other declaration.
     """
 
     threads: int = 0
@@ -76,6 +76,6 @@ class EngineOptions(Engine):
     """The seed of vLLM."""
 
     def document(self) -> dict[str, Any]:
-        """The options by name, as plain data. Engines with equal documents are interchangeable."""
+        """The options by name, as plain data. Engines with equal options are interchangeable."""
         excluded = NOT_OF_ONE_ENGINE if self.max_layers else NOT_OF_ONE_ENGINE | {"max_layers"}
         return self.model_dump(exclude=set(excluded))

@@ -38,21 +38,22 @@ class Fidelity(Section):
 
     @property
     def bound_error_rate(self) -> float | None:
-        """The error rate of rule: bound, or its default; None for another rule."""
+        """The error rate of the rule `bound` of racing, or its default; None if the section names another rule."""
         if self.rule != "bound":
             return None
         return DEFAULT_ERROR_RATE if self.error_rate is None else self.error_rate
 
     @property
     def reduction_factor(self) -> int:
-        """The reduction factor eta, or its default."""
+        """The reduction factor eta, or its default of 3: one configuration in eta is promoted."""
         return 3 if self.eta is None else self.eta
 
     @property
     def rung_samples(self) -> tuple[int, ...] | None:
-        """Samples at each rung of an objective without rungs of its own; None: one rung with all samples of the task.
+        """The number of samples at each rung, for objectives that do not state rungs of their own.
 
-        Raises ValueError if the section does not define them.
+        The result is None if there is a single rung with all samples of the task. Raises ValueError if the section does
+        not define the numbers.
         """
         if self.rungs is not None:
             return self.rungs
@@ -66,8 +67,9 @@ class Fidelity(Section):
         return ladders.rungs(self.min_samples, self.max_samples, self.reduction_factor)
 
     def rungs_of(self, objective: ObjectiveSpec) -> tuple[int | None, ...]:
-        """Samples of an objective at each rung; (None,): one rung with all samples of its task.
+        """The number of samples of an objective at each rung.
 
-        Raises ValueError as `rung_samples` does.
+        The result is (None,) if there is a single rung with all samples of the objective's task. Raises ValueError if
+        neither the objective nor the section defines the numbers.
         """
         return objective.rungs or self.rung_samples or (None,)

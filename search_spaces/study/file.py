@@ -51,7 +51,7 @@ class Limits(Section):
 
 
 class Study(Section):
-    """A merge search as a user writes it down."""
+    """A merge search as a user writes it in a study file."""
 
     name: Name
     models: Models
@@ -68,7 +68,10 @@ class Study(Section):
 
     @property
     def scored_objectives(self) -> Mapping[int, ObjectiveSpec]:
-        """The objectives that have a task, by position; the others are costs."""
+        """The objectives that have a task, by their position in the file.
+
+        The other objectives are costs of the recipe.
+        """
         return {index: spec for index, spec in enumerate(self.objectives) if isinstance(spec, ObjectiveSpec)}
 
     def with_tasks(self) -> Iterator[tuple[str, ObjectiveSpec]]:
@@ -77,7 +80,10 @@ class Study(Section):
         yield from ((f"holdout.{index}", spec) for index, spec in enumerate(self.holdout))
 
     def canonical(self) -> dict[str, Any]:
-        """The study as plain data with all defaults written out; `parse_study` returns the same study from it."""
+        """The study as plain data in which all defaults are written out.
+
+        `parse_study` returns the same study from this data.
+        """
         return self.model_dump(mode="json")
 
 
@@ -87,23 +93,27 @@ class _SpaceOnly(Section):
 
 @cache
 def study_json_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of the study file; one object, which callers only read: making it takes 20 ms."""
+    """The JSON Schema (draft 2020-12) of the study file.
+
+    The schema is made once, which takes 20 ms. All callers get the same object, so they must not change it.
+    """
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Study.model_json_schema()}
 
 
 def load_study(file: Path | str) -> Study:
-    """The study in a YAML or JSON file. Relative paths in it are relative to the file's directory.
+    """Read a study from a YAML or JSON file.
 
-    Raises InvalidStudy with every problem found.
+    Relative paths in the file are relative to the file's directory. Raises InvalidStudy with every problem found.
     """
     file = Path(file)
     return parse_study(read_document(file), file.absolute().parent)
 
 
 def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> Study:
-    """The study that `document` describes. Relative paths are resolved against `directory`; None leaves them unchanged.
+    """The study that plain data describe.
 
-    Raises InvalidStudy with every problem found.
+    Relative paths are resolved against `directory`; with `directory` None they are left unchanged. Raises InvalidStudy
+    with every problem found.
     """
     if not isinstance(document, Mapping):
         raise InvalidStudy((Problem("", f"a study is a mapping (key: value), not {document!r:.60}"),))
@@ -127,10 +137,11 @@ def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> S
 
 
 def same_but_limits(stored: Study, given: Study) -> tuple[str, ...]:
-    """The dotted fields in which `given` differs from `stored`; empty if `given` may resume `stored`.
+    """The dotted fields in which `given` differs from `stored`, among those that must be equal if a study is resumed.
 
-    `limits` may differ, and `search.max_trials` may be larger. In a space that changes layers, `limits.max_layers` is
-    part of the space and may not differ.
+    If there are none, a driver of the study `given` may resume `stored`. `limits` may differ, and `search.max_trials`
+    may be larger. In a space that changes the number of layers, `limits.max_layers` is part of the space and may not
+    differ.
     """
     before, after = _flat(stored.canonical()), _flat(given.canonical())
     absent = object()
@@ -200,14 +211,18 @@ def _resolved(study: Study, directory: Path) -> Study:
 
 
 def resolved_model(value: str, directory: Path) -> str:
-    """The absolute directory that `value` names. A hub id (`name` or `owner/name`, no such directory) is unchanged."""
+    """The absolute directory that a model's name in a study file stands for, or the unchanged name if it is a hub id.
+
+    A hub id has the form `name` or `owner/name`, and there is no such directory. A relative directory is relative to
+    `directory`.
+    """
     file = _absolute(value, directory)
     looks_like_path = value.startswith(("/", ".", "~")) or value.endswith("/") or value.count("/") > 1
     return file if looks_like_path or os.path.isdir(file) else value
 
 
 def _run(value: Chained, directory: Path) -> Chained:
-    """The merge of another study, with the absolute directory of its run."""
+    """The reference to a merge of another study, with the directory of that study's run as an absolute path."""
     source = value.from_study
     if source.dir is None:
         return value
@@ -215,7 +230,10 @@ def _run(value: Chained, directory: Path) -> Chained:
 
 
 def resolved_objective(spec: ObjectiveSpec, directory: Path) -> ObjectiveSpec:
-    """The objective with absolute paths of its task's files."""
+    """The objective with absolute paths of the files that its task consists of.
+
+    Relative paths are relative to `directory`.
+    """
     if isinstance(spec.task, InlineTask):
         task: InlineTask | str = spec.task.model_copy(update={"file": _absolute(spec.task.file, directory)})
     else:
@@ -229,7 +247,7 @@ def _absolute(value: str, directory: Path) -> str:
 
 
 def _flat(value: Any, place: str = "") -> dict[str, Any]:
-    """The leaves of nested mappings and lists, by dotted path."""
+    """The leaves of nested mappings and lists, by their dotted path, such as "objectives.0.name"."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
     if not pairs:
         return {place: value}

@@ -13,7 +13,7 @@ __all__ = ["AnotherStudy", "Chained", "FromStudy", "Models"]
 
 
 class AnotherStudy(Section):
-    """Another study: a run in a directory, or a study on the same server."""
+    """A reference to another study: a run in a directory, or a study on the same server."""
 
     dir: Line | None = None
     """The directory of a run (`mergesearch run STUDY --out DIR`)."""
@@ -22,7 +22,7 @@ class AnotherStudy(Section):
 
 
 class FromStudy(AnotherStudy):
-    """A merged model of another study."""
+    """A reference to a merged model of another study: the best trial, or the trial with a number."""
 
     trial: Literal["best"] | Annotated[int, Field(ge=0)] = "best"
     """The number of the other study's trial, or best. It is determined when this study is created and does not change
@@ -70,13 +70,14 @@ class Models(Section):
 
     @property
     def chained(self) -> dict[str, FromStudy]:
-        """The experts that are merges of other studies."""
+        """The experts that are merges of other studies, by alias."""
         return {alias: e.from_study for alias, e in self.experts.items() if isinstance(e, Chained)}
 
     @property
     def named(self) -> dict[str, str]:
-        """The experts that are directories or hub ids.
+        """The experts that are directories or hub ids, by alias.
 
-        Once merges of other studies have been exported (`service.studies.chains`), these are all experts.
+        Once the merges of other studies have been exported (`service.studies.chains`), all experts are directories or
+        hub ids.
         """
         return {alias: expert for alias, expert in self.experts.items() if isinstance(expert, str)}

@@ -16,7 +16,10 @@ Rungs = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
 
 
 class InlineTask(Section):
-    """Samples in a JSONL file: the whole greedy completion must equal the answer, apart from white space around it."""
+    """A task that consists of samples in a JSONL file, each a prompt and an answer.
+
+    The whole greedy completion of the prompt must equal the answer, apart from white space around it.
+    """
 
     file: Line
     prompt: Annotated[str, Field(min_length=1)] = "{{prompt}}"
@@ -53,7 +56,10 @@ class ObjectiveSpec(Section):
 
 
 class CostSpec(Section):
-    """An objective that needs no data: less is better, and the value follows from the recipe."""
+    """An objective that is a cost of the merged model, such as its number of layers; less is better.
+
+    It needs no data, because its value follows from the recipe.
+    """
 
     name: Name
     cost: Cost

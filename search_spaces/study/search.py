@@ -126,7 +126,7 @@ class DirichletOptions(Section):
 
 
 class Preferences(Section):
-    """The study's preference vectors: a lattice, random vectors or a list of vectors; give one of the three."""
+    """The study's preference vectors: one of a lattice, random vectors, and a list of vectors."""
 
     lattice: Annotated[int, Field(ge=1, le=MAX_PREFERENCES)] | None = None
     """All preference vectors whose weights are multiples of 1/lattice."""
@@ -139,15 +139,16 @@ class Preferences(Section):
     """
 
     def size(self, num_objectives: int) -> int:
-        """The number of preference vectors."""
+        """The number of preference vectors in a study with `num_objectives` objectives."""
         if self.lattice is not None:
             return preferences.lattice_size(num_objectives, divisions=self.lattice, corners=self.corners)
         return self.dirichlet.count if self.dirichlet is not None else len(self.vectors or ())
 
     def weights(self, objectives: Sequence[str], *, seed: int) -> tuple[tuple[float, ...], ...]:
-        """The preference vectors, with weights in the order of `objectives`.
+        """The study's preference vectors, each with the weights in the order of `objectives`.
 
-        Raises InvalidPreference for a written vector whose weights are not accepted.
+        Random vectors are drawn with `seed`. Raises InvalidPreference if the weights of a listed vector are not
+        accepted.
         """
         if self.vectors is not None:
             return tuple(preferences.preference_vector(vector, objectives=objectives) for vector in self.vectors)
@@ -179,9 +180,9 @@ class Search(Section):
     """
 
     def num_scored(self, num_samples: int) -> int:
-        """The number of an objective's samples on which trials are scored; gradients use the other ones.
+        """The number of an objective's samples on which trials are scored, out of `num_samples`.
 
-        The scored samples are the first ones in the order of the study's seed. The result is 0 or `num_samples` if
-        `fit_share` leaves one of the two parts without a sample.
+        The scored samples are the first ones in an order that the study's seed determines. Gradients use the other
+        samples. A result of 0 or `num_samples` means that `fit_share` leaves one of the two parts without a sample.
         """
         return num_samples if self.fit_share == 1 else num_samples - round(self.fit_share * num_samples)

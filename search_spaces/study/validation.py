@@ -45,11 +45,11 @@ MAX_PROBLEMS = 100
 
 @dataclass(frozen=True)
 class MessageHints:
-    """Texts for messages that a schema cannot supply.
+    """Texts for error messages that a JSON Schema cannot supply.
 
-    In paths of fields, "*" is a position in a list ("objectives.*.cost"). `later_values` are values, by path, that are
-    not available yet. `later_keys` are messages, by path, for keys that are not accepted. `patterns` say in words what
-    a regular expression accepts.
+    Keys are paths of fields, in which "*" stands for any position in a list ("objectives.*.cost"). `later_values` are
+    values that are not available yet. `later_keys` are messages about keys that are not accepted. `patterns` say in
+    words what a regular expression accepts, by the expression.
     """
 
     later_values: Mapping[str, tuple[str, ...]]
@@ -58,14 +58,18 @@ class MessageHints:
 
 
 def is_tag(part: str | int) -> bool:
-    """Whether a part of an error's location is the tag of a union's branch ("<inline>"), not a key of the file."""
+    """Whether a part of the location of a validation error is a tag, such as "<inline>", and not a key of the file.
+
+    pydantic adds the tag of the branch where a value may have one of several forms.
+    """
     return isinstance(part, str) and part.startswith("<") and part.endswith(">")
 
 
 def problems_of(errors: Sequence[ErrorDetails], schema: Mapping[str, Any], hints: MessageHints) -> list[Problem]:
-    """One Problem for each of the first MAX_PROBLEMS errors of validating against `schema`, in the errors' order.
+    """Validation errors as problems with messages for users, in the order of the errors.
 
-    A last one says how many other errors there are.
+    Only the first MAX_PROBLEMS errors become problems; one more problem then says how many errors are left. `schema` is
+    the JSON Schema that the document violates.
     """
     problems: list[Problem] = []
     for error in errors[:MAX_PROBLEMS]:
@@ -98,7 +102,7 @@ def problems_of(errors: Sequence[ErrorDetails], schema: Mapping[str, Any], hints
 
 
 def at_most(problems: Iterable[Problem]) -> Iterator[Problem]:
-    """The first MAX_PROBLEMS of `problems`, and one that says that there are more.
+    """The first MAX_PROBLEMS of `problems`, and one more that says that there are others, if there are.
 
     The others are not computed.
     """
@@ -113,7 +117,7 @@ def _others(number: int | None) -> Problem:
 
 
 def in_file_order(problems: Iterable[Problem], document: Mapping[str, Any]) -> tuple[Problem, ...]:
-    """The problems in the order of their fields in `document`."""
+    """The problems, sorted by the position of their fields in `document`."""
     orders: dict[int, dict[str, int]] = {}  # the positions of a mapping's keys, by the mapping's id
 
     def index(place: Mapping[str, Any], key: str) -> int:
@@ -191,16 +195,20 @@ def _shown(value: Any) -> str:
 
 
 def _node(schema: Mapping[str, Any], place: Sequence[str | int]) -> Mapping[str, Any]:
-    """The part of a JSON Schema that describes the value at `place`, which may have tags; empty if there is none."""
+    """The part of a JSON Schema that describes the value at a location of a validation error.
+
+    Returns an empty mapping if there is none.
+    """
     found = _nodes(schema, place)
     wanted = ("properties", "enum", "const", "type")
     return next((node for key in wanted for node in found if key in node), {})
 
 
 def _nodes(schema: Mapping[str, Any], place: Sequence[str | int]) -> list[Mapping[str, Any]]:
-    """The parts of a JSON Schema that may describe the value at `place`.
+    """All parts of a JSON Schema that may describe the value at a location of a validation error.
 
-    A tag selects the mapping with that `kind` or with a key of that name, where there is one.
+    The location `place` may contain tags. A tag selects the branch of a union whose `kind` is the tag, or that has a
+    key with the tag's name.
     """
     found = list(_branches(schema, schema))
     for part in place:

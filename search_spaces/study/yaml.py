@@ -22,7 +22,7 @@ MAX_BYTES = 1_000_000
 
 
 def read_document(file: Path) -> dict[str, Any]:
-    """The mapping in a file: JSON if its name ends in .json, otherwise YAML.
+    """Read the mapping in a file, as JSON if the file's name ends in .json, otherwise as YAML.
 
     Raises InvalidStudy if the file is unreadable, over 1 MB, not UTF-8, malformed (with line and column) or not a
     mapping.
@@ -31,7 +31,11 @@ def read_document(file: Path) -> dict[str, Any]:
 
 
 def parse_document(content: bytes, name: object, *, is_json: bool) -> dict[str, Any]:
-    """The mapping in `content`, as for `read_document`; messages begin with `name`."""
+    """Parse the mapping in the bytes of a JSON or YAML document.
+
+    Error messages begin with `name`, the name of the file. Raises InvalidStudy if the document is not UTF-8, malformed
+    (with line and column) or not a mapping.
+    """
     text = _text(content, name)
     try:
         document = json.loads(text, object_pairs_hook=_mapping) if is_json else yaml.load(text, _Loader)
@@ -82,7 +86,10 @@ def _refused(name: object, message: str) -> InvalidStudy:
 
 
 class _RepeatedKey(Exception):
-    """A key is given twice. `place` is line and column of the second one, counted from 1; empty if not known."""
+    """The error that a mapping has the same key twice.
+
+    `place` is the line and column of the second occurrence, counted from 1; it is empty if they are not known.
+    """
 
     def __init__(self, key: str, place: tuple[int, ...] = ()) -> None:
         super().__init__(key, place)
@@ -104,7 +111,7 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}:,]')
 
 
 def _first_repeated(text: str) -> _RepeatedKey:
-    """The first key in a JSON text that is repeated in its object."""
+    """The error about the first key of a JSON text that occurs twice in one object, with its line and column."""
     known: list[set[str] | None] = []  # the keys so far of each open object; None for an open list
     before = ""
     for token in _TOKEN.finditer(text):
@@ -123,7 +130,7 @@ def _first_repeated(text: str) -> _RepeatedKey:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the core schema's scalars, without aliases and repeated keys."""
+    """A YAML loader that reads values by the core schema of YAML 1.2, and refuses aliases and repeated keys."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own form)
 

@@ -23,11 +23,11 @@ def compare(
     documents: Mapping[str, str] | None = None,
     bounds: Mapping[str, Bounds] | None = None,
 ) -> Comparison:
-    """Row of the held-out table, from the values of a candidate's samples.
+    """Compute a row of the held-out table, from the values of a candidate's samples.
 
     Args:
         label: Name of the candidate.
-        trial: Number of its trial.
+        trial: Number of the candidate's trial.
         samples: Values by objective [num_samples], in the metric's unit.
         reference: Values of the best finalist on the same samples in the same order.
         mean_over: Objectives of which the row has the unweighted mean, those without samples left out.
@@ -36,12 +36,11 @@ def compare(
         bounds: Range of each objective that no sample leaves, where it is known.
 
     Returns:
-        The estimates (`estimate`), their mean (`mean_of`; None without objectives to average) and, with `reference`,
-        the
-        paired differences "this row minus reference" by objective and, as "mean", of the mean.
+        The estimates (`estimate`) and their mean (`mean_of`), which is None without objectives to average. With
+        `reference`, also the paired differences "this row minus reference" by objective and, as "mean", of the mean.
 
     Raises:
-        ValueError: As `estimate` and `paired_difference`.
+        ValueError: `estimate` or `paired_difference` refuses the values.
     """
     ranges = bounds or {}
     averaged = [name for name in mean_over if name in samples]

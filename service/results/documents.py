@@ -34,7 +34,7 @@ __all__ = [
 def trial_document(
     trial: TrialRecord, *, objectives: Sequence[Objective] = (), sources: Sequence[TrialRecord] = ()
 ) -> TrialDocument:
-    """Describe a trial.
+    """Describe a trial as JSON, as result files and the API show it.
 
     Args:
         trial: The trial.
@@ -75,7 +75,7 @@ def trial_documents(run: RunRecord) -> list[TrialDocument]:
 
 
 def samples_document(run: RunRecord) -> SamplesDocument:
-    """Describe how many samples the trials took, and how many scoring every distinct recipe in full takes."""
+    """Describe how many samples the trials took, and how many it takes to score every distinct recipe in full."""
     recipes = {trial.recipe.digest for trial in run.trials if trial.state is not TrialState.FAIL}
     scored = sum(trial.samples_scored for trial in run.trials)
     full_budget = len(recipes) * sum(run.full_budget.values())
@@ -89,7 +89,7 @@ def samples_document(run: RunRecord) -> SamplesDocument:
 
 
 def estimate_document(estimate: Estimate) -> EstimateDocument:
-    """Describe an estimate."""
+    """Describe an estimate as JSON: value, 95 % interval, standard error and number of samples."""
     return {
         "value": estimate.value,
         "ci95": list(estimate.ci95),
@@ -99,7 +99,7 @@ def estimate_document(estimate: Estimate) -> EstimateDocument:
 
 
 def estimate_documents(estimates: Mapping[str, Estimate]) -> dict[str, EstimateDocument]:
-    """Describe estimates by name."""
+    """Describe several estimates as JSON, by name."""
     return {name: estimate_document(estimate) for name, estimate in estimates.items()}
 
 

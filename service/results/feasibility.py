@@ -68,8 +68,7 @@ def excesses(
         values: Values by objective.
         objectives: Objectives with their constraints.
         reference: Returns the values that a bound is relative to, on the same samples. A constraint for which it
-            returns
-            None is left out.
+            returns None is left out.
     """
     found = {}
     for objective in objectives:
@@ -87,7 +86,7 @@ def violations(
     *,
     values_of: Callable[[TrialRecord], Values] = lambda trial: trial.values,
 ) -> dict[str, float]:
-    """List the constraints that `values` violate, as written, each with its excess in the metric's unit.
+    """List the constraints that `values` violate, by their text, each with its excess in the metric's unit.
 
     Args:
         values: Values by objective.

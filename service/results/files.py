@@ -18,14 +18,14 @@ __all__ = ["trials_jsonl", "write_results"]
 
 
 def trials_jsonl(run: RunRecord) -> str:
-    """Build the content of trials.jsonl: one JSON object per line, by trial number."""
+    """Build the content of trials.jsonl: one JSON object per line, each a trial, by trial number."""
     return "".join(_json(document, indent=None) + "\n" for document in trial_documents(run))
 
 
 def write_results(directory: Path, run: RunRecord, *, report: str | None = None) -> tuple[Path, ...]:
     """Write trials.jsonl, summary.json, pareto.json and, if given, report.html into `directory`.
 
-    Each file appears complete or not at all (a temporary file, then renamed).
+    Each file is written under a temporary name and then renamed, so it is never seen incomplete.
 
     Returns:
         Paths of the files.

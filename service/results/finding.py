@@ -31,16 +31,17 @@ RIVALS = {Origin.SOURCE: "single model", Origin.PUBLISHED: "published recipe"}
 
 @dataclass(frozen=True)
 class RivalTest:
-    """Comparison of the finalists that the search proposed with their rival, the best baseline of one kind.
+    """Comparison of the finalists that the search proposed with a rival, the best baseline of one kind.
 
-    The rival is the best of its kind on the holdout data themselves: its luck there works against the merges.
+    The rival is the baseline that is best on the holdout data themselves. It may owe this to luck, which makes the
+    comparison harder for the finalists.
 
     Attributes:
         origin: Kind of baseline: source model or published recipe.
         rival: Trial number of the rival.
         label: Name of the rival.
-        differences: Finalist minus rival by trial number, the best on search data first. Larger is better. The
-            intervals hold together at 95 %.
+        differences: Value of each finalist minus that of the rival, by trial number, the best on search data first.
+            Larger is better. All intervals together contain the true differences with a probability of 95 %.
     """
 
     origin: Origin
@@ -50,12 +51,12 @@ class RivalTest:
 
     @property
     def better(self) -> tuple[int, ...]:
-        """Trial numbers of the finalists that are better than the rival, the best on search data first."""
+        """Trial numbers of the finalists that are better than the rival; the best on search data comes first."""
         return tuple(number for number, difference in self.differences.items() if difference.ci95[0] > 0)
 
 
 def criterion(objectives: Sequence[Objective]) -> str:
-    """Name of the compared value: an objective, or a mean of objectives."""
+    """Name of the value in which finalists are compared with their rivals: an objective, or a mean of objectives."""
     names = accuracy_objectives(objectives)
     if len(objectives) == 1 or len(names) == 1:
         return names[0] if names else objectives[0].name
@@ -73,8 +74,8 @@ def rival_tests(
 ) -> tuple[RivalTest, ...]:
     """Compare the finalists that the search proposed with the best source model and the best published recipe.
 
-    The estimator is the mean of the paired differences over the accuracy objectives. Without accuracy objectives it is
-    the mean over all objectives, each as a share of its range. Objectives without holdout data are left out.
+    What is estimated is the mean of the paired differences over the accuracy objectives. Without accuracy objectives it
+    is the mean over all objectives, each as a share of its range. Objectives without holdout data are left out.
 
     Args:
         finalists: The finalists, the best on search data first.
@@ -110,10 +111,10 @@ def rival_tests(
 def finding_text(
     tests: Sequence[RivalTest], objectives: Sequence[Objective], *, best: TrialRecord | None, was_scored: bool
 ) -> str:
-    """State in one sentence what the tests found.
+    """State in one sentence whether a merge is better than the best baselines on held-out data.
 
     Args:
-        tests: The tests, of source models first.
+        tests: Comparisons of the finalists with the best baselines, that with source models first.
         objectives: Objectives that all rows have holdout data for.
         best: The best trial on search data.
         was_scored: Whether the held-out stage has results.
@@ -152,9 +153,9 @@ def _ordered(one: float, other: float) -> Bounds:
 
 
 def _factor(objective: Objective, *, is_share: bool) -> float:
-    """Factor that makes larger values of the objective better.
+    """Compute the factor by which values of the objective are multiplied, so that larger products are better.
 
-    With `is_share`, the values are also divided by the width of the objective's range.
+    With `is_share`, the product is also divided by the width of the objective's range.
     """
     low, high = objective.bounds
     return (1 if objective.direction == "maximize" else -1) / (high - low if is_share else 1)

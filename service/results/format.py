@@ -12,7 +12,7 @@ __all__ = ["duration", "preferred_text", "sample_count", "search_sentences", "so
 
 
 def duration(seconds: float) -> str:
-    """Duration as people read it: 42s, 4m10s, 2h05m."""
+    """Format a number of seconds as people read it: 42s, 4m10s, 2h05m."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -22,7 +22,7 @@ def duration(seconds: float) -> str:
 
 
 def preferred_text(document: PreferredDocument) -> str:
-    """Line that names the picked trial, its values and the weights that picked it."""
+    """Format the trial that a user's weights prefer: its name, its values and the weights, in one line."""
     number = document["trial"]
     name = document["label"] if document["label"] == f"trial {number}" else f"trial {number}, {document['label']}"
     values = ", ".join(f"{key} {value:.3f}" for key, value in document["values"].items())
@@ -32,13 +32,13 @@ def preferred_text(document: PreferredDocument) -> str:
 
 
 def sample_count(samples: Mapping[str, int]) -> str:
-    """Samples per objective as text: one number, or the smallest and the largest."""
+    """Format the numbers of samples per objective: one number, or the smallest and the largest as "8-16"."""
     fewest, most = min(samples.values(), default=0), max(samples.values(), default=0)
     return str(most) if fewest == most else f"{fewest}-{most}"
 
 
 def search_sentences(search: SearchDocument) -> list[str]:
-    """Sentences about the searcher: why it was chosen, its notes, and the cost of its trials and steps."""
+    """Describe the search in sentences: the searcher and why it was chosen, its notes, and the samples that it cost."""
     chosen = search["algorithm"] or "a searcher that is not stored"
     cost = f"{search['trial_samples']:,} samples scored for its trials"
     if search["steps"]:
@@ -55,11 +55,14 @@ def _start_sentence(start: StartDocument) -> str:
 
 
 def sort_holdout(rows: Iterable[HoldoutDocument]) -> list[HoldoutDocument]:
-    """Rows by mean, the highest first; rows without a mean in the order given."""
+    """Sort held-out rows by their mean, the highest first.
+
+    If rows have no mean, they keep their order.
+    """
     return sorted(rows, key=lambda row: -row["mean"]["value"] if row["mean"] else 0.0)
 
 
 def violation_text(violations: Mapping[str, float]) -> str:
-    """Violated constraints with their excesses as text; empty without violations."""
+    """Format the violated constraints with their excesses; the text is empty if no constraint is violated."""
     found = (f"{constraint} by {excess:.3g}" for constraint, excess in violations.items())
     return f"violates {', '.join(found)}" if violations else ""

@@ -31,9 +31,10 @@ Samples = Mapping[str, NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class Scored:
-    """Scores of one split: samples by recipe digest, and the name of each objective's data.
+    """Scores on one split, the search data or the holdout data.
 
-    Objectives with equal `documents` were scored on the same documents, position by position.
+    `samples` are the values of samples by recipe digest. `documents` has the name of each objective's data: objectives
+    with equal names were scored on the same documents, position by position.
     """
 
     samples: Mapping[str, Samples] = field(default_factory=dict)
@@ -54,8 +55,8 @@ class HeldOut:
     """Results of the held-out stage.
 
     The best trial's value on search data minus its value on holdout data is the sum of `selection_bias` and
-    `split_difference`. Both are by objective and, as "mean", of the mean of the accuracy objectives. Both are empty
-    without baselines.
+    `split_difference`. Both have a number for each objective and, as "mean", for the mean of the accuracy objectives.
+    Both are empty without baselines.
 
     Attributes:
         rows: Every finalist and baseline that was scored, with differences "this row minus `reference`".
@@ -63,9 +64,8 @@ class HeldOut:
         failures: Trial numbers with the reason why they failed on holdout data.
         tests: Comparisons of the proposed finalists with the best source model and the best published recipe.
         selection_bias: Lead of the best trial over the baselines on search data, minus its lead on holdout data.
-        split_difference: Mean of the baselines, which nothing selected, on search data minus that on holdout data: how
-            much
-            easier the search data are.
+        split_difference: Mean of the baselines on search data minus their mean on holdout data, which says how much
+            easier the search data are; nothing has selected the baselines.
         volume: Hypervolume of the finalists.
     """
 
@@ -141,7 +141,10 @@ def _exact_values(trials: Iterable[TrialRecord], objectives: Sequence[Objective]
 
 
 def _with_exact(row: Comparison, exact: Mapping[int, Mapping[str, float]], reference: int | None) -> Comparison:
-    """`row` with the objectives that follow from the recipe, and their differences from the reference's values."""
+    """Add to a row the objectives that are costs of the recipe, which need no samples, and their differences.
+
+    `exact` has the costs of each trial. Differences are "this row minus `reference`".
+    """
     own = exact[row.trial]
     others = {} if reference is None or not row.differences else exact[reference]
     differences = {name: _exactly(value - others[name]) for name, value in own.items() if name in others}
@@ -159,9 +162,9 @@ def _exactly(value: float) -> Estimate:
 def _complete(
     trials: Iterable[TrialRecord], samples: Mapping[str, Samples], names: Sequence[str]
 ) -> dict[int, Samples]:
-    """Samples of the trials that are scored completely, by trial number.
+    """Samples of the trials that have all samples, by trial number.
 
-    Trials with fewer samples than another trial are not scored yet, or failed.
+    A trial with fewer samples than another trial is not scored yet, or has failed.
     """
     found = {}
     for trial in trials:
@@ -175,9 +178,10 @@ def _complete(
 
 
 def _bounds(objectives: Sequence[Objective], samples: Collection[Samples]) -> dict[str, tuple[float, float]]:
-    """Range of each objective; an objective with a sample outside its range has no known bounds.
+    """Range of each objective, as bounds for intervals; none for an objective with a sample outside its range.
 
-    A single sample has no interval without bounds. Its bounds then are one width of the range beyond the values seen.
+    A single sample needs bounds to have an interval. If such a sample is outside the range, the bounds are one width of
+    the range beyond the values seen.
     """
     found = {}
     for objective in objectives:
@@ -201,8 +205,8 @@ def _selection_bias(
 ) -> tuple[dict[str, Estimate], dict[str, Estimate]]:
     """Compute `selection_bias` and `split_difference` of `HeldOut`.
 
-    The best trial's lead over the mean of the baselines is taken sample by sample on each split, so that what makes a
-    sample easy for all of them cancels.
+    On each split, the best trial's lead over the mean of the baselines is taken sample by sample, so that a sample
+    which is easy for all of them does not change the lead.
     """
     best = best_trial(trials, objectives)
     if best is None or best.number not in rows:
@@ -245,7 +249,10 @@ def _with_mean(
 
 
 def _between(by_split: Mapping[Split, Mapping[str, Estimate]]) -> dict[str, Estimate]:
-    """Search minus holdout by objective, as independent estimates: the samples differ."""
+    """Estimate by objective the value on search data minus the value on holdout data.
+
+    The two estimates are independent, because they are of different samples.
+    """
     search, holdout = by_split[Split.SEARCH], by_split[Split.HOLDOUT]
     return {name: independent_difference(search[name], holdout[name]) for name in search}
 

@@ -26,7 +26,10 @@ __all__ = ["Choices", "choices"]
 
 @dataclass(frozen=True)
 class Choices:
-    """Trials of a front that may be picked, with their values on `split`, by trial number."""
+    """The trials of a study's front from which a user's weights may pick one.
+
+    `labels` and `values` are by trial number; values are those on `split`, search or holdout data.
+    """
 
     objectives: tuple[Objective, ...]
     split: Split
@@ -34,7 +37,7 @@ class Choices:
     values: Mapping[int, Mapping[str, float]]
 
     def preferred(self, weights: Mapping[str, float]) -> PreferredDocument:
-        """Pick the trial that `weights` of the objectives prefer; of equal ones the first.
+        """Pick the trial that the user's `weights` of the objectives prefer; of equal trials the first.
 
         Raises:
             InvalidPreference: The weights are invalid (see `preference_vector`).

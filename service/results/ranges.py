@@ -31,19 +31,19 @@ class OutOfRange:
     message: str
 
     def to_json(self) -> dict[str, Any]:
-        """Payload of the event that stores the warning."""
+        """Convert the warning to the payload of the event that stores it."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> Self:
-        """Warning that the payload of an event describes."""
+        """Read the warning from the payload of the event that stores it."""
         return cls(payload["trial"], payload["objective"], payload["split"], payload["message"])
 
 
 def out_of_range(
     trial: int, objectives: Sequence[Objective], split: Split, values: Mapping[str, Mapping[int, float]]
 ) -> tuple[OutOfRange, ...]:
-    """Find the objectives with samples outside their range.
+    """Find the objectives in which samples of a trial are outside the range.
 
     Args:
         trial: Number of the trial.
@@ -52,7 +52,7 @@ def out_of_range(
         values: Values by objective and sample position.
 
     Returns:
-        One warning for each objective, about its first sample outside the range.
+        One warning for each such objective, about its first sample outside the range.
     """
     found = []
     for objective in objectives:

@@ -19,17 +19,16 @@ __all__ = ["EngineFigures", "RunRecord", "SearchFigures"]
 
 @dataclass(frozen=True)
 class EngineFigures:
-    """Engines of a run, and what they did.
+    """Figures about the engines of a run: how many there were, and what they did.
 
     Attributes:
-        starts: Number of engine starts, of engines that were killed too.
+        starts: Number of engine starts, including those of engines that were killed.
         kinds: Program, dtype, and the size and place of the source weights, of each kind of engine.
         swap_s: Seconds of each recipe swap.
         busy_fraction: Share of the search's wall-clock in which an engine was scoring or swapping; None if not
             measured.
         samples_not_checked: Samples that were scored after the last canary that their engine passed; None before the
-            study
-            has ended.
+            study has ended.
         skipped: Reasons of canaries that could not be run at the end.
     """
 
@@ -63,7 +62,7 @@ class SearchFigures:
 
     @property
     def step_samples(self) -> int:
-        """Samples that all steps are charged."""
+        """Number of samples that all steps of the searcher together are charged."""
         return sum(self.charges.values())
 
 

@@ -34,13 +34,20 @@ MAX_FINALISTS = 8
 
 
 def accuracy_objectives(objectives: Sequence[Objective]) -> tuple[str, ...]:
-    """Names of the objectives whose plain mean makes sense: larger is better and values in [0, 1]."""
+    """Names of the accuracy objectives: those with values in [0, 1] of which larger ones are better.
+
+    Only of these does a plain mean over objectives make sense.
+    """
     return tuple(o.name for o in objectives if o.direction == "maximize" and o.range in (None, (0.0, 1.0)))
 
 
 @dataclass(frozen=True)
 class Criteria:
-    """Descriptions of what names the best trial, what promotes trials to the next rung, and why these can differ."""
+    """The selection criteria of a study as texts.
+
+    `best` says which trial is the best, `promotion` which trials are promoted to the next rung, and `difference` why
+    the two can differ.
+    """
 
     best: str
     promotion: str
@@ -48,7 +55,7 @@ class Criteria:
 
 
 def criteria(objectives: Sequence[Objective]) -> Criteria:
-    """Describe the selection criteria of a study with these objectives."""
+    """Describe how a study with these objectives selects its best trial and the trials that are promoted."""
     names = accuracy_objectives(objectives)
     if len(objectives) == 1:
         best = promotion = f"{'highest' if objectives[0].direction == 'maximize' else 'lowest'} {objectives[0].name}"
@@ -149,7 +156,7 @@ def costs_of(trial: TrialRecord, objectives: Sequence[Objective]) -> Costs:
 
 
 def costs_of_values(values: Mapping[str, float], objectives: Sequence[Objective]) -> Costs:
-    """Costs of `values`, in the order of `objectives`; values outside an objective's range have one too."""
+    """Costs of `values`, in the order of `objectives`. Values outside an objective's range have costs, too."""
     return tuple(objective.cost_of_stored(values[objective.name]) for objective in objectives)
 
 

@@ -94,23 +94,22 @@ def paired_difference(
 ) -> Estimate:
     """Estimate the mean of `values - reference`, sample by sample, with its standard error and interval.
 
-    The interval is Bonett and Price's if all values of both lie on the bounds: two candidates that agree on every
-    sample differ by 0, with an interval that narrows as samples grow. Otherwise it is Student's t of the differences,
-    cut to plus and minus the distance of the bounds.
+    The interval is Bonett and Price's if all values and all reference values lie on the bounds. Two candidates that
+    agree on every sample then differ by 0, with an interval that narrows as samples grow. Otherwise the interval is
+    Student's t of the differences, cut to plus and minus the distance of the bounds.
 
     Args:
         values: One value per sample [num_samples], in the metric's unit.
         reference: Values of the reference on the same samples in the same order.
         bounds: The range that the metric cannot leave. Without it, (0, 1) is assumed if every value is 0 or 1.
-        level: Coverage of the interval. At 1 - 0.05 / m, the intervals of m differences hold together with a
-            probability
-            of 95 % (Bonferroni).
+        level: Coverage of the interval. At 1 - 0.05 / m, the intervals of m differences all contain the true
+            differences with a probability of at least 95 % (Bonferroni).
 
     Returns:
         The mean difference, in the metric's unit.
 
     Raises:
-        ValueError: The lengths differ, or as `estimate`.
+        ValueError: The lengths differ, or `estimate` would refuse the values.
     """
     first, second = _checked(values, bounds), _checked(reference, bounds)
     if len(first) != len(second):
@@ -174,16 +173,16 @@ def mean_of(estimates: Sequence[Estimate], *, correlation: ArrayLike | None = No
 
 
 def correlations(samples: Sequence[ArrayLike], documents: Sequence[str]) -> Samples:
-    """Correlation matrix of the means of `samples`: means over the same documents err together.
+    """Correlation matrix of the means of several lists of samples.
 
-    The correlation of two means is Pearson's correlation of their values on the shared documents, times the number of
-    shared documents over the geometric mean of both counts. Values that do not vary show no correlation; 1, which gives
-    the widest interval, is assumed for them. Means over different data are independent.
+    Means over the same documents err together. The correlation of two means is Pearson's correlation of their values on
+    the shared documents, times the number of shared documents over the geometric mean of both counts. Values that do
+    not vary show no correlation; 1, which gives the widest interval, is assumed for them. Means over different data are
+    independent.
 
     Args:
         samples: Values of each mean [num_means][num_samples]. Where documents are equal, samples at equal positions are
-            of
-            one document, and the longer list continues with further documents.
+            of one document, and the longer list continues with further documents.
         documents: Name of the data of each mean [num_means].
 
     Returns:
@@ -218,8 +217,8 @@ def bootstrap(
     """Estimate a statistic of means, with its basic bootstrap interval.
 
     Whole documents are drawn with replacement: together for all candidates, and for all objectives with equal
-    `documents` and as many samples. The basic interval, 2 value - quantile, also corrects for a statistic that chance
-    only raises, as it raises the best of several.
+    `documents` and as many samples. The basic interval, 2 * value - quantile, also corrects for a statistic that chance
+    can only raise, such as the maximum of several values.
 
     Args:
         statistic: Computes the statistic from the candidates' means by objective [num_candidates].
@@ -272,7 +271,7 @@ def independent_difference(first: Estimate, second: Estimate) -> Estimate:
 
 
 def _checked(values: ArrayLike, bounds: Bounds | None) -> NDArray[np.float64]:
-    """Values as an array [num_samples].
+    """Convert values to an array [num_samples].
 
     Raises:
         ValueError: There are no samples, or a value is not finite or outside `bounds`.
@@ -293,7 +292,7 @@ def _is_two_valued(sample: NDArray[np.float64], low: float, high: float) -> bool
 
 
 def _wilson(proportion: float, n: int) -> tuple[float, float]:
-    """Wilson's score interval: the proportions that a score test at LEVEL does not reject."""
+    """Compute Wilson's score interval of a proportion: the proportions that a score test at LEVEL does not reject."""
     shrink = 1 + Z**2 / n
     centre = (proportion + Z**2 / (2 * n)) / shrink
     half = Z * math.sqrt(proportion * (1 - proportion) / n + Z**2 / (4 * n**2)) / shrink
@@ -302,7 +301,11 @@ def _wilson(proportion: float, n: int) -> tuple[float, float]:
 
 
 def _bonett_price(num_better: int, num_worse: int, n: int, level: float) -> tuple[float, float]:
-    """Bonett and Price's interval: Wald's, after one more discordant pair of each kind."""
+    """Compute Bonett and Price's interval of the difference of two paired proportions.
+
+    It is Wald's interval after one more discordant pair of each kind is added. Of `n` pairs, `num_better` and
+    `num_worse` are discordant.
+    """
     better, worse = (num_better + 1) / (n + 2), (num_worse + 1) / (n + 2)
     centre = better - worse
     half = float(special.ndtri(0.5 + level / 2)) * math.sqrt((better + worse - centre**2) / (n + 2))

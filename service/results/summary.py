@@ -186,10 +186,10 @@ def _search_minus_holdout(run: RunRecord, best: TrialRecord | None) -> dict[str,
 
 
 def _verification_document(reports: Sequence[VerificationReport], reason: str | None) -> VerificationDocument:
-    """Describe how samples compare with those of plain transformers.
+    """Describe as JSON how samples agree with those that plain transformers gave when trials were verified.
 
-    A report without samples counts as not verified. `reason` of the result is that of the first trial with samples left
-    out.
+    A report without samples counts as not verified. The document's `reason` is that of the first trial of which samples
+    were left out.
     """
     compared = [report for report in reports if report.num_samples]
     beyond = sum(report.num_beyond for report in compared)

@@ -58,10 +58,11 @@ def with_exported_sources(
     before: ResolvedStudy | None = None,
     note: Callable[[str], None] = logger.info,
 ) -> tuple[Study, dict[str, ChainedSource]]:
-    """Export chained sources; return the study that names their directories, and the sources by alias.
+    """Export the sources of a study that are merges of other studies.
 
-    Merges of other studies that are not below `directory` yet are written there. `before` is what a resumed study
-    resolved to. Raises InvalidStudy with every source that cannot be exported.
+    Returns the study with directories in place of these sources, and the sources by alias. The directories are below
+    `directory`; a merge that is there already is not written again. `before` is what was stored about the study's
+    sources, if the study is resumed. Raises InvalidStudy with every source that cannot be exported.
     """
     found: dict[str, ChainedSource] = {}
     problems: list[Problem] = []
@@ -112,7 +113,11 @@ def _place(directory: Path, recipe: Recipe, dtype: str) -> Path:
 
 
 def _trial(store: Store, record: JobRecord, source: FromStudy, known: ChainedSource | None) -> tuple[int, Recipe]:
-    """Number and recipe of the trial that a source names. Raises NotFound and Conflict."""
+    """Number and recipe of the trial that a source names.
+
+    `known` is the source as it was stored when the study was created, or None for a new study. Raises NotFound if there
+    is no such trial, Conflict if its recipe has changed.
+    """
     trials = store.trials(record.id)
     if known is not None:
         number = known.trial
@@ -139,9 +144,10 @@ def _along_path(
     before: ResolvedStudy | None,
     note: Callable[[str], None],
 ) -> dict[str, ChainedSource]:
-    """Export the base and the experts with the layers of a trial's path; return them as sources by alias.
+    """Export the base and the experts with their layers in the order of a trial's layer path.
 
-    Experts that are merges of other studies are left out. Raises NotFound, Conflict, InvalidModel and InvalidStudy.
+    Returns the exported models by alias. Experts that are merges of other studies are left out. Raises NotFound,
+    Conflict, InvalidModel and InvalidStudy.
     """
     known = None if before is None else before.chained.get(BASE)
     with open_study(source) as (store, record):
@@ -173,9 +179,9 @@ def _along_path(
 
 
 def _path(recipe: Recipe, where: str) -> tuple[dict[Component, int], ...]:
-    """Layer path of a merge: for each of its layers, the number of the source layer of each component.
+    """Layer path of a merge: for each of its layers, the number of the source layer from which each component comes.
 
-    Raises Conflict for a merge without a path.
+    Raises Conflict if the merge has no such path.
     """
     path: list[dict[Component, int]] = []
     for index, layer in enumerate(recipe.canonical().layers):
@@ -193,7 +199,7 @@ def _path(recipe: Recipe, where: str) -> tuple[dict[Component, int], ...]:
 
 
 def _with_path(alias: str, path: tuple[dict[Component, int], ...], fingerprints: Mapping[str, str]) -> Recipe:
-    """Recipe of one model with its own layers in the order of a path."""
+    """Recipe of the model `alias` with its own layers in the order of a layer path."""
     whole = Merge("passthrough", (Source(alias),))
     merges = ({name: whole.at_layer(layer) for name, layer in each.items()} for each in path)
     layers = (LayerRecipe(attention=own["attention"], mlp=own["mlp"], norm=own["norm"]) for own in merges)
@@ -201,16 +207,17 @@ def _with_path(alias: str, path: tuple[dict[Component, int], ...], fingerprints:
 
 
 def _dtype_of(config: Mapping[str, Any]) -> str:
-    """Dtype in which a checkpoint's weights are written without loss: the one that its configuration states.
+    """Dtype in which a checkpoint's weights are written without loss.
 
-    It is float32 if the configuration states none, or another one than those of engines.
+    It is the dtype that the checkpoint's configuration states, or float32 if it states none or one that engines do not
+    have.
     """
     stated = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     return stated if stated in DTYPE_BYTES else "float32"
 
 
 def on_server(store: Store) -> OpenStudy:
-    """Function that opens studies of a server by id."""
+    """A function that opens a study of the server's store by the id that a study file gives."""
 
     @contextmanager
     def open_study(source: AnotherStudy) -> Iterator[tuple[Store, JobRecord]]:

@@ -37,14 +37,15 @@ def export_trial(
     alignments_in: Path | None = None,
     **details: Any,
 ) -> Path:
-    """Write the merged model of a trial ("best" or its number) to `out`, and return `out`.
+    """Write the merged model of a trial to the directory `out`, and return `out`.
 
-    `dtype` None is the engine's. `alignments_in` is the directory of the study's alignments. `details` are further
-    arguments of `checkpoint.export`.
+    `trial` is "best" or the trial's number. With `dtype` None the model has the dtype of the study's engines.
+    `alignments_in` is the directory of the study's alignments. `details` are further arguments of
+    `workers.export.checkpoint.export`.
 
     Raises:
         NotFound: There is no such trial.
-        Conflict: The sources have changed since the study, `out` has something else, or its disk is too small.
+        Conflict: The sources have changed since the study, `out` has other content, or its disk is too small.
         InvalidStudy: The study may not read its models any more.
     """
     from search_spaces.study.file import Study
@@ -81,10 +82,11 @@ def export_trial(
 def write_model(
     recipe: Recipe, bank: Bank, out: Path, *, dtype: str, chat_template: str | None = None, **details: Any
 ) -> Path:
-    """Write the merged model of a recipe to `out` with `checkpoint.export`, and return `out`.
+    """Write the merged model of a recipe to the directory `out`, and return `out`.
 
-    `details` are further arguments of `checkpoint.export`. Raises Conflict as `model_bytes` does, and if the disk is
-    full before the model is complete; the incomplete model is then removed.
+    `details` are further arguments of `workers.export.checkpoint.export`. Raises Conflict if `out` has other content,
+    and if the disk has too little space. If the disk is full before the model is complete, the incomplete model is
+    removed.
     """
     import torch
 
@@ -105,9 +107,9 @@ def write_model(
 
 
 def model_bytes(recipe: Recipe, bank: Bank, out: Path, *, dtype: str, chat_template: str | None = None) -> int:
-    """Size of the merged model of a recipe, in bytes.
+    """Compute the size of the merged model of a recipe, in bytes, and check that it can be written to `out`.
 
-    Raises Conflict if `out` has something else, or if its disk has too little space.
+    Raises Conflict if `out` has other content, or if its disk has too little space.
     """
     import torch
 

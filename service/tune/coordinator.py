@@ -38,10 +38,11 @@ MAX_LOST_ACTORS = 3
 
 
 class Coordinator:
-    """The evaluations of one study. Not thread-safe: Tune's controller loop is its only caller.
+    """The coordinator of one study, which hands out evaluations and stores their results.
 
-    `observer` is called with the name of every step ("ask", "chunk", "commit", "rung", "promotion", ...); tests stop
-    the process there. `is_out_of_budget` is called before a new trial starts and returns the exhausted limit, or None.
+    It is not thread-safe: Tune's controller loop is its only caller. `observer` is called with the name of every step
+    ("ask", "chunk", "commit", "rung", "promotion", ...), so that tests can stop the process there. `is_out_of_budget`
+    is called before a new trial starts and returns the limit that is exhausted, or None.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Coordinator:
 
     @property
     def num_samples_scored(self) -> int:
-        """Samples scored in all attempts, for search and holdout."""
+        """The number of samples scored for this study in all attempts, on search and holdout data."""
         return self._samples.num_scored
 
     @property
@@ -112,17 +113,17 @@ class Coordinator:
 
     @property
     def is_finished(self) -> bool:
-        """True once nothing is left to do."""
+        """Whether nothing is left to do in this study."""
         is_busy = bool(self._in_flight) or self._chunks.is_rescoring
         return not is_busy and self.table.is_finished and self._holdout.is_finished
 
     # -- evaluations to run ----------------------------------------------------------------------------------------
 
     def next_evaluation(self, *, timeout_s: float = 0.0) -> Evaluation | None:
-        """The next evaluation, or None if there is none until one in flight finishes.
+        """The next evaluation to run, or None if there is none until one that is running has finished.
 
-        Waits up to `timeout_s` for the searcher if there is nothing else to do. Void samples come first: nothing new
-        starts before they have been scored again.
+        Waits up to `timeout_s` for the searcher if there is nothing else to do. Samples of an engine that failed a
+        check are scored again first; nothing new starts before.
         """
         self.look_for_faults(at_once=False)
         if self._chunks.is_rescoring:
@@ -165,7 +166,7 @@ class Coordinator:
         return [(number, rung, Split.SEARCH) for number, rung in self._search.ready()]
 
     def _num_unstarted(self) -> int:
-        """The number of proposed trials that have no result, and whose recipe is not in flight."""
+        """The number of proposed trials without a result whose recipe is not being evaluated."""
         busy = self._recipes_in_flight()
         new = (self._trials[number] for number, _, split in self._ready() if split is Split.SEARCH)
         return sum(t.origin is Origin.SEARCH and not t.rungs and t.recipe.digest not in busy for t in new)
@@ -185,14 +186,14 @@ class Coordinator:
     # -- what comes back -------------------------------------------------------------------------------------------
 
     def on_outcome(self, evaluation: Evaluation, outcome: ScoreResult | ChunkFailed) -> bool:
-        """Store what a trial actor reported. Returns True if that finishes the evaluation.
+        """Store what a trial actor reported about a chunk of samples.
 
-        Errors that end the study or this attempt are raised.
+        Returns True if the evaluation is finished. Errors that end the study or this attempt at it are raised.
 
         Raises:
             EvidenceMismatch: The result is not of the requested recipe, sources or prompts; the study ends.
-            StudyFailed: A metric fails on the base model, or void samples have other values when they are scored again;
-                the study ends.
+            StudyFailed: A metric fails on the base model, or samples that were scored again after an engine failed a
+                check have other values; the study ends.
             StudyUnusable: An engine cannot use its models or a task; the attempt ends.
             EngineUnavailable: There is no engine; the attempt ends.
         """
@@ -210,7 +211,10 @@ class Coordinator:
         return True
 
     def on_lost(self, evaluation: Evaluation, reason: str) -> None:
-        """Restart the evaluation of a trial actor that died, after the last stored chunk."""
+        """Restart an evaluation whose trial actor died, at the first chunk that is not stored.
+
+        After MAX_LOST_ACTORS deaths the trial fails.
+        """
         number = evaluation.trial
         if number not in self._in_flight:
             return
@@ -222,19 +226,23 @@ class Coordinator:
             self._release(evaluation)
 
     def on_missing_actors(self, text: str, *, running: int, wanted: int) -> None:
-        """Store that fewer trial actors run than wanted."""
+        """Store an event which says that fewer trial actors run than wanted, with the reason `text`."""
         self._writer.add_event(EventKind.ACTORS, {"running": running, "wanted": wanted, "reason": text})
 
     def on_engine_fault(self, fault: EngineFault) -> None:
-        """Record that an engine failed a check: what it scored since its last canary is to be scored again.
+        """Record that an engine failed a check.
 
-        Raises StudyFailed if too many engines did.
+        The samples that it scored since its last passed check are to be scored again. Raises StudyFailed if too many
+        engines have failed a check.
         """
         logger.warning("%s", fault)
         self._chunks.report_fault(fault)
 
     def look_for_faults(self, *, at_once: bool = True) -> None:
-        """Learn which engines failed a check in any study."""
+        """Read from the store which engines failed a check in any study.
+
+        Without `at_once`, the store is read no more often than once a second.
+        """
         self._chunks.look_for_faults(at_once=at_once)
 
     def _on_failure(self, evaluation: Evaluation, failed: ChunkFailed) -> bool:
@@ -253,12 +261,15 @@ class Coordinator:
         return True
 
     def _is_base(self, evaluation: Evaluation) -> bool:
-        """Whether the evaluation is that of the base model in the search."""
+        """Whether the evaluation is of the base model, on search data."""
         trial = self._trials[evaluation.trial]
         return evaluation.split is Split.SEARCH and (trial.origin, trial.label) == (Origin.SOURCE, "base")
 
     def _release(self, evaluation: Evaluation) -> None:
-        """Remove an evaluation from those in flight; the trial's next one has the samples that are then missing."""
+        """Remove an evaluation from those that are running.
+
+        The next evaluation of its trial has the samples that are then missing.
+        """
         self._in_flight.pop(evaluation.trial, None)
 
     def _finish(self, evaluation: Evaluation) -> None:

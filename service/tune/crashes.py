@@ -34,7 +34,10 @@ Key = tuple[str, str, str]
 
 
 class Crashes:
-    """The crashes of all attempts at a study; `events` are all stored events of the study."""
+    """The crashes of engines in all attempts at a study, counted by chunk of samples.
+
+    `events` are all stored events of the study.
+    """
 
     def __init__(self, events: Iterable[EventRecord]) -> None:
         self._crashes: dict[Key, list[Mapping[str, Any]]] = defaultdict(list)
@@ -43,9 +46,10 @@ class Crashes:
                 self._add(event.payload)
 
     def add(self, evaluation: Evaluation, failed: ChunkFailed) -> tuple[dict[str, Any], ChunkFailed | None]:
-        """Count a crash. Returns the event to store, and the failure that follows.
+        """Count a crash of an engine, and return the event to store and what follows for the evaluation.
 
-        The failure says that the candidate failed, or that there is no engine; it is None if the chunk is scored again.
+        What follows is a failure which says that the candidate failed or that there is no engine, or None if the chunk
+        is scored again.
         """
         crash = failed.crash
         assert crash is not None
@@ -64,7 +68,7 @@ class Crashes:
         return {**event, "crashes": count}, _consequence(self._of(evaluation, crash.chunk), failed.reason)
 
     def count(self, evaluation: Evaluation) -> int:
-        """The largest number of crashes with one chunk of the evaluation."""
+        """The number of crashes with one chunk of the evaluation, for the chunk with the most crashes."""
         return max((len(self._of(evaluation, chunk)) for chunk in evaluation.chunks), default=0)
 
     def _add(self, payload: Mapping[str, Any]) -> int:

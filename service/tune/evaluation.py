@@ -17,10 +17,10 @@ __all__ = ["ChunkFailed", "Crash", "Evaluation", "FailureKind"]
 
 @dataclass(frozen=True, repr=False)
 class Evaluation:
-    """The samples that are missing of one trial at one rung, or of all holdout data, in chunks.
+    """A unit of work: the missing samples of one trial at one rung, or on all holdout data, in chunks.
 
-    `crashes` is the largest number of engine crashes with one of its chunks. With `is_again`, the samples were stored
-    and are void: they are scored again, and the trial's rungs stay as they are.
+    `crashes` is the largest number of engine crashes with one of the chunks. With `is_again`, the samples were scored
+    by an engine that failed a check, and are scored again; the trial's rungs stay as they are.
     """
 
     study: str
@@ -33,7 +33,7 @@ class Evaluation:
     is_again: bool = False
 
     def ends_with(self, result: ScoreResult) -> bool:
-        """Whether a result is of the last chunk."""
+        """Whether `result` is of the last chunk of the evaluation."""
         last = self.chunks[-1][-1]
         return any((s.objective, s.position) == (last.objective, last.stop - 1) for s in result.samples)
 
@@ -45,11 +45,15 @@ class Evaluation:
 
 
 class FailureKind(StrEnum):
-    """Why a chunk was not scored.
+    """The reason why a chunk of samples was not scored.
 
-    TRIAL: the candidate cannot be scored. METRIC: a task's metric failed on its answers. CRASH: the engine crashed with
-    it. ENGINE: no engine is available. STUDY: an engine cannot use the study's models or a task. EVIDENCE: an engine
-    held another merge than the requested one. FAULT: an engine failed a check of itself.
+    - TRIAL: the candidate cannot be scored
+    - METRIC: a task's metric failed on the candidate's answers
+    - CRASH: the engine crashed with the chunk
+    - ENGINE: no engine is available
+    - STUDY: an engine cannot use the study's models or a task
+    - EVIDENCE: an engine held another merge than the requested one
+    - FAULT: an engine failed a check of itself
     """
 
     TRIAL = "trial"
@@ -63,7 +67,11 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True)
 class Crash:
-    """A crash of an engine with a chunk; `scored_others` and `kind` are those of `workers.errors.EngineCrashed`."""
+    """A crash of an engine while it scored a chunk of samples.
+
+    `scored_others` says whether the engine had scored another recipe before. `kind` is the kind of crash
+    (`workers.errors.CrashKind`).
+    """
 
     chunk: tuple[Span, ...]
     replica: str
@@ -84,7 +92,10 @@ class ChunkFailed:
     fault: EngineFault | None = None
 
     def raise_if_final(self) -> None:
-        """Raise EvidenceMismatch, StudyUnusable or EngineUnavailable if the reason ends the attempt at the study."""
+        """Raise an error if the failure ends the attempt at the study.
+
+        The error is EvidenceMismatch, StudyUnusable or EngineUnavailable. After other failures the attempt continues.
+        """
         match self.kind:
             case FailureKind.EVIDENCE:
                 raise EvidenceMismatch(self.reason)

@@ -19,7 +19,10 @@ __all__ = ["Feasibility"]
 
 
 class Feasibility:
-    """Constraints of the trials of one search; `trials` is the live mapping, by number."""
+    """Constraint values of the trials of one search, at each rung.
+
+    `trials` has all trials by number; the caller updates it while the search runs.
+    """
 
     def __init__(self, objectives: Sequence[Objective], trials: Mapping[int, TrialRecord]) -> None:
         self._objectives = objectives
@@ -29,29 +32,36 @@ class Feasibility:
         self._is_known = False
 
     def know(self, number: int, values: Mapping[int, Values]) -> None:
-        """Add the values at lower rungs, by rung, of a trial that is evaluated at the last rung only."""
+        """Add the values that a trial has at lower rungs, by rung.
+
+        The trial is one that is evaluated only at the last rung, such as a baseline.
+        """
         self._at_looks[number] = dict(values)
 
     def is_known(self) -> bool:
-        """Whether all sources that bounds are relative to have been scored.
+        """Whether all source models on which a constraint's bound depends have been scored.
 
-        Raises StudyFailed if one of them has failed.
+        Raises StudyFailed if one of these source models has failed.
         """
         relative = [c for o in self._objectives for c in o.constraints if c.reference is not None]
         self._is_known = self._is_known or all(map(self._is_scored, relative))
         return self._is_known
 
     def values(self, number: int, rung: int) -> tuple[float, ...]:
-        """The constraint values of a trial at a rung for which it has a result, in the order of the objectives.
+        """The amount by which a trial violates each constraint at a rung, in the order of the objectives.
 
-        Each is a share of its objective's range, and at most 0 where the constraint holds.
+        Each is a share of its objective's range, and at most 0 if the constraint holds. The trial must have a result at
+        the rung.
         """
         found = self._excesses(number, rung)
         widths = {objective.name: objective.bounds[1] - objective.bounds[0] for objective in self._objectives}
         return tuple(excess / widths[constraint.objective] for constraint, excess in found.items())
 
     def violation(self, number: int, rung: int) -> float:
-        """The total violation of a trial at a rung for which it has a result; 0 if it satisfies all constraints."""
+        """The total amount by which a trial violates constraints at a rung; 0 if all constraints hold.
+
+        The trial must have a result at the rung.
+        """
         if not any(objective.constraints for objective in self._objectives):
             return 0.0
         if (number, rung) not in self._violations:
@@ -71,7 +81,10 @@ class Feasibility:
 
     @cached_property
     def _references(self) -> dict[Constraint, int]:
-        """The trial number of the source of each relative bound. Valid once all sources are scored."""
+        """The trial number of the source model on which each relative bound depends, by constraint.
+
+        It may be read only once all source models are scored.
+        """
         found = {}
         for objective in self._objectives:
             for constraint in objective.constraints:

@@ -14,7 +14,10 @@ __all__ = ["HoldoutStage"]
 
 
 class HoldoutStage:
-    """The trials that are still to be scored on the holdout data. A study without such data has no stage."""
+    """The held-out stage: the trials that are still to be scored on the holdout data.
+
+    A study without holdout data has no stage, and is finished at once.
+    """
 
     def __init__(self, plan: Plan, *, trials: Trials, samples: SampleCache, writer: JobWriter) -> None:
         self.is_started = False
@@ -30,11 +33,14 @@ class HoldoutStage:
 
     @property
     def left(self) -> tuple[int, ...]:
-        """The numbers of the trials to score, the first one first."""
+        """The numbers of the trials that are still to be scored on holdout data, the next one first."""
         return tuple(self._left)
 
     def start(self) -> None:
-        """Choose the trials, once the search has finished. A second call changes nothing."""
+        """Choose the trials that are scored on holdout data.
+
+        It is called once the search has finished. A second call changes nothing.
+        """
         if self.is_started or not self._plan.holdout_samples:
             return
         self.is_started = True
@@ -46,11 +52,14 @@ class HoldoutStage:
         self._writer.add_event(EventKind.HOLDOUT_STARTED, {"trials": list(self._left)})
 
     def finish(self, number: int) -> None:
-        """Record that all holdout samples of the trial are stored."""
+        """Record that all holdout samples of trial `number` are stored."""
         self._left.remove(number)
         self._writer.add_event(EventKind.HOLDOUT_SCORED, {"trial": number})
 
     def fail(self, number: int, reason: str) -> None:
-        """Record that the trial cannot be scored on the holdout data; it keeps its results of the search."""
+        """Record that trial `number` cannot be scored on the holdout data.
+
+        The trial keeps its results on search data.
+        """
         self._left.remove(number)
         self._writer.add_event(EventKind.HOLDOUT_FAILED, {"trial": number, "reason": reason})

@@ -24,12 +24,12 @@ Baseline: TypeAlias = tuple[Origin, str, Recipe]
 
 @dataclass(frozen=True)
 class Plan:
-    """What the driver evaluates, the same in all attempts at the study.
+    """What the driver of a study evaluates, the same in all attempts at the study.
 
-    `rung_samples[r]` and `holdout_samples` are the numbers of samples to score by objective, `tasks` and
-    `holdout_tasks` their tasks. With `waits_for_baselines`, the searcher is asked for its first proposal once all
-    `baselines` have ended. `error_rate` is that of the bound by which a race stops trials; None: a race stops trials
-    that are behind.
+    `rung_samples` has, for each rung, the number of samples to score by objective, and `holdout_samples` the number of
+    holdout samples. `tasks` and `holdout_tasks` are their tasks by objective. With `waits_for_baselines`, the searcher
+    is asked for its first proposal once all `baselines` have ended. If `error_rate` is a number, racing stops trials by
+    a bound with this error rate; if it is None, racing stops trials as soon as they are behind.
     """
 
     study_id: str
@@ -60,23 +60,27 @@ class Plan:
         return {name: size.of(recipe, cost) for name, cost in costs.items() if cost is not None and size is not None}
 
     def costs(self, values: Mapping[str, float]) -> tuple[float, ...]:
-        """The costs to minimise, in the order of `objectives`.
+        """The costs of a trial, to be minimised, from its values by objective.
 
-        Raises InvalidStudy for a value outside its objective's range.
+        They are in the order of `objectives`. Raises InvalidStudy for a value outside its objective's range.
         """
         return tuple(objective.cost(values[objective.name]) for objective in self.objectives)
 
     def cost_errors(self, standard_errors: Mapping[str, float | None]) -> tuple[float | None, ...]:
-        """The standard errors of the costs, from those of the values; None where unknown."""
+        """The standard errors of a trial's costs, from the standard errors of its values by objective.
+
+        They are in the order of `objectives`. An error is None if it is not known.
+        """
         found = ((standard_errors.get(objective.name), objective.bounds) for objective in self.objectives)
         return tuple(None if error is None else error / (high - low) for error, (low, high) in found)
 
 
 def baselines_of(trials: Sequence[TrialRecord], known: Sequence[Baseline], *, has_begun: bool) -> tuple[Baseline, ...]:
-    """The baselines of a study with the stored `trials`, in the order of their numbers; `known` are those of a new one.
+    """The baselines of a study that has the stored `trials`, in the order of their trial numbers.
 
-    A search that `has_begun` keeps the baselines that it began with, also where this version's list is another one:
-    they are the first trials, and the numbers of all other trials follow from their number.
+    `known` are the baselines that a new study would have. A study whose search has begun (`has_begun`) keeps the
+    baselines that it began with, because the numbers of all other trials follow from the number of baselines. A version
+    of this program with other baselines changes nothing for it.
     """
     stored = sorted((t for t in trials if t.origin in (Origin.SOURCE, Origin.PUBLISHED)), key=lambda t: t.number)
     found = tuple((trial.origin, trial.label, trial.recipe) for trial in stored)

@@ -56,17 +56,20 @@ TUNE_SNAPSHOT_LOGGERS = ("ray.tune.execution.experiment_state", "ray.train._inte
 
 
 class _NotPickled:
-    """An object that is pickled without state: Tune pickles its arguments for a restore, which is not used here."""
+    """A base class of objects that are pickled without their state.
+
+    Tune pickles the objects that it is given, to restore them after a crash. That is not used here.
+    """
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
 
 
 class _Interrupt:
-    """Defers Ctrl-C to `check`; a second Ctrl-C is raised immediately.
+    """A context manager that defers Ctrl-C until `check` is called; a second Ctrl-C is raised immediately.
 
-    Python raises KeyboardInterrupt at the main thread's current line. In one of Ray's callbacks, the error would only
-    be printed.
+    Python raises KeyboardInterrupt at the main thread's current line. If that line is in one of Ray's callbacks, Ray
+    only prints the error.
     """
 
     def __init__(self) -> None:
@@ -94,9 +97,9 @@ class _Interrupt:
 
 
 class _Raised:
-    """The error that the coordinator raised while Tune handled a result.
+    """A place for the error that the coordinator raised while Tune handled a result.
 
-    Tune itself raises a TuneError that has the traceback as text.
+    Tune itself raises a TuneError, which has only the text of the traceback.
     """
 
     def __init__(self) -> None:
@@ -112,7 +115,7 @@ class _Raised:
 
 
 class _EvaluationSource(_NotPickled, Searcher):
-    """Gives Tune the coordinator's evaluations, at most `concurrency` at a time."""
+    """A search algorithm for Tune that gives it the coordinator's evaluations, at most `concurrency` at a time."""
 
     def __init__(self, coordinator: Coordinator, concurrency: int, interrupt: _Interrupt, raised: _Raised) -> None:
         super().__init__(metric=None, mode=None)
@@ -146,22 +149,23 @@ class _EvaluationSource(_NotPickled, Searcher):
                 self._coordinator.on_lost(evaluation, "see the driver's log for Ray's message")
 
     def save_to_dir(self, checkpoint_dir: str, session_str: str = "default") -> None:
-        """Do nothing: the coordinator is rebuilt from SQL."""
+        """Do nothing, because the coordinator is rebuilt from SQL."""
 
     def save(self, checkpoint_path: str) -> None:
-        """Do nothing, as `save_to_dir`."""
+        """Do nothing, because the coordinator is rebuilt from SQL."""
 
     def restore(self, checkpoint_path: str) -> None:
-        """Do nothing, as `save_to_dir`."""
+        """Do nothing, because the coordinator is rebuilt from SQL."""
 
 
 class _ChunkScheduler(_NotPickled, FIFOScheduler):
-    """Hands every chunk to the coordinator; an evaluation stops when the coordinator has all its samples.
+    """A scheduler for Tune that hands every result of a chunk to the coordinator.
 
-    It also stops Tune from starting and killing a process for almost every evaluation. Tune ends an idle actor unless a
-    trial waits for it, and it gives an idle actor to a trial whose own actor is still starting, which it then kills. So
-    idle actors are kept, and chunks wait until all actors run, or until no further actor can be expected soon: on a
-    busy cluster, an actor may never start.
+    An evaluation stops when the coordinator has all its samples. The scheduler also keeps Tune from starting and
+    killing a process for almost every evaluation. By itself, Tune ends an idle actor unless a trial waits for one. It
+    also gives an idle actor to a trial whose own actor is still starting, and then kills that one. Therefore idle
+    actors are kept, and chunks wait until all actors run, or until no further actor can be expected soon: on a busy
+    cluster, an actor may never start.
     """
 
     def __init__(
@@ -186,7 +190,10 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
             cache.increase_max(trial.placement_group_factory, by=self._num_actors)
 
     def choose_trial_to_run(self, tune_controller: Any) -> Any:
-        """Start without missing actors if they are late. Tune calls this at every step of its loop."""
+        """Choose the next trial, and stop waiting for trial actors that are late.
+
+        Tune calls this method at every step of its loop.
+        """
         is_waiting = self._held_back or self._coordinator.num_in_flight >= self._num_actors
         if self._num_up < self._num_actors and is_waiting and _is_late(time.monotonic() - self._last_up):
             self._start_without_missing(tune_controller)
@@ -226,7 +233,7 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
 
 
 def _is_late(waited_s: float) -> bool:
-    """Whether the next trial actor cannot be expected soon."""
+    """Whether the next trial actor cannot be expected soon, after a wait of `waited_s` seconds."""
     if waited_s < CPU_WAIT_S:
         return False
     return waited_s >= ACTOR_START_S or ray.available_resources().get("CPU", 0.0) < CPUS
@@ -239,7 +246,7 @@ def _missing_actors(running: int, wanted: int) -> str:
 
 
 class _Observer(_NotPickled, tune.Callback):
-    """Removes samples from the results that Tune keeps, and calls `tick` at every step."""
+    """A callback for Tune that removes samples from the results that Tune keeps, and calls `tick` at every step."""
 
     def __init__(self, tick: Callable[[], None], interrupt: _Interrupt) -> None:
         self._tick = tick
@@ -263,11 +270,11 @@ def run_evaluations(
     tick: Callable[[], None] = lambda: None,
     note: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Run until the coordinator is finished; Ray must be connected.
+    """Run a study's evaluations on Ray Tune until the coordinator is finished. Ray must be connected.
 
-    `tick` is called several times a second, `note` with messages for the user.
-
-    Raises what the coordinator raises: EvidenceMismatch, EngineUnavailable, StudyFailed, StudyUnusable, StaleAttempt.
+    At most `concurrency` evaluations run at a time. `tick` is called several times a second, `note` with messages for
+    the user. Raises what the coordinator raises: EvidenceMismatch, EngineUnavailable, StudyFailed, StudyUnusable,
+    StaleAttempt.
     """
     for variable, value in TUNE_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)

@@ -67,11 +67,14 @@ class Search:
     # -- evaluations -----------------------------------------------------------------------------------------------
 
     def ready(self) -> list[tuple[int, int]]:
-        """The evaluations that may run now, each as (trial, rung), the first one first."""
+        """The evaluations that may run now, each as (trial number, rung), in the order in which they should start."""
         return list(self.table.ready())
 
     def finish(self, number: int, rung: int) -> None:
-        """Finish a rung of a trial whose samples are all stored, and promote if that completes the rung."""
+        """Finish a rung of a trial whose samples are all stored.
+
+        Trials are promoted or pruned if this result allows a decision.
+        """
         record = self._samples.rung_record(self._trials[number].recipe, rung)
         try:
             costs = self._plan.costs(record.values)
@@ -84,7 +87,7 @@ class Search:
         self._apply(self.table.record(number, rung, costs))
 
     def fail(self, number: int, reason: str) -> None:
-        """Record that the candidate cannot be scored."""
+        """Record that trial `number` cannot be scored, with the reason."""
         self._trials.finish([number], TrialState.FAIL, reason)
         self._apply(self.table.fail(number))
 
@@ -97,7 +100,7 @@ class Search:
                 self._trials.finish(pruned, TrialState.PRUNED, reason)
 
     def _know_lower_rungs(self, trial: TrialRecord) -> None:
-        """Give the table the costs at the lower rungs of a baseline that is scored in full."""
+        """Tell the rung table what a baseline costs at lower rungs, if it is scored in full."""
         if trial.bracket is None and trial.state is TrialState.COMPLETE:
             records = (self._samples.rung_record(trial.recipe, rung) for rung in range(self.table.last_rung))
             lower = {record.rung: record.values for record in records}
@@ -107,7 +110,10 @@ class Search:
     # -- proposals -------------------------------------------------------------------------------------------------
 
     def ask(self, *, timeout_s: float) -> bool:
-        """Take the searcher's proposal if it is ready, else request one. Returns True if a trial was added."""
+        """Take the searcher's next proposal if it is ready, else request one.
+
+        Waits for the proposal up to `timeout_s` seconds. Returns True if a trial was added.
+        """
         if not self._feasibility.is_known():
             return False
         if self._asking.proposal is None:
@@ -175,7 +181,7 @@ class Search:
     # -- starting and resuming -------------------------------------------------------------------------------------
 
     def _replay(self, brackets: tuple[BracketRecord, ...]) -> None:
-        """Rebuild the table from what is stored, and store the decisions that a crash prevented."""
+        """Rebuild the rung table from what earlier attempts stored, and store the decisions that a crash prevented."""
         for bracket in brackets:
             self.table.open_bracket(bracket.bracket, first_rung=bracket.first_rung, size=bracket.size)
         for trial in self._trials.values():

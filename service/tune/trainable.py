@@ -33,9 +33,10 @@ FAULT_PAUSE_S = 1.0
 
 
 class EvaluationTrainable(tune.Trainable):
-    """Scores one evaluation, a chunk per step, and reports {"outcome": ScoreResult | ChunkFailed}.
+    """The trial actor: it sends the chunks of one evaluation to the scorer, one chunk per step.
 
-    The first step of an actor only reports that the actor runs: {"outcome": None}.
+    Each step reports {"outcome": ScoreResult | ChunkFailed}. Only the first step of an actor reports {"outcome": None},
+    which says that the actor runs.
     """
 
     @classmethod
@@ -85,7 +86,7 @@ class EvaluationTrainable(tune.Trainable):
         return {"outcome": outcome}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Do nothing: scored samples are in SQL."""
+        """Do nothing, because scored samples are in SQL."""
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Do nothing: an evaluation starts from the samples that SQL lacks."""
+        """Do nothing, because an evaluation starts from the samples that SQL lacks."""

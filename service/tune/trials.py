@@ -12,9 +12,9 @@ __all__ = ["Trials"]
 
 
 class Trials(Mapping[int, TrialRecord]):
-    """Every trial in its present state, by number, ascending. A change is stored before it is visible.
+    """The trials of one study in their present state, by number in ascending order.
 
-    `stored` are the trials of earlier attempts.
+    `stored` are the trials of earlier attempts. A change is stored before it is visible here.
     """
 
     def __init__(self, stored: Sequence[TrialRecord], writer: JobWriter) -> None:
@@ -34,11 +34,11 @@ class Trials(Mapping[int, TrialRecord]):
         return len(self._trials)
 
     def first_with(self, digest: str) -> TrialRecord:
-        """The first trial with the recipe of this digest."""
+        """The first trial whose recipe has this digest."""
         return self._trials[self._first[digest]]
 
     def num_duplicates_in_a_row(self) -> int:
-        """How many of the newest trials are proposals whose recipe an earlier trial has."""
+        """The number of newest trials, without a gap, that are proposals with the recipe of an earlier trial."""
         count = 0
         for trial in reversed(self._trials.values()):
             if trial.origin is not Origin.SEARCH or self._first[trial.recipe.digest] == trial.number:
@@ -47,18 +47,21 @@ class Trials(Mapping[int, TrialRecord]):
         return count
 
     def add(self, trial: TrialRecord) -> None:
-        """Add a trial, whose number is the next one."""
+        """Add a trial, whose number must follow that of the newest trial."""
         assert trial.number == len(self._trials), f"trial {trial.number} is not the next one"
         self._writer.add_trial(trial)
         self._trials[trial.number] = trial
         self._first.setdefault(trial.recipe.digest, trial.number)
 
     def count_chunk(self, number: int, timings_s: Mapping[str, float], *, num_scored: int | None) -> None:
-        """Count a chunk that was stored: its timings and, for the search, its samples."""
+        """Add a stored chunk's timings to a trial and, if the chunk is of search data, its number of samples."""
         self._trials[number] = self._trials[number].after_chunk(timings_s, num_scored)
 
     def finish_rung(self, number: int, rung: RungRecord, *, is_last: bool) -> None:
-        """Store the estimates of a rung; the last rung completes the trial."""
+        """Store the estimates of a trial at a rung.
+
+        With `is_last` the rung is the last one, and the trial is complete.
+        """
         trial = self._trials[number]
         rungs = (*trial.rungs, rung)
         # Every rung counts with all its samples. Those that were not scored for this trial were reused from lower rungs
@@ -72,7 +75,7 @@ class Trials(Mapping[int, TrialRecord]):
         self._trials[number] = finished
 
     def finish(self, numbers: Sequence[int], state: TrialState, reason: str) -> None:
-        """End trials as pruned or failed."""
+        """End the trials with these numbers in a state such as PRUNED or FAIL, for the given reason."""
         self._writer.finish_trials(numbers, state, reason)
         for number in numbers:
             self._trials[number] = replace(self._trials[number], state=state, reason=reason)

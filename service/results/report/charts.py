@@ -44,7 +44,7 @@ MAX_HEAD = 13
 
 
 class Plot:
-    """Builder of an x-y chart: add marks in painting order, then `render`."""
+    """Builder of an x-y chart: marks are added in painting order, then `render` gives the chart."""
 
     def __init__(
         self, x: Scale, y: Scale, *, label: str, x_title: str = "", y_title: str = "", height: int = 280
@@ -94,20 +94,20 @@ class Plot:
         )
 
     def steps(self, points: Sequence[tuple[float, float]], *, css: str) -> None:
-        """Draw a staircase through `points`: from each along x, then along y to the next."""
+        """Draw a staircase through `points`: from each point along x, then along y to the next point."""
         for (x1, y1), (x2, y2) in itertools.pairwise(points):
             self.line(x1, y1, x2, y1, css=css)
             self.line(x2, y1, x2, y2, css=css)
 
     def bar(self, x1: float, x2: float, y: float, *, css: str, style: str = "", title: str = "") -> None:
-        """Draw a horizontal line from x1 to x2."""
+        """Draw a horizontal line from (x1, y) to (x2, y)."""
         tip = f"<title>{escape(title)}</title>" if title else ""
         look = f'class="{css}"' + (f' style="{style}"' if style else "")
         at = self._y(y)
         self._parts.append(f'<line x1="{self._x(x1)}" x2="{self._x(x2)}" y1="{at}" y2="{at}" {look}>{tip}</line>')
 
     def curve(self, points: Sequence[tuple[float, float]], *, css: str, style: str = "") -> None:
-        """Draw straight lines from each of `points` to the next."""
+        """Draw a polyline: straight lines from each of `points` to the next."""
         look = f'class="{css}"' + (f' style="{style}"' if style else "")
         for (x1, y1), (x2, y2) in itertools.pairwise(points):
             ends = f'x1="{self._x(x1)}" y1="{self._y(y1)}" x2="{self._x(x2)}" y2="{self._y(y2)}"'
@@ -149,9 +149,9 @@ class Plot:
 
 @dataclass(frozen=True)
 class Cell:
-    """Cell of a heatmap, `span` columns wide.
+    """A cell of a heatmap, `span` columns wide.
 
-    `share` in [-1, 1] is its colour: 0 is no colour, -1 and 1 are the two extremes.
+    `share` in [-1, 1] gives its colour: 0 has no colour, -1 and 1 are the two extremes.
     """
 
     column: int
@@ -163,7 +163,7 @@ class Cell:
 def heatmap(
     rows: Sequence[tuple[str, Sequence[Cell]]], columns: Sequence[str], *, label: str, row_height: int = 18
 ) -> Markup:
-    """Draw named rows of cells under named columns.
+    """Draw a heatmap: named rows of cells under named columns.
 
     Long column names are cut.
     """
@@ -198,7 +198,10 @@ def heatmap(
 
 @dataclass(frozen=True)
 class Interval:
-    """Row of a forest plot; `css` classes its marks, for example by origin."""
+    """A row of a forest plot: a value with its interval from `low` to `high`.
+
+    `css` is the CSS class of the row's marks.
+    """
 
     label: str
     value: float
@@ -262,7 +265,7 @@ def forest(
 
 @dataclass(frozen=True)
 class Bar:
-    """Part of a stacked bar; `share` is in [0, 1]."""
+    """A part of a stacked bar; `share`, in [0, 1], is its length."""
 
     label: str
     share: float
@@ -270,7 +273,7 @@ class Bar:
 
 
 def stacked_bar(parts: Sequence[Bar]) -> Markup:
-    """Draw parts side by side, as wide as their shares."""
+    """Draw a stacked bar: its parts side by side, as wide as their shares."""
     pieces = "".join(
         f'<i style="width:{100 * part.share:.2f}%;{part.style}" title="{escape(part.label)} {part.share:.0%}"></i>'
         for part in parts
@@ -281,7 +284,7 @@ def stacked_bar(parts: Sequence[Bar]) -> Markup:
 
 @dataclass(frozen=True)
 class Legend:
-    """Entry of a legend: a mark as it is drawn in the chart, and its meaning."""
+    """An entry of a legend: a mark as it is drawn in the chart, and its meaning."""
 
     label: str
     css: str

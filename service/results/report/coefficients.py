@@ -20,7 +20,10 @@ ROW, MAX_HEIGHT = 18, 560
 
 
 def coefficients_picture(run: RunRecord) -> dict[str, Any] | None:
-    """Data that the template draws; None where the best trial has no coefficients in layers."""
+    """Build the data from which the report's template draws the best trial's coefficients.
+
+    Returns None if the best trial has no coefficients in layers.
+    """
     found = coefficients(run).values
     layers = sorted({c.layer for c in found if c.layer is not None})
     if not layers:
@@ -46,7 +49,10 @@ def coefficients_picture(run: RunRecord) -> dict[str, Any] | None:
 def _heatmap(
     expert: str, found: Sequence[Coefficient], layers: Sequence[int], columns: Sequence[str], largest: float
 ) -> Any:
-    """Heatmap of an expert: layers from input to output, with coefficients outside of layers before and after."""
+    """Draw the coefficients of one expert as a heatmap.
+
+    Rows are layers from input to output. Coefficients outside of layers have rows before and after them.
+    """
     inside = [index for index, c in enumerate(found) if c.layer is not None]
     shown = evenly(layers, MAX_LAYERS)
     column_of = {name: index for index, name in enumerate(columns)}
@@ -72,7 +78,7 @@ def _heatmap(
 
 
 def _short(part: str) -> str:
-    """Last words of a tensor's name."""
+    """Shorten the name of a tensor to its last words."""
     return part.rpartition(".")[2] if part.count(".") <= 1 else ".".join(part.split(".")[-2:])
 
 

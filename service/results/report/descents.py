@@ -26,7 +26,7 @@ MAX_STEPS, MAX_NAMED = 600, 24
 
 
 def descents_section(run: RunRecord) -> dict[str, Any] | None:
-    """Data that the template draws of the descents; None if there was none."""
+    """Build the data from which the report's template draws the gradient descents; None if there was none."""
     found = [descent for descent in descents(run).descents if descent.steps]
     if not found:
         return None
@@ -83,10 +83,10 @@ def _chart(found: Sequence[DescentSeries], names: Sequence[str], colours: dict[s
 
 
 def _smooth(steps: Sequence[DescentStep]) -> list[tuple[int, dict[str, float], float]]:
-    """Moving means over the last WINDOW gradients.
+    """Average losses over the last WINDOW gradients.
 
     Returns:
-        For each gradient its number, the mean loss by objective, and the mean of the weighted sum.
+        For each gradient its number, the mean loss by objective, and the mean of the weighted sum of losses.
     """
 
     def window(index: int) -> Sequence[DescentStep]:
@@ -116,7 +116,7 @@ def _row(descent: DescentSeries, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _ranges(numbers: Sequence[int]) -> Iterator[str]:
-    """Numbers in ascending order as text, adjacent ones as "3 to 7"."""
+    """Format ascending numbers, with adjacent ones as "3 to 7"."""
     start = 0
     for index in range(1, len(numbers) + 1):
         if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:

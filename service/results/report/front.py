@@ -26,7 +26,7 @@ MAX_PAIRS = 10
 
 
 def front_section(run: RunRecord) -> dict[str, Any] | None:
-    """Data that the template draws of the trials at full budget; None before there is one."""
+    """Build the data from which the report's template draws the Pareto front; None before a trial is at full budget."""
     plot = front(run)
     if not plot.points:
         return None
@@ -59,7 +59,7 @@ def front_section(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _ranking_chart(points: Sequence[FrontPoint], objective: Objective) -> Markup:
-    """Bars with intervals for one objective: the ten best proposals, and every baseline."""
+    """Draw bars with intervals for a single objective: the ten best proposals, and every baseline."""
     ranked = sorted(points, key=lambda point: (objective.cost_of_stored(point.values[objective.name]), point.trial))
     proposed = [point.trial for point in ranked if point.origin == Origin.SEARCH][:10]
     low, high = objective.bounds
@@ -111,7 +111,7 @@ def _pair_chart(points: Sequence[FrontPoint], x: Objective, y: Objective) -> Mar
 
 
 def _ends(point: FrontPoint, objective: Objective) -> tuple[float, float]:
-    """Ends of the point's 95 % interval, inside the objective's range."""
+    """Ends of the 95 % interval of a trial's value, inside the objective's range."""
     value, error = point.values[objective.name], point.standard_errors.get(objective.name, 0.0)
     low, high = objective.bounds
     if error is None:  # a single sample leaves all values possible
@@ -126,7 +126,10 @@ def _thinned(points: Sequence[FrontPoint]) -> list[FrontPoint]:
 
 
 def _pair_front(points: Sequence[FrontPoint], x: Objective, y: Objective) -> list[tuple[float, float]]:
-    """Values that no point beats in both objectives, sorted along x from its better end, to be drawn as a staircase."""
+    """Pairs of values on the front of two objectives, sorted along x from its better end.
+
+    No other point is better in both objectives. The pairs are drawn as a staircase.
+    """
     costs: dict[Costs, tuple[float, float]] = {}
     for point in points:
         values = point.values[x.name], point.values[y.name]

@@ -26,7 +26,7 @@ MAX_FAILED = 300
 
 
 def history_section(run: RunRecord) -> dict[str, Any] | None:
-    """Data that the template draws of the search; None before the first rung is finished."""
+    """Build the data from which the report's template draws the search; None before the first rung is finished."""
     plot = history(run)
     num_rungs = max((rung.rung for trial in run.trials for rung in trial.rungs), default=-1) + 1
     if num_rungs == 0:
@@ -99,7 +99,10 @@ def _point_title(point: HistoryPoint) -> str:
 
 
 def _thinned(points: Sequence[HistoryPoint], plot: Plot, limit: int) -> list[HistoryPoint]:
-    """At most `limit` points that look like all of them: one per cell of a fine grid first, then evenly fewer."""
+    """Choose at most `limit` points that look like all of them.
+
+    One point is kept in each cell of a fine grid; if these are too many, they are thinned evenly.
+    """
     if len(points) <= limit:
         return list(points)
     cells = {

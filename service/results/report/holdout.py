@@ -15,7 +15,10 @@ __all__ = ["holdout_section"]
 
 
 def holdout_section(run: RunRecord, *, best: int | None) -> dict[str, Any] | None:
-    """Data that the template draws of the held-out stage, with trial `best` marked; None before that stage."""
+    """Build the data from which the report's template draws the held-out stage; None before that stage.
+
+    The trial with number `best` is marked.
+    """
     rows = sort_holdout(holdout(run).rows)
     if not rows:
         return None

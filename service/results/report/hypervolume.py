@@ -19,7 +19,10 @@ __all__ = ["hypervolume_picture"]
 
 
 def hypervolume_picture(run: RunRecord) -> dict[str, Any] | None:
-    """Data that the template draws; None with one objective, and before a trial has reached the full budget."""
+    """Build the data from which the report's template draws the hypervolume over the samples spent.
+
+    Returns None in a study of one objective, and before a trial has reached the full budget.
+    """
     plot = hypervolume(run)
     if not plot.points:
         return None

@@ -31,5 +31,5 @@ SHAPES: dict[Origin, Shape] = {
 
 
 def evenly(items: Sequence[T], limit: int) -> list[T]:
-    """All `items`, or `limit` of them at even distances."""
+    """Choose `limit` of the items at even distances, or all of them if there are no more."""
     return list(items) if len(items) <= limit else [items[i * len(items) // limit] for i in range(limit)]

@@ -37,9 +37,9 @@ TEMPLATES = Path(__file__).parent
 
 
 def render_report(run: RunRecord) -> str:
-    """Render the report as one HTML document.
+    """Render the report of a run as one HTML document.
 
-    It can be rendered at any stage of a run; a sentence replaces each part that is not available yet.
+    It can be rendered at any stage of the run; a sentence replaces each part that is not available yet.
     """
     document = summary(run)
     best = best_trial(run.trials, run.objectives)
@@ -72,7 +72,7 @@ def render_report(run: RunRecord) -> str:
 
 @cache
 def template(name: str) -> jinja2.Template:
-    """Template of a page in the report's style, by its file in this directory."""
+    """Load the template of a page in the report's style, by its file name in this directory."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -102,7 +102,7 @@ def _settings(run: RunRecord, constraints: Sequence[ConstraintDocument]) -> list
 
 
 def _savings(run: RunRecord) -> dict[str, Any]:
-    """Samples that low rungs saved, and the number of trials that reached each rung."""
+    """Compute how many samples low rungs saved, and how many trials reached each rung."""
     plot = budget(run)
     searched = (trial for trial in run.trials if trial.origin is Origin.SEARCH)
     sizes = {rung.rung: sample_count(rung.num_samples) for trial in searched for rung in trial.rungs}

@@ -21,7 +21,10 @@ MERGED = "merged"
 
 
 def path_picture(run: RunRecord) -> dict[str, Any] | None:
-    """Data that the template draws; None if the best trial has one model's layers in their original order."""
+    """Build the data from which the report's template draws the best trial's layer path.
+
+    Returns None if the best trial has the layers of one model in their original order.
+    """
     plot = path(run)
     if plot.is_plain:
         return None
@@ -67,7 +70,10 @@ def _drawing(plot: PathPlot) -> Markup:
 
 
 def _cell(step: PathStep, x: float, y: float) -> str:
-    """Box with the layer's number, coloured by its output scale; a line under it is coloured by its weights' scale."""
+    """Draw one layer of a path as a box with the layer's number.
+
+    The box is coloured by the scale of the layer's output, a line under it by the scale of its weights.
+    """
     layer = "" if step.layer is None else str(step.layer)
     title = f"position {step.position}: {step.model or MERGED}{f', layer {layer}' if layer else ''}"
     title += f", output times {step.scale:.3f}" if step.scale != 1 else ""

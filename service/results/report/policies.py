@@ -22,7 +22,7 @@ MAX_STEPS = 600
 
 
 def policies_section(run: RunRecord) -> dict[str, Any] | None:
-    """Data that the template draws of the policies; None if there was none."""
+    """Build the data from which the report's template draws the trained policies; None if there are none."""
     found = [policy for policy in policies(run).policies if policy.iterations]
     if not found:
         return None
@@ -44,7 +44,10 @@ def _colour(number: int) -> str:
 
 
 def _curves(found: Sequence[PolicySeries]) -> Markup:
-    """Mean outcome over the iterations of each policy; for a single policy with its standard deviation."""
+    """Draw the mean outcome of each policy over its iterations.
+
+    A single policy is drawn with its standard deviation.
+    """
     every = [(each.outcome, each.outcome_std) for policy in found for each in policy.iterations]
     spread = len(found) == 1
     values = [value for mean, std in every for value in ((mean - std, mean + std) if spread else (mean,))]

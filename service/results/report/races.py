@@ -23,7 +23,10 @@ MAX_TRIALS = 500
 
 
 def races_section(run: RunRecord) -> dict[str, Any] | None:
-    """Data that the template draws; None where a search has one rung, or no trial has finished a rung."""
+    """Build the data from which the report's template draws the races.
+
+    Returns None if the search has one rung, and before a trial has finished a rung.
+    """
     plot = races(run)
     looked = [entry for entry in plot.trials if entry.looks]
     if len(plot.samples) < 2 or not looked:
@@ -83,7 +86,7 @@ def _chart(shown: Sequence[RaceEntry], samples: Sequence[int], colours: dict[str
 
 
 def _rows(entries: Sequence[RaceEntry], samples: Sequence[int]) -> list[dict[str, Any]]:
-    """Row of each rung: the number of trials scored there, and how many of them each rule stopped."""
+    """Build a table row for each rung: the number of trials scored there, and how many of them each rule stopped."""
     rows = []
     for rung, count in enumerate(samples):
         here = [entry for entry in entries if entry.looks and entry.looks[-1].rung == rung and entry.end == "stopped"]

@@ -22,9 +22,9 @@ USUAL_METHODS = ("passthrough", "task_arithmetic", "ties", "linear", "slerp")
 
 
 def recipe_picture(recipe: Recipe, *, experts: Sequence[str] = ()) -> dict[str, Any]:
-    """Data that the template draws of a recipe.
+    """Build the data from which the report's template draws a recipe.
 
-    `experts` are aliases in the order in which they are shown; other models follow.
+    Models are shown in this order: the base, `experts` (aliases), then other models.
     """
     models = list(dict.fromkeys([recipe.base, *experts, *recipe.models]))
     colours = dict.fromkeys(models[:1], "var(--base)")
@@ -82,7 +82,7 @@ def _symbol(name: str) -> str:
 
 
 def _source_texts(merge: Merge) -> Iterator[tuple[str, str]]:
-    """Model of each source, with its own coefficient as text where it has one."""
+    """The alias of each source of a merge, with the source's own coefficient as text, or "" if it has none."""
     per_source = [value for value in merge.coefficients.values() if isinstance(value, tuple)]
     for index, source in enumerate(merge.sources):
         text = " ".join(f"{value[index]:.2f}" for value in per_source)
@@ -93,7 +93,11 @@ def _source_texts(merge: Merge) -> Iterator[tuple[str, str]]:
 
 
 def _contributions(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """Mean shares over all layers, by component, embedding and head, and over the single tensors that differ."""
+    """The mean share of each model in parts of a recipe, each as the part's name and the shares by alias.
+
+    The parts are all layers together, each component, the embedding, the head, and the single tensors that differ from
+    their component.
+    """
 
     def mean(merges: Sequence[Merge]) -> dict[str, float]:
         shares: dict[str, float] = {}
@@ -114,6 +118,9 @@ def _contributions(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, float]]]:
 
 
 def _distinct_components(recipe: Recipe) -> tuple[Component, ...]:
-    """The components; none if every layer is merged as a whole, where they would repeat "all layers"."""
+    """The components that are shown one by one.
+
+    There are none if every layer is merged as a whole, because each would repeat "all layers".
+    """
     is_whole = all(layer.attention == layer.mlp == layer.norm for layer in recipe.layers)
     return () if is_whole else COMPONENTS

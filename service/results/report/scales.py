@@ -14,14 +14,14 @@ MIN_RANGE = 1e-300
 
 @dataclass(frozen=True)
 class Scale:
-    """Values from `low` to `high`, with ticks at multiples of `step`."""
+    """A scale of a chart, for values from `low` to `high`, with ticks at multiples of `step`."""
 
     low: float
     high: float
     step: float
 
     def at(self, value: float) -> float:
-        """Position in [0, 1]; values beyond the ends are drawn at the ends."""
+        """The position of a value, in [0, 1]; values beyond the ends of the scale are drawn at the ends."""
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
 
     @property
@@ -31,14 +31,14 @@ class Scale:
         return tuple(index * self.step for index in range(first, last + 1))
 
     def text(self, tick: float) -> str:
-        """Label of a tick."""
+        """The label of a tick."""
         decimals = max(0, -math.floor(math.log10(self.step) + 1e-9))
         return f"{tick + 0.0:,.{decimals}f}"
 
 
 @dataclass(frozen=True)
 class Levels(Scale):
-    """Named values at equal distances: the i-th of `names` is at i + 1."""
+    """A scale of named values at equal distances; the i-th of `names`, counted from 0, is at i + 1."""
 
     names: tuple[str, ...] = ()
 
@@ -47,9 +47,10 @@ class Levels(Scale):
 
 
 def nice_scale(values: Iterable[float], *, count: int = 5, bounds: tuple[float, float] | None = None) -> Scale:
-    """Scale of about `count` round steps (1, 2 or 5 times a power of ten) that holds all `values`.
+    """Choose a scale of about `count` round steps that holds all `values`.
 
-    It does not reach beyond `bounds`, unless values do. Without values it runs from 0 to 1.
+    A round step is 1, 2 or 5 times a power of ten. The scale does not reach beyond `bounds`, unless values do. Without
+    values it runs from 0 to 1.
     """
     finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(finite), max(finite)

@@ -13,7 +13,7 @@ __all__ = ["headline", "interval_text", "key_figures", "number_text", "point_nam
 
 
 def number_text(value: float | None, *, signed: bool = False) -> str:
-    """Value with three decimals as text, "n/a" for None."""
+    """Format a value with three decimals, or as "n/a" if it is None."""
     if value is None:
         return "n/a"
     text = f"{value:+.3f}" if signed else f"{value:.3f}" if abs(value) < 1000 else f"{value:,.0f}"
@@ -21,7 +21,7 @@ def number_text(value: float | None, *, signed: bool = False) -> str:
 
 
 def interval_text(estimate: EstimateDocument) -> str:
-    """Value with its 95 % interval as text."""
+    """Format an estimate: its value with its 95 % interval."""
     low, high = (number_text(limit) for limit in estimate["ci95"])
     return f"{number_text(estimate['value'])} [{low}, {high}]"
 
@@ -32,22 +32,22 @@ def trial_name(trial: TrialRecord) -> str:
 
 
 def point_name(point: HistoryPoint | FrontPoint) -> str:
-    """Name of a chart's point: the trial's number, or the label of a baseline."""
+    """Name of a chart's point in the report: the trial's number, or the label of a baseline."""
     return f"trial {point.trial}" if point.origin == Origin.SEARCH else point.label
 
 
 def row_name(row: HoldoutDocument) -> str:
-    """Name of a held-out row: the trial's number, or the label of a baseline."""
+    """Name of a held-out row in the report: the trial's number, or the label of a baseline."""
     return f"trial {row['trial']}" if row["origin"] == Origin.SEARCH else row["label"]
 
 
 def _score(row: HoldoutDocument) -> EstimateDocument | None:
-    """Estimate that rows are ranked by: the mean, or the value of the only objective."""
+    """The estimate by which held-out rows are ranked: the mean, or the value of the only objective."""
     return row["mean"] or (next(iter(row["values"].values())) if len(row["values"]) == 1 else None)
 
 
 def headline(document: SummaryDocument) -> str:
-    """Result of the run in two sentences."""
+    """State the result of the run in two sentences."""
     best = document["best"]
     if best is None:
         return "No trial has reached the full budget yet."
@@ -65,7 +65,7 @@ def headline(document: SummaryDocument) -> str:
 
 
 def key_figures(run: RunRecord, document: SummaryDocument) -> list[tuple[str, str, str]]:
-    """Key figures under the headline, each as (name, figure, note)."""
+    """List the key figures under the headline of the report, each as (name, figure, note)."""
     figures = []
     best = document["best"]
     if best is not None:

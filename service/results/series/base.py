@@ -18,9 +18,9 @@ Series = TypeVar("Series")
 
 @dataclass(frozen=True)
 class Chart(Generic[Series]):
-    """Function that computes the data series of a chart from a run.
+    """A chart: a function that computes the chart's data series from a run.
 
-    The series is a frozen dataclass; its fields are the keys of the API's JSON. `place` orders the charts in lists.
+    The series is a frozen dataclass, whose fields are the keys of the API's JSON. `place` orders the charts in lists.
     """
 
     compute: Callable[[RunRecord], Series]
@@ -46,14 +46,14 @@ class Chart(Generic[Series]):
         return TypeAdapter(self.series_type)
 
     def document(self, run: RunRecord) -> Any:
-        """Series of `run` as JSON types, without the fields that are declared with `exclude`."""
+        """Compute the series of `run` as JSON types, without the fields that are declared with `exclude`."""
         return self._adapter.dump_python(self(run))
 
 
 def chart(*, place: int) -> Callable[[Callable[[RunRecord], Series]], Chart[Series]]:
-    """Declare a chart.
+    """Declare a function as a chart, as a decorator.
 
-    The function's name is the chart's name, its docstring the title, its return type the series.
+    The function's name is the chart's name, its docstring is the title, and its return type is the type of the series.
     """
 
     def declare(compute: Callable[[RunRecord], Series]) -> Chart[Series]:

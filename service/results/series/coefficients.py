@@ -33,7 +33,7 @@ class Coefficient:
 
 @dataclass(frozen=True)
 class CoefficientsPlot:
-    """Factors of each expert's task vector in the best trial; for weight averages, its weights.
+    """Coefficients of the best trial: the factor on each expert's task vector, or an expert's weight in an average.
 
     Merges without such a factor, such as SLERP, are left out.
     """
@@ -60,9 +60,9 @@ def coefficients(run: RunRecord) -> CoefficientsPlot:
 
 
 def _searched(configuration: Mapping[str, Any], experts: list[str]) -> Iterator[Coefficient]:
-    """Coefficients that a configuration has as parameters, by layer and component.
+    """Coefficients that are parameters of a configuration, by layer and component.
 
-    Nothing is yielded if a parameter is not a coefficient of an expert.
+    Yields nothing if a parameter is not a coefficient of an expert.
     """
     found = []
     by_length = sorted(experts, key=len, reverse=True)  # an alias may have dots
@@ -92,7 +92,7 @@ def _of_recipe(recipe: Recipe, experts: list[str]) -> Iterator[Coefficient]:
 
 
 def _coefficients(merge: Merge) -> Mapping[str, float] | None:
-    """Coefficient by model: its weight times lambda, as far as the merge has them.
+    """Coefficient of each model in a merge: its weight times lambda, or the one of the two that the merge has.
 
     Returns None if the merge has neither.
     """

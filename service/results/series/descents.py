@@ -43,7 +43,7 @@ class DescentSeries:
 
 @dataclass(frozen=True)
 class DescentsPlot:
-    """The descents in the order in which they were made; none for searches without gradients."""
+    """The gradient descents of a search in the order in which they were made; none for searches without gradients."""
 
     plot: Literal["descents"]
     descents: tuple[DescentSeries, ...]
@@ -88,6 +88,6 @@ def _step(number: int, step: GradientStep, preference: Mapping[str, float]) -> D
 
 
 def _preference(step: GradientStep) -> Mapping[str, float]:
-    """The preference vector of the descent, by objective; equal weights where the study has no vectors."""
+    """The preference vector of a gradient descent, by objective; equal weights if the study has no vectors."""
     weights = step.request.weights
     return step.request.preference or dict(zip(weights, equal_preference(len(weights)), strict=True))

@@ -76,13 +76,13 @@ def history(run: RunRecord) -> HistoryPlot:
 def _series(
     trials: Sequence[TrialRecord], names: Sequence[str], objective: Objective, left_out: Collection[int]
 ) -> HistorySeries:
-    """History of one objective, or of the mean over several.
+    """Compute the history of one objective, or of the mean over several.
 
     Args:
         trials: Trials by number.
         names: The objectives, averaged if there are several.
         objective: Name and direction of the series.
-        left_out: Numbers of trials that do not count as best so far, as they violate constraints.
+        left_out: Numbers of trials that violate constraints, which do not count as best so far.
     """
     points: list[HistoryPoint] = []
     record: list[RecordPoint] = []

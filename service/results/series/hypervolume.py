@@ -71,7 +71,10 @@ def _front(found: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _spent(run: RunRecord) -> dict[int, int]:
-    """Samples spent up to each trial, by number: those scored, and those that steps for proposals were charged."""
+    """Number of samples spent before and with each trial, by trial number.
+
+    Samples that were scored and samples that steps for proposals were charged both count.
+    """
     trials = sorted(run.trials, key=lambda trial: trial.number)
     each = [trial.samples_scored + run.search.charges.get(trial.number, 0) for trial in trials]
     return {trial.number: total for trial, total in zip(trials, itertools.accumulate(each), strict=True)}

@@ -28,7 +28,7 @@ class PathStep:
 
 @dataclass(frozen=True)
 class PathPlot:
-    """Layers of the best trial in their order; empty before there is one."""
+    """Layer path of the best trial: its layers in order; empty before there is a best trial."""
 
     plot: Literal["path"]
     trial: int | None
@@ -59,7 +59,7 @@ def path(run: RunRecord) -> PathPlot:
 
 
 def layer_path(layers: Sequence[LayerRecipe]) -> tuple[PathStep, ...]:
-    """Steps of the path that a recipe's layers form."""
+    """Convert the layers of a recipe to the steps of the layer path that they form."""
     return tuple(_step(position, layer) for position, layer in enumerate(layers))
 
 

@@ -32,7 +32,7 @@ class PolicySeries:
 
 @dataclass(frozen=True)
 class PoliciesPlot:
-    """The policies in the order in which they began; none for searches that learn none."""
+    """The policies that a search has trained, in the order in which they began; none for other searches."""
 
     plot: Literal["policies"]
     policies: tuple[PolicySeries, ...]

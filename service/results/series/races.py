@@ -54,7 +54,7 @@ class RaceEntry:
 
 @dataclass(frozen=True)
 class RacesPlot:
-    """Proposed trials of a search with several rungs."""
+    """Races of a search with several rungs: the rungs that each proposed trial reached, and what stopped it."""
 
     plot: Literal["races"]
     scheduler: str | None

@@ -33,7 +33,7 @@ class LayersPicture:
 
 @dataclass(frozen=True)
 class RecipePlot:
-    """Merge of the best trial; null before there is one."""
+    """Merge of the best trial; null before there is a best trial."""
 
     plot: Literal["recipe"]
     trial: int | None
@@ -73,7 +73,7 @@ def _picture(merge: Merge) -> MergePicture:
 
 
 def layer_runs(layers: Sequence[LayerRecipe]) -> Iterator[tuple[int, int, LayerRecipe]]:
-    """Runs of adjacent layers with equal merges, where source layers are numbered relative to the merged layer.
+    """Find runs of adjacent layers that are merged alike, if source layers are numbered relative to the merged layer.
 
     Yields:
         Index of the run's first layer, index after its last layer, and the first layer.
@@ -100,10 +100,10 @@ def layer_runs(layers: Sequence[LayerRecipe]) -> Iterator[tuple[int, int, LayerR
 
 
 def model_shares(merge: Merge) -> dict[str, float]:
-    """Share of each model in a merge, summing to 1.
+    """Compute the share of each model in a merge; shares sum to 1.
 
     Shares are proportional to the size of the model's coefficient, and equal without coefficients. For methods on task
-    vectors they are shares of the change; the base, which the change is added to, is not counted.
+    vectors they are shares of the change that is added to the base, and the base itself is not counted.
     """
     if merge.method == "slerp":
         t = merge.number("t")

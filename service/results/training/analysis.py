@@ -44,7 +44,7 @@ def analyse(
     progressed: Callable[[], None] = lambda: None,
     access: FileAccess | None = None,
 ) -> AnalysisDocument:
-    """Analyse fleets of the same experts of the same base.
+    """Analyse the trained experts of several fleets, which have the same aliases and the same base.
 
     Args:
         fleets: For each fleet the specifications and the directories of its experts, by alias. The first fleet is shown
@@ -91,7 +91,7 @@ def analyse(
 
 
 def lack_of_losses(pipeline: Pipeline, *, access: FileAccess | None = None) -> tuple[Problem, ...]:
-    """Problems that would prevent the analysis of these experts once they are trained."""
+    """Find problems that would prevent the analysis of a fine-tuning's experts once they are trained."""
     from workers.training.finetuning.merge_losses import lack_of_losses
 
     return tuple(
@@ -101,13 +101,13 @@ def lack_of_losses(pipeline: Pipeline, *, access: FileAccess | None = None) -> t
 
 
 def joined(analyses: Mapping[str, tuple[Pipeline, AnalysisDocument]]) -> AnalysisDocument:
-    """Join several analyses into one, in their order.
+    """Join the analyses of several fine-tunings into one document, in their order.
 
     Args:
         analyses: Fine-tuning and analysis by the name that error messages use.
 
     Raises:
-        Conflict: They are not of the same experts, base and samples.
+        Conflict: The analyses are not of the same experts, base and samples.
     """
     names = list(analyses)
     (first, _), *_ = analyses.values()
@@ -129,13 +129,16 @@ def joined(analyses: Mapping[str, tuple[Pipeline, AnalysisDocument]]) -> Analysi
 
 
 def stored_analysis(store: Store, study_id: str) -> AnalysisDocument | None:
-    """Analysis of a stored fine-tuning; None before it is computed, or if it was not requested."""
+    """Read the analysis of a stored fine-tuning.
+
+    Returns None before the analysis is computed, and if it was not requested.
+    """
     events = store.events(study_id, kinds=[EventKind.ANALYSIS])
     return cast("AnalysisDocument", dict(events[-1].payload)) if events else None
 
 
 def read_analysis(directory: Path) -> AnalysisDocument | None:
-    """Analysis that was written into the directory of a fine-tuning; None if there is none."""
+    """Read the analysis that was written into the directory of a fine-tuning, or return None if there is none."""
     try:
         document: AnalysisDocument = json.loads((directory / ANALYSIS_FILE).read_text())
         return document
@@ -152,7 +155,7 @@ def _check_same(first: Mapping[str, FinetuneSpec], experts: Mapping[str, Finetun
 
 
 def _names(fleets: Sequence[Mapping[str, FinetuneSpec]]) -> list[str]:
-    """Names of the fleets: their optimizers.
+    """Name each fleet by the optimizer of its experts.
 
     Fleets with the same optimizer are distinguished by the options that differ, else by a number.
     """
@@ -167,7 +170,7 @@ def _names(fleets: Sequence[Mapping[str, FinetuneSpec]]) -> list[str]:
 
 
 def _options(experts: Mapping[str, FinetuneSpec]) -> dict[str, str]:
-    """Training options of a fleet, each with the values that its experts have."""
+    """Training options of a fleet as text, each with the values that the fleet's experts have."""
     documents = [spec.canonical() for spec in experts.values()]
     found = {}
     for section in ("method", "training"):
@@ -177,7 +180,7 @@ def _options(experts: Mapping[str, FinetuneSpec]) -> dict[str, str]:
 
 
 def _finite(value: Any) -> Any:
-    """Value with None in place of numbers that JSON does not have, and lists in place of tuples."""
+    """Convert a value to one that JSON can hold: numbers that are not finite become None, and tuples become lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -19,18 +19,24 @@ MAX_POINTS = 1000
 
 
 def stored_curves(store: Store, study_id: str, experts: Iterable[str]) -> CurvesDocument:
-    """Curves of a stored fine-tuning of `experts` so far."""
+    """Read the curves of a fine-tuning from a server's store: losses and evaluations of each expert so far."""
     payloads = [event.payload for event in store.events(study_id, kinds=[EventKind.TRAINING])]
     return {"experts": [_expert(alias, [p for p in payloads if p["expert"] == alias]) for alias in experts]}
 
 
 def directory_curves(places: Mapping[str, Path]) -> CurvesDocument:
-    """Curves of trainings in directories, by the experts' aliases."""
+    """Read the curves of fine-tunings from their directories: losses and evaluations of each expert.
+
+    `places` are the directories by the experts' aliases.
+    """
     return {"experts": [_expert(alias, read_history(place / METRICS)) for alias, place in places.items()]}
 
 
 def _expert(alias: str, lines: Sequence[Mapping[str, Any]]) -> ExpertCurvesDocument:
-    """Curves of one expert; `lines` are of a history, or of events, which have several losses each."""
+    """Build the curves of one expert from stored lines.
+
+    `lines` come from a history file, with one loss each, or from events, with several losses each.
+    """
     losses: dict[int, float] = {}
     values: dict[int, Mapping[str, float]] = {}
     for line in lines:
@@ -43,7 +49,10 @@ def _expert(alias: str, lines: Sequence[Mapping[str, Any]]) -> ExpertCurvesDocum
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[LossPoint]:
-    """At most MAX_POINTS points: means over neighbours, each weighted by the updates between the points."""
+    """Reduce the points of a curve to at most MAX_POINTS.
+
+    Each point is the mean of neighbours, weighted by the number of updates between them.
+    """
     size = -(-len(points) // MAX_POINTS) or 1
     weights = [after - before for before, after in pairwise([0, *(step for step, _ in points)])]
     found: list[LossPoint] = []

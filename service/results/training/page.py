@@ -26,7 +26,7 @@ def render_training(
     reason: str | None = None,
     analysis: AnalysisDocument | None = None,
 ) -> str:
-    """Render the page as one HTML document, at any stage of the training.
+    """Render the report of a fine-tuning as one HTML document, at any stage of the training.
 
     Args:
         pipeline: The fine-tuning.

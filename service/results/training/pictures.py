@@ -21,7 +21,7 @@ LEAST = 1e-6
 
 
 def analysis_context(document: AnalysisDocument) -> dict[str, Any]:
-    """Data that the template of the report draws."""
+    """Build the data from which the report's template draws the analysis of trained fleets."""
     fleets = document["fleets"]
     every = [loss for fleet in fleets if fleet["landscape"] for row in fleet["landscape"]["losses"] for loss in row]
     losses = [max(loss, LEAST) for loss in every if loss is not None and math.isfinite(loss)] or [1.0]
@@ -70,7 +70,7 @@ def analysis_context(document: AnalysisDocument) -> dict[str, Any]:
 
 
 def merge_text(row: MergeLossDocument) -> str:
-    """Loss of a merge as text, with its coefficient."""
+    """Format the loss of a merge, with the merge's coefficient."""
     at = "" if row["coefficient"] is None else f" at {row['coefficient']:g}"
     return f"{_loss_text(row['mean'])}{at}"
 
@@ -80,14 +80,17 @@ def _loss_text(loss: float | None) -> str:
 
 
 def num_experts(fleet: FleetAnalysisDocument, row: MergeLossDocument) -> int:
-    """Number of experts that a row's merges have; files of earlier versions have merges of all experts only."""
+    """Number of experts that the merges of a table row combine.
+
+    Files of earlier versions do not state it; their merges are of all experts.
+    """
     return row.get("num_experts", len(fleet["task_vectors"]))
 
 
 def _histogram(vector: Mapping[str, Any]) -> Any:
-    """Chart of the densities of the elements that are not 0 and of both fits.
+    """Draw the distribution of a task vector's elements that are not 0, with the Laplace and the Gauss fit.
 
-    The density's axis is logarithmic, on which a Laplace distribution is a tent.
+    The axis of the density is logarithmic, so that a Laplace distribution has two straight sides.
     """
     middles = [(low + high) / 2 for low, high in pairwise(vector["edges"])]
     share = 1 - vector["fits"][0]["zeros"]
@@ -117,10 +120,10 @@ def _histogram(vector: Mapping[str, Any]) -> Any:
 
 
 def _landscape(found: Mapping[str, Any], low: float, high: float) -> Any:
-    """Heatmap of the losses by the coefficients of two experts.
+    """Draw the losses of merges as a heatmap over the coefficients of two experts.
 
-    Rows are coefficients of the first expert, the largest at the top. Colours go from the lowest loss of all fleets to
-    the highest, by logarithms.
+    Rows are coefficients of the first expert, the largest at the top. Colours are on a logarithmic scale from the
+    lowest to the highest loss of all fleets, `low` to `high`.
     """
     first, second = found["experts"]
     width = math.log(high / low) or 1.0

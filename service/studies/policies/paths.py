@@ -28,7 +28,10 @@ __all__ = ["PolicyPath", "policy_paths"]
 
 @dataclass(frozen=True)
 class PolicyPath:
-    """A proposed layer path, each step a model of the pool and one of its layers, and the recipe of its merge."""
+    """A layer path that a policy proposes, and the recipe of its merge.
+
+    Each step of the path is a model's alias and the number of one of its layers.
+    """
 
     steps: tuple[tuple[str, int], ...]
     recipe: Recipe
@@ -43,16 +46,17 @@ def policy_paths(
     count: int = 1,
     experts: Mapping[str, str] | None = None,
 ) -> tuple[PolicyPath, ...]:
-    """At most `count` paths that a study's policy proposes for a preference, ordered by its own estimate, best first.
+    """Propose at most `count` layer paths with the trained policy of a study, for a preference vector.
 
-    `preference` has weights by objective. `experts` are other models in place of the study's, by alias. A merged model
-    of the pool is merged by this preference.
+    Paths are ordered by the policy's own estimate, the best first. `preference` has weights by objective. `experts` are
+    other models in place of the study's, by alias. If the study's paths may use merged layers, these are merged by this
+    preference.
 
     Raises:
         InvalidPreference: The preference is not one for the study's objectives.
         Conflict: The study has no such policy, or its models have changed.
         InvalidModel: A model cannot be used.
-        InvalidStudy: The models do not make a pool.
+        InvalidStudy: No search space can be built over the models.
     """
     resolved = ResolvedStudy.of(record)
     study = with_revisions(Study.model_validate(record.document), resolved)
@@ -110,7 +114,7 @@ def policy_paths(
 
 
 def _check_models(record: JobRecord, study: Study, fingerprints: Mapping[str, str], num_layers: int) -> None:
-    """Check that a study's policy can propose paths through these models. Raises Conflict."""
+    """Check that a study's policy can propose paths through the given models. Raises Conflict if it cannot."""
     before = ResolvedStudy.of(record)
     if num_layers != before.num_layers:
         raise Conflict(

@@ -72,10 +72,10 @@ def with_start(
     artifacts: ArtifactStore,
     open_study: OpenStudy,
 ) -> PreflightResult:
-    """The preflight result with the policies that the study begins with; unchanged if it names none.
+    """Add to the preflight result of a study the policies with which the study begins.
 
-    The policies are copied to the study's own artifacts once. Raises StudyFailed (the study is FAILED with that
-    reason).
+    The policies are copied to the study's own artifacts when it first runs. If the study names no policies, the result
+    is unchanged. Raises StudyFailed if the policies cannot be used; the study's state is then FAILED, with the reason.
     """
     if preflight.study.search.hm3.start is None:
         return preflight
@@ -121,7 +121,10 @@ def _found(preflight: PreflightResult, open_study: OpenStudy, artifacts_in: Path
 def _iterations(
     preflight: PreflightResult, record: JobRecord, other: SearchSetting, checkpoints: dict[int, bytes]
 ) -> list[int]:
-    """Latest iteration of the other study's policy with the same preference vector, for each policy of the study."""
+    """For each policy of the study, the latest iteration of the other study's policy for the same preference vector.
+
+    Raises Conflict if the other study has no policy for one of the vectors.
+    """
     if preflight.study.search.hm3.policy == "conditioned":
         return [max(checkpoints)]
     known = other.vectors
@@ -154,7 +157,10 @@ def _check_searcher(record: JobRecord) -> None:
 
 
 def _check_shapes(preflight: PreflightResult, record: JobRecord, other: Study) -> None:
-    """Check that policies of the other study have the inputs and outputs that this study needs. Raises Conflict."""
+    """Check that policies of another study have the inputs and outputs that this study needs.
+
+    Raises Conflict if they do not.
+    """
     where = f"study {record.name!r}: "
     ours, theirs = preflight.study.search.hm3, other.search.hm3
     if not theirs.learns:
@@ -183,7 +189,10 @@ def _check_shapes(preflight: PreflightResult, record: JobRecord, other: Study) -
 
 
 def _check_models(preflight: PreflightResult, record: JobRecord, other: Study, where: str) -> None:
-    """Check that networks with an embedding for each model were trained for this study's models. Raises Conflict."""
+    """Check that networks with an embedding for each model were trained for this study's models.
+
+    Raises Conflict if they were not.
+    """
     space = other.search_space
     chosen = getattr(space, "models", None) or tuple(other.models.experts)
     known = (*chosen, MERGED) if getattr(space, "merged", None) is not None else tuple(chosen)

@@ -17,9 +17,9 @@ __all__ = ["stored_policies"]
 def stored_policies(
     store: Store, record: JobRecord, study: Study, artifacts: ArtifactStore, *, family: Family | None = None
 ) -> tuple[SearchSetting, dict[int, bytes]]:
-    """Search setting of a study, and the checkpoints of its policies by iteration.
+    """Read the policies that a study has trained, from its store and artifacts.
 
-    The iteration is the one from which the policy learned last.
+    Returns the study's search setting, and the policies' checkpoints by the iteration from which each was last trained.
     """
     objectives = tuple(spec.name for spec in study.scored_objectives.values())
     given = study.search.preferences

@@ -21,7 +21,7 @@ AUTO, GRADIENT = "auto", "gradient"
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Name of a study's searcher, and why it was chosen."""
+    """The searcher of a study: its name, and the reason why it was chosen."""
 
     name: str
     reason: str
@@ -33,11 +33,11 @@ def algorithm_of(
     tasks: Mapping[str, TaskSpec],
     problems: list[Problem],
 ) -> Algorithm:
-    """Choose a study's searcher; what the searcher does not support is added to `problems`.
+    """Choose a study's searcher. What the searcher does not support is added to `problems`.
 
-    `auto` is `gradient` if coefficients have gradients and all objectives have references, which is best in
-    tests/benchmarks/bench_search.py, and otherwise the searcher that `auto` is declared to be. Preference vectors need
-    a searcher or a space that uses them.
+    The option `auto` means the searcher `gradient` if coefficients have gradients and all objectives have reference
+    answers, because that is best in tests/benchmarks/bench_search.py; otherwise it means the searcher that the
+    declaration of `auto` names. Preference vectors need a searcher or a space that uses them.
     """
     found = _algorithm_of(study, space, tasks, problems)
     declared = SEARCHERS[found.name]
@@ -59,7 +59,7 @@ def algorithm_of(
 
 
 def _warning_of_policy(study: Study, space: SearchSpace) -> str:
-    """Warning that the length of a path outweighs all scores; "" if it does not."""
+    """Warning about a length penalty so large that the shortest paths win whatever they score; "" if it is not."""
     penalty, paths = study.search.hm3.length_penalty, space.parameters.structure
     if not isinstance(paths, LayerPaths) or penalty * (paths.longest - paths.shortest) < 1:
         return ""
@@ -71,7 +71,7 @@ def _warning_of_policy(study: Study, space: SearchSpace) -> str:
 
 
 def _problems_of_policy(study: Study, space: SearchSpace) -> Iterator[Problem]:
-    """Problems of a study whose searcher trains a policy for layer paths."""
+    """Find problems of a study whose searcher trains a policy for layer paths."""
     if not isinstance(space.parameters.structure, LayerPaths):
         message = f"hm3 learns layer paths; a space of kind {space.kind} has none; write kind: hm3"
         yield Problem("search_space.kind", message)

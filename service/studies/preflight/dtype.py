@@ -13,7 +13,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def engine_dtype(study: Study) -> str:
-    """Dtype that a study's `engine.dtype` stands for on this machine."""
+    """Dtype that the option `engine.dtype` of a study means on this machine, where it may be "auto"."""
     import torch
 
     if study.engine.dtype != "auto":

@@ -34,10 +34,10 @@ MEASURED_S = 0.5  # seconds in which the speed of products is measured
 
 @dataclass(frozen=True)
 class ExpectedTime:
-    """Bounds on the hours of a study, and on the tokens of a sample, prompt and answer together.
+    """Bounds on the hours that a study takes, and on the tokens of a sample (prompt and answer together).
 
-    The lower bound assumes answers as long as the references, and merges as deep as the base. The upper bound assumes
-    answers that end at the limits of their tasks, and merges as deep as the space allows.
+    The lower bounds assume answers as long as the reference answers, and merges as deep as the base. The upper bounds
+    assume answers that end at the limits of their tasks, and merges as deep as the space allows.
     """
 
     least_hours: float
@@ -47,11 +47,10 @@ class ExpectedTime:
 
 
 def expected_time(preflight: PreflightResult, *, step_samples: int) -> ExpectedTime:
-    """Expected duration of the search, the held-out stage and the engine's start.
+    """Estimate how long the search, the held-out stage and the start of engines take.
 
-    Gradients are charged `step_samples` samples in total.
-
-    Tokenizes the first samples of each task. Raises InvalidStudy with every task whose prompts cannot be built.
+    Gradients cost as much as `step_samples` samples in total. The first samples of each task are tokenized. Raises
+    InvalidStudy with every task whose prompts cannot be built.
     """
     samples = preflight.expected_samples()
     lengths = _lengths(preflight)
@@ -78,10 +77,10 @@ def expected_time(preflight: PreflightResult, *, step_samples: int) -> ExpectedT
 
 
 def operations_per_s(threads: int) -> float:
-    """Operations per second of matrix products on this machine.
+    """Measure the speed of matrix products on this machine, in operations per second.
 
-    The GPU is measured in bfloat16, or `threads` threads of the CPU in float32. The result is the best measurement
-    of those that fit into MEASURED_S, because other work slows some of them down.
+    The GPU is measured in bfloat16 or, without a GPU, `threads` threads of the CPU in float32. The result is the best
+    of the measurements that fit into MEASURED_S seconds, because other work slows some of them down.
     """
     import torch
 
@@ -101,7 +100,7 @@ def operations_per_s(threads: int) -> float:
 
 
 def _lengths(preflight: PreflightResult) -> dict[str, dict[str, Lengths]]:
-    """Mean lengths of the samples of each task, by section of the study file and name."""
+    """Mean lengths of the samples of each task, in tokens, by section of the study file and name of the objective."""
     prompts = Prompts(open_sources(preflight.models.family).result_dir, preflight.engine_options)
     specs = {"objectives": preflight.tasks.search, "holdout": preflight.tasks.holdout}
     found: dict[str, dict[str, Lengths]] = {section: {} for section in specs}
@@ -118,7 +117,7 @@ def _lengths(preflight: PreflightResult) -> dict[str, dict[str, Lengths]]:
 
 
 def _mean(lengths: Mapping[str, Lengths], num_samples: Mapping[str, int]) -> Lengths:
-    """Mean of the tasks' lengths, weighted by their numbers of samples."""
+    """Mean of the lengths of several tasks, weighted by the number of samples of each."""
     total = sum(num_samples[name] for name in lengths)
     shares = {name: num_samples[name] / total for name in lengths}
     return Lengths(
@@ -129,7 +128,10 @@ def _mean(lengths: Mapping[str, Lengths], num_samples: Mapping[str, int]) -> Len
 
 
 def _num_evaluations(preflight: PreflightResult) -> int:
-    """Number of evaluations of the search at its rungs and of the held-out stage, counted as in `expected_samples`."""
+    """Number of evaluations that a study is expected to make, at all rungs and on holdout data.
+
+    As in `expected_samples`, no trial fails and no two recipes are equal.
+    """
     num_baselines = len(preflight.baselines())
     brackets = bracket_plan(preflight.budget.cycle, preflight.study.search.max_trials)
     search = num_baselines + sum(sum(bracket.sizes) for bracket in brackets)

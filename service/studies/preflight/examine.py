@@ -57,14 +57,18 @@ def examine(
     before_weights: Callable[[], None] = lambda: None,
     note: Callable[[str], None] = logger.info,
 ) -> PreflightResult:
-    """Check everything that can be checked without an engine.
+    """Check everything about a study that can be checked without an engine, and return the result.
 
-    `available_bytes` is the memory of one machine; None: this machine's. With an `export_dir`, the best merge must fit
-    on its disk. Weights that are only on the hub are downloaded once all other checks have passed, and `note` is called
-    with messages about it; without `downloads` they are not checked. `access` limits the files that are read (None: no
-    limit): if the study names others, nothing is opened. `chained` are the sources that were exported for it
-    (`service.studies.chains`). `before_weights` is called once only the weights are left to
-    check. Raises InvalidStudy with every problem.
+    - `available_bytes`: the memory of one machine; None for that of this machine
+    - `export_dir`: the directory to which the best merge will be exported, whose disk must have room for it
+    - `downloads`: whether weights that are only on the hub are downloaded once all other checks have passed; otherwise
+      they are not checked
+    - `access`: the files that may be read, or None for all; if the study names others, nothing is opened
+    - `chained`: the sources that were exported from other studies for this one (`service.studies.chains`)
+    - `before_weights`: called once only the weights are left to check
+    - `note`: called with messages about downloads
+
+    Raises InvalidStudy with every problem.
     """
     check_files(study, access)
     problems: list[Problem] = []
@@ -174,7 +178,10 @@ def _check_alignments(infos: Mapping[str, TaskInfo], problems: list[Problem]) ->
 
 
 def _preferences(study: Study) -> tuple[Mapping[str, float], ...]:
-    """The study's preference vectors, by objective that has a task; one of equal weights if the study has none."""
+    """The study's preference vectors, each as weights by objective; only objectives with a task have a weight.
+
+    Without preference vectors in the study file, it is a single vector of equal weights.
+    """
     names = tuple(spec.name for spec in study.scored_objectives.values())
     given = study.search.preferences
     vectors = (equal_preference(len(names)),) if given is None else given.weights(names, seed=study.search.seed)

@@ -29,15 +29,15 @@ __all__ = [
 class FilesRefused(InvalidStudy):
     """A study names files that it may not read.
 
-    Waiting does not help, as the files that it may read are stored with it.
+    To retry does not help, because the list of files that a study may read is stored with the study.
     """
 
 
 def check_files(study: Study, access: FileAccess | None) -> None:
-    """Check that a study names only files, directories and hub models that `access` allows (None: all).
+    """Check that a study names only files, directories and hub models that `access` allows.
 
-    Raises FilesRefused with all others. What task files lead to, such as included files, is checked when they are read
-    (`workers.evaluation`).
+    With `access` None all are allowed. Raises FilesRefused with every one that is not. Files that task files lead to,
+    such as included ones, are checked when they are read (`workers.evaluation`).
     """
     if access is not None and (problems := tuple(_problems(study, access))):
         raise FilesRefused(problems)
@@ -57,7 +57,7 @@ def _problems(study: Study, access: FileAccess) -> Iterator[Problem]:
 
 
 def model_refusal(model: str, access: FileAccess) -> str | None:
-    """Reason why a model, a directory or hub id, must not be read; None if it may be."""
+    """Reason why a model, given as directory or hub id, must not be read, or None if it may be read."""
     if os.path.isabs(model) or os.path.exists(model):
         return access.refusal_of_all(model)
     reason = access.refusal(hub_cache())
@@ -65,7 +65,7 @@ def model_refusal(model: str, access: FileAccess) -> str | None:
 
 
 def task_files(study: Study) -> Iterator[tuple[str, str]]:
-    """Files that a study names as tasks, each as (place in the study file, file)."""
+    """The files that a study names as tasks, each as (place in the study file, path of the file)."""
     for place, spec in study.with_tasks():
         if isinstance(spec.task, InlineTask):
             yield f"{place}.task.file", spec.task.file
@@ -74,21 +74,24 @@ def task_files(study: Study) -> Iterator[tuple[str, str]]:
 
 
 def model_path_problem(model: str) -> str | None:
-    """Reason why a server does not accept the directory `model`; None if it does, or if `model` is a hub id."""
+    """Reason why a server does not accept a directory as the name of a model, or None if it does.
+
+    Hub ids are always accepted.
+    """
     # As in a study file: `name` and `owner/name` are hub ids unless a directory has that name.
     is_path = model.startswith((".", "~")) or model.endswith("/") or model.count("/") > 1 or os.path.exists(model)
     return _relative(model) if is_path and not os.path.isabs(model) else None
 
 
 def file_path_problem(file: str) -> str | None:
-    """Reason why a server does not accept the path `file`; None if it does."""
+    """Reason why a server does not accept the path of a file, or None if it does."""
     return None if os.path.isabs(file) else _relative(file)
 
 
 def no_file_problem(file: str) -> str | None:
-    """Reason why `file` is not opened, although it may be read: it is a directory, a device or a pipe; else None.
+    """Reason why `file` is not opened although it may be read: it is a directory, a device or a pipe.
 
-    A missing file is reported when it is opened.
+    Returns None for a file, and for a missing file, which is reported when it is opened.
     """
     # Reading a device or a pipe might never end.
     return f"{file}: is not a file" if os.path.exists(file) and not os.path.isfile(file) else None

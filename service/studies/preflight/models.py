@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 
 
 def with_revisions(study: Study, resolved: ResolvedStudy) -> Study:
-    """Fix a study's models to those that it was created with.
+    """Replace the models in a study by those with which it was created.
 
-    Hub models get their commits, and merges of other studies the directories that they were exported to.
+    A hub model gets its commit. A merge of another study gets the directory to which it was exported.
     """
 
     def name(model: str) -> str:
@@ -72,7 +72,10 @@ def check_unchanged(record: JobRecord, resolved: ResolvedStudy) -> None:
 
 
 def check_models(located: LocatedFamily, study: Study, problems: list[Problem]) -> ResolvedFamily | None:
-    """The study's models if nothing is wrong with their headers, configurations and tokenizers."""
+    """Check the headers, configurations and tokenizers of a study's models.
+
+    Returns the models, or None if there are problems, which are added to `problems`.
+    """
     found: list[str] = []
     sources: ResolvedFamily | None = None
     try:
@@ -92,7 +95,7 @@ def check_models(located: LocatedFamily, study: Study, problems: list[Problem]) 
 
 
 def check_layers(study: Study, sources: ResolvedFamily, problems: list[Problem]) -> None:
-    """Check that the models' layers can be reordered and scaled, where recipes of the study do so."""
+    """Check that the layers of the study's models can be reordered and scaled, if merges of the study need that."""
     section = study.search_space
     if section.changes_layers:
         problems.extend(Problem("models", text) for text in path_problems(sources))
@@ -114,9 +117,10 @@ def check_weights(
     downloads: bool,
     note: Callable[[str], None] = logger.info,
 ) -> ResolvedFamily:
-    """The models with their fingerprints, downloaded if necessary, after all local weights were read.
+    """Read the weights of the models, after downloading those that are missing if `downloads` says so.
 
-    Raises InvalidStudy if weights cannot be read.
+    Returns the models with their content fingerprints. Wrong contents are added to `problems`. Raises InvalidStudy if
+    weights cannot be read.
     """
     try:
         sources = sources.fetched(note=note) if downloads else sources
@@ -136,9 +140,9 @@ def searched_models(
     max_layers: int | None = None,
     preferences: tuple[Mapping[str, float], ...] = (),
 ) -> SearchedModels:
-    """The models as a search space sees them, with the study's preference vectors.
+    """Describe the models as a search space sees them, together with the study's preference vectors.
 
-    A merge may have `max_layers` layers (None: any number).
+    A merge may have at most `max_layers` layers, or any number if it is None.
     """
     layout, sizes = sources.layout, {name: math.prod(header.shape) for name, header in sources.base.tensors.items()}
     base, *experts = sources.checkpoints
@@ -165,7 +169,7 @@ def searched_models(
 
 
 def model_size(sources: ResolvedFamily, max_layers: int) -> ModelSize:
-    """The numbers of parameters of these models, whose merges may have `max_layers` layers."""
+    """Count the parameters of the models, in layers and outside, for merges of at most `max_layers` layers."""
     layout, sizes = sources.layout, {name: math.prod(header.shape) for name, header in sources.base.tensors.items()}
     components = {
         component: tuple(
@@ -179,7 +183,7 @@ def model_size(sources: ResolvedFamily, max_layers: int) -> ModelSize:
 
 
 def start_probe(located: LocatedFamily) -> CapabilityProbe | None:
-    """Start to probe in the background whether vLLM can run the base; experts have its architecture.
+    """Start to find out in the background whether vLLM can run the base model; experts have the same architecture.
 
     Returns None if the base's configuration cannot be read, which `check_models` reports.
     """
@@ -193,7 +197,10 @@ def start_probe(located: LocatedFamily) -> CapabilityProbe | None:
 
 
 def check_engine(study: Study, probe: CapabilityProbe | None, problems: list[Problem]) -> str:
-    """Check that engines can run the models. Returns a message for the user, "" if there is none."""
+    """Check that engines can run the models, with the answer of `probe`.
+
+    Returns a message for the user, or "" if there is none.
+    """
     if probe is None:
         return ""
     (capability,) = probe.answers(dtype=engine_dtype(study))

@@ -45,7 +45,7 @@ RANK_BYTES = 2
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory in bytes that a study needs on this machine, and that is available."""
+    """Memory that a study needs on this machine, and memory that is available, in bytes."""
 
     bank_bytes: int
     engine_bytes: int
@@ -63,7 +63,7 @@ class MemoryPlan:
 def check_devices(study: Study, sources: ResolvedFamily | None, problems: list[Problem]) -> None:
     """Check that the models can be split between GPUs, and that this machine has enough GPUs.
 
-    The GPUs of a Ray cluster are not checked, as Ray counts them.
+    If the study runs on a Ray cluster, its number of GPUs is not checked, because Ray counts them.
     """
     import torch
 
@@ -106,10 +106,10 @@ def plan_memory(
     max_layers: int = 0,
     aligns: bool = False,
 ) -> MemoryPlan:
-    """Plan the memory of the bank, the engines and the gradient actor, if there is one.
+    """Plan the memory of the bank of source weights, of the engines and, if there is one, of the gradient actor.
 
-    `available_bytes` None is this machine's memory. `max_layers` is the number of layers of the longest merge if merges
-    have any number of layers, else 0; with `aligns` merges may have alignments.
+    With `available_bytes` None, all memory of this machine is available. `max_layers` is the number of layers of the
+    longest merge if merges have any number of layers, else 0. With `aligns`, merges may have alignments between layers.
     """
     import torch
 
@@ -144,7 +144,7 @@ def plan_memory(
 
 
 def _pool_size(sources: ResolvedFamily, max_layers: int, available: int, bytes_of_value: int) -> int:
-    """Number of layers that an engine would hold in host memory, at least `max_layers`."""
+    """Number of layers that an engine holds in host memory to build layer paths from, at least `max_layers`."""
     every = len(sources.checkpoints) * sources.layout.num_layers + max_layers
     if not bytes_of_value:
         return every
@@ -159,10 +159,10 @@ def check_memory(
     shorter: range = range(0),
     plan: Callable[[int], MemoryPlan] | None = None,
 ) -> None:
-    """Check that the planned memory is available.
+    """Check that the planned memory is available, and suggest a lower limit of layers if that would help.
 
-    `shorter` are the numbers of layers to which `limits.max_layers` could be lowered, ascending; `plan` gives the
-    memory for one of them, which grows with the number of layers.
+    `shorter` are the numbers of layers to which `limits.max_layers` could be lowered, ascending. `plan` gives the
+    memory for one of them, which must grow with the number of layers.
     """
     if memory.needed_bytes > memory.available_bytes:
         layers = ""

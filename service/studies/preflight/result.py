@@ -32,10 +32,11 @@ CHUNK_SAMPLES = 512
 
 @dataclass(frozen=True)
 class ExpectedSamples:
-    """Samples of the search and of the held-out stage, and of the search with every trial at full budget.
+    """Numbers of samples that a study is expected to score.
 
-    Under asha the search scores at least that many: it also promotes trials that were best only when they were
-    promoted.
+    `search` is for the search, `holdout` for the held-out stage, and `full_budget` for a search that scores every trial
+    at full budget. Under asha the search scores at least `search` samples, because it also promotes trials that are
+    among the best of a rung only for a while.
     """
 
     search: int
@@ -45,7 +46,7 @@ class ExpectedSamples:
 
 @dataclass(frozen=True)
 class StudyModels:
-    """The models of a study: they fit together, and vLLM can run them.
+    """The models of a study, which fit together and which vLLM can run.
 
     Attributes:
         family: The base and the experts, with content fingerprints.
@@ -56,8 +57,8 @@ class StudyModels:
         absent_bytes: Size of the weights that are still on the hub, and were not checked.
         engine_note: A message for the user about how vLLM runs the models; "" if there is none.
         chained: The sources that are merges of other studies, by alias.
-        size: Parameters by layer and component, of which costs of recipes are made; None where merges do not differ in
-            them.
+        size: Parameters by layer and component, from which costs of recipes are computed; None if all merges have the
+            same number of layers.
     """
 
     family: Family
@@ -73,7 +74,10 @@ class StudyModels:
 
 @dataclass(frozen=True)
 class StudyTasks:
-    """The objectives of a study and their tasks, by the name of the objective; `infos` hold the number of samples."""
+    """The objectives of a study, with their tasks on search data and on holdout data by the objective's name.
+
+    `search_infos` and `holdout_infos` have, among others, the number of samples of each task.
+    """
 
     objectives: tuple[Objective, ...]
     search: Mapping[str, TaskSpec]
@@ -92,18 +96,18 @@ class StudyBudget:
 
 @dataclass(frozen=True)
 class PreflightResult:
-    """A study that can run.
+    """The result of preflight: a study that can run.
 
     Attributes:
         study: The study file, with directories in place of merges of other studies.
-        models: Its models.
-        tasks: Its objectives and their tasks.
-        budget: Its rungs and brackets.
-        space: Its search space.
-        algorithm: The searcher, and why it was chosen.
-        memory: The memory that it needs.
-        access: The files that it may read; None: all.
-        start: The checkpoints that policies begin with (`service.studies.policies.start`).
+        models: Models of the study.
+        tasks: Objectives of the study and their tasks.
+        budget: Rungs and brackets of the search.
+        space: Search space of the study.
+        algorithm: Searcher of the study, and why it was chosen.
+        memory: Memory that the study needs.
+        access: Files that the study may read; None for all.
+        start: Checkpoints with which policies begin (`service.studies.policies.start`).
     """
 
     study: Study
@@ -122,7 +126,7 @@ class PreflightResult:
 
     @property
     def engine_options(self) -> EngineOptions:
-        """Options of the study's engines; `max_layers` is set if merges may have other layers than the base."""
+        """Options of the study's engines. Their `max_layers` is set if merges may have other layers than the base."""
         options = self.study.engine.options
         if not isinstance(self.space, LayeredSpace):
             return options
@@ -147,10 +151,10 @@ class PreflightResult:
 
     @property
     def _max_staleness(self) -> int:
-        """The largest number of trials that proposals may run ahead of results.
+        """The largest number of trials by which proposals may run ahead of results.
 
-        A policy learns from whole iterations. It proposes half an iteration ahead, so that engines do not wait while it
-        proposes repeated paths, which end immediately, or learns.
+        A searcher that trains a policy learns from whole iterations. It may propose half an iteration ahead, so that
+        engines have work while the policy learns, and while it proposes repeated paths, which need no scoring.
         """
         staleness = self.concurrency + PROPOSALS_AHEAD
         if not SEARCHERS[self.algorithm.name].trains_policy:
@@ -159,7 +163,10 @@ class PreflightResult:
         return min(max(staleness, episodes // 2), episodes)
 
     def search_setting(self, *, num_baselines: int) -> SearchSetting:
-        """The facts about the study that a searcher with steps needs."""
+        """The parts of the study that some searchers need beside parameters and results.
+
+        `num_baselines` is the number of trials before the first proposal.
+        """
         given = self.study.search.preferences
         scored = {
             name: self.study.search.num_scored(info.num_samples) for name, info in self.tasks.search_infos.items()
@@ -183,9 +190,9 @@ class PreflightResult:
 
     @property
     def _num_repeated(self) -> int:
-        """Number of repeated proposals that end the search: two iterations of every policy.
+        """Number of repeated proposals in a row that end a search by policies: two iterations of every policy.
 
-        If all their paths are known, nothing is left to learn.
+        If all proposed paths are known by then, nothing is left to learn.
         """
         search = self.study.search
         num_vectors = 1 if search.preferences is None else search.preferences.size(len(self.tasks.search))
@@ -193,10 +200,10 @@ class PreflightResult:
         return 2 * max(search.hm3.episodes * num_policies, num_vectors)
 
     def plan(self, study_id: str, resolved: ResolvedStudy, *, baselines: tuple[Baseline, ...] | None = None) -> Plan:
-        """The plan of the study's driver.
+        """The plan of the study's driver: what it evaluates.
 
         `resolved` is what was stored when the study was created; the plan keeps its searcher and staleness. `baselines`
-        are those of a study that continues (None: those of a new study).
+        are the baselines of a study that is resumed, or None for those of a new study.
         """
         declared = SEARCHERS[resolved.algorithm or self.study.search.algorithm]
         return Plan(
@@ -234,7 +241,7 @@ class PreflightResult:
         return tuple((Origin(origin), label, recipe) for origin, label, recipe in found)
 
     def expected_samples(self) -> ExpectedSamples:
-        """Samples the study will score if no trial fails and no two recipes are equal."""
+        """Numbers of samples that the study will score if no trial fails and no two recipes are equal."""
         totals = [sum(samples.values()) for samples in self.budget.rung_samples]
         search = len(self.baselines()) * totals[-1]
         for bracket in bracket_plan(self.budget.cycle, self.study.search.max_trials):

@@ -31,10 +31,10 @@ def check_tasks(
     *,
     access: FileAccess | None = None,
 ) -> tuple[dict[str, TaskSpec], dict[str, TaskInfo]]:
-    """Check the tasks of a section, "objectives" or "holdout".
+    """Check the tasks in a section of the study file, "objectives" or "holdout".
 
-    `specs` are the section's entries by position. Returns the tasks as replicas build them, and what their data hold,
-    both by name. `access` limits the files that task files may lead to; None: no limit.
+    `specs` are the section's entries by position. Returns two mappings by the objective's name: the tasks as replicas
+    build them, and facts about their data. `access` limits the files that task files may lead to; None is no limit.
     """
     tasks: dict[str, TaskSpec] = {}
     infos: dict[str, TaskInfo] = {}
@@ -66,7 +66,7 @@ def check_tasks(
 
 
 def check_prompts(study: Study, directory: str, problems: list[Problem]) -> None:
-    """Check that the chat template that the study names exists, and that prompts leave the model room to answer.
+    """Check that the tokenizer has the study's chat template, and that prompts leave the model room to answer.
 
     `directory` holds the tokenizer and the configuration of the merged model.
     """
@@ -96,7 +96,10 @@ def check_prompts(study: Study, directory: str, problems: list[Problem]) -> None
 def objectives_of(
     study: Study, infos: Mapping[str, TaskInfo], size: ModelSize | None, problems: list[Problem]
 ) -> tuple[Objective, ...]:
-    """The objectives whose tasks could be built, each with its direction, and the costs of models of this size."""
+    """The objectives of a study, each with its direction, range and constraints.
+
+    An objective whose task could not be built is left out. The range of a cost depends on the `size` of the models.
+    """
     objectives = []
     constraints = [parse_constraint(text) for text in study.search.constraints]
     for index, spec in enumerate(study.objectives):

@@ -42,10 +42,11 @@ def alignments_in(
     before: Mapping[LayerPair, str],
     note: Callable[[str], None] = lambda _: None,
 ) -> dict[LayerPair, str]:
-    """Learn the pairs' alignments as `learn_alignments` does, and copy every file to `directory`.
+    """Learn the alignment of each pair of layers, and copy the files of all alignments to `directory`.
 
-    `before` are the names of alignments that the study has already; they are not learned again. Raises StudyFailed if
-    the file of one of them is missing and the alignment learned in its place is different.
+    `before` has the names of alignments that the study already has, by pair; they are not learned again. Returns the
+    name of each pair's alignment. Raises StudyFailed if the file of such an alignment is missing and the alignment
+    learned in its place is different, and else as `learn_alignments`.
     """
     whole = {name for name in set(before.values()) if is_stored(directory, name)}
     kept = {pair: name for pair, name in before.items() if name in whole}
@@ -66,10 +67,10 @@ def alignments_in(
 def learn_alignments(
     inputs: AlignmentInputs, pairs: Iterable[LayerPair], *, note: Callable[[str], None] = lambda _: None
 ) -> dict[LayerPair, str]:
-    """Learn the alignments that are not in the cache, and return the name of each pair's alignment.
+    """Learn the alignments of pairs of layers that are not in the cache, and return the name of each pair's alignment.
 
-    Models whose pairs are all in the cache are not opened. `note` receives lines of progress. Raises InvalidModel and
-    InvalidTask if models or task data cannot be used, EngineUnavailable if processes die.
+    A model is opened only if an alignment of one of its layers is missing. `note` receives lines of progress. Raises
+    InvalidModel and InvalidTask if models or task data cannot be used, EngineUnavailable if processes die.
     """
     every = tuple(pairs)
     names = {pair: stored[0] for pair in every if (stored := find_alignment(inputs, pair)) is not None}
@@ -96,7 +97,7 @@ def learn_alignments(
 
 
 def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[LayerPair, Any]:
-    """Start the tasks for these pairs, and return references to the fitted alignments."""
+    """Start the Ray tasks that learn the alignments of `pairs`, and return references to their results by pair."""
     # Engines start later, so that a GPU is free.
     num_gpus = 1 if ray.available_resources().get("GPU", 0) >= 1 else 0
     read: Any = ray.remote(num_cpus=TASK_CPUS, num_gpus=num_gpus)(_read)
@@ -121,7 +122,7 @@ def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[La
 
 
 def _read(inputs: AlignmentInputs, alias: str, before: Sequence[int]) -> list[Any]:
-    """The model's activations before each of these layers, as arrays, and which rows are held out."""
+    """The activations of one model before each layer in `before`, as arrays, and which rows of them are held out."""
     torch.set_num_threads(TASK_CPUS)  # equal bits on every machine
     sources = open_sources(inputs.family)  # its directory may be temporary
     prompts = prompts_of(sources.result_dir, inputs.options, inputs.tasks, inputs.positions)

@@ -22,10 +22,10 @@ FILE = "policy.pt"
 
 
 class PolicyCheckpoints:
-    """The checkpoints of one study's policies, as artifacts.
+    """The checkpoints of the policies that one study trains, stored as artifacts.
 
-    The last two checkpoints of each policy are kept, each in its own artifact. If an attempt ends between storing a
-    checkpoint and storing its step, the previous checkpoint is still available.
+    The last two checkpoints of each policy are kept, each in its own artifact. If an attempt ends after it has stored a
+    checkpoint and before it has stored the step that states it, the previous checkpoint is still available.
     """
 
     def __init__(
@@ -40,9 +40,10 @@ class PolicyCheckpoints:
         store_policy(self._artifacts, self._study_id, self._artifact(iteration), content, facts=facts)
 
     def load(self, steps: Sequence[Step]) -> dict[int, bytes]:
-        """The checkpoints that are needed after these steps, by iteration.
+        """The checkpoints that the searcher needs after these steps, by iteration.
 
-        A checkpoint that is missing, or differs from the one that its step states, is left out: it is learned again.
+        A checkpoint that is missing, or whose content differs from the digest in its step, is left out. The searcher
+        then learns it again.
         """
         digests = checkpoint_digests(steps)
         found = {}
@@ -58,34 +59,43 @@ class PolicyCheckpoints:
         return found
 
     def _artifact(self, iteration: int) -> str:
-        """The name of the artifact that holds the checkpoint of an iteration until it is no longer needed."""
+        """The name of the artifact that holds the checkpoint of an iteration.
+
+        Two artifacts of each policy are used in turn, so a checkpoint is replaced two iterations of its policy later.
+        """
         turn, policy = divmod(iteration, self._num_policies)
         return f"hm3-policy-{policy}-{turn % 2}"
 
 
 def kept_iterations(num_finished: int, num_policies: int) -> range:
-    """The iterations whose checkpoints are needed once `num_finished` iterations are finished."""
+    """The iterations whose checkpoints must be kept once `num_finished` iterations are finished.
+
+    They are the last two iterations of each policy.
+    """
     return range(max(0, num_finished - 2 * num_policies), num_finished)
 
 
 def checkpoint_digests(steps: Sequence[Step]) -> list[str]:
-    """The sha256 of each iteration's checkpoint; "" where nothing was learned."""
+    """The sha256 of the checkpoint of each iteration in `steps`.
+
+    It is "" for an iteration in which nothing was learned.
+    """
     return [step.result.checkpoint for step in steps if isinstance(step, UpdateStep)]
 
 
 def store_policy(
     artifacts: ArtifactStore, study_id: str, name: str, content: bytes, *, facts: dict[str, int] | None = None
 ) -> None:
-    """Store a policy's checkpoint as the artifact `name` of a study; it replaces an earlier one."""
+    """Store a policy's checkpoint as the artifact `name` of a study. An earlier artifact of that name is replaced."""
     with TemporaryDirectory() as temporary:
         (Path(temporary) / FILE).write_bytes(content)
         artifacts.put(study_id, name, Path(temporary), facts=facts or {})
 
 
 def read_policy(artifacts: ArtifactStore, study_id: str, name: str, *, digest: str) -> bytes:
-    """The checkpoint in the artifact `name` of a study, whose sha256 is `digest`.
+    """The checkpoint of a policy that is stored in the artifact `name` of a study; its sha256 must be `digest`.
 
-    Raises NotFound where there is no such artifact, Conflict where it has other content.
+    Raises NotFound if there is no such artifact, Conflict if it has other content.
     """
     with TemporaryDirectory() as temporary:
         place = artifacts.write_to(artifacts.get(study_id, name), Path(temporary) / "policy")

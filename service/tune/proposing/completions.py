@@ -23,12 +23,12 @@ ROUNDING = 1e-9
 
 
 class SourceCompletions:
-    """Reads the search samples of one study's sources, all of them scored in full.
+    """The correct completions of one study's source models, among their stored samples on search data.
 
-    A completion is correct where the sample has the best value of its objective's range. Three kinds of samples have no
+    A completion is correct if its sample has the best value of the objective's range. Three kinds of samples have no
     completion: options of a multiple choice, samples of several completions (single ones may be wrong), and samples
-    stored without tokens. Samples of an engine that failed a check are scored again and keep their values; if their
-    tokens differ, a later attempt reads the new ones.
+    stored without tokens. Every source model must be scored in full. Samples of an engine that failed a check are
+    scored again and keep their values; if their tokens differ, a later attempt reads the new ones.
     """
 
     def __init__(self, store: Store, study_id: str, objectives: Sequence[Objective]) -> None:
@@ -37,7 +37,10 @@ class SourceCompletions:
         self._objectives = {objective.name: objective for objective in objectives}
 
     def find(self, request: CompletionsRequest) -> CompletionsResult:
-        """The positions with a correct completion of each requested objective, and the first source that has it."""
+        """The sample positions that have a correct completion, for each requested objective.
+
+        The result also names the first source model with that completion.
+        """
         found: dict[str, dict[int, int]] = {name: {} for name in request.completions}
         for source in self._sources():
             for name, tokens in self._correct(source, found.keys()).items():
@@ -46,7 +49,7 @@ class SourceCompletions:
         return CompletionsResult(completions={name: tuple(sorted(chosen.items())) for name, chosen in found.items()})
 
     def read(self, chosen: Chosen) -> Completions:
-        """The tokens of the chosen completions."""
+        """The tokens of the chosen completions, by objective and sample position."""
         wanted = {number for pairs in chosen.values() for _, number in pairs}
         of = {s.number: self._correct(s, chosen.keys()) for s in self._sources() if s.number in wanted}
         return {

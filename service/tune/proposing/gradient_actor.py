@@ -32,9 +32,10 @@ class GradientJob:
 
 
 class GradientActor:
-    """Holds the trainable model and the bank of source weights, and computes one step at a time.
+    """The actor that computes losses and gradients of merges, one step at a time.
 
-    Equal requests have equal results, on one device with one number of threads.
+    It holds a trainable model and the bank of source weights. Equal requests have equal results on one device with one
+    number of threads.
     """
 
     def __init__(self, job: GradientJob) -> None:
@@ -43,13 +44,14 @@ class GradientActor:
         self._completions: Completions | None = None  # those that are not set yet
 
     def use_completions(self, completions: Completions) -> None:
-        """Set the completions that later requests name as references."""
+        """Set the completions that later requests use as references, for the objectives that they name."""
         self._completions = completions
 
     def run(self, request: LossesRequest | GradientRequest) -> LossesResult | GradientResult:
-        """Mean losses, and for a gradient the derivatives by every parameter. A loss that is not finite is a failure.
+        """Compute the mean loss of each objective and, for a GradientRequest, its derivatives by all parameters.
 
-        Raises InvalidModel and InvalidTask if models or task data cannot be used.
+        If a loss is not finite, the result has a failure. Raises InvalidModel and InvalidTask if models or task data
+        cannot be used.
         """
         return self._losses(request) if isinstance(request, LossesRequest) else self._gradient(request)
 
@@ -85,10 +87,10 @@ class GradientActor:
         return space.to_recipe(dict(zip(space.parameters.names, point, strict=True)))
 
     def _gradients(self) -> CoefficientGradients:
-        """The model, opened by the first step.
+        """The trainable model, which is opened at the first call.
 
-        Ray reports an error of an actor's constructor as the death of its process, and nothing reads the result of
-        `use_completions`.
+        It is not opened in the constructor, because Ray reports an error there as the death of the process, nor in
+        `use_completions`, because nobody reads the result of that call.
         """
         if self._opened is None:
             import torch
@@ -120,10 +122,10 @@ class GradientActor:
 
 
 def _with_stated_coefficients(space: DifferentiableSpace, point: tuple[float, ...]) -> tuple[float, ...]:
-    """The nearest point at which a recipe states every coefficient, so that all have derivatives.
+    """The point nearest to `point` at which the recipe states every coefficient, so that all have derivatives.
 
-    A source at 0, and a shared coefficient at its default, are not part of a recipe's canonical form: these numbers are
-    moved by the smallest step that recipes resolve.
+    A recipe in canonical form leaves out a source whose coefficient is 0, and a shared coefficient at its default. Such
+    a number is moved by the smallest step that recipes can express.
     """
     declared = METHODS[space.method].coefficient(space.coefficient)
     left_out = 0.0

@@ -20,26 +20,30 @@ __all__ = ["Asking", "Observations", "Proposer"]
 
 
 class Proposer(Protocol):
-    """Computes proposals while the driver works."""
+    """The interface of what computes proposals while the driver works."""
 
     def submit(self, *, number: int, observations: Sequence[Observation], pending: Sequence[Mapping[str, Any]]) -> None:
-        """Start computing proposal `number`."""
+        """Start to compute the proposal of trial `number`.
+
+        `observations` are the results that it may know, `pending` the configurations of trials without such results.
+        """
         ...
 
     def result(self, *, timeout_s: float) -> Step | dict[str, Any] | None:
-        """The submitted proposal's configuration, or a step that was computed for it; None if neither is ready.
+        """The configuration that was proposed, or a step that was computed for the proposal.
 
-        After a step, the computation continues when `stored` is called.
+        Returns None if neither is ready within `timeout_s`. After a step, the caller stores it and calls `stored`, and
+        the computation continues.
         """
         ...
 
     def stored(self, step: Step) -> None:
-        """Continue the proposal after `step`, which has been stored."""
+        """Continue to compute the proposal, after the caller has stored `step`."""
         ...
 
 
 class Asking:
-    """The proposal that the searcher is computing, if any."""
+    """The proposal that the searcher is computing for the driver, if there is one."""
 
     def __init__(self, proposer: Proposer, writer: JobWriter) -> None:
         self._proposer = proposer
@@ -52,9 +56,11 @@ class Asking:
         self._proposer.submit(number=proposal.number, observations=found, pending=pending)
 
     def result(self, *, timeout_s: float) -> tuple[Proposal, dict[str, Any], float] | None:
-        """The proposal, its configuration and the seconds it took; None if it is not ready within `timeout_s`.
+        """The proposal with its configuration and the seconds that it took.
 
-        Steps that are ready are stored. Raises StaleAttempt.
+        Returns None if it is not ready within `timeout_s`.
+
+        Steps that are ready are stored. Raises StaleAttempt if another driver has replaced this one.
         """
         assert self.proposal is not None
         deadline = time.monotonic() + timeout_s
@@ -75,7 +81,7 @@ class Asking:
 
 
 class Observations:
-    """Builds the observations of a proposal from the stored trials."""
+    """Makes the observations that a searcher may use for a proposal, from the stored trials."""
 
     def __init__(self, space: SearchSpace, plan: Plan, feasibility: Feasibility) -> None:
         self._space = space
@@ -85,7 +91,10 @@ class Observations:
         self._baselines: dict[int, Mapping[str, Any] | None] = {}
 
     def of(self, proposal: Proposal, trials: Mapping[int, TrialRecord]) -> tuple[Observation, ...]:
-        """The observations that a proposal may know, without trials that the space cannot express."""
+        """The observations that a proposal may use.
+
+        Trials whose recipe has no configuration in the search space are left out.
+        """
         plan, found = self._plan, []
         for number, rung in proposal.visible:
             trial = trials[number]
@@ -111,7 +120,7 @@ class Observations:
         return tuple(found)
 
     def _of_baseline(self, trial: TrialRecord) -> Mapping[str, Any] | None:
-        """The configuration of a baseline, None if the space cannot express it; computed once."""
+        """The configuration of a baseline, or None if the search space has none for its recipe. It is computed once."""
         if trial.number not in self._baselines:
             self._baselines[trial.number] = self._space.from_recipe(replace(trial.recipe, keeps_equal=False))
         return self._baselines[trial.number]

@@ -104,7 +104,10 @@ class RayProposer:
         self._pending = self._searcher.propose_after.remote(step, **self._call)
 
     def _finish(self) -> Step | dict[str, Any] | None:
-        """Handle the awaited call's result. Returns None if another call is awaited now."""
+        """Handle the result of the actor's call that was awaited.
+
+        Returns None if another call is awaited now, else the configuration or the step that `result` returns.
+        """
         request, self._computing = self._computing, None
         if request is None:
             return self._answer()
@@ -113,7 +116,7 @@ class RayProposer:
     # -- the searcher ----------------------------------------------------------------------------------------------
 
     def _new_searcher(self) -> Any:
-        """A new searcher actor, named after the algorithm for the Ray dashboard."""
+        """Start a new searcher actor. Ray's dashboard shows it under the algorithm's name."""
         saved = {} if self._checkpoints is None else self._checkpoints.load(self._steps)
         kind: Any = ray.remote(SearcherState)
         name = f"{self._algorithm} {'learner' if self._checkpoints else 'searcher'} {uuid.uuid4().hex[:8]}"
@@ -122,7 +125,10 @@ class RayProposer:
         return options.remote(self._algorithm, self._parameters, self._setting, self._steps, saved)
 
     def _answer(self) -> Step | dict[str, Any] | None:
-        """The searcher's configuration, or the step that it asked for; None where that is being computed."""
+        """The configuration that the searcher proposes, or the step that it asked for.
+
+        Returns None if the step must be computed first; its computation has then started.
+        """
         try:
             answer: StepRequest | dict[str, Any] = ray.get(self._pending)
         except RayActorError as error:
@@ -146,12 +152,15 @@ class RayProposer:
         return None
 
     def _replace_searcher(self, error: Exception) -> None:
-        """Start another searcher with the same state."""
+        """Start another searcher actor with the same state, after the last one died of `error`."""
         self._count_death("searcher", error)
         self._searcher = self._new_searcher()
 
     def _updated(self, request: UpdateRequest) -> Step | None:
-        """The computed update, once its checkpoint is stored; None if its actor died, and another computes it."""
+        """The computed update of a policy as a step; its checkpoint has been stored.
+
+        Returns None if the actor died; a new actor then computes the update.
+        """
         try:
             result, content = ray.get(self._pending)
         except RayActorError as error:
@@ -167,7 +176,7 @@ class RayProposer:
     # -- the gradient actor ----------------------------------------------------------------------------------------
 
     def _compute(self, request: LossesRequest | GradientRequest | UpdateRequest) -> None:
-        """Start computing a step, on the actor for it."""
+        """Start to compute a step: an update in the searcher's actor, losses and gradients in the gradient actor."""
         self._computing = request
         if isinstance(request, UpdateRequest):
             self._pending = self._searcher.update.remote(request, **self._call)
@@ -183,12 +192,18 @@ class RayProposer:
         self._pending = self._gradients.run.remote(request)
 
     def _send_completions(self) -> None:
-        """Send the completions to the gradient actor, whose later steps may name them: its calls run in order."""
+        """Send the chosen completions to the gradient actor, if it runs.
+
+        The actor runs its calls in order, so later steps may use the completions.
+        """
         if self._gradients is not None and self._completions is not None and self._chosen:
             self._gradients.use_completions.remote(self._completions.read(self._chosen))
 
     def _measured(self, request: LossesRequest | GradientRequest) -> Step | None:
-        """The computed step; None if its actor died, and another computes it."""
+        """The computed losses or gradient as a step.
+
+        Returns None if the gradient actor died; a new actor then computes the step.
+        """
         try:
             result: StepResult = ray.get(self._pending)
         except RayActorError as error:
@@ -208,7 +223,7 @@ class RayProposer:
     # -- both ------------------------------------------------------------------------------------------------------
 
     def _count_death(self, what: str, error: Exception) -> None:
-        """Count the death of an actor. Raises EngineUnavailable after MAX_DEATHS."""
+        """Count the death of an actor, which `what` names. Raises EngineUnavailable after MAX_DEATHS deaths."""
         self._num_deaths += 1
         logger.warning("the %s died: %s", what, error)
         if self._num_deaths >= MAX_DEATHS:

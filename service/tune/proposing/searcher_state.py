@@ -18,7 +18,8 @@ __all__ = ["SearcherState"]
 class SearcherState:
     """A searcher with the state of its study: parameters, setting, steps, and checkpoints by iteration.
 
-    `call` is what differs between proposals: `number`, `seed`, `observations` and `pending` of `ProposalContext`.
+    It runs in the process that proposes. In its methods, `call` has the fields of `ProposalContext` that differ between
+    proposals: `number`, `seed`, `observations` and `pending`.
     """
 
     def __init__(
@@ -38,27 +39,31 @@ class SearcherState:
         self._ahead: _Ahead | None = None
 
     def propose(self, **call: Any) -> StepRequest | dict[str, Any]:
-        """The configuration of a trial, or the step that must be computed first."""
+        """The configuration of the next trial, or a request for a step that must be computed first."""
         self._last_call = call
         if isinstance(self._searcher, LearningSearcher):
             self._restore_checkpoints(self._searcher, call)
         return self._searcher.advance(self._context(call))
 
     def propose_after(self, step: Step, **call: Any) -> StepRequest | dict[str, Any]:
-        """Propose as `propose` does, after `step` has been stored."""
+        """Add `step`, which the driver has stored, and propose as `propose` does."""
         self._steps.append(step)
         return self.propose(**call)
 
     def update(self, request: UpdateRequest, **call: Any) -> tuple[UpdateResult, bytes | None]:
-        """Compute an update. Returns its result, and the checkpoint that must be stored before its step."""
+        """Compute an update of a policy.
+
+        Returns the update's result and the policy's checkpoint, which must be stored before the step. The checkpoint is
+        None if nothing was learned.
+        """
         assert isinstance(self._searcher, LearningSearcher), "a searcher asks for an update, and does not learn"
         self._restore_checkpoints(self._searcher, call)
         return self._learn(self._searcher, request.iteration, call)
 
     def learn_ahead(self) -> None:
-        """Compute the next update early, if the last proposal knew all that it depends on.
+        """Compute the next update of a policy before it is requested, if all its observations are known already.
 
-        The proposal that needs the update then does not keep engines waiting.
+        Engines then do not wait for the update when a proposal needs it.
         """
         iteration = len(checkpoint_digests(self._steps))
         if not isinstance(self._searcher, LearningSearcher) or not self._last_call:
@@ -91,7 +96,7 @@ class SearcherState:
         return result, content
 
     def _restore_checkpoints(self, searcher: LearningSearcher, call: Mapping[str, Any]) -> None:
-        """Learn from all iterations again, in their order, where a checkpoint is missing."""
+        """Compute all updates again, in their order, if a checkpoint that is needed is missing."""
         digests = checkpoint_digests(self._steps)
         needed = kept_iterations(len(digests), searcher.num_policies(self._setting))
         if all(number in self._checkpoints for number in needed if digests[number]):
@@ -103,7 +108,7 @@ class SearcherState:
 
 @dataclass(frozen=True)
 class _Ahead:
-    """An update that was computed before it was asked for, and the observations that it depends on."""
+    """An update that was computed before it was requested, and the observations from which it was computed."""
 
     iteration: int
     known: Sequence[Observation]

@@ -14,9 +14,11 @@ __all__ = ["ProvenanceCheck"]
 
 
 class ProvenanceCheck:
-    """Compares each result with the weight checksums and prompt hashes of the results before it.
+    """Checks that the evidence of a result agrees with the request and with the evidence of earlier results.
 
-    `stored` is the evidence of earlier attempts.
+    `bank_fingerprint` is the fingerprint of the study's source models. `stored` is the evidence that earlier attempts
+    have stored. Results of one recipe must have the same checksum of weights, and results on the same samples the same
+    hash of prompts.
     """
 
     def __init__(self, bank_fingerprint: str, stored: Iterable[EvidenceRecord]) -> None:
@@ -28,7 +30,12 @@ class ProvenanceCheck:
             self._prompts.update(row.prompts)
 
     def check(self, evaluation: Evaluation, result: ScoreResult) -> ScoreResult:
-        """The result, with its prompt hashes named "split objective[start:stop]". Raises EvidenceMismatch."""
+        """Check the evidence of a result, and return the result with new names for its prompt hashes.
+
+        A name has the form "split objective[start:stop]".
+
+        Raises EvidenceMismatch if the evidence does not agree.
+        """
         evidence, digest = result.evidence, evaluation.recipe.digest
         where = f"trial {evaluation.trial}, replica {evidence.replica}"
         if evidence.recipe_digest != digest:

@@ -33,10 +33,11 @@ Key = tuple[str, int]  # objective, position
 
 
 class Rescoring:
-    """The void samples of one study.
+    """The void samples of one study, which are those that an engine scored before it failed a check.
 
-    Their old values stay in the store until a sample with the same value replaces them. A sample with another value is
-    never stored: a study that failed because of it fails again when it is resumed.
+    The old value of such a sample stays in the store until a sample with the same value replaces it. If the sample has
+    another value when it is scored again, that value is never stored and the study fails. It fails again if it is
+    resumed.
     """
 
     def __init__(self, study_id: str, store: Store, writer: JobWriter, samples: SampleCache) -> None:
@@ -59,7 +60,7 @@ class Rescoring:
         return bool(self._void)
 
     def is_void(self, replica: str, canaries: int | None) -> bool:
-        """Whether a known fault makes the samples void that `replica` scored after `canaries` passed canaries."""
+        """Whether samples are void that the engine `replica` scored after it had passed `canaries` canaries."""
         fault = self._faults.get(replica)
         return fault is not None and canaries is not None and canaries >= fault.canaries
 
@@ -67,9 +68,9 @@ class Rescoring:
         return (digest, split) in self._void
 
     def report(self, fault: EngineFault) -> None:
-        """Store a fault that an engine reported to this study.
+        """Store that an engine which scores for this study failed a check.
 
-        Raises StudyFailed once MAX_FAULTS engines have reported one.
+        Raises StudyFailed if this is the MAX_FAULTS-th engine that failed one.
         """
         self._writer.record_engine_fault(fault.replica, fault.canaries, str(fault))
         self._reported.add(fault.replica)
@@ -77,9 +78,10 @@ class Rescoring:
             raise StudyFailed(f"{len(self._reported)} engines failed their checks; the last: {fault}")
 
     def look(self, *, at_once: bool) -> bool:
-        """Remove the samples that have become void since the last call. Returns whether any study has a new fault.
+        """Read new faults of engines from the store, and remove the samples that are void because of them.
 
-        Without `at_once`, a call within LOOK_S seconds of the last one does nothing.
+        Returns whether any study has a new fault. Without `at_once`, a call within LOOK_S seconds of the last one does
+        nothing.
         """
         if not at_once and time.monotonic() - self._looked_at < LOOK_S:
             return False
@@ -97,7 +99,10 @@ class Rescoring:
         return True
 
     def _take_out(self) -> tuple[set[str], int]:
-        """Remove newly void samples from the cache. Returns the replicas that scored them, and their number."""
+        """Remove samples that have become void from the cache.
+
+        Returns the replicas that scored them, and the number of samples.
+        """
         replicas, num_samples = set(), 0
         for sample in self._store.void_samples(self._study_id):
             held, key = (sample.recipe_digest, sample.split), (sample.objective, sample.position)
@@ -113,7 +118,11 @@ class Rescoring:
     def next_evaluation(
         self, in_flight: Iterable[Evaluation], *, trial_of: Callable[[str], TrialRecord]
     ) -> Evaluation | None:
-        """Void samples of one recipe and split, for its trial; None if all such recipes are `in_flight`."""
+        """An evaluation that scores the void samples of one recipe and split again.
+
+        Returns None if no void samples are left, or if all their recipes are `in_flight`. `trial_of` gives the trial of
+        a recipe by its digest.
+        """
         busy = {evaluation.recipe.digest for evaluation in in_flight}
         for (digest, split), values in self._void.items():
             if digest not in busy:
@@ -128,10 +137,11 @@ class Rescoring:
     def compare(
         self, evaluation: Evaluation, result: ScoreResult, trials: Iterable[TrialRecord]
     ) -> tuple[set[Key], set[Key]]:
-        """The samples of a result that replace void ones, and those with another value, which must not be stored.
+        """Compare the samples of a result with the void samples that they replace.
 
-        Raises StudyFailed once all void samples have been scored again and some have another value. The message names
-        the `trials` that have the recipe, the objectives and the positions.
+        Returns the samples with an equal value, and those with another value, which must not be stored. Raises
+        StudyFailed once all void samples have been scored again and some have another value. The message names the
+        trials, among `trials`, that have the recipe, and the objectives and positions.
         """
         held = evaluation.recipe.digest, evaluation.split
         void = self._void.get(held, {})
@@ -150,7 +160,7 @@ class Rescoring:
         return again.keys() - changed, changed
 
     def _settle(self) -> None:
-        """Conclude: all void samples have been scored again."""
+        """Store that all void samples have been scored again, or raise StudyFailed if some have another value."""
         number, self._num_taken_out = self._num_taken_out, 0
         if self._changed:
             raise StudyFailed(

@@ -21,9 +21,9 @@ __all__ = ["SampleCache"]
 
 
 class SampleCache:
-    """Stored sample values by recipe, in memory, shared by trials with equal recipes.
+    """The stored sample values of one study, in memory, by recipe.
 
-    The holdout split has a single rung, of all its samples.
+    Trials with equal recipes share their samples. Holdout data have a single rung, of all samples.
     """
 
     def __init__(self, plan: Plan, store: Store) -> None:
@@ -39,16 +39,16 @@ class SampleCache:
         self.num_scored += len(samples)
 
     def take_out(self, digest: str, split: Split, objective: str, position: int) -> None:
-        """Remove a stored sample from the cache: it is missing until it is added again."""
+        """Remove a sample from the cache, so that it is missing until it is added again."""
         value = self._values[split][digest][objective].pop(position)
         if split == Split.SEARCH:
             self._void[digest, objective, position] = value
         self.num_scored -= 1
 
     def missing(self, digest: str, rung: int, split: Split) -> list[Span]:
-        """The spans of a rung without stored samples.
+        """The spans of samples at a rung that are not stored for the recipe with this digest.
 
-        Chunks are stored whole, so there are holes only where an attempt was interrupted or samples were removed.
+        Chunks are stored whole, so there are gaps only where an attempt was interrupted or samples were removed.
         """
         samples, tasks = self._targets(rung, split)
         known = self._values[split].get(digest, {})
@@ -56,11 +56,11 @@ class SampleCache:
         return _spans(missing, tasks)
 
     def missing_chunks(self, digest: str, rung: int, split: Split) -> tuple[tuple[Span, ...], ...]:
-        """The missing spans, in chunks of at most the plan's size."""
+        """The samples at a rung that are not stored for a recipe, in chunks of at most the plan's size."""
         return _chunks(self.missing(digest, rung, split), self._plan.chunk_samples)
 
     def chunks(self, positions: Mapping[str, Sequence[int]], split: Split) -> tuple[tuple[Span, ...], ...]:
-        """The given positions by objective, ascending, in chunks of at most the plan's size."""
+        """The given sample positions, by objective and ascending, divided into chunks of at most the plan's size."""
         return _chunks(_spans(positions, self._targets(-1, split)[1]), self._plan.chunk_samples)
 
     def rung_record(self, recipe: Recipe, rung: int) -> RungRecord:
@@ -83,7 +83,7 @@ class SampleCache:
         return RungRecord(rung, dict(samples), values | exact, standard_errors | dict.fromkeys(exact, 0.0))
 
     def differences_of(self, trials: Mapping[int, TrialRecord]) -> Callable[[int, int, int], Sequence[NDArray[Any]]]:
-        """`cost_differences` as a function of the numbers of trial, rival and rung."""
+        """The method `cost_differences` as a function of three numbers: a trial, its rival, and the rung."""
         return lambda trial, rival, rung: self.cost_differences(trials[trial].recipe, trials[rival].recipe, rung=rung)
 
     def cost_differences(self, recipe: Recipe, rival: Recipe, *, rung: int) -> tuple[NDArray[np.float64], ...]:
@@ -116,7 +116,7 @@ class SampleCache:
 
 
 def _spans(positions: Mapping[str, Sequence[int]], tasks: Mapping[str, TaskSpec]) -> list[Span]:
-    """Positions, which must be ascending, as spans."""
+    """Ascending sample positions, by objective, as spans of consecutive positions."""
     spans: list[Span] = []
     for objective, left in positions.items():
         while left:
@@ -128,7 +128,7 @@ def _spans(positions: Mapping[str, Sequence[int]], tasks: Mapping[str, TaskSpec]
 
 
 def _chunks(spans: Iterable[Span], limit: int) -> tuple[tuple[Span, ...], ...]:
-    """Spans packed into chunks of at most `limit` samples, in order; longer spans are cut."""
+    """The spans in order, packed into chunks of at most `limit` samples; spans that do not fit are cut."""
     chunks: list[tuple[Span, ...]] = []
     current: list[Span] = []
     room = limit

@@ -21,9 +21,9 @@ __all__ = ["ScoredChunks"]
 
 
 class ScoredChunks:
-    """Stores results of engines, and removes those of engines that failed a check.
+    """Stores the results of engines after checking them, and removes those of engines that failed a check.
 
-    `observer` is the observer of `Coordinator`.
+    `observer` is called with the name of every step.
     """
 
     def __init__(
@@ -49,11 +49,14 @@ class ScoredChunks:
 
     @property
     def is_rescoring(self) -> bool:
-        """Whether there are void samples that have not been scored again."""
+        """Whether samples of an engine that failed a check are still to be scored again."""
         return self._rescoring.is_pending
 
     def next_rescoring(self, in_flight: Iterable[Evaluation]) -> Evaluation | None:
-        """Void samples to score again, of a recipe that is not in flight."""
+        """An evaluation that scores samples of an engine that failed a check again; None if there is none to start now.
+
+        Its recipe is not one of those `in_flight`.
+        """
         return self._rescoring.next_evaluation(in_flight, trial_of=self._trials.first_with)
 
     def report_fault(self, fault: EngineFault) -> None:
@@ -62,17 +65,21 @@ class ScoredChunks:
         self.look_for_faults()
 
     def look_for_faults(self, *, at_once: bool = True) -> None:
-        """Learn which engines failed a check in any study; without `at_once` no more often than once a second."""
+        """Read from the store which engines failed a check in any study.
+
+        Without `at_once`, the store is read no more often than once a second.
+        """
         if self._rescoring.look(at_once=at_once):
             stored = self._store.evidence(self._plan.study_id)
             valid = [row for row in stored if not self._rescoring.is_void(row.replica, row.canaries)]
             self._provenance = ProvenanceCheck(self._plan.bank_fingerprint, valid)
 
     def add(self, evaluation: Evaluation, result: ScoreResult) -> bool:
-        """Store a result. Returns False for one that is void.
+        """Store a result of an engine.
 
-        Raises EvidenceMismatch if it is not of the requested recipe, sources or prompts, StudyFailed if samples have
-        other values when they are scored again.
+        Returns False, and stores nothing, if the engine has failed a check. Raises EvidenceMismatch if the result is
+        not of the requested recipe, sources or prompts, StudyFailed if samples have other values when they are scored
+        again.
         """
         trial, split = evaluation.trial, evaluation.split
         if self._rescoring.is_void(result.evidence.replica, result.evidence.canaries):
@@ -94,6 +101,6 @@ class ScoredChunks:
         return True
 
     def are_complete(self, evaluation: Evaluation) -> bool:
-        """Whether all samples of the evaluation are stored and valid."""
+        """Whether all samples of the evaluation are stored, and none of them is to be scored again."""
         digest, split = evaluation.recipe.digest, evaluation.split
         return not self._rescoring.has_void(digest, split) and not self._samples.missing(digest, evaluation.rung, split)

@@ -36,9 +36,10 @@ def rung_table(
     violation: Callable[[int, int], float],
     differences: Callable[[int, int, int], Sequence[NDArray[Any]]],
 ) -> RungTable:
-    """The table of a study's scheduler, without trials.
+    """The rung table of a study's scheduler, without trials.
 
-    `violation` is that of `RungTable`, `differences` that of `Bound`.
+    `violation(trial, rung)` is the total constraint violation of a trial at a rung. `differences(trial, rival, rung)`
+    are the differences in cost between two trials, one array per objective.
     """
     own: dict[str, Any] = {}
     if plan.error_rate is not None:

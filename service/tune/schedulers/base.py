@@ -24,7 +24,7 @@ __all__ = ["Decision", "Entry", "Proposal", "Rung", "RungTable"]
 
 @dataclass
 class Entry:
-    """A trial in the table."""
+    """A trial in the rung table: its bracket, its next rung, its costs by rung, and its state."""
 
     number: int
     bracket: int | None  # None: a baseline, evaluated once at full budget
@@ -54,10 +54,11 @@ class Rung:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The next configuration to request: its trial number, its bracket, and the results that it may know.
+    """The next configuration to request from the searcher, and the results that the searcher may use for it.
 
-    `visible` are the results, as (trial, rung); `failed` and `pending` are trial numbers. `opens` is the bracket if the
-    trial is the first in it: the bracket is stored before the trial.
+    `number` is the trial's number, `bracket` that of its bracket. `visible` are the results that may be used, as
+    (trial, rung). `failed` are trials known to have failed, and `pending` trials whose results must not be used.
+    `opens` is the bracket if the trial is the first in it; the bracket is then stored before the trial.
     """
 
     number: int
@@ -72,7 +73,7 @@ class Proposal:
 class Decision:
     """A decision at a rung of a bracket: the trials promoted to the next rung, and the trials that end as pruned.
 
-    `reason` is set where a scheduler has several rules.
+    `reason` says by which rule trials are pruned, if the scheduler has several rules.
     """
 
     bracket: int
@@ -83,12 +84,13 @@ class Decision:
 
 
 class RungTable(ABC):
-    """Rungs and brackets of one study.
+    """The rungs and brackets of one study; each scheduler is a subclass.
 
-    The brackets of `cycle` repeat until `max_trials` configurations are proposed. The first `num_baselines` trials are
-    baselines, evaluated once, at the last rung. Proposals may run `max_staleness` trials ahead of evaluations; with
-    `waits_for_baselines`, each knows the results of all baselines. `violation(trial, rung)` is the trial's violation of
-    constraints at a rung for which it has a result; it is called when a decision is made on a proposed trial.
+    The brackets in `cycle` repeat until `max_trials` configurations are proposed. The first `num_baselines` trials are
+    baselines, which are evaluated once, at the last rung. Proposals may run `max_staleness` trials ahead of
+    evaluations; with `waits_for_baselines`, each proposal knows the results of all baselines. `violation(trial, rung)`
+    is the trial's violation of constraints at a rung for which it has a result; it is called when a decision is made on
+    a proposed trial.
     """
 
     def __init__(
@@ -122,7 +124,10 @@ class RungTable(ABC):
 
     @abstractmethod
     def _num_promoted_early(self, num_decided: int) -> int:
-        """The number of a rung's first `num_decided` members that are promoted while others may still arrive."""
+        """The number of trials that a rung promotes once its first `num_decided` members are evaluated.
+
+        More members may still arrive at the rung.
+        """
 
     @abstractmethod
     def _later_evaluations(self, number: int, bracket: int) -> Sequence[tuple[int, int]] | None:
@@ -133,7 +138,7 @@ class RungTable(ABC):
 
     @abstractmethod
     def position(self) -> tuple[int, int] | None:
-        """The current (bracket, rung), for progress displays; None if there are several."""
+        """The current (bracket, rung) of the search, for progress displays; None if it is at several at once."""
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -161,7 +166,10 @@ class RungTable(ABC):
         return self._decide_for(entry)
 
     def know(self, number: int, costs: Mapping[int, tuple[float, ...]]) -> None:
-        """Add the costs at lower rungs, by rung, of a trial that is evaluated at the last rung only."""
+        """Add the costs that a trial has at lower rungs, by rung.
+
+        The trial is one that is evaluated only at the last rung, such as a baseline.
+        """
         self._at_looks[number] = dict(costs)
 
     def fail(self, number: int) -> tuple[Decision, ...]:
@@ -172,9 +180,9 @@ class RungTable(ABC):
         return self._decide_for(entry)
 
     def end_search(self) -> tuple[int, ...]:
-        """Stop proposals: a limit is reached, or the searcher repeats known configurations. Open rungs still finish.
+        """Stop proposals, because a limit is reached or the searcher repeats known configurations.
 
-        Returns the brackets that were not full; their size is now the number of their members.
+        Open rungs still finish. Returns the brackets that were not full. Their size is now the number of their members.
         """
         self._is_search_over = True
         short = [index for index, members in self._members.items() if len(members) < self.size(index)]
@@ -188,7 +196,10 @@ class RungTable(ABC):
     # -- decisions -------------------------------------------------------------------------------------------------
 
     def decide(self, bracket: int) -> tuple[Decision, ...]:
-        """Promote and prune as far as the bracket's results allow. Calling it again changes nothing."""
+        """Promote and prune trials of a bracket as far as its results allow.
+
+        Calling it again without new results changes nothing.
+        """
         decisions = []
         is_complete = self._is_full(bracket)
         for rung, above in itertools.pairwise(self._rungs[bracket]):
@@ -211,11 +222,14 @@ class RungTable(ABC):
             yield entry.number, entry.next_rung
 
     def next_rung(self, number: int) -> int:
-        """The rung at which the trial is evaluated next."""
+        """The rung at which trial `number` is evaluated next."""
         return self._entries[number].next_rung
 
     def proposal(self) -> Proposal | None:
-        """The next proposal to request, or None if none may be requested yet (or ever: see `is_search_over`)."""
+        """The next proposal to request from the searcher, or None if none may be requested now.
+
+        After the end of the search (`is_search_over`) it is always None.
+        """
         if self.is_search_over:
             return None
         number = len(self._entries)
@@ -241,7 +255,7 @@ class RungTable(ABC):
 
     @property
     def is_search_over(self) -> bool:
-        """True once no further proposal will be made."""
+        """Whether no further proposal will be made."""
         return self._is_search_over or self.num_proposed >= self._max_trials
 
     @property
@@ -278,7 +292,11 @@ class RungTable(ABC):
         return () if entry.bracket is None else self.decide(entry.bracket)
 
     def _promote_early(self, rung: Rung, above: Rung) -> tuple[int, ...]:
-        """Decide on the evaluated members, one after the other, in their order."""
+        """Promote trials of `rung` to the rung `above` while more may still arrive at `rung`.
+
+        Members are decided on one after the other, in their order, up to the first one that is not evaluated. Returns
+        the trials that are promoted.
+        """
         promoted: list[int] = []
         for number, cause in list(rung.members.items())[rung.num_decided :]:
             if not self._entries[number].is_evaluated(rung.index):
@@ -288,7 +306,7 @@ class RungTable(ABC):
         return tuple(promoted)
 
     def _promote_last(self, bracket: int, rung: Rung, above: Rung) -> tuple[int, ...]:
-        """Promote the rest once the rung has all its members."""
+        """Promote trials of `rung` to the rung `above` once `rung` has all its members, and return them."""
         if not rung.members:
             return ()
         # Failed trials are members of the rung: they are not promoted, but count in the number of trials that are.

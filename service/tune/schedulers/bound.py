@@ -26,10 +26,11 @@ BETS = (np.arange(20) + 0.5) / 20
 
 
 def largest_capital(differences: Differences, *, population: int) -> float:
-    """The largest capital so far of betting that the sum of a population is positive, from a capital of 1.
+    """The largest capital reached by betting, from a capital of 1, that the sum of a population is positive.
 
-    `differences` [n], in [-1, 1], are the first n of the `population` in a random order. The capital is infinite where
-    the sum is positive for all values of the remaining differences.
+    It is evidence for a positive sum: if the sum is not positive, the capital reaches c with a probability of at most 1
+    / c. `differences` [n], in [-1, 1], are the first n of the `population` numbers in a random order. The capital is
+    infinite if the sum is positive whatever the remaining numbers are.
     """
     drawn = np.arange(len(differences))
     sums = np.concatenate(([0.0], np.cumsum(differences)[:-1]))
@@ -45,18 +46,18 @@ def largest_capital(differences: Differences, *, population: int) -> float:
 
 @dataclass(frozen=True)
 class Bound:
-    """Test for candidates that are behind a rival in every objective, with an `error_rate` for the whole study.
+    """A test that stops candidates which are behind a rival in every objective, with one error rate for a whole study.
 
     With a probability of at least 1 - `error_rate`, every candidate that is stopped would have been worse than its
     rival on all samples. The k-th candidate's share of the error rate is 1 / (k (k + 1)), for any number of candidates;
-    its rivals share it equally. Rungs need no shares, as the bound holds at all of them. Objectives need none either,
-    as a candidate that is not worse in one of them is stopped only if that objective's bound is wrong. The candidate is
-    assumed not to depend on which samples come first: a searcher that learns from the lower rungs of earlier trials
-    makes the rate approximate.
+    its rivals share it equally. Rungs need no shares, because the bound holds at all of them. Objectives need none
+    either: a candidate that is not worse in one of them is stopped only if the bound of that objective is wrong. The
+    candidate is assumed not to depend on which samples come first. A searcher that learns from the lower rungs of
+    earlier trials makes the rate approximate.
 
-    `differences(trial, rival, rung)` has an array for each objective: cost of the trial minus that of the rival on each
-    sample of the rung, in [-1, 1], in the order of the samples. `populations` are the numbers of samples, in the order
-    of the objectives.
+    `differences(trial, rival, rung)` has an array for each objective: the cost of the trial minus that of the rival on
+    each sample of the rung, in [-1, 1], in the order of the samples. `populations` are the numbers of all samples, in
+    the order of the objectives.
     """
 
     differences: Callable[[int, int, int], Sequence[Differences]]
@@ -64,9 +65,9 @@ class Bound:
     error_rate: float
 
     def is_behind(self, trial: int, rival: int, rung: int, *, candidate: int, num_rivals: int) -> bool:
-        """Whether the trial is behind the trial `rival` in every objective at this rung, by the bound.
+        """Whether the bound shows at this rung that a trial is behind the trial `rival` in every objective.
 
-        The trial is candidate number `candidate`, from 1, and has `num_rivals` rivals.
+        The trial is candidate number `candidate`, counted from 1, and has `num_rivals` rivals.
         """
         least = candidate * (candidate + 1) * num_rivals / self.error_rate
         found = zip(self.differences(trial, rival, rung), self.populations, strict=True)

@@ -32,7 +32,10 @@ class HyperbandTable(RungTable):
         return [(trial, rung) for trial in trials for rung in self._entries[trial].costs]
 
     def position(self) -> tuple[int, int] | None:
-        """The oldest open bracket, and its lowest rung that still has trials."""
+        """The oldest bracket with unfinished trials, and the lowest rung at which one of them is.
+
+        Returns None if there is no such bracket.
+        """
         for index in sorted(self._brackets) if self.last_rung > 0 else ():
             entries = [self._entries[number] for number in self._members[index]]
             if open_rungs := [entry.next_rung for entry in entries if not entry.is_finished]:
@@ -41,7 +44,7 @@ class HyperbandTable(RungTable):
 
 
 class AshaTable(RungTable):
-    """Asynchronous promotion: every result promotes the trials of the best 1/eta of a rung that are not promoted yet.
+    """A rung table for ASHA: with every result, a rung promotes the trials of its best 1/eta that are not promoted yet.
 
     Departures from the paper, which make the search independent of the order of results:
         - A rung counts its members in the order of their arrival, not of their evaluation: decisions on the first k are
@@ -51,8 +54,8 @@ class AshaTable(RungTable):
           that the full budget is reached, and the remaining trials are pruned. Trials added to a search that had ended
           form another bracket.
 
-    Proposal n sees the i-th evaluation (from 1) of a trial, and waits for it, if results of trials up to
-    n - i * max_staleness caused it. Later evaluations of a trial take longer than its first, so the factor is i.
+    Proposal n uses the i-th evaluation (from 1) of a trial, and waits for it, if results of trials up to n - i *
+    max_staleness caused it. Later evaluations of a trial take longer than its first, so the factor is i.
     """
 
     def _num_promoted_early(self, num_decided: int) -> int:

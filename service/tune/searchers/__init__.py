@@ -32,7 +32,7 @@ SEARCHERS: Mapping[str, Searcher] = {
 
 
 def get_searcher(name: str) -> Searcher:
-    """The searcher of this name. Raises NotFound, naming the available searchers."""
+    """The searcher with this name. Raises NotFound, with the names of all searchers, if there is none."""
     try:
         return SEARCHERS[name]
     except KeyError:

@@ -35,11 +35,12 @@ _MAX_DRAWS = 64
 
 @dataclass(frozen=True)
 class Observation:
-    """The result of a trial at one rung.
+    """The result of a trial at one rung, as a searcher sees it.
 
-    `costs` has one cost per objective, smaller is better; None if the candidate failed. `fidelity` is the rung's share
-    of the full budget, in (0, 1]; a failure has that of the last rung. `standard_errors` are those of the costs, None
-    where unknown. A constraint holds where its value is at most 0. `is_proposed` is False for baselines.
+    `costs` has one cost per objective, smaller is better, or is None if the candidate failed. `fidelity` is the rung's
+    share of the full budget, in (0, 1]; a failure has that of the last rung. `standard_errors` are the standard errors
+    of the costs; one that is not known is None. `constraints` has a value for each constraint, which is at most 0 if
+    the constraint holds. `is_proposed` is False for baselines.
     """
 
     configuration: Mapping[str, Any]
@@ -55,15 +56,18 @@ class Observation:
 
 @dataclass(frozen=True)
 class SearchSetting:
-    """The parts of a study that searchers with options of their own read.
+    """The parts of a study that some searchers need beside parameters and results.
 
-    `objectives` are the names in order, `num_samples` the search samples of each, `num_baselines` the number of trials
-    before the first proposal. `options` is the section `search` of the study file, which has the options of each
-    searcher. `preferences` are the study's preference vectors, empty where it has none. `first_fitted`: for each
-    objective, the first sample position that losses and gradients may use, where trials are scored on the positions
-    before it. `family` and `start` are for searchers that train a policy: the models whose weights describe the layers
-    (None: layers are described by their positions alone), and the checkpoint from which each policy starts (empty: new
-    policies).
+    - `objectives`: the names of the objectives, in order
+    - `num_samples`: the number of search samples of each objective
+    - `num_baselines`: the number of trials before the first proposal
+    - `options`: the section `search` of the study file, which has the options of each searcher
+    - `preferences`: the study's preference vectors; empty if it has none
+    - `first_fitted`: for each objective whose samples are divided, the first sample position that losses and gradients
+      may use; trials are scored on the positions before it
+    - `family`: the models whose weights describe the layers to a policy; None if layers are described by their
+      positions alone
+    - `start`: the checkpoints from which policies start; empty for new policies
     """
 
     objectives: tuple[str, ...] = ()
@@ -77,11 +81,11 @@ class SearchSetting:
 
     @property
     def vectors(self) -> tuple[tuple[float, ...], ...]:
-        """The study's preference vectors; one of equal weights where it has none."""
+        """The study's preference vectors, or a single one of equal weights if the study has none."""
         return self.preferences or (equal_preference(len(self.objectives)),)
 
     def fitted(self, name: str) -> range:
-        """The positions of the objective's samples that losses and gradients may use."""
+        """The sample positions of the objective `name` that losses and gradients may use."""
         return range(self.first_fitted.get(name, 0), self.num_samples[name])
 
 
@@ -89,9 +93,10 @@ class SearchSetting:
 class ProposalContext:
     """All that a searcher may use to propose the configuration of trial `number`.
 
-    `observations` have each trial at each of its rungs. `pending` are earlier proposals whose results this one must not
-    know; any number of them may be outstanding. `steps` are all steps of the study, in order. `checkpoints` are those
-    of the last two iterations of each policy, by iteration, for a searcher that learns.
+    `observations` have each trial at each of its rungs. `pending` are the configurations of earlier proposals whose
+    results may not be used for this one; there may be any number of them. `steps` are all steps of the study, in order.
+    `checkpoints` are, for a searcher that trains policies, the checkpoints of the last two iterations of each policy,
+    by iteration.
     """
 
     parameters: Parameters
@@ -104,15 +109,19 @@ class ProposalContext:
     checkpoints: Mapping[int, bytes] = field(default_factory=dict, kw_only=True)
 
     def generator(self) -> np.random.Generator:
-        """A new random generator: a function of the seed and the trial number alone."""
+        """A new random generator, which is a function of the seed and the trial number alone."""
         return proposal_generator(seed=self.seed, number=self.number)
 
     def known_configurations(self) -> list[Mapping[str, Any]]:
-        """Configurations that need not be proposed again: those of all trials, once each, then the pending ones."""
+        """The configurations that need not be proposed again: those of trials with results, then the pending ones."""
         return [*{o.number: o.configuration for o in self.observations}.values(), *self.pending]
 
     def sample_unseen(self, rng: np.random.Generator) -> dict[str, Any]:
-        """A configuration drawn uniformly; a known one only where no unknown one is found in a few draws."""
+        """A random configuration that has not been proposed yet.
+
+        It is drawn from the space's own distribution. If a few draws give only known configurations, a known one is
+        returned.
+        """
         known = self.known_configurations()
         for _ in range(_MAX_DRAWS):
             configuration = self.parameters.sample(rng)
@@ -122,12 +131,12 @@ class ProposalContext:
 
 
 class Searcher(Protocol):
-    """One search algorithm."""
+    """The interface of a search algorithm."""
 
     def advance(self, context: ProposalContext, /) -> StepRequest | dict[str, Any]:
-        """The configuration of trial `context.number`, or the next step to compute before it can be proposed.
+        """The configuration of trial `context.number`, or a request for a step that must be computed first.
 
-        A configuration is valid in `context.parameters`, with inactive parameters left out. Most searchers need no
+        The configuration is valid in `context.parameters`, with inactive parameters left out. Most searchers need no
         steps and answer with a configuration at once.
         """
         ...
@@ -135,26 +144,35 @@ class Searcher(Protocol):
 
 @runtime_checkable
 class LearningSearcher(Searcher, Protocol):
-    """A search algorithm that trains policies between proposals.
+    """The interface of a search algorithm that trains policies between proposals.
 
     It computes its update steps itself. The checkpoint of iteration i is a function of the seed and of the results of
     the trials up to that iteration, so a lost checkpoint can be computed again.
     """
 
     def learn(self, context: ProposalContext, /, *, iteration: int) -> tuple[UpdateResult, bytes | None]:
-        """The update of `iteration`, and its checkpoint; None where nothing is learned from it."""
+        """Compute the policy's update in `iteration`, and return its result and the policy's checkpoint.
+
+        The checkpoint is None if nothing is learned in this iteration.
+        """
         ...
 
     def learned_from(self, context: ProposalContext, /, *, iteration: int) -> Sequence[Observation] | None:
-        """The observations that the update of `iteration` depends on; None while some of them are not known."""
+        """The observations on which the update in `iteration` depends, or None while some of them are not known."""
         ...
 
     def num_policies(self, setting: SearchSetting) -> int:
-        """The number of policies, which take turns: iteration i trains policy i modulo this number."""
+        """The number of policies.
+
+        They are trained in turn: iteration i trains the policy with number i modulo this number.
+        """
         ...
 
 
 def proposal_generator(*, seed: int, number: int) -> np.random.Generator:
-    """The random generator of proposal `number`: a function of the two numbers alone, on every machine."""
+    """The random generator of proposal `number`.
+
+    It is a function of `seed` and `number` alone, and the same on every machine.
+    """
     digest = hashlib.sha256(f"{seed}:{number}".encode()).digest()
     return np.random.default_rng(int.from_bytes(digest))

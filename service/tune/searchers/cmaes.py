@@ -26,10 +26,10 @@ _MAX_DRAWS = 16
 
 @dataclass(frozen=True)
 class CmaEsSearcher:
-    """CMA-ES for one objective and numeric parameters only.
+    """The searcher CMA-ES, for one objective and numeric parameters only.
 
-    A generation is filled by the next trials in order, also with trials drawn from an earlier one: proposals may run
-    ahead of results.
+    A generation consists of the next trials in order, even if some of them were drawn from an earlier distribution,
+    because proposals may run ahead of results.
     """
 
     # A share of each parameter's range. The search starts at a good recipe: with 0.2, the first generations were far
@@ -73,7 +73,7 @@ class CmaEsSearcher:
 
 
 def _padded(row: Rows) -> Rows:
-    """A copy of `row` with at least the two numbers that the package needs."""
+    """A copy of `row` with at least two numbers, which the package cmaes needs."""
     return np.append(row, 0.5) if len(row) == 1 else row.copy()
 
 

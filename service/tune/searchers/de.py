@@ -24,9 +24,9 @@ _NUM_CHILDREN = 16
 
 @dataclass(frozen=True)
 class DifferentialEvolution:
-    """Differential evolution for one objective.
+    """The searcher by differential evolution, for one objective.
 
-    Choices and inactive parameters are numbers in [0, 1], as numeric parameters are.
+    Choices and inactive parameters are treated as numbers in [0, 1], as numeric parameters are.
     """
 
     population_size: int = 20
@@ -49,7 +49,10 @@ class DifferentialEvolution:
         return context.sample_unseen(rng) if child is None else encoding.decode(child)
 
     def _members(self, trials: Sequence[Observation]) -> dict[int, Observation]:
-        """The population's current members by their place; places without a successful trial have none."""
+        """The current members of the population, by their place.
+
+        A place in which no trial has succeeded has no member.
+        """
         members: dict[int, Observation] = {}
         for trial in trials:
             place = trial.number % self.population_size

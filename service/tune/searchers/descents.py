@@ -24,10 +24,10 @@ DECIMALS = 9
 
 @dataclass(frozen=True)
 class Descent:
-    """A descent of `num_steps` gradients for one preference vector.
+    """A gradient descent of `num_steps` steps for one preference vector.
 
-    `num_points` of its points, evenly spaced up to its end, become trials. `neighbours` are the earlier descents, the
-    nearest first. The learning rate falls linearly from `learning_rate` at the first step.
+    `num_points` of its points, evenly spaced and including the end, become trials. `neighbours` are the numbers of
+    earlier descents, the nearest first. `learning_rate` is that of the first step; it falls linearly.
     """
 
     preference: tuple[float, ...]
@@ -37,15 +37,16 @@ class Descent:
     learning_rate: float
 
     def num_steps_to(self, point: int) -> int:
-        """The number of gradients up to point `point`, from 0."""
+        """The number of gradients from the start of the descent to the point with index `point`, counted from 0."""
         return -(-self.num_steps * (point + 1) // self.num_points)
 
 
 @lru_cache(maxsize=8)
 def descents_of(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]) -> tuple[Descent, ...]:
-    """The descents in their order, one for each preference vector.
+    """The gradient descents of a search in their order, one for each preference vector.
 
-    `options.points` are shared equally, and the first descent has the remainder; each has at least one.
+    The number of points that become trials, `options.points`, is divided equally, at least one for each descent. The
+    first descent also has the remainder.
     """
     steps, count = options.steps, len(vectors)
     warm_steps = max(1, steps // 4) if options.warm_steps is None else options.warm_steps
@@ -65,7 +66,10 @@ def descents_of(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]
 
 
 def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
-    """The descent, and the point of it, that proposal `index` is; None if the proposal follows all descents."""
+    """The number of a descent and the index of its point that become the proposal with index `index`.
+
+    Returns None if the proposal follows all descents.
+    """
     for number, descent in enumerate(descents):
         if index < descent.num_points:
             return number, index
@@ -74,9 +78,9 @@ def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
 
 
 def _order(vectors: np.ndarray) -> list[tuple[int, tuple[int, ...]]]:
-    """The index of each vector, in the order of descents, with the earlier descents, nearest first.
+    """The order of descents: for each, the index of its preference vector and the earlier descents, the nearest first.
 
-    Of equally near ones, the earlier descent comes first.
+    Among descents at the same distance, the earlier one comes first.
     """
     apart = np.linalg.norm(vectors[:, None] - vectors[None], axis=2).round(DECIMALS)
     equal = equal_preference(vectors.shape[1])

@@ -26,7 +26,7 @@ INACTIVE = -1.0
 
 
 class Encoding:
-    """Encodes, decodes, draws and mutates rows of one space."""
+    """Encodes the configurations of one space as rows of numbers, and decodes, draws and mutates rows."""
 
     def __init__(self, parameters: Parameters) -> None:
         self._space = parameters
@@ -56,7 +56,7 @@ class Encoding:
         return np.where(np.isnan(numbers), INACTIVE, (numbers - self._low + self._half) / self._span)
 
     def _numbers(self, configuration: Mapping[str, Any]) -> list[Any]:
-        """The values of all parameters: numbers as they are, choices by their index, NaN for inactive parameters."""
+        """The values of all parameters as numbers: a choice is its index, an inactive parameter is NaN."""
         values = [configuration.get(name, math.nan) for name in self._names]
         for column, index_of in self._choices.items():
             if self._names[column] in configuration:
@@ -64,25 +64,25 @@ class Encoding:
         return values
 
     def _encoded(self, condition: Condition) -> Rows:
-        """The encoded values of a condition's parent for which the condition holds."""
+        """The encoded values of the parent of a condition for which the condition holds."""
         column = self._names.index(condition.parent)
         values = [value for value in condition.values if self._parameters[column].contains(value)]
         return self.encode({condition.parent: value} for value in values)[:, column]
 
     def decode(self, row: Rows) -> dict[str, Any]:
-        """The configuration of one row, with plain Python values and without inactive parameters."""
+        """The configuration that a row encodes, with plain Python values and without inactive parameters."""
         return {p.name: _decode(p, float(u)) for p, u in zip(self._parameters, row, strict=True) if u != INACTIVE}
 
     def sample(self, num_rows: int, rng: np.random.Generator) -> Rows:
-        """Rows drawn uniformly, or from the distribution of the space's structure."""
+        """Random rows, drawn from the distribution of the space's structure, or uniformly if it has none."""
         if self._space.structure is not None:
             return self.encode(self._space.sample(rng) for _ in range(num_rows))
         return self.normalise(rng.random((num_rows, len(self._parameters))))
 
     def sample_tied(self, num_rows: int, rng: np.random.Generator) -> Rows:
-        """Rows drawn uniformly among those in which all parameters of one role have the same value.
+        """Random rows in which all parameters with the same role have the same value.
 
-        There are none where no two parameters share a role.
+        No rows are returned if no two parameters share a role.
         """
         if len(set(self._role)) == len(self._role):
             num_rows = 0
@@ -90,22 +90,23 @@ class Encoding:
 
     @property
     def is_categorical(self) -> NDArray[np.bool_]:
-        """Which columns are choices."""
+        """For each column, whether it is a categorical parameter."""
         return self._is_categorical
 
     def fill(self, rows: Rows, rng: np.random.Generator) -> Rows:
-        """`rows` with uniform draws for inactive parameters, so that rows can be added and subtracted."""
+        """The rows with a random number for each inactive parameter, so that rows can be added and subtracted."""
         return np.where(rows == INACTIVE, rng.random(rows.shape), rows)
 
     def first_unknown(self, rows: Rows, known: Rows) -> Rows | None:
-        """The first of `rows` that is none of `known`; None if all are."""
+        """The first of `rows` that is not among the rows `known`, or None if all are."""
         seen = set(self.keys(known))
         return next((row for row, key in zip(rows, self.keys(rows), strict=True) if key not in seen), None)
 
     def values_by_role(self, num_levels: int) -> list[Rows]:
-        """A few values of each role, in the order of `tied`.
+        """A few encoded values for each role, in the order of roles that `tied` uses.
 
-        They are all choices, and at most `num_levels` numbers from one end of the range to the other.
+        A role of categorical parameters, or of few whole numbers, has all its values. Any other role has `num_levels`
+        numbers from one end of the range to the other.
         """
         levels = np.linspace(0.0, 1.0, num_levels)
         first = [column for column, role in enumerate(self._role) if column == role]
@@ -115,16 +116,19 @@ class Encoding:
         ]
 
     def tied(self, values: Rows) -> Rows:
-        """Rows in which all parameters of one role have the same value: a column of `values` for each role."""
+        """Rows in which all parameters with the same role have the same value.
+
+        `values` has one column for each role.
+        """
         _, index = np.unique(self._role, return_inverse=True)
         return self.normalise(values[:, index])
 
     def mutate(self, rows: Rows, rng: np.random.Generator, *, rate: float | Rows, step: float) -> Rows:
-        """Neighbours of `rows`: each parameter moves with probability `rate`, and at least one active parameter does.
+        """Neighbours of `rows`: each parameter moves with probability `rate`, and at least one active parameter moves.
 
-        `rate` is one number for all parameters, or a row with one for each.
-        A number moves by a normal step of standard deviation `step`, a share of its range, and is clipped to it; a
-        choice is drawn uniformly, and so are parameters that become active.
+        `rate` is one number for all parameters, or a row with one for each. A number moves by a normally distributed
+        step with standard deviation `step`, as a share of its range, and is clipped to the range. A choice, and a
+        parameter that becomes active, is drawn uniformly.
         """
         is_active = rows != INACTIVE
         fresh = rng.random(rows.shape)
@@ -136,13 +140,17 @@ class Encoding:
         return self.normalise(np.where(is_active, moved, fresh))
 
     def keys(self, rows: Rows) -> list[bytes]:
-        """One key per row: equal where the configurations agree to 1e-6 of each range."""
+        """A key for each row.
+
+        Rows with equal keys encode configurations that agree to 1e-6 of each parameter's range.
+        """
         return [row.tobytes() for row in np.round(rows * 1e6).astype(np.int64)]
 
     def normalise(self, rows: Rows) -> Rows:
-        """Rows of any numbers in [0, 1] as rows of this encoding; `rows` is not changed.
+        """Rows of any numbers in [0, 1] as valid rows of this encoding; `rows` is not changed.
 
-        Discrete values are moved to the middle of their cell, inactive parameters marked, configurations repaired.
+        A whole number or a choice is moved to the middle of its cell, inactive parameters are marked, and
+        configurations are repaired.
         """
         cells = np.where(self._is_discrete, self._num_cells, 1.0)
         middles = (np.minimum(np.floor(rows * cells), cells - 1) + 0.5) / cells
@@ -165,7 +173,10 @@ def _num_cells(parameter: Parameter) -> float:
 
 
 def _scale(parameter: Parameter) -> tuple[float, float, float]:
-    """(low, half, span): a value, or the index of a choice, is encoded as (value - low + half) / span."""
+    """The numbers (low, half, span) by which a parameter's values are encoded.
+
+    A value, or the index of a choice, is encoded as (value - low + half) / span.
+    """
     match parameter:
         case Float():
             return parameter.low, 0.0, parameter.high - parameter.low

@@ -26,9 +26,10 @@ _NUM_MUTANTS = 16
 
 @dataclass(frozen=True)
 class EvolutionStrategy:
-    """The (1+1) evolution strategy, for one objective.
+    """The searcher by a (1+1) evolution strategy, for one objective.
 
-    A choice moves with probability `step`, so choices are kept as steps become small.
+    Each proposal is a random change of the best trial. A choice changes with a probability equal to the step size, so
+    choices are kept as steps become small.
     """
 
     rate: float = 0.5  # the probability that a number moves
@@ -51,7 +52,7 @@ class EvolutionStrategy:
         return context.sample_unseen(rng)
 
     def _replay(self, trials: Iterable[Observation]) -> tuple[Observation | None, float]:
-        """The best trial, None if all have failed, and the step size after all of them."""
+        """The best trial, or None if all have failed, and the step size after all trials."""
         parent: Observation | None = None
         step = self.first_step
         for trial in trials:

@@ -16,9 +16,9 @@ __all__ = ["SEARCHER", "GpSearcher"]
 
 @dataclass(frozen=True)
 class GpSearcher:
-    """Gaussian process search of spaces without conditions.
+    """The searcher by a Gaussian process, for spaces without conditions.
 
-    Noise is fitted too; the standard errors of results are not used.
+    The noise of results is fitted too; their standard errors are not used.
     """
 
     num_initial: int = 10  # trials with results before the process is used

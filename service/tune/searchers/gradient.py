@@ -41,7 +41,7 @@ BATCHES = 10**9
 
 @dataclass(frozen=True)
 class GradientSearcher:
-    """Descents by Adam, then midpoints or local search."""
+    """The searcher by gradient descent with Adam, followed by midpoints of the front or a local search."""
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -65,7 +65,10 @@ class GradientSearcher:
         return LOCAL_SEARCH.advance(replace(context, observations=_with_one_cost(context)))
 
     def _descend(self, context: ProposalContext, number: int, point: int) -> GradientRequest | dict[str, Any] | None:
-        """Point `point` of descent `number`, or the next gradient on the way to it; None if the descent has failed."""
+        """The configuration at point `point` of descent `number`, or a request for the next gradient on the way to it.
+
+        Returns None if the descent has failed.
+        """
         setting, steps = context.setting, context.steps
         descent = _descents(setting)[number]
         wanted = descent.num_steps_to(point)
@@ -90,7 +93,10 @@ class GradientSearcher:
         )
 
     def _start(self, context: ProposalContext, number: int) -> Point:
-        """The end of the nearest earlier descent that has not failed; without one, the defaults."""
+        """The point at which a descent starts: the end of the nearest earlier descent that has not failed.
+
+        If there is none, the descent starts at the defaults of the parameters.
+        """
         parameters, steps = context.parameters, context.steps
         if done := _steps_of(number, steps):
             return np.array(done[0].request.point)
@@ -102,7 +108,10 @@ class GradientSearcher:
         return np.array([parameter.default_value for parameter in _numbers(parameters)])
 
     def _after(self, parameters: Parameters, start: Point, descent: Descent, done: Sequence[GradientStep]) -> Point:
-        """The point after these steps of Adam, each kept within the parameters' ranges."""
+        """The point that Adam reaches from `start` with the gradients of the steps `done`.
+
+        After each step the point is kept within the parameters' ranges.
+        """
         numbers = _numbers(parameters)
         low, high = np.array([p.low for p in numbers]), np.array([p.high for p in numbers])
         point = start
@@ -134,9 +143,9 @@ def _numbers(parameters: Parameters) -> list[Float]:
 
 
 def _minibatch(context: ProposalContext, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """The next sample positions, ascending, with an equal share for each of the objectives `names`.
+    """The sample positions of the next gradient, ascending, with an equal share for each of the objectives `names`.
 
-    Every sample of an objective is drawn once, over all descents, before one is drawn again.
+    Over all descents, every sample of an objective is drawn once before one is drawn again.
     """
     setting = context.setting
     share = max(1, setting.options.gradient.batch // len(names))
@@ -161,10 +170,11 @@ def _minibatch(context: ProposalContext, names: Sequence[str]) -> dict[str, tupl
 
 
 def _with_one_cost(context: ProposalContext) -> list[Observation]:
-    """The observations with one cost each, for a local search.
+    """The observations with a single cost each, for a local search.
 
-    The cost is the mean over the objectives. With preference vectors, it is weighted by the vector of
-    the proposal. Trials of other vectors count as not proposed, because they say nothing about the size of steps.
+    The cost is the mean over the objectives or, in a study with preference vectors, the mean weighted by the vector of
+    the proposal. Trials of other vectors are then marked as not proposed, because they say nothing about the size of
+    steps.
     """
     setting = context.setting
     turn = _turn(context.number, setting)
@@ -181,7 +191,7 @@ def _with_one_cost(context: ProposalContext) -> list[Observation]:
 
 
 def _turn(number: int, setting: SearchSetting) -> int:
-    """Index of the descent whose preference vector a proposal is for.
+    """The index of the descent whose preference vector proposal `number` is for.
 
     Proposals after the descents use the vectors in turn.
     """

@@ -27,7 +27,7 @@ _NUM_DRAWN = 64
 
 @dataclass(frozen=True)
 class GridSearcher:
-    """Grid search, which uses only the known configurations, not their results."""
+    """The searcher by a grid. It uses only which configurations are known, not their results."""
 
     first_levels: int = 5  # values of a number: the ends of its range, and evenly between
     finer: int = 4  # how often the distance between values is halved when a grid is exhausted
@@ -48,7 +48,11 @@ class GridSearcher:
         return context.sample_unseen(rng)
 
     def _points(self, encoding: Encoding, levels: int, number: int, seed: int, rng: np.random.Generator) -> Rows:
-        """Points of a grid: all of them, in an order drawn by the seed that starts at `number`, or some drawn ones."""
+        """Points of a grid with `levels` values of each number.
+
+        All points are returned if they are few, in a random order that the seed determines, beginning at index
+        `number`. Of a large grid, random points are returned.
+        """
         values = encoding.values_by_role(levels)
         shape = [len(options) for options in values]
         num_points = math.prod(shape)

@@ -19,7 +19,7 @@ Merit: TypeAlias = tuple[int, float, float]
 def by_trial(observations: Iterable[Observation]) -> tuple[Observation, ...]:
     """The observation of each trial at its highest rung, by trial number.
 
-    A trial that failed counts as failed, also if it has results at lower rungs.
+    A trial that failed counts as failed even if it has results at lower rungs.
     """
     newest: dict[int, Observation] = {}
     for observation in sorted(observations, key=lambda o: (o.number, o.costs is None, o.rung)):
@@ -28,15 +28,16 @@ def by_trial(observations: Iterable[Observation]) -> tuple[Observation, ...]:
 
 
 def violation(observation: Observation) -> float:
-    """The total violation of constraints; 0 if the candidate is feasible."""
+    """The total violation of constraints in an observation; 0 if all constraints hold."""
     return sum(max(0.0, value) for value in observation.constraints)
 
 
 def merit(observation: Observation, cost: float | None = None) -> Merit:
-    """Sort key of candidates: feasible ones by `cost`, then infeasible ones by their violation, then failures.
+    """A sort key of candidates; a smaller key is better.
 
-    The default of `cost` is that of the first objective. Deb, "An efficient constraint handling method for genetic
-    algorithms" (2000).
+    Candidates that meet all constraints come first, by `cost`; then those that violate constraints, by their violation;
+    then failures. Without `cost`, the cost of the first objective is used. Deb, "An efficient constraint handling
+    method for genetic algorithms" (2000).
     """
     if observation.costs is None:
         return (2, 0.0, 0.0)

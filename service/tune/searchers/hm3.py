@@ -36,7 +36,10 @@ SAME_WEIGHT = 1e-6
 
 
 class Hm3Searcher:
-    """A `LearningSearcher`; see the module's docstring."""
+    """The searcher of HM3: a policy that builds layer paths, trained on the results of its trials.
+
+    Each trial is an episode; an update of a policy follows each iteration, a fixed number of episodes.
+    """
 
     def __init__(self) -> None:
         self._last: tuple[Parameters, int, SearchSetting, PolicyTraining] | None = None
@@ -81,7 +84,10 @@ class Hm3Searcher:
         return UpdateResult(statistics=statistics, checkpoint=hashlib.sha256(content).hexdigest()), content
 
     def learned_from(self, context: ProposalContext, *, iteration: int) -> Sequence[Observation] | None:
-        """All episodes up to the iteration's last, and what is known of the baselines; None while one is not known."""
+        """The results of all episodes up to the end of `iteration`, and the known results of baselines.
+
+        Returns None while the result of an episode is not known.
+        """
         setting = context.setting
         num_episodes = (iteration + 1) * setting.options.hm3.episodes
         known = {o.number: o for o in context.observations if o.number < setting.num_baselines + num_episodes}
@@ -101,9 +107,10 @@ class Hm3Searcher:
         setting: SearchSetting,
         checkpoints: Mapping[int, bytes],
     ) -> list[dict[str, Any]]:
-        """At most `count` configurations for a preference vector from the last checkpoint, the best first.
+        """At most `count` configurations that a trained policy proposes for a preference vector, the best first.
 
-        Nothing is learned. Raises ValueError where there is no checkpoint, or only for other vectors.
+        The policy is that of the last checkpoint that fits the vector; it is not trained further. Raises ValueError if
+        there is no checkpoint, or only checkpoints for other vectors.
         """
         training = training_of(parameters, seed, setting, checkpoints)
         usable = [i for i in checkpoints if training.options.is_conditioned or _is_for(training, i, preference)]
@@ -121,7 +128,10 @@ class Hm3Searcher:
         return [paths.configuration(path) for path in found]
 
     def _training_of(self, context: ProposalContext) -> PolicyTraining:
-        """The training with the context's checkpoints: that of the last call, if it was of the same search."""
+        """The training of the policies, with the checkpoints in the context.
+
+        The training object of the last call is used again if the search is the same.
+        """
         parameters, seed, setting = context.parameters, context.seed, context.setting
         last = self._last
         if last is None or last[0] is not parameters or last[1] != seed or last[2] is not setting:
@@ -135,7 +145,7 @@ SEARCHER = Hm3Searcher()
 
 
 def paths_of(parameters: Parameters) -> LayerPaths:
-    """The layer paths that the parameters of a space encode. Preflight has refused other spaces."""
+    """The layer paths that the parameters of a space describe. The space must be one of layer paths."""
     assert isinstance(parameters.structure, LayerPaths), "hm3 searches layer paths"
     return parameters.structure
 
@@ -192,10 +202,10 @@ def training_of(
 
 
 def _descriptors(family: Family, paths: LayerPaths) -> Tensor:
-    """The descriptors of the pool's layers.
+    """The descriptors of the layers of all models from which paths are built: statistics of their weights.
 
-    Merged layers are described by the mean of the models in the pool. The vector by which they are merged is known to a
-    policy as its preference.
+    Layers that are merged from several models are described by the mean over the other models. A policy knows the
+    preference vector by which they are merged as its own preference.
     """
     import torch
 
@@ -217,7 +227,10 @@ def _request(training: PolicyTraining, iteration: int, setting: SearchSetting) -
 def _results(
     observations: Sequence[Observation], numbers: Sequence[int]
 ) -> list[tuple[Mapping[str, Any], tuple[float, ...]]]:
-    """The configuration of each trial in `numbers`, and the value of each objective, larger is better."""
+    """The configuration of each trial in `numbers`, with its value in each objective; larger is better.
+
+    A value is 1 minus the cost. A trial that failed has the worst known value of each objective.
+    """
     known = {observation.number: observation for observation in observations if observation.number <= numbers[-1]}
     scored = [tuple(1 - cost for cost in o.costs) for o in known.values() if o.costs is not None]
     worst = tuple(map(min, zip(*scored, strict=True)))

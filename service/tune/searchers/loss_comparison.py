@@ -36,10 +36,10 @@ Correlations = Mapping[str, float]
 
 
 def compare(context: ProposalContext) -> LossesRequest | CompletionsRequest | NoteRequest:
-    """The next step towards the decision, or the decision itself.
+    """The next step towards the decision whether a search uses gradients, or the decision itself.
 
-    The losses of the baselines are computed on the tasks' reference answers first; then, for the objectives whose
-    losses do not rank like their scores, on the sources' own correct completions.
+    First the losses of the baselines are computed on the tasks' reference answers. For objectives whose losses do not
+    rank the baselines as their scores do, the losses are then computed on the correct completions of the source models.
     """
     setting, steps = context.setting, context.steps
     known = [o for o in context.observations if not o.is_proposed and o.costs is not None]
@@ -79,9 +79,9 @@ def compare(context: ProposalContext) -> LossesRequest | CompletionsRequest | No
 
 
 def reference_completions(steps: Sequence[Step]) -> Mapping[str, Sequence[int]] | None:
-    """Sample positions that have a correct completion, for the objectives whose references are completions.
+    """The sample positions that have a correct completion, by objective, for objectives that use them as references.
 
-    Returns None where completions were not asked for.
+    Returns None if the search has not asked for completions.
     """
     for step in steps:
         if isinstance(step, CompletionsStep):
@@ -91,16 +91,16 @@ def reference_completions(steps: Sequence[Step]) -> Mapping[str, Sequence[int]] 
 
 
 def mean_loss(name: str, steps: Sequence[Step]) -> float:
-    """The objective's mean loss over the baselines, on the references that gradients use; 1 where it is unknown."""
+    """The mean loss of an objective over the baselines, on the references that gradients use; 1 if it is not known."""
     on_completions = name in (reference_completions(steps) or {})
     compared = [s for s in _comparisons(steps, on_completions=on_completions) if s.result.failure is None]
     return fmean(step.result.losses[name] for step in compared) if compared else 1.0
 
 
 def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
-    """Spearman's rank correlation, with equal values at their mean rank.
+    """Spearman's rank correlation of two lists of numbers; equal numbers have their mean rank.
 
-    It is 0 where one side is constant or has fewer than two values.
+    It is 0 if one of the lists is constant or has fewer than two numbers.
     """
     from scipy.stats import rankdata
 
@@ -116,7 +116,7 @@ def _losses_of(
     *,
     completions: tuple[str, ...] = (),
 ) -> LossesRequest:
-    """Request for the losses of a baseline on the first NUM_COMPARED of each objective's `positions`."""
+    """A request for the losses of a baseline on the first NUM_COMPARED of each objective's `positions`."""
     return LossesRequest(
         label=f"trial {baseline.number}",
         point=tuple(float(baseline.configuration[parameter.name]) for parameter in context.parameters),
@@ -141,7 +141,7 @@ def _comparisons(steps: Sequence[Step], *, on_completions: bool) -> list[LossesS
 
 
 def _correlations(known: Sequence[Observation], compared: Sequence[LossesStep], setting: SearchSetting) -> Correlations:
-    """Rank correlation between losses and costs, for each compared objective."""
+    """The rank correlation between losses and costs over the baselines, for each compared objective."""
     found = {}
     for index, name in enumerate(setting.objectives):
         if name in compared[0].request.positions:

@@ -27,10 +27,11 @@ MAX_PARENTS, MAX_PARENTS_OF_MANY, MANY_OBJECTIVES = 64, 12, 6
 
 
 def midpoint(context: ProposalContext) -> dict[str, Any] | None:
-    """The midpoint of two trials of the front that would add most to the front's hypervolume; None if none would add.
+    """The midpoint of two trials of the front that would add most to the front's hypervolume.
 
-    The costs of a midpoint are estimated as the means of the pair's costs.
-    The front is that of the trials at the highest rung that any has reached. All parameters are numbers.
+    Returns None if no midpoint would add any. The costs of a midpoint are estimated as the means of the costs of both
+    trials. The front is that of the trials at the highest rung that any trial has reached. All parameters must be
+    numbers.
     """
     encoding = Encoding(context.parameters)
     known = encoding.encode(context.known_configurations())

@@ -30,9 +30,11 @@ _SMALLEST_WEIGHT = 1e-6
 
 @dataclass(frozen=True)
 class MoeadSearcher:
-    """MOEA/D-DE, with the population, crossover and mutation of the baseline that merging papers report.
+    """The searcher MOEA/D-DE, for several objectives.
 
-    The rest is as in the paper. Choices and inactive parameters are numbers in [0, 1], as numeric parameters are.
+    Population, crossover and mutation are those of the baseline that papers on merging report; the rest is as in the
+    paper of Li and Zhang (2009). Choices and inactive parameters are treated as numbers in [0, 1], as numeric
+    parameters are.
     """
 
     population_size: int = 30
@@ -59,7 +61,10 @@ class MoeadSearcher:
         return context.sample_unseen(rng) if child is None else encoding.decode(child)
 
     def _replay(self, scored: Sequence[Observation], *, seed: int) -> tuple[list[Observation], NDArray[np.intp]]:
-        """The member of each place after all trials, and the places nearest to each place, itself first."""
+        """The member at each place of the population after all trials, and for each place the places nearest to it.
+
+        A place is its own nearest place and comes first.
+        """
         costs = np.array([trial.costs for trial in scored])
         lattice = simplex_lattice(costs.shape[1], max_vectors=self.population_size)
         weights = np.maximum(np.resize(lattice, (self.population_size, costs.shape[1])), _SMALLEST_WEIGHT)
@@ -90,7 +95,7 @@ class MoeadSearcher:
         return np.clip(np.where(mutates, child + self._mutation(rows.shape[1], rng), child), 0.0, 1.0)
 
     def _mutation(self, num: int, rng: np.random.Generator) -> Rows:
-        """Steps of the polynomial mutation (equation 3), as shares of a parameter's range."""
+        """Random steps of the polynomial mutation (Li and Zhang 2009, equation 3), as shares of a parameter's range."""
         u = rng.random(num)
         power = 1 / (self.mutation_index + 1)
         return np.where(u < 0.5, (2 * u) ** power - 1, 1 - (2 - 2 * u) ** power)

@@ -16,9 +16,9 @@ __all__ = ["SEARCHER", "NsgaSearcher"]
 
 @dataclass(frozen=True)
 class NsgaSearcher:
-    """NSGA-II or NSGA-III for spaces without conditions.
+    """The searchers NSGA-II and NSGA-III, for spaces without conditions.
 
-    Choices are crossed uniformly, and mutate to any other choice.
+    A choice is crossed uniformly, and mutates to any other choice.
     """
 
     sampler: Literal["NSGAIISampler", "NSGAIIISampler"]

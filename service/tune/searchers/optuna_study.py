@@ -36,9 +36,9 @@ def propose(
     *,
     num_initial: int,
 ) -> dict[str, Any]:
-    """A sampler's proposal, or a random one where the sampler proposes a known configuration.
+    """The configuration that a sampler of Optuna proposes, or a random one if the sampler proposes a known one.
 
-    `sampler_of` makes a sampler from a seed; the sampler learns once there are `num_initial` trials.
+    `sampler_of` makes a sampler from a seed. Until there are `num_initial` trials, configurations are random.
     """
     rng, parameters = context.generator(), context.parameters
     trials = by_trial(context.observations)
@@ -81,7 +81,10 @@ def _ask(
 
 
 def _without_failures(trials: Sequence[Observation]) -> tuple[Any, Any]:
-    """Costs [trial, objective] and constraints [trial, constraint], with the worst observed for failures."""
+    """The costs [trial, objective] and constraint values [trial, constraint] of all trials.
+
+    Trials that failed have the worst observed numbers.
+    """
     scored = [trial for trial in trials if trial.costs is not None]
     costs = np.array([trial.costs for trial in scored])
     constraints = np.array([trial.constraints for trial in scored])
@@ -93,7 +96,10 @@ def _without_failures(trials: Sequence[Observation]) -> tuple[Any, Any]:
 
 
 class _ToldTrial(FrozenTrial):
-    """A trial that is not copied deeply by the storage: copying hundreds of parameters would take most of the time."""
+    """A trial of Optuna that its storage does not copy deeply.
+
+    With hundreds of parameters, copying would take most of the time of a proposal.
+    """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ToldTrial:
         return copy.copy(self)

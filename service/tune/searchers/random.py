@@ -10,7 +10,7 @@ __all__ = ["SEARCHER", "RandomSearcher"]
 
 
 class RandomSearcher:
-    """Random search, which uses only the known configurations, not their results."""
+    """The searcher by random draws. It uses only which configurations are known, not their results."""
 
     def advance(self, context: ProposalContext) -> dict[str, Any]:
         return context.sample_unseen(context.generator())

@@ -29,9 +29,9 @@ __all__ = ["SEARCHER", "SmacSearcher"]
 
 @dataclass(frozen=True)
 class SmacSearcher:
-    """Learns from the results of all rungs.
+    """The searcher SMAC, whose random forest learns from the results of all rungs.
 
-    An infeasible candidate counts as worse than all feasible ones, the more so the more it violates the constraints.
+    A candidate that violates constraints counts as worse than all that do not, the more so the larger its violation.
     The defaults were chosen with tests/benchmarks/bench_searchers.py.
     """
 
@@ -94,9 +94,11 @@ class SmacSearcher:
         return acquisition
 
     def _scalarise(self, observations: Sequence[Observation], rng: np.random.Generator) -> Rows:
-        """One cost per observation: each objective scaled to [0, 1] by its observed range, failures at the worst.
+        """One cost for each observation, from which the forest learns.
 
-        Several objectives are joined by the augmented Tchebycheff function (section 3.3.2, equation 3).
+        Each objective is scaled to [0, 1] by its observed range; a failure has the worst cost. Several objectives are
+        joined by the augmented Tchebycheff function (Su and Geiping 2025, section 3.3.2, equation 3), with a random
+        weight vector.
         """
         num_objectives = len(next(o.costs for o in observations if o.costs is not None))
         table = np.array([o.costs if o.costs is not None else (np.nan,) * num_objectives for o in observations])
@@ -117,7 +119,10 @@ class SmacSearcher:
     def _maximise(
         self, encoding: Encoding, acquisition: _Acquisition, observed: Rows, rng: np.random.Generator
     ) -> Rows:
-        """Candidates by expected improvement, best first: random draws, and mutants of the rows predicted best."""
+        """Candidates for the next proposal, by their expected improvement, the best first.
+
+        Candidates are random rows, and mutants of the observed rows that the forest predicts to be best.
+        """
         by_cost = np.argsort(acquisition.predicted_costs(observed), kind="stable")
         parents = np.repeat(observed[by_cost[: self.num_parents]], self.num_mutants, axis=0)
         mutants = encoding.mutate(parents, rng, rate=self.mutation_rate, step=self.mutation_step)
@@ -132,7 +137,10 @@ class SmacSearcher:
 
 @dataclass(frozen=True)
 class _Acquisition:
-    """Expected improvement at the full budget, over the observed configuration that the forest predicts to be best."""
+    """The acquisition function: expected improvement at the full budget.
+
+    Improvement is measured from the observed configuration that the forest predicts to be best.
+    """
 
     forest: Any
     function: Any
@@ -152,9 +160,9 @@ def _at_full_budget(rows: Rows) -> Rows:
 
 @lru_cache(maxsize=4)
 def _columns(num: int) -> Any:
-    """A space of `num` numbers in [0, 1], the last one of which is the fidelity.
+    """A configuration space of `num` numbers in [0, 1] for SMAC's forest; the last number is the fidelity.
 
-    The rows are encoded already, so the forest only needs the number of columns of its space.
+    The rows are encoded already, so the forest only needs to know how many columns there are.
     """
     from ConfigSpace import ConfigurationSpace
 

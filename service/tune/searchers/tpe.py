@@ -16,7 +16,7 @@ __all__ = ["SEARCHER", "TpeSearcher"]
 
 @dataclass(frozen=True)
 class TpeSearcher:
-    """TPE search, which samples parameters that always exist together jointly."""
+    """The searcher TPE. Parameters that always exist together are sampled jointly."""
 
     num_initial: int = 10  # trials with results before the estimators are used
 
