@@ -27,9 +27,9 @@ def cache_dir(cache: str | Path | None = None) -> Path:
 
 
 def cached(key: str, value: str | None = None, *, cache: str | Path | None = None) -> str | None:
-    """Store `value` under `key`, or return the stored value; None without a complete record.
+    """Store `value` under `key` and return it; without `value`, return what is stored under `key`.
 
-    An unwritable cache is not an error.
+    Returns None if nothing complete is stored. A cache that cannot be written is not an error.
     """
     file = cache_dir(cache) / "records" / hashlib.sha256(key.encode()).hexdigest()
     if value is None:

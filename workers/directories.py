@@ -23,11 +23,11 @@ MODEL = "model"
 
 @contextmanager
 def appearing(out: Path, job: str) -> Iterator[Path]:
-    """A directory to write to, renamed to `out` once it is complete and on disk.
+    """Context manager that gives a directory to write to, which gets the name `out` once it is complete and on disk.
 
-    Until then it is in a hidden directory next to `out`. If this process is killed or interrupted, the next writer of
-    the same `job` finds it there; if writing fails, it is removed. Raises FileExistsError while another process writes
-    to `out`, and if `out` appeared meanwhile and is not empty.
+    Until then the directory has a hidden name next to `out`. If this process is killed or interrupted, the next writer
+    with the same `job` continues in the hidden directory; if writing fails, the directory is removed. Raises
+    FileExistsError while another process writes to `out`, and if `out` was created meanwhile and is not empty.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     place = out.parent / f".{out.name}.{job}{PARTIAL}"
@@ -61,7 +61,7 @@ def appearing(out: Path, job: str) -> Iterator[Path]:
 
 
 def partial_directories(out: Path) -> list[Path]:
-    """The hidden directories that killed writers of `out` left."""
+    """The hidden, incomplete directories that killed writers of `out` left."""
     if not out.parent.is_dir():
         return []
     return [
@@ -70,9 +70,9 @@ def partial_directories(out: Path) -> list[Path]:
 
 
 def _remove_abandoned(out: Path, *, but: Path) -> None:
-    """Remove the hidden directories that killed writers of `out` left, except `but`.
+    """Remove the hidden directories that killed writers of `out` left, except the directory `but`.
 
-    A running writer holds the lock of its directory.
+    A running writer holds a lock on its directory, which is therefore kept.
     """
     for path in partial_directories(out):
         if path != but:
@@ -83,9 +83,10 @@ def _remove_abandoned(out: Path, *, but: Path) -> None:
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """A new file to write to, which replaces `file` once it is complete and on disk.
+    """Context manager that gives a new file to write to, which replaces `file` once it is complete and on disk.
 
-    The directory of `file` is created. If writing fails, the new file is removed and `file` stays as it is.
+    The directory of `file` is created if it does not exist. If writing fails, the new file is removed and `file` stays
+    as it is.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
@@ -99,7 +100,7 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def write_file(file: Path, content: str | bytes) -> None:
-    """Write a whole file: other processes, and a restarted machine, find the old content or the new."""
+    """Write a whole file so that other processes, and a restarted machine, find either the old content or the new."""
     with replacing(file) as new:
         new.write_bytes(content.encode() if isinstance(content, str) else content)
 
@@ -114,6 +115,6 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on disk."""
+    """Wait until the content of a file, or the list of names in a directory, is on disk."""
     with _opened(path) as descriptor:
         os.fsync(descriptor)

@@ -40,7 +40,7 @@ class WorkerError(Exception):
 
 
 class InvalidModel(WorkerError, ValueError):
-    """Checkpoints that cannot be merged. `problems` lists everything that was found."""
+    """Checkpoints cannot be merged. `problems` lists every problem that was found."""
 
     def __init__(self, problems: tuple[str, ...]) -> None:
         super().__init__(problems)
@@ -51,9 +51,9 @@ class InvalidModel(WorkerError, ValueError):
 
 
 class InvalidTask(WorkerError, ValueError):
-    """A task that cannot be evaluated: unknown, malformed data, too few samples, executes code.
+    """A task cannot be evaluated: it is unknown, runs code, has malformed data or too few samples.
 
-    `field` is the wrong part of the objective: "task" or a key in it, "metric", "filter", "split", "num_fewshot".
+    `field` is the wrong part of the objective: "task" or a key in the task, "metric", "filter", "split", "num_fewshot".
     """
 
     def __init__(self, message: str, field: str = "task") -> None:
@@ -79,14 +79,14 @@ class MetricFailed(TrialFailed):
 
 
 class EngineUnavailable(WorkerError, RuntimeError):
-    """No engine could be started; the message says why and where its log is."""
+    """No engine could be started; the message has the reason and the engine's log file."""
 
 
 class CrashKind(StrEnum):
-    """The way in which an engine crashed.
+    """How an engine crashed.
 
-    ERROR: it raised the error of the message, or a fatal signal (SIGSEGV, SIGABRT) ended its process. HANG: it made no
-    progress. EXIT: its process ended without a trace, for example because it was killed from outside or by the kernel
+    ERROR: the engine raised an error, or a fatal signal (SIGSEGV, SIGABRT) ended its process. HANG: the engine made no
+    progress. EXIT: the process ended without a trace, for example because it was killed from outside, or by the kernel
     for lack of memory.
     """
 
@@ -96,7 +96,7 @@ class CrashKind(StrEnum):
 
 
 class EngineCrashed(EngineUnavailable):
-    """An engine raised an error, or its process ended, while it worked on this request; it is not used again.
+    """An engine raised an error, or its process ended, while it worked on a request; the engine is not used again.
 
     `scored_others` says whether the replica had scored another recipe since its start.
     """
@@ -118,22 +118,25 @@ class EngineCrashed(EngineUnavailable):
 
 
 class RequestFailed(EngineUnavailable):
-    """A request failed for a reason outside the engine, a full disk for example; the replica stays in service."""
+    """A request failed for a reason outside the engine, such as a full disk; the replica stays in service."""
 
 
 class TrainingFailed(WorkerError, RuntimeError):
-    """A loss or gradient is NaN or infinite; the message names the step, the batch and the last good checkpoint."""
+    """Training met a loss or gradient that is NaN or infinite.
+
+    The message names the step, the batch and the last good checkpoint.
+    """
 
 
 class EvidenceMismatch(WorkerError, RuntimeError):
-    """A result does not belong to the recipe, the sources or the prompts it was asked for."""
+    """A result does not belong to the recipe, the sources or the prompts that were requested."""
 
 
 class EngineFault(EvidenceMismatch):
-    """An engine failed a check of itself and is not used again: it may not hold the merge that it reports.
+    """An engine failed a check of its weights or results; it is not used again.
 
-    `replica` names it. `canaries` is the number of canaries that it had passed before: what it scored after the last of
-    them (0: since its start) is void.
+    `replica` names the engine's replica. `canaries` is the number of canaries that the engine had passed before. What
+    it scored after the last of these, or since its start if there are none, is void.
     """
 
     def __init__(self, message: str, replica: str = "", canaries: int = 0) -> None:

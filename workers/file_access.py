@@ -16,16 +16,17 @@ __all__ = ["FileAccess"]
 
 @dataclass(frozen=True)
 class FileAccess:
-    """Files below `readable` and `trusted` may be read; task files below `trusted` may also name Python functions.
+    """The directories from which a study may read files.
 
-    Both are absolute directories. Symbolic links are followed before a path is compared with them.
+    Files below `readable` and `trusted` may be read; task files below `trusted` may also name Python functions. Both
+    are lists of absolute directories. Symbolic links are resolved before a path is compared with them.
     """
 
     readable: tuple[str, ...]
     trusted: tuple[str, ...] = ()
 
     def refusal(self, path: str | Path) -> str | None:
-        """Why the file or directory `path` must not be read; None if it may be."""
+        """The reason why the file or directory `path` must not be read; None if it may be read."""
         if _is_below(path, (*self.readable, *self.trusted)):
             return None
         return (
@@ -34,11 +35,14 @@ class FileAccess:
         )
 
     def refusal_of_all(self, path: str | Path) -> str | None:
-        """Why `path` or a file in it, which may be a link, must not be read; None if all may be."""
+        """The reason why the directory `path`, or a file in it, must not be read; None if all of it may be read.
+
+        Files in the directory may be links to other places.
+        """
         return next(filter(None, map(self.refusal, _with_entries(path))), None)
 
     def distrust(self, directory: str | Path) -> str | None:
-        """Why Python functions named by task files in `directory` must not be run; None if they may be."""
+        """The reason why Python functions named by task files in `directory` must not be run; None if they may."""
         if _is_below(directory, self.trusted):
             return None
         return (

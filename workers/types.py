@@ -42,10 +42,10 @@ CHUNKS_IN_FLIGHT_PER_REPLICA = 3
 
 
 class Placement(StrEnum):
-    """Where a bank keeps its source weights.
+    """Where the weights of the source models are kept.
 
-    `MAPPED`: in their files, whose pages all processes of a machine share. `HOST`: a copy in this process's memory,
-    pinned for a GPU. `GPU`: the memory of the device that merges.
+    `MAPPED`: in their files, mapped into memory, so that all processes of a machine share the pages. `HOST`: a copy in
+    this process's memory, pinned for a GPU. `GPU`: the memory of the device that computes merges.
     """
 
     MAPPED = "mapped"
@@ -54,14 +54,14 @@ class Placement(StrEnum):
 
 
 class Split(StrEnum):
-    """Which data of an objective: those that the search is scored on, or those that only finalists are scored on."""
+    """Which data of an objective is meant: the search data, or the holdout data on which only finalists are scored."""
 
     SEARCH = "search"
     HOLDOUT = "holdout"
 
 
 def digest_of(document: Any) -> str:
-    """sha256 (hex) of a JSON document, independent of the order of its keys."""
+    """The sha256 (hex) of a JSON document, independent of the order of keys."""
     return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -69,7 +69,7 @@ def digest_of(document: Any) -> str:
 class ModelSource:
     """One checkpoint: its alias in recipes, its absolute directory, and its content fingerprint.
 
-    `adapts` is the directory of the model that an adapter changes; None: the family's base.
+    For an adapter, `adapts` is the directory of the model that the adapter changes; None stands for the family's base.
     """
 
     alias: str
@@ -82,9 +82,9 @@ class ModelSource:
 class Family:
     """A base model and its experts: the models that one engine can merge.
 
-    `tokenizer` is the vocabulary of every merge: "base", "union", or an expert's alias; `vocabulary` has its details
-    (`workers.models.vocabulary`). `alignments_dir` has the files of the alignments that recipes name
-    (`workers.alignments`), which may be written while engines run; "" if there are none.
+    `tokenizer` selects the vocabulary of every merge: "base", "union", or an expert's alias; `vocabulary` has the
+    details (`workers.models.vocabulary`). `alignments_dir` is the directory of the alignments that recipes name
+    (`workers.alignments`), or "" if there are none. Files may be added to it while engines run.
     """
 
     base: ModelSource
@@ -103,7 +103,7 @@ class Family:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the models' contents, independent of their aliases and directories."""
+        """Digest of the contents of all models, independent of their aliases and directories."""
         document: dict[str, Any] = {
             "base": self.base.fingerprint,
             "models": sorted({model.fingerprint for model in self.models}),
@@ -117,13 +117,13 @@ class Family:
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """A task as a replica builds it.
+    """Description of an evaluation task, from which a replica builds the task.
 
     `task` is an lm-eval name, an absolute YAML file, or an inline JSONL task ({"file": absolute, "prompt": jinja,
     "answer": jinja, "until": [...], "max_tokens": n}). `content` is the sha256 of the data file, if there is one, so
     that changed data is detected. `permutation_seed` fixes the order of the samples: position i is the same sample in
-    every replica and every run. `access` limits the files that the task may use, wherever it is built (None: no limit);
-    it is no part of the digest.
+    every replica and every run. `access` limits the files that the task may use, or is None if there is no limit; the
+    digest of the description does not depend on it.
     """
 
     task: str | Mapping[str, Any]
@@ -145,10 +145,10 @@ class TaskSpec:
 
 @dataclass(frozen=True)
 class TaskInfo:
-    """Facts about a built task.
+    """Facts about a task that was built.
 
-    Its number of samples, whether larger values are better, how many prompts were cut to `max_model_len`, and the sizes
-    of the groups (subtasks) by which the permutation is stratified.
+    They are the number of samples, whether larger values are better, how many prompts were cut to `max_model_len`, and
+    the sizes of the groups (subtasks) by which the permutation of the samples is stratified.
     """
 
     num_samples: int
@@ -160,7 +160,10 @@ class TaskInfo:
 
 @dataclass(frozen=True)
 class Span:
-    """Positions [start, stop) of a task's permutation, to be scored for `objective`."""
+    """Consecutive samples of a task to be scored for `objective`.
+
+    They are the positions `start` to `stop` - 1 of the task's permutation.
+    """
 
     objective: str
     task: TaskSpec
@@ -170,12 +173,12 @@ class Span:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """One chunk of work: score these spans with this recipe.
+    """A request to score a recipe on some samples, which are given as spans.
 
-    `crashes` is the number of engines that have crashed with it, if the caller counts. Then the next crash is raised as
-    EngineCrashed. After the first crash, a replica that has scored nothing else yet scores one sample of the base model
-    first, so that a crash can be told from an engine that never worked. If `crashes` is None, the request is sent again
-    after a crash.
+    `crashes` is the number of engines that have crashed on this request so far, if the caller counts crashes. In that
+    case the next crash is raised as EngineCrashed. After the first crash, a replica that has scored nothing else yet
+    scores one sample of the base model before the request: this shows whether the engine works at all. If `crashes` is
+    None, the scorer sends the request again after a crash.
     """
 
     study: str
@@ -192,9 +195,10 @@ class ScoreRequest:
 class SampleResult:
     """The value and answer of one scored sample.
 
-    `document` is its index in the task's data, `position` in the permutation; `value` is the metric on this sample;
-    `response` is the model's answer: the completion, or the options' log-probabilities (JSON). `tokens` are the ids of
-    each completion's tokens, the one that ended it included; None for options, and where they were not stored.
+    `document` is the sample's index in the task's data, `position` its index in the permutation; `value` is the metric
+    on this sample. `response` is the model's answer: the completion, or the log-probabilities of the options as JSON.
+    `tokens` has the token ids of each completion, including the token that ended it; None for options, and where ids
+    were not stored.
     """
 
     objective: str
@@ -208,12 +212,14 @@ class SampleResult:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the engine held while it scored: the digest that the engine itself reports, not the requested one.
+    """What an engine held while it scored a chunk of samples, as the engine itself reports it.
 
-    `prompts` maps an objective to the sha256 of the token ids of every prompt of its span, in order; `weights_checksum`
-    is of the engine's parameters after the swap; `replica` and `swap_count` identify the engine, and `engine` describes
-    it: program, dtype, size and placement of the source weights. `canaries` is the number of canaries that the engine
-    had passed before it scored: the samples are checked once it has passed another.
+    `recipe_digest` is the digest of the recipe that the engine holds, not the requested one. `prompts` maps an
+    objective to the sha256 of the token ids of every prompt of its span, in order. `weights_checksum` is the checksum
+    of the engine's parameters after the swap. `replica` and `swap_count` identify the engine and the swap, and `engine`
+    describes the engine: program, dtype, size and placement of the source weights. `canaries` is the number of canaries
+    (comparisons with transformers) that the engine had passed before it scored; the samples count as checked once the
+    engine has passed another.
     """
 
     recipe_digest: str
@@ -228,10 +234,10 @@ class Evidence:
 
 @dataclass(frozen=True)
 class CanaryReport:
-    """The result of a replica's canary.
+    """The result of a canary, the comparison of a replica's engine with transformers.
 
-    `canaries` is the number that its engine has passed so far; `skipped` says why the last one could not be made, and
-    is empty if it passed.
+    `canaries` is the number of canaries that the engine has passed so far. `skipped` is the reason why the last canary
+    could not be made, or "" if it passed.
     """
 
     replica: str
@@ -241,7 +247,11 @@ class CanaryReport:
 
 @dataclass(frozen=True)
 class ScoreResult:
-    """The samples of one request, the evidence, and seconds spent: materialise, swap, score, wait (for the lock)."""
+    """The scored samples of one request, with their evidence and timings.
+
+    `timings_s` has the seconds for computing the merge ("materialise"), for the swap, for scoring, and for waiting for
+    the lock.
+    """
 
     samples: tuple[SampleResult, ...]
     evidence: Evidence
@@ -249,7 +259,7 @@ class ScoreResult:
 
     @property
     def values(self) -> dict[str, dict[int, float]]:
-        """The values by objective and position."""
+        """The metric's values by objective and by position of the sample."""
         found: dict[str, dict[int, float]] = {}
         for sample in self.samples:
             found.setdefault(sample.objective, {})[sample.position] = sample.value
@@ -258,13 +268,12 @@ class ScoreResult:
 
 @dataclass(frozen=True)
 class SampleDifference:
-    """A sample on which the engine and transformers, the reference, differ.
+    """A sample for which the engine and transformers, which is the reference, give different results.
 
-    `engine` and `reference` are their values of the metric. `what` differs: "tokens" or "text" of the completion,
-    "log-probabilities" by more than the tolerance, or only the "value". `top2_gap` is the largest gap between the
-    reference's best log-probability and that of the engine's token (the gap between the two best, if the engine took
-    the second); for options, the difference of their log-probabilities. `is_beyond` says that rounding does not explain
-    the difference.
+    `engine` and `reference` are the two values of the metric. `what` says what differs: "tokens" or "text" of the
+    completion, "log-probabilities" by more than the tolerance, or only the "value". `top2_gap` is the largest gap
+    between the reference's best log-probability and that of the token that the engine took; for options, it is the
+    difference of their log-probabilities. `is_beyond` is true if rounding does not explain the difference.
     """
 
     objective: str
@@ -281,11 +290,12 @@ class VerificationReport:
     """Comparison of stored samples of one recipe with plain transformers on the exported weights.
 
     `differences` lists every sample that is not equal in value and completion, or whose log-probabilities differ by
-    more than `tolerance`; `num_beyond` counts those that rounding does not explain. `max_logprob_difference` is the
-    largest difference over the `num_logprobs` compared log-probabilities: those of options, and those of the tokens of
-    prompts and completions as the engine and transformers read them. `num_tokens` is the number of completion tokens
-    compared; `num_without_tokens` counts samples that are stored without tokens, whose texts were compared. `reason`
-    says why samples were left out; nothing is verified if `num_samples` is 0.
+    more than `tolerance`. `num_beyond` is the number of differences that rounding does not explain.
+    `max_logprob_difference` is the largest difference over the `num_logprobs` compared log-probabilities: those of
+    options, and those of the tokens of prompts and completions as the engine and transformers read them. `num_tokens`
+    is the number of completion tokens compared. `num_without_tokens` is the number of samples that are stored without
+    tokens, whose texts were compared. `reason` says why samples were left out. Nothing was verified if `num_samples` is
+    0.
     """
 
     recipe_digest: str
@@ -302,19 +312,20 @@ class VerificationReport:
 
     @property
     def is_equal(self) -> bool:
-        """Whether something was compared, and nothing differed beyond the tolerance."""
+        """Whether at least one sample was compared, and no difference exceeds the tolerance."""
         return self.num_samples > 0 and self.num_beyond == 0
 
 
 @dataclass(frozen=True)
 class GradientResult:
-    """A minibatch's losses, and the derivatives of the loss by the coefficients of the merge that read it.
+    """Losses of a merge on a minibatch, and the derivatives of the total loss by the merge's coefficients.
 
-    `losses` are means over the minibatch by objective, each divided by its task's unit (`evaluation.references`), so
-    that they are comparable; the loss that was differentiated is their sum, times the given weights. `by_source`:
-    tensor -> alias of a source -> derivative by that source's coefficient (`lambda` or `weight`); `shared`: tensor ->
-    coefficient -> derivative by a coefficient that a merge has once for all sources. Tensors of merges without such
-    coefficients are in neither. `layer_scales`: layer -> derivative by its scale, if requested.
+    `losses` are means over the minibatch by objective, each divided by its task's unit (`evaluation.references`), which
+    makes them comparable. The total loss is the sum of the losses times given weights. The derivatives are in three
+    mappings. `by_source` maps a tensor and the alias of a source to the derivative by this source's coefficient
+    (`lambda` or `weight`). `shared` maps a tensor and a coefficient to the derivative by a coefficient that a merge has
+    once for all sources. `layer_scales` maps a layer to the derivative by its scale, if requested. Tensors of merges
+    without such coefficients are not listed.
     """
 
     losses: Mapping[str, float]
@@ -326,39 +337,46 @@ class GradientResult:
 
 
 class Scorer(Protocol):
-    """Scores recipes: replicas of warm engines behind Ray Serve, or the fake in `workers.serving.fake`.
+    """Interface for scoring recipes: replicas of warm engines behind Ray Serve, or the fake of `workers.serving.fake`.
 
     Implementations are picklable and thread-safe. `score` may be called again with the same request after a failure;
     its only side effect is which recipe an engine holds.
     """
 
     def score(self, request: ScoreRequest) -> ScoreResult:
-        """Score one chunk.
+        """Score one chunk of samples with a recipe.
 
-        Raises TrialFailed (this candidate cannot be scored), EngineUnavailable (no replica), EngineFault (a replica
-        failed a check), and EngineCrashed if the request counts crashes.
+        Raises TrialFailed if the recipe's merge cannot be scored, EngineUnavailable if no replica works, EngineFault if
+        a replica failed a check, and EngineCrashed if an engine crashed and the request counts crashes.
         """
         ...
 
     def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
-        """Build tasks and describe them. Raises InvalidTask."""
+        """Build tasks and return facts about each of them. Raises InvalidTask if a task cannot be built."""
         ...
 
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
-        """Score `spans` with plain transformers on the exported checkpoint and compare with `samples`.
+        """Score `spans` again with plain transformers on the recipe's exported checkpoint, and compare with `samples`.
 
-        Returns a report of 0 samples, with the reason, if nothing can be compared.
+        If nothing can be compared, the report has 0 samples and the reason.
         """
         ...
 
     def is_starting(self) -> bool:
-        """Whether no engine can score yet, but one is being started."""
+        """Whether no engine can score yet, but at least one is being started."""
         ...
 
     def check(self) -> tuple[CanaryReport, ...]:
-        """Make a canary in every replica that runs and has scored since its last one. Raises EngineFault."""
+        """Compare with transformers every engine that has scored since its last comparison.
+
+        Raises EngineFault if an engine differs.
+        """
         ...
 
     def statistics(self) -> Mapping[str, Any]:
-        """Engine statistics over all replicas: starts, swaps, swap_s (list), busy_s, bank placement and bytes."""
+        """Statistics of all replicas' engines.
+
+        They are the numbers of starts and swaps, the seconds of each swap (`swap_s`) and of work (`busy_s`), and the
+        placement and bytes of the source weights.
+        """
         ...

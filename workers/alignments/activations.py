@@ -29,23 +29,24 @@ MAX_ROWS, MAX_TOKENS = 4096, 16_384
 
 @dataclass(frozen=True)
 class Activations:
-    """The residual stream `before` [L + 1, N, D] each of L layers, then after the last, in float32.
+    """Activations of a model with L layers: the residual stream before each layer and after the last, in float32.
 
-    `is_held_out` [N] tells the tokens of the texts that alignments are not learned from.
+    `before` [L + 1, N tokens, D channels] has the input of each layer, then the output of the last layer. `is_held_out`
+    [N] is true for the tokens of held-out texts, which alignments are not learned from.
     """
 
     before: Tensor
     is_held_out: Tensor
 
     def after(self, layer: int) -> Tensor:
-        """The output [N, D] of a layer."""
+        """The output [tokens, channels] of layer number `layer`."""
         return self.before[layer + 1]
 
 
 def read_activations(model: Any, prompts: Sequence[Sequence[int]]) -> Activations:
-    """Read the prompts with a transformers model, and record its activations.
+    """Run a transformers model on the prompts, and return the activations of its layers.
 
-    Raises InvalidModel if the model does not list its layers.
+    Raises InvalidModel if the model has no list of decoder layers.
     """
     layers = getattr(getattr(model, model.base_model_prefix), "layers", None)
     if layers is None or len(layers) != model.config.num_hidden_layers:
@@ -71,7 +72,10 @@ def read_activations(model: Any, prompts: Sequence[Sequence[int]]) -> Activation
 
 
 def _batches(texts: Sequence[int], prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Batches of texts of similar length, each with at most MAX_TOKENS padded tokens, or one text."""
+    """Indices of texts in batches of similar length, each with at most MAX_TOKENS tokens after padding.
+
+    A text that is longer than MAX_TOKENS is a batch of its own.
+    """
     batch: list[int] = []
     for index in sorted(texts, key=lambda each: (len(prompts[each]), each)):
         if batch and (len(batch) + 1) * len(prompts[index]) > MAX_TOKENS:
@@ -83,7 +87,7 @@ def _batches(texts: Sequence[int], prompts: Sequence[Sequence[int]]) -> Iterator
 
 
 class _Recorder:
-    """A context in which each forward pass records the input of every layer and the output of the last one."""
+    """Context manager that records the input of every layer, and the output of the last one, in each forward pass."""
 
     def __init__(self, layers: Any) -> None:
         self._layers = layers
@@ -108,6 +112,9 @@ class _Recorder:
             hook.remove()
 
     def take(self) -> Tensor:
-        """The recorded activations [L + 1, rows, columns, D] of the last forward pass."""
+        """Return and forget the activations of the last forward pass, in float32.
+
+        Axes: [layers + 1, texts, tokens, channels].
+        """
         found, self._found = torch.stack(self._found).float(), []
         return found

@@ -27,9 +27,10 @@ __all__ = ["Alignment"]
 
 @dataclass(frozen=True, eq=False)
 class Alignment:
-    """A `projection` [hidden, hidden] or a `scale` [hidden], and optionally a `shift` [hidden].
+    """Map of the residual stream between two layers: a linear map or a scale for each channel, and optionally a shift.
 
-    Raises ValueError for other tensors or shapes, and for values that are NaN or infinite.
+    Has either a `projection` [hidden, hidden] or a `scale` [hidden]; the `shift` [hidden] is optional. Raises
+    ValueError for other tensors or shapes, and for values that are NaN or infinite.
     """
 
     projection: torch.Tensor | None = None
@@ -54,18 +55,19 @@ class Alignment:
         return of.shape[-1] if of.ndim else 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that are present, by name."""
+        """The alignment's tensors by name ("projection", "scale", "shift"), without those that it does not have."""
         named = {"projection": self.projection, "scale": self.scale, "shift": self.shift}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def to(self, *, device: torch.device | str = "cpu", dtype: torch.dtype) -> Self:
-        """A copy on `device`, rounded to `dtype`."""
+        """A copy of the alignment on `device`, rounded to `dtype`."""
         return type(self)(**{name: tensor.to(device, dtype) for name, tensor in self.tensors().items()})
 
     def __call__(self, stream: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
-        """The aligned residual stream [..., hidden].
+        """Apply the alignment to a residual stream [..., hidden].
 
-        `factor` is one over the product of the scales so far, by which `stream` was divided.
+        `factor` multiplies the shift. Where layers have scales, `stream` is the residual stream divided by the product
+        of the scales so far, and `factor` is one over this product.
         """
         shift = self.shift if self.shift is None or factor == 1 else self.shift * factor
         if self.projection is not None:

@@ -26,14 +26,17 @@ CLASSES = {"llama": "AlignedLlama", "mistral": "AlignedMistral", "qwen2": "Align
 
 
 class AlignedParts:
-    """The alignments of a merge, by the number of the layer that each is before, in the dtype of the export."""
+    """What an exported checkpoint has because of alignments: their tensors, and entries of the configuration.
+
+    The alignments are given by the index of the layer that follows each of them, in the dtype of the export.
+    """
 
     def __init__(self, placed: Mapping[int, PlacedAlignment], model_type: str) -> None:
         self._placed = placed
         self._model_type = model_type
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of the alignments, by their names in the checkpoint."""
+        """The tensors of all alignments, by the names that they have in the checkpoint."""
         return {
             f"model.layers.{index}.alignment.{name}": tensor
             for index, each in self._placed.items()
@@ -41,7 +44,7 @@ class AlignedParts:
         }
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The configuration of the merge without alignments, extended by what the model class reads."""
+        """Extend the configuration of the merge without alignments by what the exported model class needs."""
         name = CLASSES[self._model_type]
         module = MODELING_FILE.stem
         return {
@@ -60,9 +63,10 @@ class AlignedParts:
 
 
 def aligned_parts(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> AlignedParts | None:
-    """The alignments of a recipe, rounded to `dtype`; None if it has none.
+    """The alignments of a recipe as parts of a checkpoint, rounded to `dtype`; None if the recipe has no alignments.
 
-    Raises InvalidRecipe if they do not fit, if their files are missing, and for model types without a class.
+    Raises InvalidRecipe if an alignment does not fit the models, if its file is missing, and for model types whose
+    merges with alignments cannot be exported (those not in `CLASSES`).
     """
     if not any(alignments_before(recipe)):
         return None

@@ -30,7 +30,7 @@ def write_alignment(directory: str | Path, alignment: Alignment) -> str:
 
 
 def store_alignment(directory: str | Path, content: bytes) -> str:
-    """Write the safetensors file of an alignment to `directory`, and return its digest, which names it.
+    """Write the safetensors file of an alignment to `directory`; return its sha256 digest, which is the file's name.
 
     A file with the same content is kept; a damaged file of this name is replaced.
     """
@@ -41,7 +41,7 @@ def store_alignment(directory: str | Path, content: bytes) -> str:
 
 
 def is_stored(directory: str | Path, digest: str) -> bool:
-    """Whether the directory has the file with this name, and its contents have this digest."""
+    """Whether the directory has the file of the alignment `digest`, and the sha256 of its content is this digest."""
     try:
         return hashlib.sha256(_file(directory, digest).read_bytes()).hexdigest() == digest
     except OSError:
@@ -49,10 +49,11 @@ def is_stored(directory: str | Path, digest: str) -> bool:
 
 
 def read_alignment(directory: str | Path, digest: str, *, layer: int, hidden_size: int) -> Alignment:
-    """The alignment that layer number `layer` of a recipe names, in float32.
+    """Read the alignment `digest` from a directory, in float32.
 
-    Raises InvalidRecipe, with the layer and the file, if the file is missing, its content has another digest, or it is
-    not an alignment of `hidden_size` channels.
+    `layer` is the index of the layer whose recipe names the alignment, for messages. Raises InvalidRecipe, with the
+    layer and the file, if the file is missing, its content has another digest, or it is not an alignment of
+    `hidden_size` channels.
     """
     try:
         return _read(directory, digest, hidden_size)

@@ -50,9 +50,10 @@ SMALLEST_DEVIATION = 1e-3
 
 @dataclass(frozen=True)
 class FittedAlignment:
-    """An alignment, and the `discrepancy` of held-out rows without it, with `moments` and with it.
+    """An alignment, and how well it matches the activations of held-out texts.
 
-    `epochs` is the number of epochs that were trained.
+    Three values of `discrepancy` (0 is best) are on held-out rows: `before` without an alignment, `moments` with the
+    alignment of that kind, `after` with this alignment. `epochs` is the number of epochs of training, 0 for `moments`.
     """
 
     alignment: Alignment
@@ -62,7 +63,7 @@ class FittedAlignment:
     epochs: int = 0
 
     def to_bytes(self) -> bytes:
-        """The content of a safetensors file; equal alignments give equal bytes."""
+        """Content of the safetensors file of the alignment and its figures; equal objects give equal bytes."""
         numbers = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "alignment"}
         content: bytes = safetensors.torch.save(
             self.alignment.tensors(), {"alignment": json.dumps(numbers, sort_keys=True)}
@@ -71,7 +72,7 @@ class FittedAlignment:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> FittedAlignment:
-        """Read what `to_bytes` returned. Raises ValueError for other content."""
+        """Read the content of a file made by `to_bytes`. Raises ValueError for other content."""
         try:
             found = safetensors.torch.load(content)
             size = int.from_bytes(content[:8], "little")
@@ -83,10 +84,11 @@ class FittedAlignment:
 
 @dataclass(frozen=True)
 class MlpOptions:
-    """Options of `mlp` training.
+    """Options for training an alignment of kind `mlp`.
 
-    `rank` is R. An epoch uses all rows once, `batch` rows at a time. Training ends after `patience` epochs without
-    improvement on held-out rows.
+    `rank` is the number of directions of the alignment's low-rank part, `hidden_size` the width of the network's two
+    hidden layers. An epoch uses all rows of activations once, `batch` rows at a time; there are at most `epochs`.
+    Training ends after `patience` epochs without improvement on held-out rows.
     """
 
     rank: int = 8
@@ -98,10 +100,11 @@ class MlpOptions:
 
 
 def discrepancy(x_ND: Tensor, y_ND: Tensor) -> Tensor:
-    """The distance between the distributions of rows x and rows y, which is 0 for equal moments.
+    """Distance between the distributions of two sets of activations; 0 for equal means and covariances.
 
-    It is the sum of the mean squared errors of mean and variance, and of CORAL, |C_x - C_y|^2 / (4 D^2) (Sun and
-    Saenko, "Deep CORAL", 2016, equation 1), in units of y's mean variance.
+    Rows are tokens, columns are the D channels. The distance is the sum of the mean squared errors of the channels'
+    means and of their variances, and of CORAL: |C_x - C_y|^2 / (4 D^2), with C_x and C_y the covariance matrices of the
+    rows x and y (Sun and Saenko, "Deep CORAL", 2016, equation 1). Each term is in units of the mean variance of y.
     """
     unit = y_ND.var(dim=0).mean().clamp(min=torch.finfo(torch.float32).tiny)
     means = ((x_ND.mean(dim=0) - y_ND.mean(dim=0)) ** 2).mean() / unit
@@ -111,9 +114,9 @@ def discrepancy(x_ND: Tensor, y_ND: Tensor) -> Tensor:
 
 
 def fit_moments(x_ND: Tensor, y_ND: Tensor) -> Alignment:
-    """The map of each channel that gives rows x the mean and the variance of rows y.
+    """Fit an alignment that gives each channel of rows x the mean and the variance of this channel in rows y.
 
-    A channel of x that is constant is only shifted.
+    A channel of x that is nearly constant is only shifted.
     """
     _check(x_ND, y_ND)
     x, y = x_ND.float(), y_ND.float()
@@ -126,7 +129,10 @@ def fit_moments(x_ND: Tensor, y_ND: Tensor) -> Alignment:
 def fit_alignment(
     kind: Kind, x_ND: Tensor, y_ND: Tensor, is_held_out: Tensor, *, options: MlpOptions | None = None
 ) -> FittedAlignment:
-    """The alignment of rows x, the output of one layer, to rows y, the input of another, without the held-out rows."""
+    """Fit an alignment of kind `kind` from the output of one layer, rows x, to the input of another layer, rows y.
+
+    Row n of both is the same token. Rows of held-out texts are not used for fitting, only to measure the discrepancy.
+    """
     train = (x_ND[~is_held_out], y_ND[~is_held_out])
     out = (x_ND[is_held_out], y_ND[is_held_out])
     if kind == "mlp":
@@ -143,8 +149,9 @@ def fit_mlp(
     seed: int,
     options: MlpOptions | None = None,
 ) -> FittedAlignment:
-    """The map that a light network learns from rows (x, y): the best one on held-out rows.
+    """Train a small network that maps rows x to the distribution of rows y, and return the alignment that it computes.
 
+    `train` and `held_out` are each a pair (x, y). The epoch with the smallest discrepancy on the held-out rows is kept.
     Equal arguments give equal bits on one machine with one number of threads.
     """
     _check(*train)
@@ -177,7 +184,10 @@ def fit_mlp(
 
 
 class _Projection(nn.Module):
-    """A network that computes P and shift from the statistics of every channel [D, F]. It starts as `moments`."""
+    """A network that computes a projection [D, D] and a shift [D] from the statistics [D, F] of the D channels.
+
+    The projection is diag(scale) + U V^T with U and V of low rank. Before training it equals the alignment `moments`.
+    """
 
     def __init__(self, moments: Alignment, statistics: Tensor, options: MlpOptions) -> None:
         super().__init__()
@@ -216,10 +226,10 @@ class _Projection(nn.Module):
 
 @torch.no_grad()
 def _statistics(x: Tensor, y: Tensor, rank: int) -> Tensor:
-    """Standardised statistics [D, F] of every channel in x and in y.
+    """Standardised statistics of every channel in rows x and in rows y, one row for each channel.
 
-    Mean, logarithm of the standard deviation, skewness, kurtosis, and the channel's components in the R directions of
-    largest variance.
+    They are the mean, the logarithm of the standard deviation, skewness, kurtosis, and the channel's components in the
+    `rank` directions of largest variance.
     """
     parts = [part for rows in (x, y) for part in (*_of_channels(rows), *_directions(rows, rank).T)]
     found = torch.stack(parts, dim=1)
@@ -233,7 +243,7 @@ def _of_channels(rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def _directions(rows: Tensor, rank: int) -> Tensor:
-    """The R directions of largest variance [D, R], filled with 0 if the rows have fewer."""
+    """The `rank` directions of largest variance of the rows, [channels, rank]; columns of 0 if the rows have fewer."""
     size = min(rank, *rows.shape)
     found = torch.zeros(rows.shape[1], rank)
     found[:, :size] = torch.pca_lowrank(rows, q=size)[2]
@@ -241,7 +251,7 @@ def _directions(rows: Tensor, rank: int) -> Tensor:
 
 
 def _batches(num: int, size: int, order: torch.Generator) -> list[Tensor]:
-    """All rows in a random order, in batches of about equal size.
+    """Shuffle the indices of `num` rows, and split them into batches of about equal size.
 
     No batch has more than `size` rows, except where `size` is below two.
     """

@@ -15,7 +15,7 @@ __all__ = ["add_alignments"]
 
 
 def add_alignments(model: Any, placed: Mapping[int, PlacedAlignment]) -> None:
-    """Apply each alignment, in float32, to the input of its layer of `model`."""
+    """Make a transformers model apply alignments, in float32, to the input of each layer whose index is in `placed`."""
     computed = {each.digest: each.alignment.to(dtype=torch.float32) for each in placed.values()}
     layers = model.get_decoder().layers
     for index, each in placed.items():

@@ -41,10 +41,10 @@ __all__ = [
 
 
 class LayerAlignment(nn.Module):
-    """The alignment before one layer.
+    """The alignment that a model applies to the input of one of its layers.
 
-    `tensors` are the names of its tensors: `projection` [hidden, hidden] or `scale` [hidden], and optionally `shift`
-    [hidden].
+    `tensors` lists the names of the alignment's tensors: `projection` [hidden, hidden] or `scale` [hidden], and
+    optionally `shift` [hidden]. `factor` multiplies the shift.
     """
 
     projection: Tensor | None
@@ -68,7 +68,7 @@ class LayerAlignment(nn.Module):
 
 
 class _Aligned:
-    """Base class of the aligned model classes, which adds each alignment to the layer before which it is applied."""
+    """Base class of the models with alignments: applies each alignment to the input of the layer that follows it."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]

@@ -33,8 +33,8 @@ PROMPT_OPTIONS = ("add_bos_token", "chat_template", "max_model_len")
 class AlignmentInputs:
     """The models and texts that alignments are learned from, and the kind of alignment.
 
-    `pool` has merges of the family under the names that pairs contain. The texts are the prompts of each objective's
-    samples at `positions`.
+    `pool` has, by name, the recipes of the models that pairs of layers refer to. The texts are the prompts of each
+    objective's samples at `positions`.
     """
 
     family: Family
@@ -45,7 +45,10 @@ class AlignmentInputs:
     kind: Kind
 
     def key(self, pair: LayerPair) -> str:
-        """The cache key of a pair, equal for equal weights and texts, whatever the names of the models."""
+        """The cache key of the alignment of a pair of layers.
+
+        The key depends on the models' weights and on the texts, but not on the names of the models.
+        """
         engine = self.options.model_dump(mode="json")
         document = {
             "hm3 alignment": VERSION,
@@ -59,7 +62,7 @@ class AlignmentInputs:
 
 
 def alignment_file(digest: str) -> Path:
-    """The safetensors file of the alignment with this name, in the cache."""
+    """The path of the safetensors file, in the cache, of the alignment with this digest."""
     return _directory() / f"{digest}.safetensors"
 
 
@@ -68,7 +71,10 @@ def _directory() -> Path:
 
 
 def find_alignment(inputs: AlignmentInputs, pair: LayerPair) -> tuple[str, FittedAlignment] | None:
-    """The name of a pair's alignment, and the alignment; None if it is not in the cache, or its file is damaged."""
+    """The digest and the alignment of a pair of layers from the cache.
+
+    Returns None if the cache does not have the alignment, or its file is damaged.
+    """
     digest = cached(inputs.key(pair))
     if digest is None:
         return None
@@ -80,9 +86,9 @@ def find_alignment(inputs: AlignmentInputs, pair: LayerPair) -> tuple[str, Fitte
 
 
 def keep_alignment(inputs: AlignmentInputs, pair: LayerPair, content: bytes) -> str:
-    """Store a pair's alignment (`FittedAlignment.to_bytes`) in the cache, and return its name.
+    """Store the alignment of a pair of layers in the cache; return its digest, by which recipes name it.
 
-    Raises OSError if the cache cannot be written: a recipe must not name a file that does not exist.
+    `content` is what `FittedAlignment.to_bytes` returned. Raises OSError if the cache cannot be written.
     """
     digest = store_alignment(_directory(), content)
     cached(inputs.key(pair), digest)

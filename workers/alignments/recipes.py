@@ -22,7 +22,10 @@ __all__ = ["PlacedAlignment", "alignments_before", "read_alignments", "unaligned
 
 @dataclass(frozen=True, eq=False)
 class PlacedAlignment:
-    """An alignment before a layer, the digest that names it, and the factor of its shift."""
+    """An alignment that is applied before a layer, with the digest that names it.
+
+    `factor` multiplies the alignment's shift: one over the product of the layer scales up to this place.
+    """
 
     digest: str
     alignment: Alignment
@@ -30,10 +33,10 @@ class PlacedAlignment:
 
 
 def alignments_before(recipe: Recipe) -> tuple[str | None, ...]:
-    """The digest of the alignment before each layer, which the previous layer of the recipe names.
+    """The digest of the alignment before each layer of a recipe; None for layers without one.
 
-    Raises InvalidRecipe, with the layer, for alignments where none is needed: behind the last layer, whose model's
-    final norm and head follow, and between layers that follow each other in their own models.
+    A recipe stores the digest with the layer that precedes the alignment. Raises InvalidRecipe, with the layer's index,
+    for an alignment after the last layer, and for one between layers that follow each other in their own models.
     """
     layers = recipe.canonical().layers
     for index, layer in enumerate(layers):
@@ -50,7 +53,7 @@ def alignments_before(recipe: Recipe) -> tuple[str | None, ...]:
 
 
 def _follow(layer: LayerRecipe, after: LayerRecipe) -> bool:
-    """Whether `after` merges the next layers of the same models in the same way as `layer`."""
+    """Whether the layer `after` merges, in the same way, the layers that follow those of `layer` in their models."""
 
     def next_to(source: Source) -> Source:
         return source if source.layer is None else Source(source.model, source.layer + 1)
@@ -68,14 +71,14 @@ def _follow(layer: LayerRecipe, after: LayerRecipe) -> bool:
 
 
 def unaligned(recipe: Recipe) -> Recipe:
-    """The recipe without its alignments."""
+    """A copy of the recipe without alignments."""
     if all(layer.alignment is None for layer in recipe.layers):
         return recipe
     return replace(recipe, layers=tuple(replace(layer, alignment=None) for layer in recipe.layers))
 
 
 def read_alignments(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> Mapping[int, PlacedAlignment]:
-    """The alignments of a recipe, rounded to `dtype`, by the number of the layer that each is before.
+    """Read the alignments of a recipe, rounded to `dtype`; the key is the index of the layer after the alignment.
 
     Raises InvalidRecipe as `alignments_before`, `branch_factors` and `read_alignment` do.
     """

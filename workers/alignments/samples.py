@@ -22,12 +22,18 @@ MIN_SAMPLES = 10
 
 
 def positions_of(num_samples: Mapping[str, int]) -> dict[str, range]:
-    """The sample positions that are read, by objective, given each objective's number of search samples."""
+    """The positions of the search samples that alignments are learned from, by objective.
+
+    `num_samples` is each objective's number of search samples.
+    """
     return {name: range(math.ceil(SHARE * num)) for name, num in num_samples.items()}
 
 
 def lack_of_samples(num_samples: Mapping[str, int]) -> str | None:
-    """Why alignments cannot be learned from so many search samples of each objective; None if they can."""
+    """The reason why a study has too few search samples to learn alignments from; None if it has enough.
+
+    `num_samples` is each objective's number of search samples.
+    """
     found = sum(len(positions) for positions in positions_of(num_samples).values())
     if found >= MIN_SAMPLES:
         return None
@@ -42,9 +48,9 @@ def lack_of_samples(num_samples: Mapping[str, int]) -> str | None:
 def prompts_of(
     family_dir: str, options: EngineOptions, tasks: Mapping[str, TaskSpec], positions: Mapping[str, Sequence[int]]
 ) -> tuple[tuple[int, ...], ...]:
-    """The tokens of one prompt for each sample; the first option's prompt for multiple choice.
+    """The token ids of one prompt for each sample of every objective.
 
-    Raises InvalidTask.
+    For multiple choice it is the prompt of the first option. Raises InvalidTask if a task cannot be built.
     """
     evaluator = TaskEvaluator(None, Prompts(family_dir, options))
     return tuple(evaluator.requests(tasks[name], at)[0].tokens for name, each in positions.items() for at in each)

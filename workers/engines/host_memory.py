@@ -18,7 +18,7 @@ def free_host_bytes(cgroup: Path = CGROUP) -> int:
 
 
 def _left_by_limit(cgroup: Path) -> Iterator[int]:
-    """Bytes that the cgroup may still allocate; nothing without a limit.
+    """Yield the bytes that the cgroup may still allocate, or nothing if the cgroup has no limit.
 
     Cached file pages count as free, because the kernel can reclaim them.
     """

@@ -14,9 +14,10 @@ KINDS = ("NaN", "infinite")
 
 
 def bad_rows(logits: torch.Tensor) -> torch.Tensor:
-    """Count the rows of `logits` [..., vocabulary] with NaN, and those that are infinite: int64 [2] on the same device.
+    """Count the rows of `logits` [..., vocabulary] that contain NaN, and those that are infinite: int64 [2].
 
-    A row is infinite if it contains +inf or nothing but -inf: its probabilities would be NaN. Other -inf are masks.
+    The counts are on the device of the logits. A row counts as infinite if it contains +inf, or if all its values are
+    -inf, because its probabilities would be NaN. Other values of -inf are masks.
     """
     import torch
 
@@ -25,6 +26,6 @@ def bad_rows(logits: torch.Tensor) -> torch.Tensor:
 
 
 def in_words(counts: Sequence[int], *, num_prompts: int) -> str:
-    """The counts of `bad_rows` that are not 0, as text."""
+    """Describe the two counts of `bad_rows` (NaN, infinite) as text, leaving out a count of 0."""
     found = [(count, kind) for count, kind in zip(counts, KINDS, strict=True) if count]
     return " and ".join(f"{kind} ({count} rows in {num_prompts} prompts)" for count, kind in found)

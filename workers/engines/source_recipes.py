@@ -10,13 +10,13 @@ __all__ = ["base_recipe", "source_recipe"]
 
 
 def base_recipe(family: Family) -> Recipe:
-    """The recipe whose merge is the base model itself."""
+    """The recipe whose merge is the base model, unchanged."""
     num_layers = int(read_config(family.base.directory)["num_hidden_layers"])
     return source_recipe(family, family.base.alias, num_layers=num_layers)
 
 
 def source_recipe(family: Family, alias: str, *, num_layers: int) -> Recipe:
-    """The recipe whose merge is the model `alias` itself."""
+    """The recipe whose merge is the source model with this alias, unchanged."""
     return Recipe.of_model(
         alias,
         models=family.fingerprints,

@@ -21,14 +21,14 @@ INLINE_KEYS = frozenset({"file", "prompt", "answer", "until", "max_tokens"})
 
 @dataclass(frozen=True)
 class InlineRow:
-    """One sample of an inline task: the prompt, and the answer that the whole completion must equal."""
+    """One sample of an inline task: the prompt, and the answer that a model's completion must equal as a whole."""
 
     prompt: str
     answer: str
 
 
 def read_inline(task: Mapping[str, Any]) -> list[InlineRow]:
-    """The samples of an inline JSONL task, in file order. Raises InvalidTask with file, line and reason."""
+    """Read the samples of an inline JSONL task in file order. Raises InvalidTask with file, line and reason."""
     if unknown := sorted(set(task) - INLINE_KEYS):
         raise InvalidTask(f"inline task: unknown key {unknown[0]!r}; known are {', '.join(sorted(INLINE_KEYS))}")
     file = str(task["file"])
@@ -52,10 +52,10 @@ def read_inline(task: Mapping[str, Any]) -> list[InlineRow]:
 
 
 class RowTemplates:
-    """Jinja templates for `prompt` and `answer` over a row's fields.
+    """Jinja templates that make the prompt and the answer from the fields of a JSONL line.
 
-    Messages call the answer `answer_name`, and begin with `where`. A null is written as None, or refused if
-    `refuse_null`. Raises InvalidTask for an invalid template.
+    A field that is null is written as None, or refused if `refuse_null` is true. Error messages begin with `where` and
+    call the answer `answer_name`. Raises InvalidTask for an invalid template.
     """
 
     def __init__(
@@ -74,9 +74,10 @@ class RowTemplates:
                 raise InvalidTask(f"{where}: {self._of(key)} is not valid: {error.message}") from error
 
     def row(self, fields: Mapping[str, Any], *, where: str) -> InlineRow:
-        """The prompt and answer that the templates give for `fields`.
+        """Make the prompt and the answer from `fields`.
 
-        Raises InvalidTask, with a message that begins with `where`.
+        Raises InvalidTask, with a message that begins with `where`, if a template cannot be rendered or the prompt is
+        empty.
         """
         rendered = {}
         for key, template in self._compiled.items():
@@ -106,7 +107,7 @@ class RowTemplates:
 
 
 class _NullError(ValueError):
-    """A template writes a value that is null."""
+    """A template uses a field whose value is null."""
 
 
 def _not_null(value: Any) -> Any:
@@ -120,9 +121,9 @@ def _environment() -> SandboxedEnvironment:
 
 
 def _undefined(template: str, fields: Mapping[str, Any]) -> str:
-    """The names in a template that a line does not define.
+    """Describe what a template uses that the fields of a line do not define.
 
-    Values of the line are not quoted, because a template could show any value.
+    The text does not quote values of the line, because a template could show any value.
     """
     environment = _environment()
     names = meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys() - fields.keys()
@@ -130,7 +131,10 @@ def _undefined(template: str, fields: Mapping[str, Any]) -> str:
 
 
 def parse_line(line: bytes, *, where: str) -> dict[str, Any]:
-    """The JSON object in a line. Raises InvalidTask; the message begins with `where`."""
+    """Parse a line of a JSONL file as a JSON object.
+
+    Raises InvalidTask, with a message that begins with `where`, if it is something else.
+    """
     try:
         fields = json.loads(line.decode())
     except UnicodeDecodeError as error:

@@ -21,11 +21,11 @@ LOOKED_AT = 50  # the first documents of each subtask
 
 @dataclass(frozen=True)
 class Lengths:
-    """Mean numbers of tokens of a sample.
+    """Mean numbers of tokens of a task's samples.
 
-    `read` counts its prompts, or all its options with their prompts. `answered` counts completions that are as long as
-    the reference answers, and `limit` completions that only end at the task's limit. Without references, `answered`
-    equals `limit`.
+    `read` is the mean number of tokens that a model reads: the prompt, or all options with their prompts. `answered` is
+    the mean length of completions that are as long as the reference answers. `limit` is the mean length of completions
+    that only end at the task's limit. Without reference answers, `answered` equals `limit`.
     """
 
     read: float
@@ -34,10 +34,11 @@ class Lengths:
 
 
 def lengths_of(spec: TaskSpec, prompts: Prompts, *, cache: str | Path | None = None) -> Lengths:
-    """The lengths of the first documents of each subtask. Raises InvalidTask as `TaskEvaluator.describe` for these.
+    """Measure the mean numbers of tokens over the first documents of each subtask of a task.
 
-    Importing the tokenizer takes seconds. Therefore the lengths of an inline task, whose content is known, are cached;
-    `cache` as in `workers.cache.cache_dir`.
+    The results for inline tasks, whose content is known, are cached, because importing the tokenizer takes seconds;
+    `cache` is as in `workers.cache.cache_dir`. Raises InvalidTask if the task cannot be built or one of these documents
+    cannot be tokenized.
     """
     if spec.content is None or not isinstance(spec.task, Mapping):
         return _counted(spec, prompts)
@@ -70,7 +71,10 @@ def _counted(spec: TaskSpec, prompts: Prompts) -> Lengths:
 
 
 def _reference_tokens(task: Any, document: Any, prompts: Prompts) -> int:
-    """Tokens of the longest right answer, with the token that ends it; 0 without a reference."""
+    """The number of tokens of a document's longest right answer, including the token that ends a completion.
+
+    Returns 0 if the document has no reference answer.
+    """
     from workers.evaluation.references import reference_texts
 
     if task.OUTPUT_TYPE != "generate_until":

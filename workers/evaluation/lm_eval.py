@@ -34,7 +34,7 @@ KNOWN_ARGUMENTS = frozenset(
 
 @dataclass(frozen=True)
 class Scored:
-    """Scored samples in the order of the spans, and the hash of the prompts of each objective."""
+    """Scored samples in the order of the requested spans, and the hash of each objective's prompts."""
 
     samples: tuple[SampleResult, ...]
     prompts: Mapping[str, str]
@@ -42,7 +42,10 @@ class Scored:
 
 @dataclass(frozen=True)
 class _Request:
-    """One tokenized request. `instance` is lm-eval's request and is never modified."""
+    """A tokenized request with the request of lm-eval (`instance`) that it was made from.
+
+    `instance` is never modified.
+    """
 
     instance: Any
     tokenized: Generation | Continuation
@@ -51,7 +54,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A task and its tokenized requests, `requests[subtask][document]`."""
+    """A task with its tokenized requests, which are stored by subtask and document: `requests[subtask][document]`."""
 
     task: BuiltTask
     requests: tuple[tuple[tuple[_Request, ...], ...], ...]
@@ -77,7 +80,7 @@ class _Prepared:
 
 
 class BackendLM(TemplateLM):  # type: ignore[misc]
-    """A backend as a model of lm-eval, which lm-eval's own evaluator can use too."""
+    """Adapter that makes a backend a language model of lm-eval, so that lm-eval's own evaluator can use it too."""
 
     def __init__(self, backend: Backend | None, prompts: Prompts) -> None:
         super().__init__()
@@ -97,7 +100,7 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before an option without a context: BOS, or else end of text."""
+        """The token that precedes an option without a prompt: BOS, or end of text if the tokenizer has no BOS."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
 
@@ -113,9 +116,9 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
         return self.prompts.encode(string, special_tokens=add_special_tokens)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The messages as text.
+        """Render chat messages as text.
 
-        Raises InvalidTask if the template refuses the messages, for example a system prompt.
+        Raises InvalidTask if the chat template refuses the messages, for example a system prompt.
         """
         import jinja2
 
@@ -134,7 +137,11 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
         return str(text)
 
     def tokenize(self, instance: Any) -> tuple[Generation | Continuation, bool]:
-        """The request as tokens, and whether the beginning of its prompt was cut to fit. Raises InvalidTask."""
+        """Tokenize a request of lm-eval.
+
+        Returns the tokenized request, and whether the beginning of its prompt was cut to fit the model's maximum
+        length. Raises InvalidTask for requests that backends cannot answer.
+        """
         if instance.request_type == "generate_until":
             context, arguments = instance.args
             return self._generation(context, arguments, seed=int(instance.doc_id or 0))
@@ -213,11 +220,11 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
 
 
 class TaskEvaluator:
-    """Scores spans of tasks with one backend. `backend` may be None if nothing is scored.
+    """Scores samples of tasks with one backend.
 
-    `metrics` computes the values. By default it runs in this process, whose main thread must then call `score`. Tasks
-    stay prepared, the most recently used first, up to MAX_KEPT_TOKENS prompt tokens together; the tasks of one call of
-    `score` always stay.
+    `backend` may be None if nothing is scored. `metrics` computes the values; by default this happens in this process,
+    whose main thread must then call `score`. Tokenized tasks are kept, the most recently used first, up to
+    MAX_KEPT_TOKENS prompt tokens together. The tasks of one call of `score` are always kept.
     """
 
     def __init__(self, backend: Backend | None, prompts: Prompts, *, metrics: Metrics | None = None) -> None:
@@ -227,13 +234,16 @@ class TaskEvaluator:
         self._prepared: dict[str, _Prepared] = {}  # by the task's digest, least recently used first
 
     def with_backend(self, backend: Backend) -> TaskEvaluator:
-        """An evaluator with the same tasks and tokenized requests, and another backend."""
+        """A new evaluator with another backend that shares this one's tasks and tokenized requests."""
         other = TaskEvaluator(backend, self.lm.prompts, metrics=self._metrics)
         other._prepared = self._prepared
         return other
 
     def describe(self, spec: TaskSpec) -> TaskInfo:
-        """The task's size and kind, and how many prompts were cut to `max_model_len`. Raises InvalidTask."""
+        """Build a task, and return facts about it, including how many prompts were cut to `max_model_len`.
+
+        Raises InvalidTask if the task cannot be built.
+        """
         prepared = self._prepare(spec)
         self._forget_all_but({spec.digest})
         return replace(prepared.task.info, num_truncated=prepared.num_truncated)
@@ -243,21 +253,25 @@ class TaskEvaluator:
         return not (isinstance(first, Generation) and first.temperature > 0)
 
     def requests(self, spec: TaskSpec, position: int) -> tuple[Generation | Continuation, ...]:
-        """The tokenized requests of one sample."""
+        """The tokenized requests of the sample at `position` of a task."""
         return tuple(request.tokenized for request in self._prepare(spec).at(position))
 
     def task(self, spec: TaskSpec) -> BuiltTask:
-        """The built task. Raises InvalidTask."""
+        """The task that `spec` describes, built if necessary. Raises InvalidTask if it cannot be built."""
         return self._prepare(spec).task
 
     def instances(self, spec: TaskSpec, position: int) -> tuple[Any, ...]:
-        """lm-eval's own requests of one sample, in the order of `requests`; they must not be modified."""
+        """The requests of lm-eval for the sample at `position`, in the order of `requests`.
+
+        They must not be modified.
+        """
         return tuple(request.instance for request in self._prepare(spec).at(position))
 
     def score(self, spans: Sequence[Span]) -> Scored:
-        """Score every sample of `spans`, in one batch of completions and one of options for all spans.
+        """Score every sample of `spans`.
 
-        Raises InvalidTask if a span exceeds its task's data, MetricFailed, and the errors of the backend.
+        The backend gets one batch of completions and one of options for all spans. Raises InvalidTask if a span exceeds
+        its task's data, MetricFailed if a metric fails, and the errors of the backend.
         """
         prepared = [self._requests_of(span) for span in spans]
         self._forget_all_but({span.task.digest for span in spans})
@@ -284,7 +298,7 @@ class TaskEvaluator:
         return [(position, prepared.at(position)) for position in range(span.start, span.stop)]
 
     def _ask(self, requests: Sequence[_Request]) -> list[Any]:
-        """The backend's answers, in the order of the requests."""
+        """Let the backend answer requests; the answers are in the order of the requests."""
         assert self.backend is not None
         answers: list[Any] = [None] * len(requests)
         generations = {i: r.tokenized for i, r in enumerate(requests) if isinstance(r.tokenized, Generation)}
@@ -326,7 +340,7 @@ class TaskEvaluator:
         return prepared
 
     def _forget_all_but(self, in_use: Collection[str]) -> None:
-        """Forget other tasks, least recently used first, while there are more than MAX_KEPT_TOKENS tokens."""
+        """Drop tokenized tasks that are not in use, least recently used first, until MAX_KEPT_TOKENS is respected."""
         kept = sum(prepared.num_tokens for prepared in self._prepared.values())
         for digest in [digest for digest in self._prepared if digest not in in_use]:
             if kept <= MAX_KEPT_TOKENS:
@@ -336,7 +350,11 @@ class TaskEvaluator:
 
 
 def tokenized_requests(lm: BackendLM, task: Any, *, limit: int | None = None) -> tuple[tuple[_Request, ...], ...]:
-    """The requests of the first `limit` documents (None: all) of an lm-eval task, by document. Raises InvalidTask."""
+    """The tokenized requests of an lm-eval task, one tuple for each document.
+
+    Only the first `limit` documents are tokenized, or all if `limit` is None. Raises InvalidTask if a document cannot
+    be tokenized.
+    """
     options = lm.prompts.options
     task.build_all_requests(
         limit=limit,
@@ -362,16 +380,16 @@ def tokenized_requests(lm: BackendLM, task: Any, *, limit: int | None = None) ->
 
 
 def describe(specs: Sequence[TaskSpec], *, directory: str, options: EngineOptions) -> tuple[TaskInfo, ...]:
-    """Describe each task for the model in `directory`, as `TaskEvaluator.describe`.
+    """Facts about each task, such as its size and how many prompts are too long, for the model in `directory`.
 
-    Needs its tokenizer, but no engine.
+    This needs the model's tokenizer, but no engine. Raises InvalidTask if a task cannot be built.
     """
     evaluator = TaskEvaluator(None, Prompts(directory, options))
     return tuple(map(evaluator.describe, specs))
 
 
 def _temperature(arguments: Mapping[str, Any]) -> float:
-    """The task's sampling temperature: 0 (greedy) without a temperature and without do_sample."""
+    """The sampling temperature in a task's generation arguments, or 0 (greedy) if they do not ask for sampling."""
     if arguments.get("do_sample") is False:
         return 0.0
     given = arguments.get("temperature")
@@ -379,7 +397,7 @@ def _temperature(arguments: Mapping[str, Any]) -> float:
 
 
 def _answers(subtask: int, answered: Sequence[tuple[_Request, Any]]) -> Answers:
-    """The answers by lm-eval's instances: an instance that is repeated has several requests."""
+    """Group the answers to one sample by lm-eval's requests; a request that lm-eval repeats has several answers."""
     by_instance: dict[int, list[Any]] = {}
     for request, answer in answered:
         by_instance.setdefault(id(request.instance), []).append(
@@ -400,7 +418,7 @@ def _tokens(answers: Sequence[Any]) -> tuple[tuple[int, ...], ...] | None:
 
 
 def _hash(prompts: Iterable[Sequence[int]]) -> str:
-    """sha256 (hex) of the token ids of prompts, each prefixed with its length."""
+    """The sha256 (hex) of the token ids of several prompts, each preceded by its length."""
     total = hashlib.sha256()
     for tokens in prompts:
         total.update(np.asarray([len(tokens), *tokens], dtype="<i8").tobytes())

@@ -42,10 +42,11 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class MetricProcess:
-    """Computes `metrics.Metrics` in another process, which is started at once, and again after it has ended.
+    """A separate process that computes metrics of answers (`metrics.Metrics`).
 
-    A sample whose metric twice takes longer than `sample_limit_s`, or ends the process, raises MetricFailed. Only one
-    thread may use it at a time. Linux kills the process when the thread that started it ends.
+    The process is started at once, and started again after it has ended. MetricFailed is raised for a sample whose
+    metric twice takes longer than `sample_limit_s` or twice ends the process. Only one thread may use the object at a
+    time. Linux kills the process when the thread that started it ends.
     """
 
     def __init__(self, *, sample_limit_s: float = SAMPLE_LIMIT_S, task_limit_s: float = TASK_LIMIT_S) -> None:
@@ -59,7 +60,7 @@ class MetricProcess:
         return self._process.pid
 
     def open(self, task: BuiltTask, documents: Documents) -> None:
-        """Send the task and its documents; returns before the process has built the task.
+        """Send a task and its documents to the process, without waiting until the process has built the task.
 
         Raises InvalidTask if the documents cannot be sent.
         """
@@ -71,10 +72,10 @@ class MetricProcess:
             self._send(pickle.dumps(("close", digest)))
 
     def values(self, digest: str, answers: Sequence[Answers]) -> list[float]:
-        """The metric of each sample, all of them finite. Raises MetricFailed.
+        """The metric's value for each sample of a task; all values are finite.
 
-        Raises InvalidTask if the process cannot build the task, and EngineUnavailable if it ends or hangs twice while
-        building.
+        `digest` names the task. Raises MetricFailed if the metric fails, InvalidTask if the process cannot build the
+        task, and EngineUnavailable if the process ends or hangs twice while it builds the task.
         """
         task = self._tasks[digest][0]
         values: list[float] = []
@@ -99,7 +100,7 @@ class MetricProcess:
             is_retry = True
 
     def stop(self) -> str:
-        """Kill the process, and return how it ended. May be called twice."""
+        """Kill the process, and return how it ended: its exit code or signal. May be called twice."""
         self._connection.close()
         self._process.kill()
         code = self._process.wait()
@@ -116,7 +117,7 @@ class MetricProcess:
             )
 
     def _restart(self) -> str:
-        """Replace the process, which has ended or hangs. Returns how it ended."""
+        """Start a new process in place of one that has ended or hangs; return how the old one ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):  # the pipe closes just before the process ends
             self._process.wait(timeout=0.5)
         how = self.stop()
@@ -149,10 +150,10 @@ class MetricProcess:
 
 
 def serve() -> None:
-    """Run the metric process until the other end of its pipe closes.
+    """Main function of the metric process, which runs until the other end of its pipe closes.
 
-    The command's argument is the descriptor of its end of the pipe. The reply to "values" is None once the task is
-    built, then lists of values. An error ends the process.
+    The only argument on the command line is the file descriptor of this process's end of the pipe. The reply to
+    "values" is None once the task is built, and then lists of values. An error ends the process.
     """
     _prepare_signals()
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))

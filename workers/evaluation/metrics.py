@@ -24,10 +24,10 @@ Documents = tuple[Mapping[int, Any], ...]
 
 @dataclass(frozen=True)
 class Answers:
-    """A backend's answers to one sample.
+    """The answers of a backend to one sample.
 
-    `responses[i]` has the answers to its i-th request, as many as lm-eval repeats it. `subtask` is an index in
-    BuiltTask.subtasks, `document` lm-eval's `doc_id` in that subtask.
+    `responses[i]` has the answers to the sample's i-th request, several if lm-eval repeats the request. `subtask` is an
+    index in BuiltTask.subtasks, `document` is lm-eval's `doc_id` in that subtask.
     """
 
     subtask: int
@@ -36,19 +36,22 @@ class Answers:
 
 
 class Metrics(Protocol):
-    """Computes the values of tasks that were opened before, which are named by the digest of their TaskSpec."""
+    """Interface for computing the metric's values of samples, for tasks that were opened before.
+
+    A task is named by the digest of its TaskSpec.
+    """
 
     def open(self, task: BuiltTask, documents: Documents) -> None: ...
 
     def close(self, digest: str) -> None: ...
 
     def values(self, digest: str, answers: Sequence[Answers]) -> list[float]:
-        """The metric of each sample, all of them finite. Raises MetricFailed."""
+        """The metric's value for each sample of the task `digest`; all are finite. Raises MetricFailed."""
         ...
 
 
 class LocalMetrics:
-    """Computes values in this process, whose main thread must call it."""
+    """Computes the metric's values of samples in this process, in whose main thread it must be called."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, tuple[BuiltTask, Documents]] = {}
@@ -63,7 +66,7 @@ class LocalMetrics:
         return [self.value(digest, each) for each in answers]
 
     def value(self, digest: str, answers: Answers) -> float:
-        """The metric of one sample.
+        """The metric's value for one sample.
 
         Raises MetricFailed for an error of the metric or of a filter, and for a result that is not a finite number.
         """
@@ -85,13 +88,13 @@ class LocalMetrics:
 
 
 def failure(task: BuiltTask, answers: Answers, what: str) -> MetricFailed:
-    """The error that names the task, the metric and the document."""
+    """The MetricFailed to raise for a sample; its message names the task, the metric and the document, then `what`."""
     name = task.subtasks[answers.subtask].name
     return MetricFailed(f"task {name}, document {answers.document}: metric {task.spec.metric!r} {what}")
 
 
 def _results(subtask: Subtask, document: Any, answers: Answers) -> Mapping[str, Any]:
-    """lm-eval's results for the answers to one document, by metric."""
+    """Apply lm-eval's filters and metrics to the answers to one document; the result is by the metric's name."""
     from lm_eval.api.instance import Instance
 
     instances = [

@@ -25,9 +25,10 @@ LOGPROB_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
 
 @dataclass(frozen=True)
 class Generation:
-    """Tokens to continue until `max_tokens` new ones, end of text or one of the strings `stop`.
+    """A request for a completion of the prompt `tokens`.
 
-    `temperature` 0 is greedy; above it, `seed` fixes the draw.
+    The completion ends after `max_tokens` tokens, at the end of text, or before one of the strings in `stop`. With
+    `temperature` 0 it is greedy; above 0, `seed` fixes the random draw.
     """
 
     tokens: tuple[int, ...]
@@ -41,7 +42,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Continuation:
-    """Tokens to read. All after the first `num_context` (at least 1) are scored."""
+    """A request for the log-likelihood of the end of a text: all tokens after the first `num_context` (>= 1)."""
 
     tokens: tuple[int, ...]
     num_context: int
@@ -49,28 +50,31 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Completion:
-    """A backend's completion: `text` without the stop string or end-of-text token that ended it, `tokens` with it."""
+    """A backend's completion of a prompt, as text and as token ids.
+
+    `text` excludes the stop string or end-of-text token that ended the completion; `tokens` includes it.
+    """
 
     text: str
     tokens: tuple[int, ...]
 
 
 class Backend(Protocol):
-    """Answers requests: the warm engine, or plain transformers."""
+    """Interface of what answers requests: the warm engine, or plain transformers."""
 
     def generate(self, requests: Sequence[Generation]) -> list[Completion]: ...
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
-        """For each request, the log-likelihood of the scored tokens, and whether all are the likeliest.
+        """For each request, the log-likelihood (natural) of the scored tokens, and whether greedy decoding gives them.
 
-        The logarithm is natural.
+        The scored tokens of a request are those after its first `num_context`.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The tokenizer of the model in `directory`, applied according to `options`."""
+    """Tokenizer of the model in `directory`, with the options of a study that affect prompts."""
 
     directory: str
     options: EngineOptions
@@ -81,12 +85,12 @@ class Prompts:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The model's configuration with common key names, with defaults filled in."""
+        """The model's configuration, with the same key names for every model type and with defaults filled in."""
         return read_config(self.directory)
 
     @property
     def max_length(self) -> int:
-        """The largest number of tokens in prompt and completion together.
+        """The largest number of tokens in a prompt and its completion together.
 
         It is the option `max_model_len`, or the model's own maximum if that is less.
         """
@@ -94,7 +98,10 @@ class Prompts:
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """All tokens that end a text: those of the tokenizer, the configuration and the generation configuration."""
+        """The ids of all tokens that end a text.
+
+        They come from the tokenizer, the configuration and the generation configuration.
+        """
         file = Path(self.directory) / "generation_config.json"
         declared = [
             self.tokenizer.eos_token_id,
@@ -107,10 +114,11 @@ class Prompts:
         return tuple(sorted(ids))
 
     def encode(self, text: str, *, special_tokens: bool | None = None) -> list[int]:
-        """Token ids from the model's tokenizer, with at most one BOS in front.
+        """Tokenize a text, with at most one BOS token in front.
 
-        `special_tokens` False adds none (continuations); None follows `options.add_bos_token`, whose default is what
-        the tokenizer does. A text that already begins with BOS (chat templates write it) does not get a second one.
+        With `special_tokens` False no special tokens are added, as for text that continues a prompt. With None the
+        option `add_bos_token` decides, whose default is what the tokenizer does. A text that already begins with BOS,
+        as chat templates write it, does not get a second one.
         """
         bos = self.tokenizer.bos_token_id
         add = self.options.add_bos_token if special_tokens is None else special_tokens
@@ -120,7 +128,7 @@ class Prompts:
         return ids[1:] if len(ids) > 1 and ids[0] == ids[1] == bos else ids
 
     def decode(self, prompt: Sequence[int], completion: Sequence[int]) -> str:
-        """The text that `completion` adds after `prompt`, special tokens included."""
+        """The text, special tokens included, that the tokens of `completion` add to the text of `prompt`."""
         tail = list(prompt[-8:])  # decoded without them, a completion would lose the space before its first word
         before = self._text(tail)
         after = self._text([*tail, *completion])

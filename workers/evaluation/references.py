@@ -24,9 +24,10 @@ CHECKED = 100  # documents of each subtask whose targets are checked
 
 @dataclass(frozen=True)
 class Reading:
-    """Tokens to read; those after the first `num_context` are scored.
+    """A text for a model to read: the tokens of a prompt followed by an answer.
 
-    If `ends` is not empty, one of its tokens must follow, and is scored too.
+    The log-likelihood is that of the tokens after the first `num_context`. If `ends` is not empty, the text is followed
+    by any one of these tokens, whose likelihood counts too.
     """
 
     tokens: tuple[int, ...]
@@ -40,11 +41,12 @@ class Reading:
 
 @dataclass(frozen=True)
 class Target:
-    """The data for the loss of one sample.
+    """What the loss of one sample is computed from.
 
-    Without `scales`, `readings` are right completions; the loss is the negative log-likelihood (natural log) of the
-    likeliest. With `scales`, `readings` are the options of a multiple choice; the loss is the cross-entropy, over all
-    options, of the likeliest of those in `right`. An option's log-likelihood is multiplied by its scale.
+    If `scales` is None, `readings` are alternative right completions; the loss is the negative log-likelihood (natural
+    log) of the most likely one. Otherwise `readings` are the options of a multiple choice, and `right` has the indices
+    of the right ones. Then the loss is the cross-entropy, over all options, of the most likely right option; an
+    option's log-likelihood is multiplied by its scale.
     """
 
     readings: tuple[Reading, ...]
@@ -53,9 +55,10 @@ class Target:
 
     @property
     def size(self) -> float:
-        """The unit of the loss: for a completion its mean number of scored tokens, for a multiple choice ln(options).
+        """The unit by which the loss of this sample is divided to make tasks comparable.
 
-        The mean is over the alternative right completions.
+        For a completion it is the number of scored tokens (the mean over alternative right completions), for a multiple
+        choice the natural logarithm of the number of options.
         """
         if self.scales is not None:
             return math.log(len(self.readings))
@@ -63,7 +66,10 @@ class Target:
 
 
 class References:
-    """The targets of the tasks' samples, tokenized as `evaluator` tokenizes prompts. Each is built once."""
+    """The loss targets of tasks' samples, made of the right answers and tokenized as `evaluator` tokenizes prompts.
+
+    The targets of a task are built once.
+    """
 
     def __init__(self, evaluator: TaskEvaluator) -> None:
         self._evaluator = evaluator
@@ -71,7 +77,10 @@ class References:
         self._units: dict[str, float] = {}
 
     def targets(self, spec: TaskSpec) -> tuple[Target, ...]:
-        """The targets by position. Raises InvalidTask if a sample has no reference."""
+        """The loss targets of a task's samples, by position.
+
+        Raises InvalidTask if a sample has no right answer that a model could read.
+        """
         known = self._targets.get(spec.digest)
         if known is None:
             positions = range(len(self._evaluator.task(spec).order))
@@ -79,10 +88,10 @@ class References:
         return known
 
     def unit(self, spec: TaskSpec) -> float:
-        """The mean `Target.size` of the task's samples.
+        """The mean `Target.size` of a task's samples, by which the task's losses are divided.
 
-        Losses divided by it are comparable between tasks: nats per token of an answer, or for a multiple choice 1 at
-        chance level.
+        The quotients are comparable between tasks: nats per token of an answer, or for a multiple choice 1 at chance
+        level.
         """
         known = self._units.get(spec.digest)
         if known is None:
@@ -91,9 +100,9 @@ class References:
         return known
 
     def of_completion(self, spec: TaskSpec, position: int, tokens: Sequence[int]) -> Target:
-        """The target for a model's own completion of a sample, whose `tokens` include the one that ended it.
+        """The loss target made of a model's own completion of a sample, in place of the right answer.
 
-        Raises InvalidTask if the sample is a multiple choice.
+        `tokens` include the token that ended the completion. Raises InvalidTask if the sample is a multiple choice.
         """
         (request, *_) = self._evaluator.requests(spec, position)
         if not isinstance(request, Generation):
@@ -138,17 +147,17 @@ class References:
         return Reading((*request.tokens, *tokens[: request.max_tokens]), len(request.tokens), ends)
 
     def _ends(self, stops: Sequence[str]) -> tuple[int, ...]:
-        """The tokens any of which ends a completion: end of text, and stop strings that are one token."""
+        """The ids of all tokens that end a completion: end of text, and those of `stops` that are a single token."""
         prompts = self._evaluator.lm.prompts
         encoded = [prompts.encode(stop, special_tokens=False) for stop in stops]
         return tuple(sorted({*prompts.stop_token_ids, *(ids[0] for ids in encoded if len(ids) == 1)}))
 
 
 def lack_of_references(spec: TaskSpec) -> str | None:
-    """Why the task's samples have no references for teacher forcing; None if they have.
+    """The reason why a task's samples have no right answers that a model could read; None if they have.
 
-    Looks at some samples, without a tokenizer. Raises InvalidTask as `tasks.check_task`, which also refuses tasks that
-    execute code.
+    Only some samples are checked, without a tokenizer. Raises InvalidTask in the cases of `tasks.check_task`, for
+    example if the task executes code.
     """
     for subtask in build_task(spec).subtasks:
         if reason := _lack_of_some(subtask):
@@ -157,7 +166,7 @@ def lack_of_references(spec: TaskSpec) -> str | None:
 
 
 def reference_texts(task: Any, document: Any) -> tuple[str, ...]:
-    """The right answers of a document of a generating lm-eval task; none if it has no reference."""
+    """The right answers of a document of a generating lm-eval task, as texts; empty if it has none."""
     return () if _lack(task, document) else tuple(_texts(task, document))
 
 
@@ -167,7 +176,7 @@ def _lack_of_some(subtask: Subtask) -> str | None:
 
 
 def _lack(task: Any, document: Any) -> str | None:
-    """Why a document has no reference; None if it has one."""
+    """The reason why a document has no right answer that a model could read; None if it has one."""
     try:
         if task.OUTPUT_TYPE == "multiple_choice":
             if not _right_options(task, document):
@@ -186,7 +195,7 @@ def _lack(task: Any, document: Any) -> str | None:
 
 
 def _texts(task: Any, document: Any) -> list[str]:
-    """The right answers of a generating task, as lm-eval compares completions with them."""
+    """The right answers of a document of a generating task, as lm-eval compares completions with them."""
     target = task.doc_to_target(document)
     if task.config.doc_to_choice is not None and isinstance(target, int):
         target = task.doc_to_choice(document)[target]
@@ -197,7 +206,7 @@ def _texts(task: Any, document: Any) -> list[str]:
 
 
 def _right_options(task: Any, document: Any) -> tuple[int, ...]:
-    """The indices of the right options, as lm-eval judges them."""
+    """The indices of the options of a document that lm-eval counts as right."""
     options = task.doc_to_choice(document)
     gold = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
     each = gold if isinstance(gold, list) else [gold]
@@ -206,9 +215,10 @@ def _right_options(task: Any, document: Any) -> tuple[int, ...]:
 
 
 def _scales(options: Sequence[str], metric: str) -> tuple[float, ...]:
-    """The factors of the options' log-likelihoods.
+    """The factor for the log-likelihood of each option of a multiple choice.
 
-    A metric that divides by lengths has the mean length over each length, any other metric 1.
+    For a metric that divides by lengths it is the mean length of the options divided by the option's length; for any
+    other metric it is 1.
     """
     if metric == "acc_norm":
         lengths = [max(1, len(option)) for option in options]
@@ -225,7 +235,7 @@ def _alternatives(readings: Sequence[Reading]) -> Target:
 
 
 def _delimiter(task: Any, *, has_template: bool) -> str:
-    """The text that lm-eval puts between a prompt and its answer; empty after a chat template."""
+    """The text that lm-eval puts between a prompt and its answer; "" after a chat template."""
     prefix = task.config.gen_prefix
     if has_template and not (prefix and not str(prefix)[-1:].isspace()):
         return ""

@@ -34,11 +34,11 @@ DIRECTORIES = ("data_dir", "cache_dir")
 
 @contextlib.contextmanager
 def guarded_loading(directory: Path | None, access: FileAccess | None) -> Iterator[None]:
-    """Limit what lm-eval reads, in a context in which it builds a task.
+    """Context manager that limits what lm-eval may read while it builds a task.
 
-    Data files are relative to `directory` (None: the process's). Files outside `access` (None: no limit) are refused,
-    and so are data sets without files, for which `datasets` would search the disk. An unreachable hub is not waited
-    for. Raises InvalidTask inside.
+    Relative paths of data files start at `directory`, or at the current directory if it is None. Files outside `access`
+    are refused, unless it is None (no limit). So are data sets without files, for which `datasets` would search the
+    disk. Waiting for a hub that cannot be reached is avoided. Refusals are raised as InvalidTask inside the context.
     """
     import datasets
     from lm_eval.tasks import _yaml_loader
@@ -55,7 +55,7 @@ def guarded_loading(directory: Path | None, access: FileAccess | None) -> Iterat
 
 
 def _confine_templates() -> None:
-    """Render lm-eval's templates in Jinja's sandbox: they are data, and must not run Python code."""
+    """Make lm-eval render templates in Jinja's sandbox: templates are data and must not run Python code."""
     from lm_eval import utils
 
     if not isinstance(utils.env, SandboxedEnvironment):
@@ -82,7 +82,10 @@ def _wrapped(module: Any, name: str, wrapper: Wrapper) -> Iterator[None]:
 
 
 def _yaml_guard(access: FileAccess) -> Wrapper:
-    """A guard of `_make_loader(directory)`, which lm-eval calls for every YAML file with the file's real directory."""
+    """Make a wrapper of lm-eval's `_make_loader(directory)` that refuses YAML files outside `access`.
+
+    lm-eval calls `_make_loader` for every YAML file, with the file's directory.
+    """
 
     def wrapper(make_loader: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(directory: Path, **options: Any) -> Any:
@@ -96,7 +99,10 @@ def _yaml_guard(access: FileAccess) -> Wrapper:
 
 
 def _function_guard(access: FileAccess) -> Wrapper:
-    """A guard of `_import_func_in_yml(name, directory)`, called for each `!function` in the directory's files."""
+    """Make a wrapper of lm-eval's `_import_func_in_yml(name, directory)` that refuses code outside trusted directories.
+
+    lm-eval calls `_import_func_in_yml` for each Python function (`!function`) that a YAML file in `directory` names.
+    """
 
     def wrapper(import_function: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(name: str, directory: Path) -> Any:
@@ -110,7 +116,7 @@ def _function_guard(access: FileAccess) -> Wrapper:
 
 
 def _data_guard(access: FileAccess | None) -> Wrapper:
-    """A guard of `datasets.load_dataset`."""
+    """Make a wrapper of `datasets.load_dataset` that refuses data files outside `access`."""
 
     def wrapper(load_dataset: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(path: str, name: str | None = None, **options: Any) -> Any:
@@ -137,9 +143,9 @@ def _data_guard(access: FileAccess | None) -> Wrapper:
 
 
 def _local_files(path: str, options: Mapping[str, Any], *, is_format: bool) -> Iterator[Path]:
-    """The files and directories on this machine that `load_dataset` would read or write.
+    """The files and directories on this machine that `datasets.load_dataset` would read or write for these arguments.
 
-    Raises InvalidTask for addresses of other kinds than those of the web and the hub.
+    Raises InvalidTask for addresses that are neither files, nor on the web or the hub.
     """
     for key in DIRECTORIES:
         if directory := options.get(key):
@@ -157,7 +163,7 @@ def _local_files(path: str, options: Mapping[str, Any], *, is_format: bool) -> I
 
 
 def _matches(pattern: Path) -> Iterator[Path]:
-    """The directory in which a path with wild cards begins, and every file that matches it."""
+    """Yield the directory in which a path with wildcards begins, then every file that matches the path."""
     text = str(_place(str(pattern)))
     if not glob.has_magic(text):
         yield Path(text)
@@ -172,7 +178,7 @@ def _place(path: str) -> Path:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The texts in a value of nested lists and mappings."""
+    """Yield all strings in a value made of nested lists and mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -182,7 +188,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _is_shipped(directory: Path) -> bool:
-    """Whether the directory belongs to lm-eval's own tasks."""
+    """Whether the directory is one of those that lm-eval's own tasks are in."""
     return Path(directory).is_relative_to(_shipped_dir())
 
 

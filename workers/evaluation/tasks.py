@@ -40,7 +40,10 @@ OUTPUT_TYPES = ("generate_until", "loglikelihood", "multiple_choice")
 
 @dataclass(frozen=True)
 class Subtask:
-    """One lm-eval task. `task` is lm-eval's object, `filter` the name of the filter whose results count."""
+    """One lm-eval task of the several that a task may consist of.
+
+    `task` is lm-eval's object, `filter` the name of the lm-eval filter whose results are used.
+    """
 
     name: str
     task: Any
@@ -50,7 +53,10 @@ class Subtask:
 
 @dataclass(frozen=True)
 class BuiltTask:
-    """A task that is ready to score: `order[position]` is (subtask, document), both 0-based."""
+    """A task that is ready to be scored, with the order of its samples.
+
+    `order[position]` is the sample at `position`, as (index of the subtask, index of the document), both from 0.
+    """
 
     spec: TaskSpec
     subtasks: tuple[Subtask, ...]
@@ -59,7 +65,7 @@ class BuiltTask:
     output_type: str
 
     def document(self, position: int) -> str:
-        """The sample's index in the task's data, after its subtask's name if there are several."""
+        """The sample's index in the task's data, after the name of its subtask if there are several."""
         subtask, index = self.order[position]
         return f"{self.subtasks[subtask].name}/{index}" if len(self.subtasks) > 1 else str(index)
 
@@ -70,10 +76,11 @@ class BuiltTask:
 
 
 def check_task(spec: TaskSpec) -> TaskInfo:
-    """The size and kind of the task, without an engine. Cut prompts are not counted, because that needs a tokenizer.
+    """Facts about a task, found without an engine or tokenizer.
 
-    Raises InvalidTask: unknown task, metric, filter or split, malformed or missing data, a metric that is not a mean
-    over samples, a task that executes generated code, a file outside the task's `access`.
+    Prompts that are too long are not counted, because that needs a tokenizer. Raises InvalidTask for an unknown task,
+    metric, filter or split; for malformed or missing data; for a metric that is not a mean over samples; for a task
+    that executes generated code; and for a file outside the task's `access`.
     """
     if isinstance(spec.task, Mapping):
         return TaskInfo(len(_inline_rows(spec)), higher_is_better=True, output_type="generate_until")
@@ -81,7 +88,10 @@ def check_task(spec: TaskSpec) -> TaskInfo:
 
 
 def build_task(spec: TaskSpec) -> BuiltTask:
-    """The lm-eval task or tasks that `spec` names, and the order of their samples. Raises as `check_task`."""
+    """Build the lm-eval task or tasks that `spec` names, and fix the order of their samples.
+
+    Raises InvalidTask in the cases that `check_task` lists.
+    """
     _quieten()
     if isinstance(spec.task, Mapping):
         name = Path(str(spec.task.get("file"))).stem
@@ -101,7 +111,7 @@ def build_task(spec: TaskSpec) -> BuiltTask:
 
 
 def permutation(sizes: Mapping[str, int], *, seed: int) -> tuple[tuple[int, int], ...]:
-    """All (group, index) pairs in one fixed random order; every prefix contains the groups in proportion.
+    """All (group, index) pairs in one random order in which every prefix has the groups in proportion to their sizes.
 
     `sizes` maps a group's name to its number of samples. Groups of equal size differ by at most one sample in any
     prefix. The order depends on names, sizes and seed only, not on the version of a random generator.
@@ -119,7 +129,7 @@ def permutation(sizes: Mapping[str, int], *, seed: int) -> tuple[tuple[int, int]
 
 
 def content_hash(file: str | Path) -> str:
-    """sha256 (hex) of a data file. Raises InvalidTask if it cannot be read."""
+    """The sha256 (hex) of a data file. Raises InvalidTask if the file cannot be read."""
     try:
         return hashlib.sha256(Path(file).read_bytes()).hexdigest()
     except OSError as error:
@@ -127,7 +137,7 @@ def content_hash(file: str | Path) -> str:
 
 
 def _quieten() -> None:
-    """Silence lm-eval's warnings about every default, and the progress bars of every split and of every task."""
+    """Silence lm-eval's warnings about defaults, and the progress bars for every split and task."""
     import lm_eval.api.task
     from datasets import disable_progress_bars
 
@@ -178,7 +188,7 @@ def _check_content(spec: TaskSpec, file: str | Path) -> None:
 
 
 def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], *, num_fewshot: int) -> Any:
-    """Rows as an lm-eval task: greedy completions, which must equal the whole answer."""
+    """Make an lm-eval task of the samples of a JSONL file: greedy completions must equal the whole answer."""
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
 
@@ -354,7 +364,7 @@ def _label(spec: TaskSpec) -> str:
 
 
 def documents_of(task: Any) -> Iterator[list[Any]]:
-    """The requests of each document of an lm-eval task that has built them, in the order of the documents."""
+    """Yield the requests of each document of an lm-eval task that has built its requests, in document order."""
     by_document: dict[int, list[Any]] = {}
     for instance in task.instances:
         by_document.setdefault(instance.doc_id, []).append(instance)

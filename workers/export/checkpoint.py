@@ -53,18 +53,20 @@ def export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Path:
-    """Write the merged model to the directory `out_dir`, and return it.
+    """Write the merge of a recipe as a Hugging Face checkpoint to the directory `out_dir`, and return the directory.
 
     The files are tensors, config.json, tokenizer, README.md, recipe.json and, where mergekit can express the recipe,
     mergekit_config.yml. A merge with alignments also has their tensors and the file of the model class that computes
     them, which transformers loads with trust_remote_code.
 
     The tensors are bit for bit those of `merged_tensors` for `dtype`; the tokenizer is that of the bank's family.
-    `scores` maps an objective to its held-out value, `study` names the study in the model card; `chat_template`
-    replaces the tokenizer's; `progress` is called for every tensor. An existing export of the same recipe, dtype and
-    template is left unchanged; complete shards of an export that was killed or interrupted are checked and kept. Raises
-    FileExistsError for any other directory that is not empty and while another process writes to it, PermissionError,
-    InvalidRecipe, InvalidModel, and EvidenceMismatch if files of the sources change.
+    `scores` maps an objective to its held-out value. `study` names the study in the model card. `chat_template`
+    replaces the tokenizer's. `progress` is called for every tensor. An existing export of the same recipe, dtype and
+    template is left unchanged. Complete shards of an export that was killed or interrupted are checked and kept.
+
+    Raises FileExistsError for any other directory that is not empty, and while another process writes to it. Raises
+    PermissionError if the directory cannot be created, InvalidRecipe and InvalidModel if the merge cannot be computed,
+    and EvidenceMismatch if files of the sources change.
     """
     if dtype not in DTYPES:
         raise ValueError(f"export: dtype {_name(dtype)}; expected one of {', '.join(map(_name, DTYPES))}")
@@ -114,9 +116,10 @@ def export(
 
 
 def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_template: str | None = None) -> bool:
-    """Whether `out_dir` is a complete export of this recipe, dtype and chat template; False if it is missing or empty.
+    """Whether `out_dir` is a complete export of this recipe, dtype and chat template.
 
-    Raises FileExistsError if it contains anything else, PermissionError if it cannot be created.
+    Returns False if `out_dir` is missing or empty. Raises FileExistsError if it contains anything else, and
+    PermissionError if it cannot be created.
     """
     out = Path(out_dir).resolve()
     wanted_export = f"an export of recipe {recipe.digest[:12]} in {_name(dtype)}"
@@ -134,7 +137,7 @@ def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_
 
 
 def _check_weights(out: Path, recipe: Recipe) -> None:
-    """Check that the files of the weights are present and whole. Raises OSError or ValueError if not."""
+    """Check that the weight files of an export are all present and whole. Raises OSError or ValueError if not."""
     if all(layer.alignment is None for layer in recipe.layers):
         open_checkpoint(out)
         return
@@ -154,9 +157,10 @@ def _check_weights(out: Path, recipe: Recipe) -> None:
 
 
 def check_place(out_dir: str | Path, *, expected: str = "an export") -> bool:
-    """Whether there may be an export at `out_dir`; False if it is missing or empty. `expected` is for the message.
+    """Whether something that may be an export is at `out_dir`; False if there is nothing or an empty directory.
 
-    Raises FileExistsError if something else is there, PermissionError if it cannot be created.
+    `expected` says in the message what was expected. Raises FileExistsError if something else is there, and
+    PermissionError if the directory cannot be created.
     """
     out = Path(out_dir).resolve()
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
@@ -172,13 +176,13 @@ def check_place(out_dir: str | Path, *, expected: str = "an export") -> bool:
 
 
 def left_behind_bytes(out_dir: str | Path) -> int:
-    """Bytes on the disk left by killed exports to `out_dir`; the next export continues from them or removes them."""
+    """Bytes on disk that killed exports to `out_dir` left; the next export reuses or removes these files."""
     places = partial_directories(Path(out_dir).resolve())
     return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
 
 
 def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] | str:
-    """The mergekit configuration, or the reason why there is none."""
+    """The mergekit configuration that computes the recipe, or as a string the reason why there is none."""
     held = {}
     for alias, checkpoint in bank.sources.checkpoints.items():
         parts = (checkpoint,) if checkpoint.base is None else (checkpoint.base, checkpoint)
@@ -207,7 +211,7 @@ def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] 
 
 
 def _job(recipe: Recipe, bank: Bank, dtype: torch.dtype, max_shard_bytes: int) -> str:
-    """A digest of what two exports must have in common so that one can continue from the files of the other."""
+    """A digest that is equal for two exports if one can continue from the incomplete files of the other."""
     return digest_of([recipe.digest, bank.fingerprint, _name(dtype), max_shard_bytes, version("mergesearch")])[:16]
 
 
@@ -216,5 +220,5 @@ def _write_json(file: Path, document: Any) -> None:
 
 
 def _name(dtype: torch.dtype) -> str:
-    """The name of a dtype in configurations, such as "float32"."""
+    """The name of a dtype as in configuration files, such as "float32"."""
     return str(dtype).removeprefix("torch.")

@@ -24,7 +24,7 @@ Without `trust_remote_code` it is refused. It is the recipe's `alignment` that n
 
 
 class Score(Protocol):
-    """A held-out value, its 95 % confidence interval and its number of samples."""
+    """A score on held-out data: the value, its 95 % confidence interval and the number of samples."""
 
     @property
     def value(self) -> float: ...
@@ -45,10 +45,10 @@ def model_card(
     study: str | None,
     mergekit: Mapping[str, Any] | str,
 ) -> str:
-    """The text of README.md.
+    """Write the text of an export's README.md.
 
-    `dtype` is that of the tensors, `scores` maps an objective to its held-out value, and `mergekit` is the mergekit
-    configuration, or the reason why there is none.
+    `dtype` is that of the tensors. `scores` maps an objective to its held-out value. `study` is the name of the study,
+    if any. `mergekit` is the mergekit configuration, or the reason why there is none.
     """
     held = {model.fingerprint: model for model in family.models}
     sources = [(alias, Path(held[content].directory), content) for alias, content in recipe.models.items()]
@@ -102,9 +102,9 @@ def model_card(
 
 
 def recipe_rows(recipe: Recipe) -> list[tuple[str, ...]]:
-    """The recipe as rows of (layers, component, method, sources, coefficients).
+    """The rows of a table that describes a recipe: (layers, component, method, sources, coefficients).
 
-    Adjacent layers with equal merges form one group with a row per component; single tensors come last.
+    Adjacent layers with equal merges form one group, with a row for each component. Merges of single tensors come last.
     """
     recipe = recipe.canonical()
     rows = [("embedding", "embedding", *_described(recipe.embedding))]
@@ -126,7 +126,7 @@ def recipe_rows(recipe: Recipe) -> list[tuple[str, ...]]:
 
 
 def licence(directory: Path) -> str | None:
-    """The licence in the front matter of a source's model card, several separated by commas; None without one."""
+    """The licences in the front matter of a source's model card, separated by commas; None if there are none."""
     try:
         parts = (directory / "README.md").read_text().split("---", 2)
         front = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
@@ -137,13 +137,19 @@ def licence(directory: Path) -> str | None:
 
 
 def source_name(directory: Path) -> str:
-    """The name of a source: a hub model's id and commit, which are valid on any machine, else its directory."""
+    """The name of a source in a model card: the id and commit of a hub model, else the source's directory.
+
+    Hub names are preferred because they are valid on any machine.
+    """
     name = id_of(directory)
     return f"{name}@{commit_of(directory)}" if name else str(directory)
 
 
 def lineage(recipe: Recipe, family: Family) -> dict[str, Any]:
-    """The recipes of those sources that are merges themselves, by alias, under the key "lineage"; empty without any."""
+    """The recipes of those source models that are merges themselves.
+
+    They are under the key "lineage", by alias; the mapping is empty if there are none.
+    """
     held = {model.fingerprint: Path(model.directory) for model in family.models}
     found = {alias: _recipe_document(held[content]) for alias, content in recipe.models.items()}
     merges = {alias: document for alias, document in found.items() if document is not None}
@@ -151,7 +157,7 @@ def lineage(recipe: Recipe, family: Family) -> dict[str, Any]:
 
 
 def _recipe_document(directory: Path) -> dict[str, Any] | None:
-    """The recipe in an export's directory; None if it is no export."""
+    """The recipe in an export's directory, as JSON; None if the directory is not an export."""
     try:
         document = json.loads((directory / "recipe.json").read_text())
         Recipe.from_json(document)
@@ -161,7 +167,7 @@ def _recipe_document(directory: Path) -> dict[str, Any] | None:
 
 
 def _merge_name(directory: Path) -> str | None:
-    """The name of a source that is an export: the merge, its study and its models; None if it is no export."""
+    """The name of a source that is itself an export, from its merge, study and models; None if it is not an export."""
     document = _recipe_document(directory)
     if document is None:
         return None
@@ -171,14 +177,17 @@ def _merge_name(directory: Path) -> str | None:
 
 
 def _relative(merge: Merge, index: int) -> object:
-    """The merge, with the layers of its sources relative to the merged layer."""
+    """A copy of a merge whose sources' layers are relative to the merged layer `index`.
+
+    Adjacent layers that merge their sources in the same way then have equal copies.
+    """
     offsets = tuple((source.model, (source.layer or 0) - index) for source in merge.sources)
     base = merge.base and (merge.base.model, (merge.base.layer or 0) - index)
     return merge.method, offsets, tuple(merge.coefficients.items()), merge.seed, base
 
 
 def _described(merge: Merge, index: int | None = None, length: int = 1) -> tuple[str, str, str]:
-    """Method, sources and coefficients of a merge of `length` adjacent layers, the first of number `index`."""
+    """Method, sources and coefficients, as text, of a merge that `length` adjacent layers from `index` on share."""
 
     def described(source: Source) -> str:
         if source.layer is None or source.layer == index:

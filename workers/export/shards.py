@@ -37,7 +37,10 @@ CHECKSUM = xxhash.xxh3_128
 
 @dataclass(frozen=True)
 class Progress:
-    """Bytes of tensors: `written` of `total`, of which `kept` were written by an earlier export that was killed."""
+    """How far an export is: bytes of tensors `written` of `total`.
+
+    `kept` of the written bytes are from an earlier export that was killed.
+    """
 
     written: int
     kept: int
@@ -52,7 +55,10 @@ class Shard:
 
 
 def plan_shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int) -> list[Shard]:
-    """The shards: as many tensors per file as fit, in order; a tensor larger than `max_bytes` has its own file."""
+    """Distribute tensors over safetensors files of at most `max_bytes`, in order.
+
+    `itemsize` is the number of bytes of a value. A tensor larger than `max_bytes` gets a file of its own.
+    """
     parts: list[dict[str, tuple[int, ...]]] = [{}]
     sizes = [0]
     for name, shape in shapes.items():
@@ -80,9 +86,10 @@ def write_shards(
     *,
     added: Mapping[str, torch.Tensor],
 ) -> None:
-    """Write the shards that do not exist yet, and the index. Tensors that are `added` to the merge's come last.
+    """Write the tensors of a merge to safetensors files, except files that are complete, and then the index.
 
-    A shard is complete once it is on disk and its checksum is in the state file, as long as the file has that checksum.
+    The tensors in `added` come after those of the merge. A file counts as complete if it has the checksum that the
+    state file has for it, which is written once the file is on disk.
     """
     state = directory.parent / STATE
     checksums = _complete_shards(shards, directory, state)
@@ -115,7 +122,7 @@ def write_shards(
 
 
 def _complete_shards(shards: Sequence[Shard], directory: Path, state: Path) -> dict[str, str]:
-    """The checksums of the files that an earlier export finished and that are unchanged."""
+    """Checksums of the files that an earlier, killed export finished and that have not changed since."""
     try:
         checksums = dict(json.loads(state.read_text()))
     except (OSError, ValueError, TypeError):
@@ -137,7 +144,7 @@ def _write_shard(
 ) -> str:
     """Write the next `len(shapes)` tensors of `stream` as one safetensors file, and return its checksum (hex).
 
-    Only one of the tensors is in memory at a time.
+    Only one tensor is in memory at a time.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -26,9 +26,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Condition:
-    """Values of a parameter for the tensors whose names contain `filter`.
+    """A setting of a parameter for the tensors whose names contain the text `filter`.
 
-    Several values are a gradient over layers. `text` is the values as the file has them.
+    Several values are a gradient over layers. `text` has the values as they are in the file.
     """
 
     filter: str
@@ -37,7 +37,7 @@ class Condition:
     text: str
 
     def at(self, t: float) -> Scalar | None:
-        """The value at a fraction t, in [0, 1], of the way through the layers."""
+        """The parameter's value at a fraction t, in [0, 1], of the way through the layers; None if no value is set."""
         if not self.values:
             return None
         position = t * (len(self.values) - 1)
@@ -54,7 +54,7 @@ Settings = Mapping[str, tuple[Condition, ...]]
 
 @dataclass(frozen=True)
 class ModelInput:
-    """A model in a slice; `layers` is None for all of its layers."""
+    """A model of a slice, with the range of its layers; `layers` is None for all layers of the model."""
 
     model: str
     layers: tuple[int, int] | None
@@ -72,9 +72,10 @@ class Slice:
 
 @dataclass(frozen=True)
 class TokenSource:
-    """The source of a token's row: a model's row for the token, for another `token`, or with an `id`.
+    """Where the embedding row of a token comes from.
 
-    Without a model the row is zero. With `force` it also replaces the rows of models that have the token.
+    It is a model's row for the token itself, for another `token`, or for the token with an `id`. Without a model the
+    row is zero. With `force` the row also replaces the rows of models that have the token.
     """
 
     model: str | None
@@ -89,8 +90,8 @@ class MergekitConfig:
 
     Models are named as in the file: directories or hub ids, MODEL+LORA for an adapter to a model. `module_settings`
     have precedence over `settings`. `tokenizer_source` is "base", "union", a model, or None for the base;
-    `tokenizer_place` is the key that names it. `own_tokens` are named without a source: every model has a row of its
-    own. With `stacks_experts`, all experts of a layer are one tensor.
+    `tokenizer_place` is the key in the file that names it. `own_tokens` are tokens listed without a source: every model
+    has a row of its own for them. With `stacks_experts`, all experts of a layer are one tensor.
     """
 
     method: str
@@ -109,9 +110,9 @@ class MergekitConfig:
 
     @property
     def base(self) -> str:
-        """The model that gives the merge its configuration and tokenizer, and the base of task vectors.
+        """The model that gives the merge its configuration and tokenizer, and that task vectors are relative to.
 
-        Without a base_model it is the first model; "" if none could be read.
+        It is `base_model`, else the first model; "" if no model could be read.
         """
         bases = (slice_.base for slice_ in self.slices[:1])
         inputs = (source.model for slice_ in self.slices[:1] for source in slice_.inputs)
@@ -119,7 +120,7 @@ class MergekitConfig:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Every model that the configuration names, the base first."""
+        """Every model that the configuration names, beginning with the base."""
         return tuple(dict.fromkeys((*self._merged, *self.unmerged)))
 
     @property
@@ -130,14 +131,14 @@ class MergekitConfig:
 
     @property
     def unmerged(self) -> Mapping[str, str]:
-        """The models from which only the vocabulary takes rows, with the keys that name them."""
+        """The models of which only embedding rows of tokens are used, with the keys of the file that name them."""
         places = {token.model: f"tokenizer.tokens.{name}.source" for name, token in self.tokens.items()}
         places |= {self.tokenizer_source: self.tokenizer_place}
         others = (None, "", "base", "union", *self._merged)
         return {model: place for model, place in places.items() if model is not None and model not in others}
 
     def conditions(self) -> Iterator[Condition]:
-        """Every setting of every parameter, wherever it is given."""
+        """Yield the settings of all parameters, wherever the file has them."""
         inputs = (source.settings for slice_ in self.slices for source in slice_.inputs)
         of_slices = (slice_.settings for slice_ in self.slices)
         for settings in (self.settings, self.module_settings, *of_slices, *inputs):
@@ -146,6 +147,6 @@ class MergekitConfig:
 
 
 def split_adapter(model: str) -> tuple[str, str | None]:
-    """The model and the LoRA adapter that MODEL+LORA names; None for a model without an adapter."""
+    """Split MODEL+LORA into the model and the LoRA adapter; the second is None for a model without an adapter."""
     name, plus, adapter = model.partition("+")
     return name, adapter if plus else None

@@ -28,16 +28,16 @@ SUMS = ("passthrough", "linear", "task_arithmetic")
 
 
 class Inexpressible(ValueError):
-    """A recipe of which mergekit would not compute the same tensors; the message says why."""
+    """No mergekit configuration computes the same tensors as the recipe; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """Adjacent merged layers with equal settings, as one slice of a mergekit file.
+    """Adjacent merged layers with equal settings, which become one slice of a mergekit file.
 
-    `layers` maps a model to its first layer. `settings` maps a parameter, by its owner (a model, or "" for all) and
-    name, to its value for each piece: a component, or a tensor by its name within the layer. `base` is named with the
-    slice.
+    `layers` maps a model to its first layer. `settings` maps a parameter, as (owner, name), to its values; the owner is
+    a model, or "" for all. The values are by piece: a component, or a tensor by its name within the layer. `base` is
+    the base model that the slice names, if any.
     """
 
     models: tuple[str, ...]
@@ -50,9 +50,10 @@ class _Slice:
 def mergekit_config(
     recipe: Recipe, layout: Layout, directories: Mapping[str, str], *, dtype: str = "float32"
 ) -> dict[str, Any]:
-    """The mergekit configuration that computes a recipe, ready for YAML.
+    """The mergekit configuration that computes the merge of a recipe, ready to be written as YAML.
 
-    It merges `directories` (by the recipe's aliases) in float32 and stores `dtype`. Raises Inexpressible.
+    The configuration merges the models in `directories` (by the recipe's aliases) in float32 and stores `dtype`. Raises
+    Inexpressible if mergekit would compute other tensors.
     """
     recipe = recipe.canonical()
     merges = recipe.merges()
@@ -106,7 +107,7 @@ def _always_differs(method: MergeMethod) -> bool:
 def _counterpart_config(
     recipe: Recipe, method: str, layout: Layout, directories: Mapping[str, str], *, dtype: str
 ) -> dict[str, Any]:
-    """The mergekit configuration of a recipe with a single merge method, which mergekit has under a name of its own."""
+    """The mergekit configuration of a recipe with a single merge method that mergekit has too, under its own name."""
     counterpart = METHODS[method].mergekit
     assert counterpart is not None
     slices = [_counterpart_slice(recipe, index, METHODS[method], layout) for index in range(len(recipe.layers))]
@@ -153,10 +154,10 @@ def _counterpart_slice(recipe: Recipe, index: int, method: MergeMethod, layout: 
 
 
 def _pieces(recipe: Recipe, index: int, layout: Layout) -> dict[str, Merge]:
-    """The merges that the slice of merged layer `index` determines, by component.
+    """The merges that mergekit reads from the slice of merged layer `index`, by component.
 
-    They are by tensor if single tensors have merges of their own. mergekit takes the embedding's parameters from the
-    first slice and the head's from the last.
+    They are by tensor if single tensors have merges of their own. mergekit takes the parameters of the embedding from
+    the first slice and those of the head from the last.
     """
     parts: dict[str, tuple[Merge, int | None]] = {
         name: (recipe.layers[index].component(name), index) for name in COMPONENTS
@@ -175,9 +176,9 @@ def _pieces(recipe: Recipe, index: int, layout: Layout) -> dict[str, Merge]:
 
 
 def _models(recipe: Recipe) -> tuple[str, ...]:
-    """All models in use, the base first if it is one of them.
+    """All models that the recipe uses, beginning with the base if it is used.
 
-    Every slice must list the same number of models.
+    Every slice of the mergekit file lists all of them.
     """
     used = {source.model for merge in recipe.merges() for source in merge.sources}
     if any(merge.method == "task_arithmetic" for merge in recipe.merges()):
@@ -186,7 +187,10 @@ def _models(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _layers(merges: Mapping[str, Merge], index: int, models: tuple[str, ...]) -> dict[str, int]:
-    """The layer of each model that merged layer `index` uses; for a model without influence, any layer."""
+    """The layer of each model that merged layer `index` uses.
+
+    Models that do not contribute to the layer get an arbitrary one, because a slice must name a layer of every model.
+    """
     used: dict[str, int] = {}
     for merge in merges.values():
         for source in merge.sources:
@@ -215,7 +219,7 @@ def _sum_slice(recipe: Recipe, index: int, models: tuple[str, ...], method: str,
 
 
 def _weights(merge: Merge, base: str) -> dict[str, float]:
-    """The weight of each model in a merge that is a weighted sum."""
+    """The weight of each model in a merge that is a weighted sum of models."""
     if merge.method == "passthrough":
         return {merge.sources[0].model: float(merge.number("scale"))}
     sources = [source.model for source in merge.sources]
@@ -229,9 +233,10 @@ def _weights(merge: Merge, base: str) -> dict[str, float]:
 
 
 def _path_slices(recipe: Recipe) -> list[_Slice] | None:
-    """The slices of a recipe that copies whole layers, some of them moved or repeated; None for any other.
+    """The mergekit slices of a recipe that copies whole layers, some of them moved or repeated.
 
-    mergekit takes the embedding from the first slice's model, and the head from the last one's.
+    Returns None for any other recipe. mergekit takes the embedding from the model of the first slice, and the head from
+    that of the last.
     """
     merges = [layer.component(name) for layer in recipe.layers for name in COMPONENTS]
     is_copy = all(each.method == "passthrough" and each.number("scale") == 1 for each in recipe.merges())
@@ -269,7 +274,7 @@ def _slerp_slice(recipe: Recipe, index: int, layout: Layout) -> _Slice:
 
 
 def _joined(slices: list[_Slice]) -> list[_Slice]:
-    """The slices, with adjacent ones joined if their settings are equal and their layers consecutive."""
+    """Join adjacent slices with equal settings and consecutive layers."""
     joined = slices[:1]
     for slice_ in slices[1:]:
         last = joined[-1]
@@ -285,7 +290,7 @@ def _joined(slices: list[_Slice]) -> list[_Slice]:
 def _compatible(
     first: Mapping[tuple[str, str], Mapping[str, float]], second: Mapping[tuple[str, str], Mapping[str, float]]
 ) -> dict[tuple[str, str], dict[str, float]] | None:
-    """The settings of two slices combined; None if they differ in a component that both have."""
+    """Combine the settings of two slices; None if they differ in a component that both have."""
     if first.keys() != second.keys():
         return None
     for owner in first:
@@ -296,9 +301,10 @@ def _compatible(
 
 
 def _filters(recipe: Recipe, layout: Layout) -> tuple[tuple[str, str], ...]:
-    """The (piece, filter) pairs in order of precedence, checked against the model's tensor names.
+    """The (piece, filter) pairs, in order of precedence, by which a mergekit file selects each piece's tensors.
 
-    Raises Inexpressible.
+    A piece is a component, or a single tensor with a merge of its own. Raises Inexpressible if the filters would select
+    other tensors, according to the model's tensor names.
     """
     by_tensor = bool(recipe.tensors)
     pieces = {name: place.suffix if by_tensor else place.component for name, place in layout.places.items()}

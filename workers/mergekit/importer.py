@@ -39,11 +39,11 @@ def to_recipe(
 ) -> Recipe:
     """The recipe that a mergekit configuration describes.
 
-    `layout` is that of the base. The other models have it too, except that `layouts`, by alias, may have other numbers
-    of layers. `aliases` maps the configuration's names of models to the recipe's, `fingerprints` the recipe's to the
-    contents; `seed` is for methods with random masks. `warn` is called with one line for each thing that mergekit
-    ignores, with its place: filters that fit no tensor, parameters of the base. Raises InvalidRecipe, a line for
-    everything that is wrong.
+    `layout` is that of the base. Models with another number of layers have their layout in `layouts`, by alias.
+    `aliases` maps the names of models in the configuration to their aliases in the recipe, `fingerprints` maps aliases
+    to content fingerprints. `seed` is for methods with random masks. `warn` is called with one line, which names the
+    place in the file, for each setting that mergekit ignores, such as filters that match no tensor. Raises
+    InvalidRecipe, with a line for everything that is wrong.
     """
     layouts = layouts or {}
     stacks = configuration.stacks_experts and bool(layout.stacks)
@@ -64,9 +64,10 @@ Parts = tuple[tuple[LayerRecipe, ...], Merge, Merge, Mapping[str, Merge]]
 
 
 class _Builder:
-    """Computes the merge of every tensor, then what the tensors of a component have in common.
+    """Builds the parts of a recipe from a mergekit configuration.
 
-    `problems` has one entry per cause: what is wrong in every layer is reported once.
+    It computes the merge of every tensor, and from these the merge of each component and the tensors that differ from
+    it. `problems` has one entry for each cause, so that what is wrong in every layer is reported once.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class _Builder:
         self._names = {"lm_head.weight"} if layout.is_tied else set[str]()
 
     def parts(self) -> Parts:
-        """The layers, embedding and head of the recipe, and the single tensors that differ from their component."""
+        """The recipe's layers, embedding and head, and the merges of single tensors that differ from the rest."""
         slices = [self._with_all_inputs(slice_) for slice_ in self._configuration.slices]
         if self.problems:
             return (), _placeholder(), _placeholder(), {}
@@ -109,7 +110,7 @@ class _Builder:
         return tuple(layers), embedding, head, self._tensors
 
     def _with_all_inputs(self, slice_: Slice) -> Slice:
-        """The slice with its base determined, and with the base among its inputs."""
+        """A copy of the slice that states its base model and has the base among its inputs."""
         where = f"{slice_.place}.base_model" if slice_.base else "base_model"
         base = slice_.base or self._configuration.base_model
         inputs = slice_.inputs
@@ -138,7 +139,7 @@ class _Builder:
         return Slice(inputs, base, slice_.settings, slice_.place)
 
     def _warn_of_parameters(self, base: str | None, inputs: Iterable[ModelInput]) -> None:
-        """Warn of parameters that are given for the base, but read only for experts."""
+        """Warn of parameters that the file sets for the base model, but that mergekit reads only for experts."""
         if self._method.base == "unused":
             return
         of_experts = {parameter.name for parameter in self._method.parameters if parameter.scope == "expert"}
@@ -154,7 +155,10 @@ class _Builder:
         return source.layers or (0, self._layouts[source.model].num_layers)
 
     def _component(self, name: str, slice_: Slice, *, offset: int | None, index: int | None, t: float) -> Merge:
-        """The merge of most tensors of a component of merged layer `index`; the others are kept as single tensors."""
+        """The merge that most tensors of a component of merged layer `index` have.
+
+        `name` is the component. The merges of its other tensors are recorded as the recipe's merges of single tensors.
+        """
         layers = [None if offset is None else self._range(source)[0] + offset for source in slice_.inputs]
         merges = {
             self._layout.name(suffix, index): self._merge(suffix, slice_, layers, index, t)
@@ -208,7 +212,11 @@ class _Builder:
         return merge
 
     def _value(self, parameter: Parameter, scopes: Sequence[Settings], name: str, t: float, place: str) -> Scalar:
-        """The parameter's value for tensor `name`: the first that fits, from the narrowest scope outwards."""
+        """The value of a parameter for the tensor `name` at the fraction `t` of the way through the layers.
+
+        It is the first setting that fits the tensor, from the narrowest scope outwards: the model, the slice, the
+        module, the whole file.
+        """
         for settings in scopes:
             fitting = (c for c in settings.get(parameter.name, ()) if c.filter in name)
             value = condition.at(t) if (condition := next(fitting, None)) is not None else None
@@ -242,7 +250,7 @@ class _Builder:
 
 
 def _placeholder() -> Merge:
-    """The merge that is returned where a problem was found."""
+    """A merge to return where a problem was found, so that reading can continue; it is never computed."""
     return Merge("passthrough", (Source(""),))
 
 

@@ -20,10 +20,10 @@ __all__ = ["MERGEKIT_METHODS", "WITHOUT_EFFECT", "Inputs", "MergekitMethod"]
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of one tensor's merge: sources, base, and the values of the parameters.
+    """The inputs of one tensor's merge in mergekit's terms: sources, base model, and the values of the parameters.
 
-    `sources` excludes the base (except for methods that ignore a base). Values per source are in the order of
-    `sources`.
+    `sources` does not contain the base, except for methods that treat the base like any other model. A parameter with a
+    value for each source has them in the order of `sources`.
     """
 
     sources: tuple[Source, ...]
@@ -34,7 +34,10 @@ class Inputs:
 
 @dataclass(frozen=True)
 class MergekitMethod:
-    """One of mergekit's methods: its parameters, its use of a base model, and its declared counterparts."""
+    """One of mergekit's merge methods, with the methods of this project that compute the same.
+
+    It lists the method's parameters and says how it uses a base model.
+    """
 
     variants: tuple[tuple[MergeMethod, Counterpart], ...]
 
@@ -50,10 +53,10 @@ class MergekitMethod:
         return "unused" if bases == {"none"} else "optional"
 
     def to_merge(self, inputs: Inputs) -> Merge:
-        """The merge of one tensor, by the declared method that computes the same as mergekit's method.
+        """The merge of one tensor by the method of this project that computes the same as mergekit's.
 
-        Without sources it is the base, for methods that add task vectors to it. Raises InvalidRecipe if no declared
-        method computes the same.
+        If there are no sources, a method that adds task vectors to a base gives the base itself. Raises InvalidRecipe
+        if no method of this project computes the same.
         """
         method, counterpart = self._variant(inputs)
         sources = inputs.sources

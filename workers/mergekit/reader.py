@@ -68,11 +68,11 @@ PARAMETER_NAMES = {parameter.name for method in MERGEKIT_METHODS.values() for pa
 def read_configuration(
     document: Any, *, warn: Callable[[str], None] = log.warning, problems: list[str] | None = None
 ) -> MergekitConfig:
-    """Read the document in a mergekit file.
+    """Read a mergekit file that has been parsed as YAML.
 
-    `warn` is called with a line, with its place, for everything that mergekit would ignore in silence. Raises
-    InvalidRecipe with a line for everything that is wrong or not supported. If `problems` is given, these lines are
-    added to it instead, and the configuration has what could be read.
+    `warn` is called with one line, which names the place in the file, for everything that mergekit would ignore without
+    a message. Raises InvalidRecipe, with a line for everything that is wrong or not supported. If `problems` is given,
+    these lines are added to it instead, and the configuration contains what could be read.
     """
     reader = _Reader()
     configuration = reader.configuration(document)
@@ -87,7 +87,7 @@ def read_configuration(
 
 
 class _AsInYaml(reprlib.Repr):
-    """Text of values as in a YAML file, shortened if they are long."""
+    """Formats values for messages as they are written in a YAML file, shortened if they are long."""
 
     def repr_bool(self, value: bool, level: int) -> str:
         return str(value).lower()
@@ -108,12 +108,12 @@ class _AsInYaml(reprlib.Repr):
 
 
 def shown(value: Any) -> str:
-    """A value in a message, written as in the file."""
+    """Format a value for a message as it is written in the YAML file."""
     return "nothing" if value is None else _AsInYaml().repr(value)
 
 
 class _Reader:
-    """Reads a document, and collects what is wrong with it and what mergekit would ignore."""
+    """Reads a mergekit file, and collects its errors (`problems`) and what mergekit would ignore (`warnings`)."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -158,7 +158,10 @@ class _Reader:
         )
 
     def _module(self, node: Any) -> tuple[tuple[Slice, ...], Settings]:
-        """The slices and settings of a language model's one module, another way to write `models` or `slices`."""
+        """The slices and settings under the key `modules`, another way to write `models` or `slices`.
+
+        Only the single module of a language model is supported.
+        """
         if not isinstance(node, Mapping) or set(node) != {MODULE}:
             names = ", ".join(map(str, node)) if isinstance(node, Mapping) else shown(node)
             self._problem(
@@ -172,7 +175,7 @@ class _Reader:
         return self._slices(found, place), self._settings(found.get("parameters"), f"{place}.parameters")
 
     def _slices(self, node: Mapping[str, Any], place: str) -> tuple[Slice, ...]:
-        """The slices of a part of the document that has `models` or `slices`."""
+        """Read the slices of a part of the file that has either `models` or `slices`."""
         given = [name for name in ("models", "slices") if name in node]
         if len(given) > 1:
             given = [name for name in given if node[name]]
@@ -188,9 +191,10 @@ class _Reader:
         return slices
 
     def _check_depth(self, slices: Sequence[Slice], place: str) -> None:
-        """Report slices that have no layer: warn of them in the middle, refuse them if there is no other.
+        """Report slices without layers: an error if no slice has layers, a warning for a slice in the middle.
 
-        A slice without layers says where the embedding or the head comes from, if it is the first or the last.
+        A slice without layers has a meaning at the beginning and at the end, where it says which models the embedding
+        and the head come from.
         """
         ranges = [source.layers for slice_ in slices for source in slice_.inputs if source.layers]
         if ranges and all(start == stop for start, stop in ranges):
@@ -347,7 +351,7 @@ class _Reader:
         return {str(token): self._token(entry, f"{place}.{token}") for token, entry in node.items()}
 
     def _token(self, node: Any, place: str) -> TokenSource | None:
-        """The source of a token's row; None without one."""
+        """Read where the embedding row of a token comes from; None if the file names no source for it."""
         found = self._mapping(node, place, ("source", "force"))
         source, force = found.get("source"), _flag(found.get("force", False))
         if force is None:
@@ -382,9 +386,9 @@ class _Reader:
         return int(number) if number else None
 
     def _stacks_experts(self, node: Any) -> bool:
-        """Whether the key `experts`, which is not mergekit's, asks for stacked experts.
+        """Whether the key `experts`, an addition to mergekit's format, asks for one tensor for all experts of a layer.
 
-        Warns if it holds what mergekit-moe reads.
+        If the key has what the program mergekit-moe would read, it is ignored with a warning.
         """
         if isinstance(node, list | Mapping):
             self._warn("experts", node, EXPLAINED["experts"])
@@ -425,7 +429,10 @@ class _Reader:
 
 
 def _number(node: Any) -> float | None:
-    """A number as pydantic reads it: YAML reads 1e-5 as text, and true is 1."""
+    """Convert a value of a YAML file to a number as pydantic does; None if it is not a number.
+
+    Texts count, because YAML reads 1e-5 as a text; true is 1.
+    """
     if not isinstance(node, int | float | str):
         return None
     try:

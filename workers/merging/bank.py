@@ -50,21 +50,23 @@ ORDER_SEED = -1
 
 
 class Bank:
-    """The tensors of a family by alias and name: read-only, in their stored dtype, safe to read from several threads.
+    """The source weights of a family, held for merging: tensors by model alias and name, in their stored dtype.
 
-    Of an adapter, the bank holds the low-rank matrices; the tensors computed from them and the base are float32.
+    The tensors are read-only and safe to read from several threads. Of an adapter, the bank holds the low-rank
+    matrices; the tensors computed from these and the base are float32.
 
     `placement` is "mapped" (memory-mapped files, whose pages all processes on the machine share), "host" (a copy in
     this process's memory, pinned for a GPU) or "gpu" (a copy in the memory of `device`). Merges are computed on
-    `device`: for an engine's bank the engine's device, otherwise the CPU, because an engine leaves no GPU memory to
-    other processes.
+    `device`. For an engine's bank this is the engine's device, otherwise the CPU, because an engine leaves no GPU
+    memory to other processes.
 
-    Statistics are cached once computed; those of several sources only within a share of memory (`recent`). With
-    `keeps_statistics=False` none are cached: for a single merge, which needs each of them once.
+    Statistics of the sources are cached once computed; those of several sources only within a share of memory
+    (`recent`). With `keeps_statistics=False` none are cached, which is right for a single merge, as it needs each of
+    them once.
 
     `sources` are resolved models or their description. The models of a description are opened here (`cache` as in
     `workers.cache.cache_dir`) and must have the fingerprints that it states. Weights are searched for NaN and infinity
-    once per content. Raises InvalidModel.
+    once for each content. Raises InvalidModel.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class Bank:
 
     @property
     def family(self) -> Family:
-        """The description of the models that the bank holds."""
+        """Description of the models that the bank holds."""
         return self.sources.family
 
     @property
@@ -122,18 +124,18 @@ class Bank:
 
     @cached_property
     def base(self) -> Checkpoint:
-        """The base model in the family's vocabulary.
-
-        Every merge has its configuration, tensor headers and layout.
-        """
+        """The base model in the family's vocabulary, whose configuration, tensor shapes and layout every merge has."""
         return self.sources.base
 
     def view(self, alias: str) -> Checkpoint:
-        """The model `alias`, with its embedding and output head in the family's vocabulary."""
+        """The model `alias`, with the rows of its embedding and output head in the order of the family's vocabulary."""
         return self._checkpoints[alias]
 
     def views(self, models: Mapping[str, str]) -> dict[str, Checkpoint]:
-        """Views of those of `models` (a recipe's aliases and fingerprints) that the bank holds, by alias."""
+        """The models of a recipe that the bank holds, in the family's vocabulary, by the recipe's aliases.
+
+        `models` maps the recipe's aliases to fingerprints.
+        """
         return {name: self._checkpoints[held] for name, print_ in models.items() if (held := self.alias(print_))}
 
     @cached_property
@@ -145,10 +147,10 @@ class Bank:
         return self._aliases.get(fingerprint)
 
     def get(self, alias: str, name: str) -> torch.Tensor:
-        """Tensor `name` of model `alias`, on `device`.
+        """The tensor `name` of the model `alias`, on the bank's device.
 
-        It may share memory with the bank: never write to it. A tensor of an adapter is computed at every call. Raises
-        InvalidModel.
+        It may share memory with the bank and must not be written to. A tensor of an adapter is computed at every call.
+        Raises InvalidModel.
         """
         found = self._at_hand.get((alias, name))
         if found is None:
@@ -159,13 +161,16 @@ class Bank:
         return found
 
     def cosine(self, first: Key, second: Key) -> float:
-        """The cosine between two tensors, each given as (alias, name), for SLERP; computed once."""
+        """The cosine between two tensors, which SLERP needs; computed once and then cached.
+
+        Each tensor is given as (alias, name).
+        """
         return cosine_of(self.products((first, second), None), 0, 1)
 
     def products(self, sources: Sequence[Key], base: Key | None) -> Products:
-        """The inner products of all pairs of tensors; with `base`, of their differences from it.
+        """The inner products of all pairs of tensors, or with `base` of the tensors' differences from the base.
 
-        Each product is computed once.
+        Each product is computed once and then cached. Tensors are given as (alias, name).
         """
         keys = [[(frozenset((first, second)), base) for second in sources] for first in sources]
         known = [[self._products.get(key) for key in row] for row in keys]
@@ -180,9 +185,9 @@ class Bank:
         return products
 
     def importance(self, first: Key, second: Key) -> Importance | None:
-        """The importance of the changes between two tensors, for Arcee Fusion; None for tensors without elements.
+        """The importance of the changes from one tensor to another, for Arcee Fusion; None for empty tensors.
 
-        It is cached while recently used.
+        The result is cached while it is recently used. Tensors are given as (alias, name).
         """
 
         def made() -> Importance:
@@ -194,10 +199,10 @@ class Bank:
         return self._recent.value(("importance", first, second), made, lambda known: known.rows.nbytes)
 
     def variances(self, sources: Sequence[Key], base: Key) -> Ranked | None:
-        """The variances between task vectors by rank; None for tensors without elements.
+        """The variances of elements between task vectors, for finding thresholds of ranks; None for empty tensors.
 
-        They are a table, which is cached while recently used. With `keeps_statistics=False` there is no table: a rank
-        is selected when it is asked for.
+        They are a table, which is cached while it is recently used. With `keeps_statistics=False` there is no table,
+        and each rank is selected when needed.
         """
 
         def made() -> MagnitudeTable:
@@ -212,10 +217,10 @@ class Bank:
         return self._recent.value(("variances", *sources, base), made, lambda table: table.num_bytes)
 
     def magnitudes(self, sources: Sequence[Key], base: Key) -> tuple[Ranked | None, ...]:
-        """The magnitudes |source - base| of each source by rank; None for tensors without elements.
+        """The magnitudes |source - base| of each source, for finding thresholds of ranks; None for empty tensors.
 
-        They are tables, each computed once. With `keeps_statistics=False` there are no tables: a rank is selected when
-        it is asked for.
+        They are tables, each computed once and then cached. With `keeps_statistics=False` there are no tables, and each
+        rank is selected when needed.
         """
         if 0 in self._source(*base).shape:
             return (None,) * len(sources)
@@ -235,7 +240,7 @@ class Bank:
         return tuple(tables[source] for source in sources)
 
     def norms(self, sources: Sequence[Key], base: Key) -> tuple[float, ...]:
-        """The sum of the magnitudes of source - base for each source, computed once."""
+        """The sum of the magnitudes |source - base| over a tensor, for each source; computed once and then cached."""
         norms = {source: self._norms[source, base] for source in sources if (source, base) in self._norms}
         for source in sources:
             if source not in norms:
@@ -245,9 +250,9 @@ class Bank:
         return tuple(norms[source] for source in sources)
 
     def order(self, key: Key) -> TieOrder:
-        """The order of elements of equal magnitude in a source's task vector, or of equal variance from a base.
+        """The rule that orders elements of equal magnitude in a tensor's task vector, or of equal variance.
 
-        It depends on the model's content and the tensor's name.
+        It depends on the model's content and on the tensor's name.
         """
         order = self._orders.get(key)
         if order is None:
@@ -256,7 +261,7 @@ class Bank:
         return order
 
     def merge_on(self, device: torch.device | str) -> None:
-        """Compute on another device from now on, wherever the sources are.
+        """Compute merges on another device from now on, without moving the sources.
 
         Statistics that are stored on a device, or whose bits depend on it, are dropped.
         """
@@ -266,7 +271,7 @@ class Bank:
                 known.clear()
 
     def summary(self) -> dict[str, Any]:
-        """The placement and size of the sources: {placement, bytes, statistics_bytes, models, fingerprint}."""
+        """Placement and size of the sources: {placement, bytes, statistics_bytes, models, fingerprint}."""
         return {
             "placement": self.placement.value,
             "bytes": self.num_bytes,
@@ -276,9 +281,9 @@ class Bank:
         }
 
     def ranks(self, sources: Sequence[Key], base: Key) -> tuple[torch.Tensor, ...]:
-        """The ranks of the magnitudes of source - base within their rows, for each source.
+        """The rank of each magnitude |source - base| within its row of the tensor, for each source.
 
-        They are computed at every call unless `keep_ranks` was called.
+        Ranks are computed at every call unless `keep_ranks` was called before.
         """
         known = []
         for source in sources:
@@ -292,9 +297,9 @@ class Bank:
         return tuple(known)
 
     def keep_ranks(self) -> None:
-        """Cache the ranks of magnitudes from now on, in host memory.
+        """Cache the ranks that `ranks` computes from now on, in host memory.
 
-        They take two bytes per element of each source; four in rows longer than 65536.
+        They take two bytes for each element of a source, or four in rows longer than 65536.
         """
         self._keeps_ranks = True
 
@@ -316,7 +321,7 @@ class Bank:
         return stored if stored.device == self.device else stored.to(self.device, non_blocking=True)
 
     def _on_cpu(self, key: Key) -> torch.Tensor:
-        """A source's tensor on CPU, where it is sorted for statistics.
+        """A source's tensor on the CPU, where it is sorted for statistics.
 
         Sorting on a GPU takes many times the tensor's memory, which an engine does not leave free.
         """
@@ -326,7 +331,7 @@ class Bank:
 
 
 def _content_problems(sources: ResolvedFamily, stated: Family) -> tuple[str, ...]:
-    """The problems of each model: that its content is not the stated one, or else what is wrong with its content."""
+    """The problems of each model's content: it differs from the stated fingerprint, or has values such as NaN."""
     changed = {
         model.alias: (
             f"{model.directory} has changed: its fingerprint is {sources.fingerprints[model.alias][:12]}, "
@@ -340,7 +345,7 @@ def _content_problems(sources: ResolvedFamily, stated: Family) -> tuple[str, ...
 
 
 def _placing(placement: Placement, device: torch.device, num_bytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function that copies a stored tensor to its placement.
+    """Make the function that copies a stored tensor to its placement (mapped file, host memory or GPU).
 
     `num_bytes` is the size of all tensors together.
     """
@@ -352,7 +357,7 @@ def _placing(placement: Placement, device: torch.device, num_bytes: int) -> Call
 
 
 class _HostMemory:
-    """Host memory for copies of tensors, one after another; `num_bytes` in total."""
+    """One block of host memory, of `num_bytes`, into which tensors are copied one after another."""
 
     def __init__(self, num_bytes: int, *, is_pinned: bool) -> None:
         self._missing = num_bytes

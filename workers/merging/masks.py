@@ -41,27 +41,33 @@ CHUNK = 1 << 16
 
 
 def mask_key(seed: int, model: str, name: str) -> int:
-    """The 64-bit key of a mask.
+    """The 64-bit key of a random mask, from a seed, a model and the name of a tensor.
 
-    `model` is a content fingerprint, so masks do not depend on aliases.
+    `model` is a content fingerprint, so that masks do not depend on aliases.
     """
     text = f"{seed}\x1f{model}\x1f{name}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def key_words(key: int) -> tuple[int, int]:
-    """The low and high 32 bits of a key, (k0, k1)."""
+    """Split a 64-bit key into its low and high 32 bits, (k0, k1)."""
     return key & MASK_32, key >> 32
 
 
 def threshold(probability: float) -> int:
-    """The bound below which hashes are kept: floor(probability * 2^32), in exact arithmetic on six decimals."""
+    """The bound below which the hash of an element means that a mask keeps it: floor(probability * 2^32).
+
+    The product is exact for a probability rounded to six decimals.
+    """
     scale: int = 10**COEFFICIENT_DECIMALS
     return min(scale, max(0, round(probability * scale))) * 2**32 // scale
 
 
 def hashes(key: int, index: torch.Tensor) -> torch.Tensor:
-    """The hashes, in [0, 2^32), of elements by their indices, both int64; below index 2^32 no two are equal."""
+    """Hashes in [0, 2^32) of elements with the indices `index`, by a key; both are int64.
+
+    No two elements below index 2^32 have the same hash.
+    """
     k0, k1 = key_words(key)
     first, second = MULTIPLIERS
     x = (index & MASK_32).mul_(STEP - 2**32).add_(k0).bitwise_and_(MASK_32)
@@ -77,7 +83,7 @@ def hashes(key: int, index: torch.Tensor) -> torch.Tensor:
 def keep(
     key: int, shape: torch.Size | tuple[int, ...], probability: float, *, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """The mask of a tensor of `shape`: bool, True with `probability` for each element independently."""
+    """A random mask (bool) of a tensor's shape, in which each element is True with `probability`."""
     kept = torch.empty(torch.Size(shape), dtype=torch.bool, device=device)
     flat, bound = kept.view(-1), threshold(probability)
     for start, stop in _chunks(flat.numel()):
@@ -86,9 +92,10 @@ def keep(
 
 
 def keep_each(key: int, probabilities: torch.Tensor) -> torch.Tensor:
-    """The mask in which each element has its own probability: kept if its hash < floor(probability * 2^32).
+    """A random mask (bool) in which each element has its own probability of being True.
 
-    `probabilities` is float64, so that the product is exact.
+    An element is True if its hash is less than floor(probability * 2^32). `probabilities` is float64, so that the
+    product is exact.
     """
     kept = torch.empty(probabilities.shape, dtype=torch.bool, device=probabilities.device)
     flat, chances = kept.view(-1), probabilities.reshape(-1)

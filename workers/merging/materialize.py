@@ -35,16 +35,16 @@ SUMS, SMALL_SUM = frozenset({"linear", "weighted_sum"}), 1 << 29
 
 
 class Scratch:
-    """Reused memory for one merged tensor at a time.
+    """Memory that is reused for one merged tensor after another.
 
-    Callers that copy each tensor before they take the next pass `tensor` as `into` to `merged_tensors`.
+    `tensor` can be passed to `merged_tensors` as `into` if each tensor is copied before the next one is taken.
     """
 
     def __init__(self, bank: Bank, dtype: torch.dtype) -> None:
         self._memory = torch.empty(0, dtype=dtype, device=bank.device)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Memory for a tensor of a shape, valid until the next call."""
+        """Memory for a tensor of the given shape, valid until the next call."""
         size = math.prod(shape)
         if size > self._memory.numel():
             self._memory = self._memory.new_empty(size)
@@ -60,17 +60,18 @@ def merged_tensors(
     into: Callable[[str, tuple[int, ...]], torch.Tensor] | None = None,
     compiles: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Compute the merged model tensor by tensor: embedding, layers in order, head.
+    """Compute a recipe's merged model tensor by tensor: embedding, layers in order, head.
 
-    A tied output head is not emitted. With `names`, only these tensors are computed.
+    A tied output head is left out. With `names`, only the tensors of these names are computed.
 
     Each tensor is computed in float32 and rounded once, to `dtype`. Equal digests give equal bits. A tensor may share
-    memory with the bank: never write to it. `into` may provide the memory for a tensor of a name and shape: contiguous,
-    of `dtype`, on the bank's device; allocating memory takes longer than filling it. Where the destinations exist
-    already, `merge_into` is faster.
+    memory with the bank and must not be written to. `into` may provide the memory for a tensor of a name and shape:
+    contiguous, of `dtype`, on the bank's device. This saves time, because allocating memory takes longer than filling
+    it. If the destinations exist already, `merge_into` is faster.
 
-    With `compiles=False` all methods are the plain ones. They give the same bits and are slower, but do not load Numba,
-    which is right for small merges (`is_small`). Raises as `plan_tensors` does, before the first tensor.
+    With `compiles=False` all methods are computed by plain torch functions. These give the same bits and are slower,
+    but do not load Numba, which is right for small merges (`is_small`). Raises as `plan_tensors` does, before the first
+    tensor.
     """
     plan = plan_tensors(recipe, bank)
 
@@ -85,7 +86,7 @@ def merged_tensors(
 
 
 def is_small(recipe: Recipe | TensorPlan, bank: Bank) -> bool:
-    """Whether a process that computes only this merge is faster without compiled code.
+    """Whether a process that computes only this merge is faster without loading the compiled kernels.
 
     Raises as `plan_tensors` does.
     """
@@ -97,10 +98,10 @@ def is_small(recipe: Recipe | TensorPlan, bank: Bank) -> bool:
 
 
 def merge_into(recipe: Recipe | TensorPlan, bank: Bank, destinations: Mapping[str, torch.Tensor]) -> None:
-    """Write the merged tensors named in `destinations` to the memory given there, several at a time.
+    """Compute the merged tensors named in `destinations`, and write them to the memory given there.
 
-    The tensors are those of `merged_tensors`. The memory is contiguous, of one dtype, on the bank's device. This is the
-    fastest way to merge. Raises as `plan_tensors` does.
+    This is the fastest way to merge, because several tensors are computed at a time. The memory is contiguous, of one
+    dtype, on the bank's device. Raises as `plan_tensors` does.
     """
     plan = plan_tensors(recipe, bank)
     together = []
@@ -130,9 +131,9 @@ def merge_into(recipe: Recipe | TensorPlan, bank: Bank, destinations: Mapping[st
 def sources_of(
     tensor: MergedTensor, plan: TensorPlan, bank: Bank
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """The tensor of each source of a planned tensor, and that of the base if the method needs it.
+    """The tensors that a merged tensor is computed from: one of each source, and one of the base if needed.
 
-    They have their stored dtypes. They are the operands of methods that use no statistics.
+    They have their stored dtypes.
     """
 
     def get(source: Source) -> torch.Tensor:
@@ -144,13 +145,13 @@ def sources_of(
 
 
 def operands_of(tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> Operands:
-    """The operands of a planned tensor in their stored dtypes, with the statistics that its method uses."""
+    """The operands of a merged tensor in their stored dtypes, with the statistics that its method needs."""
     return _Computation.of(tensor, plan, bank).operands(bank)
 
 
 @dataclass(frozen=True)
 class _Computation:
-    """A tensor to compute: the names of its operands in the bank, and the statistics of its sources."""
+    """A merged tensor to compute, with the names of its operands in the bank and the statistics of its sources."""
 
     tensor: MergedTensor
     sources: tuple[Key, ...]
@@ -167,7 +168,10 @@ class _Computation:
 
     @classmethod
     def of(cls, tensor: MergedTensor, plan: TensorPlan, bank: Bank, *, compiles: bool = True) -> Self:
-        """The computation of a planned tensor; with `compiles=False` the plain method computes its statistics."""
+        """Look up in the bank what the computation of a planned tensor needs.
+
+        With `compiles=False` no statistics are taken from the bank: the plain method computes them.
+        """
         recipe, aliases = plan.recipe, plan.aliases
         merge, declared = tensor.merge, METHODS[tensor.merge.method]
         uses = PLAIN[merge.method].uses if compiles else frozenset()
@@ -207,7 +211,10 @@ class _Computation:
     def result(
         self, bank: Bank, dtype: torch.dtype, into: Callable[[str, tuple[int, ...]], torch.Tensor] | None
     ) -> torch.Tensor:
-        """The merged tensor, rounded to `dtype`; in the memory that `into` provides, if it is computed by a kernel."""
+        """Compute the merged tensor, rounded to `dtype`.
+
+        If a kernel computes it, the result is in the memory that `into` provides.
+        """
         merge, shape = self.tensor.merge, self.tensor.shape
         if self.is_copy:
             return bank.get(*self.sources[0]).to(dtype)

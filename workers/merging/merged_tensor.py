@@ -16,7 +16,10 @@ __all__ = ["MergedTensor", "Piece", "pieces_of"]
 
 @dataclass(frozen=True)
 class Piece:
-    """One expert's matrix in the stack of a layer's experts: rows `start` to `stop` of stacked matrix `expert`."""
+    """One tensor of the model within a stack of a layer's experts: rows `start` to `stop` of the matrix of `expert`.
+
+    A stack joins a matrix of all experts of a layer in one tensor.
+    """
 
     name: str
     expert: int
@@ -26,11 +29,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class MergedTensor:
-    """One tensor of the merged model before it is computed: its name, its merge, and its operands' name in the bank.
+    """Description of one tensor of the merged model before it is computed.
 
-    `suffix` is the tensor's name within merged layer `layer`, or its whole name outside layers (None). The merged
-    tensor is multiplied by `factor`, which folds the scales of earlier layers into weights (`residual_scales`). A stack
-    of a layer's experts is not a tensor of the model: the model's tensors are its `pieces`.
+    `merge` says how it is computed. `suffix` is its name within merged layer `layer`; outside layers, `layer` is None
+    and `suffix` the whole name. The result is multiplied by `factor`, which folds the scales of earlier layers into
+    weights (`residual_scales`). A stack of a layer's experts is not itself a tensor of the model; it is split into
+    `pieces`, which are.
     """
 
     name: str
@@ -42,13 +46,16 @@ class MergedTensor:
     pieces: tuple[Piece, ...] = ()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the model's tensors that a merged tensor consists of, by name."""
+        """The shapes, by name, of the tensors of the model that this merged tensor is split into.
+
+        For a tensor that is no stack of experts, it is the shape of the tensor itself.
+        """
         if not self.pieces:
             return {self.name: self.shape}
         return {piece.name: (piece.stop - piece.start, *self.shape[2:]) for piece in self.pieces}
 
     def split(self, merged: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's tensors that a merged tensor consists of, in the order of `shapes`."""
+        """Split the computed tensor into the tensors of the model, (name, tensor), in the order of `shapes`."""
         if not self.pieces:
             yield self.name, merged
         for piece in self.pieces:
@@ -56,9 +63,9 @@ class MergedTensor:
 
 
 def pieces_of(model: Checkpoint, name: str, layout: Layout, index: int | None) -> tuple[Piece, ...]:
-    """The model's tensors that a stack of experts consists of; none for a tensor that is no stack.
+    """The tensors of the model that a stack of experts is split into; empty for a tensor that is no stack.
 
-    `name` is the stack in `model`. The pieces are named as in layer `index` of the merged model, which has the layout
+    `name` is the stack in `model`. The pieces are named as in layer `index` of the merged model, whose layout is
     `layout`.
     """
     if name in model.tensors:

@@ -48,18 +48,24 @@ LARGEST_MARK = 2**32 - 1
 
 @dataclass(frozen=True, order=True)
 class Threshold:
-    """A position in the order of a tensor's elements: a magnitude, and the mark of an element that has it."""
+    """A position in the order of a tensor's elements: the magnitude and the tie-breaking mark of an element there.
+
+    A mark is a number that orders elements of equal magnitude.
+    """
 
     magnitude: float
     mark: int
 
     @property
     def key(self) -> int:
-        """The threshold as one number, as in `magnitude_keys`."""
+        """The threshold as one integer, which is comparable with those of `magnitude_keys`."""
         return int(np.float32(self.magnitude).view(np.uint32)) << 32 | self.mark
 
     def reached_by(self, magnitudes: torch.Tensor, order: TieOrder) -> torch.Tensor:
-        """Which elements of a tensor are at the threshold or above: bool, of the shape of `magnitudes`."""
+        """Which elements of a tensor are at the threshold or above, as bool in the shape of `magnitudes`.
+
+        `order` orders elements of equal magnitude.
+        """
         equal = (magnitudes == self.magnitude).flatten()
         reached = (magnitudes > self.magnitude).flatten()
         at = equal.nonzero().flatten()
@@ -69,9 +75,9 @@ class Threshold:
 
 @dataclass(frozen=True)
 class TieOrder:
-    """The order of elements of equal magnitude: by the marks of `key`.
+    """The order of elements of equal magnitude: by their marks, numbers that depend on index and `key`.
 
-    With `keeps_equal`, elements of equal magnitude have the same rank. Recipes of format 1 are merged this way.
+    With `keeps_equal`, elements of equal magnitude have the same rank; recipes of format 1 are merged in this way.
     """
 
     key: int
@@ -79,19 +85,28 @@ class TieOrder:
 
     @property
     def factor(self) -> int:
-        """The odd factor of marks: the hash of index 0 with the key, with its last bit set."""
+        """The odd factor by which an element's hash is multiplied to give its tie-breaking mark.
+
+        It is the hash of index 0 with the key of this order, with the last bit set.
+        """
         return int(hashes(self.key, torch.zeros(1, dtype=torch.int64))) | 1
 
     def marks_at(self, positions: torch.Tensor) -> torch.Tensor:
-        """The marks of the elements at given positions: int64 in [0, 2^32)."""
+        """The tie-breaking marks of the elements at given positions, as int64 in [0, 2^32)."""
         return (hashes(0, positions) * self.factor) & LARGEST_MARK
 
     def lowest(self, threshold: Threshold) -> Threshold:
-        """The lowest threshold of elements that are kept together with those at `threshold`."""
+        """The lowest threshold of elements that are kept whenever those at `threshold` are.
+
+        It differs from `threshold` only if elements of equal magnitude have the same rank (`keeps_equal`).
+        """
         return Threshold(threshold.magnitude, 0) if self.keeps_equal else threshold
 
     def above(self, threshold: Threshold) -> Threshold:
-        """The lowest threshold above all elements that are kept together with those at `threshold`."""
+        """The lowest threshold that the elements at `threshold` do not reach.
+
+        If elements of equal magnitude have the same rank (`keeps_equal`), none of these reach it either.
+        """
         if self.keeps_equal or threshold.mark == LARGEST_MARK:
             return Threshold(float(np.nextafter(np.float32(threshold.magnitude), np.float32(np.inf))), 0)
         return Threshold(threshold.magnitude, threshold.mark + 1)
@@ -99,11 +114,11 @@ class TieOrder:
 
 @dataclass(frozen=True)
 class Trim:
-    """The bounds `low` and `high` of a rank's threshold.
+    """The bounds `low` and `high` between which the exact threshold of a rank is.
 
-    If they are equal, they are the threshold. Otherwise the threshold is strictly between them, where fewer than
-    `SPACING` elements are; `num_smaller` of these precede it in ascending order. `is_tied`: more than `MOST_LEFT`
-    elements may have magnitudes from that of `low` to that of `high`.
+    If the bounds are equal, they are the threshold. Otherwise it is at an element strictly between them; fewer than
+    `SPACING` elements are there, of which `num_smaller` precede it in ascending order. `is_tied` is true if more than
+    `MOST_LEFT` elements may have magnitudes from that of `low` to that of `high`.
     """
 
     low: Threshold
@@ -113,11 +128,11 @@ class Trim:
 
     @property
     def magnitudes(self) -> tuple[float, float]:
-        """Two float32 magnitudes such that only elements between them need their marks compared with the threshold.
+        """Two float32 magnitudes that decide the comparison with the threshold for elements that are not between them.
 
-        Elements up to the first are below the rank; elements from the second on are at the rank or above. Between the
-        two are the elements with a magnitude from that of `low` to that of `high`. The second is NaN if no element
-        reaches `high`.
+        Elements up to the first are below the threshold; elements from the second on are at the threshold or above.
+        Those between the two have a magnitude from that of `low` to that of `high`, and need their tie-breaking marks
+        compared. The second is NaN if no element reaches `high`.
         """
         if self == NOTHING:
             return float("inf"), float("nan")
@@ -137,7 +152,7 @@ NOTHING = Trim.at(Threshold(float("inf"), LARGEST_MARK))
 
 
 class Ranked(Protocol):
-    """The elements of a tensor by rank: from a table, or selected one by one."""
+    """Interface for finding the threshold of any rank of a tensor's magnitudes, from a table or by selection."""
 
     @property
     def num_not_zero(self) -> int: ...
@@ -147,16 +162,19 @@ class Ranked(Protocol):
         ...
 
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
-        """The threshold of the `rank`-th largest of `sizes`, the magnitudes (float32) that are ranked here."""
+        """The threshold of the `rank`-th largest magnitude.
+
+        `sizes` are the magnitudes themselves (float32), `order` orders equal ones.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The elements of a tensor by rank, selected without a table.
+    """The magnitudes of a tensor, whose thresholds are found by selection, without a table.
 
-    `select` takes a number of smaller elements. It returns the threshold of the element with that number of smaller
-    ones, and how many elements have its magnitude. `num_zeros` counts the elements that are zero.
+    `select` takes a number of elements, and returns the threshold of the element that so many precede in ascending
+    order, and how many elements have its magnitude. `num_zeros` counts the elements that are zero.
     """
 
     num_elements: int
@@ -173,15 +191,15 @@ class Selection:
         return Trim.at(threshold, is_tied=num_equal > MOST_LEFT)
 
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
-        """The threshold of the `rank`-th largest magnitude; `sizes` and `order` are not needed."""
+        """The threshold of the `rank`-th largest magnitude; the arguments `sizes` and `order` are not used."""
         return self.trim(rank).high
 
 
 class MagnitudeTable:
-    """A table of order statistics: every 128th element of a tensor in ascending order, and the last.
+    """Table of a tensor's magnitudes that narrows the threshold of any rank to a few elements.
 
-    `magnitudes` and `marks` are those of the elements in the table. The tensor has `num_elements`, of which `num_zeros`
-    are zero.
+    It has every 128th element of the tensor in ascending order, and the last: `magnitudes`, and the tie-breaking
+    `marks`. The tensor has `num_elements` elements, of which `num_zeros` are zero.
     """
 
     def __init__(
@@ -199,10 +217,10 @@ class MagnitudeTable:
 
     @classmethod
     def of_ascending(cls, ascending: Iterable[tuple[np.ndarray, np.ndarray]]) -> Self:
-        """The table of float32 magnitudes and uint32 marks that are given in ascending order, in pieces.
+        """Make the table of magnitudes (float32) and tie-breaking marks (uint32) that are given in ascending order.
 
-        Equal magnitudes are in one piece. There is at least one piece, and none is empty. A piece is not used after the
-        next one is taken.
+        They are given in pieces. Equal magnitudes are in one piece. There is at least one piece, and none is empty. A
+        piece is not used after the next one is taken.
         """
         columns: list[tuple[np.ndarray, np.ndarray]] = []
         total = num_zeros = 0
@@ -231,7 +249,10 @@ class MagnitudeTable:
         return Trim(low, high, after - 1, is_tied=self._is_tied(cut, cut + 1))
 
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
-        """The threshold of the `rank`-th largest of `sizes`, the magnitudes (float32) that the table was made from."""
+        """The exact threshold of the `rank`-th largest magnitude.
+
+        `sizes` are the magnitudes (float32) that the table was made from, `order` orders equal ones.
+        """
         trim = self.trim(rank)
         if trim.low == trim.high:
             return trim.high
@@ -241,7 +262,10 @@ class MagnitudeTable:
         return _threshold(int(keys[(keys > trim.low.key) & (keys < trim.high.key)].sort().values[trim.num_smaller]))
 
     def _is_tied(self, first: int, last: int) -> bool:
-        """Whether an entry before entry `first` or after entry `last` has the same magnitude as that entry."""
+        """Whether many elements may have the magnitude of a table entry.
+
+        It is true if the entry before `first` has the magnitude of `first`, or the entry after `last` that of `last`.
+        """
         sizes = self._magnitudes
         return bool(
             (first > 0 and sizes[first - 1] == sizes[first])
@@ -253,9 +277,9 @@ class MagnitudeTable:
 
 
 def threshold_of_rank(sizes: torch.Tensor, rank: int, order: TieOrder, table: Ranked | None = None) -> Threshold:
-    """The threshold of the `rank`-th largest, from 1, of `sizes`, magnitudes in float32.
+    """The threshold of the `rank`-th largest of `sizes`, which are magnitudes in float32; ranks begin with 1.
 
-    `table` is their table, if known.
+    `order` orders equal magnitudes; `table` is the table of the magnitudes, if known.
     """
     if table is not None:
         return table.threshold(rank, sizes, order)
@@ -271,10 +295,10 @@ def threshold_of_rank(sizes: torch.Tensor, rank: int, order: TieOrder, table: Ra
 
 
 def magnitude_keys(sizes: torch.Tensor, order: TieOrder) -> torch.Tensor:
-    """The position of each element in the order of magnitudes, as a number: int64, of the shape of `sizes`.
+    """Integers that have the order of a tensor's elements by magnitude: int64 in the shape of `sizes`.
 
-    Elements are ordered by their magnitudes in float32, and equal magnitudes by their marks. With `keeps_equal`,
-    elements of equal magnitude have equal numbers.
+    Elements are ordered by magnitude in float32, and equal magnitudes by their tie-breaking marks. If `order` keeps
+    equal magnitudes equal, they have equal integers.
     """
     keys = sizes.float().contiguous().view(torch.int32).long() << 32
     if not order.keeps_equal:

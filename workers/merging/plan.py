@@ -31,10 +31,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """A recipe that was checked against a bank: every tensor to compute, in order.
+    """A recipe that was checked against the models of a bank, with the list of all tensors to compute, in order.
 
     Functions that take a recipe also take its plan for the same bank, so that a swap of several steps plans once.
-    `aliases` maps the recipe's aliases to the bank's.
+    `aliases` maps the recipe's aliases to those of the bank.
     """
 
     recipe: Recipe
@@ -51,7 +51,10 @@ def merged_names(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, tuple[int
 
 
 def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]:
-    """The computation of every merged tensor as a value: tensors with equal values are equal bit for bit."""
+    """A value for each merged tensor that describes how it is computed.
+
+    Tensors with equal values are equal bit for bit.
+    """
     plan = plan_tensors(recipe, bank)
     return {
         name: (_computation(tensor, plan), part) for tensor in plan.tensors for part, name in enumerate(tensor.shapes())
@@ -59,12 +62,15 @@ def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]
 
 
 def check_recipe(recipe: Recipe, bank: Bank) -> None:
-    """Raise InvalidRecipe, InvalidModel or EvidenceMismatch unless the bank can merge the recipe."""
+    """Check that a recipe can be merged from the models of a bank.
+
+    Raises InvalidRecipe, InvalidModel or EvidenceMismatch if not.
+    """
     plan_tensors(recipe, bank)
 
 
 def plan_tensors(recipe: Recipe | TensorPlan, bank: Bank) -> TensorPlan:
-    """Check the recipe and plan its tensors; a plan is returned as it is.
+    """Check a recipe against the models of a bank, and list the tensors to compute; a plan is returned as it is.
 
     Raises InvalidRecipe, InvalidModel, and EvidenceMismatch if files of the sources have changed since they were
     opened.
@@ -73,10 +79,10 @@ def plan_tensors(recipe: Recipe | TensorPlan, bank: Bank) -> TensorPlan:
 
 
 def plan_as_stated(recipe: Recipe, bank: Bank) -> TensorPlan:
-    """Plan every merge as the recipe states it, with sources that have no influence.
+    """Plan a recipe as it is stated, including sources that have no influence, such as those with weight 0.
 
-    The coefficients of these sources have gradients too. Merged models are those of `plan_tensors`, except that sums
-    may have another order. Raises as `plan_tensors` does.
+    Gradients are needed by the coefficients of these sources too. Merged models are those of `plan_tensors`, except
+    that sums may have another order. Raises as `plan_tensors` does.
     """
     recipe.check()
     return _plan(recipe, recipe, bank)
@@ -105,7 +111,7 @@ def _plan(given: Recipe, recipe: Recipe, bank: Bank) -> TensorPlan:
 def _part(
     recipe: Recipe, merge: Merge, component: str, index: int | None, bank: Bank, aliases: Mapping[str, str]
 ) -> list[MergedTensor]:
-    """The tensors of one component of merged layer `index` (None: outside layers)."""
+    """List the tensors of one component of merged layer `index`, or outside layers if `index` is None."""
     where = component if index is None else f"layer {index}, {component}"
     _check_merge(merge, where, index, bank, aliases)
     layout = bank.layout
@@ -138,7 +144,7 @@ def _part(
 
 
 def named_sources(merge: Merge) -> tuple[Source, ...]:
-    """The sources of a merge, and its base if the merge names one itself."""
+    """The sources of a merge, and its base if the merge names a base of its own."""
     return merge.sources if merge.base is None else (*merge.sources, merge.base)
 
 

@@ -43,7 +43,7 @@ SHAPE = (64, 512)
 class Usual:
     """A merge whose kernel is compiled in advance.
 
-    `is_tied`: many elements have the magnitude at a threshold, which has a kernel of its own.
+    `is_tied` says that many elements have the magnitude of a threshold; a kernel of its own handles this case.
     """
 
     merge: Merge
@@ -52,7 +52,7 @@ class Usual:
 
 
 def usual() -> Iterator[Usual]:
-    """The kernels that most merges need: of two and three sources, in bfloat16 and in float32."""
+    """Yield the merges whose kernels most users need: of two and three sources, in bfloat16 and in float32."""
     for name, numbers in COEFFICIENTS.items():
         uses = PLAIN[name].uses
         for count in NUM_SOURCES:
@@ -65,7 +65,7 @@ def usual() -> Iterator[Usual]:
 
 
 def operands(case: Usual) -> Operands:
-    """Random operands for a kernel, with the statistics that its method uses."""
+    """Random operands that make a kernel compile, with the statistics that the merge's method needs."""
     generator = torch.Generator().manual_seed(0)
     finest = torch.bfloat16 if case.is_tied else torch.float32
     base = torch.randn(SHAPE, generator=generator).to(finest)
@@ -92,7 +92,10 @@ def operands(case: Usual) -> Operands:
 
 
 def compile_kernels() -> None:
-    """Compile the kernels of `usual` merges and of their statistics, unless the compiled code is on disk already."""
+    """Compile the kernels of the merges in `usual` and of their statistics.
+
+    Code that is on disk already is not compiled again.
+    """
     for case in usual():
         merge_stored(case.merge, operands(case), torch.empty(SHAPE, dtype=case.dtype))
     for dtype in DTYPES:  # for SLERP, whose merge kernel is that of `linear`

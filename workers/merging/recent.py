@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Recent:
-    """A cache of the values used last, by key, of at most `max_bytes` in total; safe to use from several threads."""
+    """Cache of the values that were used last, by key, up to `max_bytes` in total; safe to use from several threads."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -35,9 +35,9 @@ class Recent:
         self._lock = Lock()
 
     def value(self, key: Hashable, make: Callable[[], T], num_bytes: Callable[[T], int]) -> T:
-        """The cached value of `key`, which is made if it is not cached.
+        """The cached value of `key`; if it is not cached, `make` computes it.
 
-        The values used least recently are dropped to make room for it.
+        The values that were used least recently are dropped to make room for a new one.
         """
         with self._lock:
             if key in self._values:
@@ -61,16 +61,16 @@ class Recent:
 
 
 def recent_bytes(sources: ResolvedFamily) -> int:
-    """The host memory, in bytes, in which a bank caches statistics of several sources."""
+    """Bytes of host memory in which a bank may cache statistics of several sources."""
     base = sources.base.tensors.values()
     stored = sum(math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor in base)
     return int(RECENT_SHARE * stored * len(sources.checkpoints))
 
 
 def statistics_bytes(sources: ResolvedFamily) -> int:
-    """The host memory, in bytes, that all statistics of a bank may take, except ranks.
+    """Bytes of host memory that all statistics of a bank may take, except ranks.
 
-    These are the statistics of each expert, which are always kept, and `recent_bytes`.
+    They are the statistics of each expert, which are always kept, and `recent_bytes` for those of several sources.
     """
     experts = len(sources.checkpoints) - 1
     return int(TABLE_BYTES * sources.num_parameters * experts) + recent_bytes(sources)

@@ -40,9 +40,11 @@ BRANCH_END = re.compile(r"^(?:self_attn\.o_proj|mlp\.down_proj)\.(?:weight|bias)
 
 
 def branch_factors(layers: Sequence[LayerRecipe], *, model_type: str) -> tuple[float, ...]:
-    """The factors that fold the scales of layers into the last weights of each layer's branches: 1 / c_t.
+    """The factor of each layer's branches that folds the scales of earlier layers into the weights.
 
-    Raises InvalidRecipe, with the layer, for scales that cannot be folded and for alignments.
+    It is one over the product of the scales of all earlier layers, and multiplies the last weights of the layer's
+    branches (attention, MLP). Raises InvalidRecipe, with the layer, for scales that cannot be folded and for
+    alignments.
     """
     factors = []
     cumulative = 1.0
@@ -70,5 +72,5 @@ def branch_factors(layers: Sequence[LayerRecipe], *, model_type: str) -> tuple[f
 
 
 def ends_a_branch(suffix: str) -> bool:
-    """Whether the tensor with this name within its layer is the last weight or bias of a branch."""
+    """Whether the tensor with this name within its layer is the last weight or bias of a branch (attention, MLP)."""
     return BRANCH_END.match(suffix) is not None

@@ -35,7 +35,7 @@ __all__ = [
 
 
 def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = None) -> Products:
-    """The inner products of all pairs of tensors, [N, N]; with `base`, of their differences from it.
+    """The inner products of all pairs of N tensors, [N, N], or with `base` of their differences from the base.
 
     The bits are those of `methods.arithmetic.inner_products`.
     """
@@ -52,7 +52,7 @@ def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = 
 
 
 def importance_of(first: torch.Tensor, second: torch.Tensor) -> Importance:
-    """The importance of the changes between two tensors, for Arcee Fusion.
+    """The importance of the changes from one tensor to another, for Arcee Fusion.
 
     The tensors are on CPU and have at least one element.
     """
@@ -60,7 +60,7 @@ def importance_of(first: torch.Tensor, second: torch.Tensor) -> Importance:
 
 
 def magnitude_table(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> MagnitudeTable:
-    """The table of the magnitudes |source - base|, in float32, of tensors with at least one element."""
+    """The table of the magnitudes |source - base|, in float32, of two tensors with at least one element."""
     if source.is_cuda or source.numel() >= 2**32:
         return MagnitudeTable.of_ascending([_sorted((source.float() - base.float()).abs_(), order)])
     from workers.merging.kernels.sorting import ascending_magnitudes
@@ -69,9 +69,9 @@ def magnitude_table(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -
 
 
 def magnitude_selection(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> Ranked:
-    """The magnitudes |source - base|, in float32, by rank, without a table where ranks can be selected.
+    """The magnitudes |source - base|, in float32, as an object that finds the threshold of any rank.
 
-    The tensors have at least one element.
+    Ranks are selected without a table where that is possible. The tensors have at least one element.
     """
     if source.is_cuda or source.numel() >= 2**32:
         return magnitude_table(source, base, order)
@@ -81,9 +81,9 @@ def magnitude_selection(source: torch.Tensor, base: torch.Tensor, order: TieOrde
 
 
 def variance_selection(sources: Sequence[torch.Tensor], base: torch.Tensor, order: TieOrder) -> Ranked:
-    """The variances between task vectors by rank, without a table where ranks can be selected.
+    """The variances of elements between task vectors, as an object that finds the threshold of any rank.
 
-    The tensors have at least one element.
+    Ranks are selected without a table where that is possible. The tensors have at least one element.
     """
     if base.is_cuda or base.numel() >= 2**32:
         return variance_table(sources, base, order)
@@ -93,7 +93,7 @@ def variance_selection(sources: Sequence[torch.Tensor], base: torch.Tensor, orde
 
 
 def variance_table(sources: Sequence[torch.Tensor], base: torch.Tensor, order: TieOrder) -> MagnitudeTable:
-    """The table of the variances between task vectors (`methods.competition.variance`).
+    """The table of the variances of elements between task vectors (`methods.competition.variance`).
 
     The tensors have at least one element.
     """
@@ -105,7 +105,7 @@ def variance_table(sources: Sequence[torch.Tensor], base: torch.Tensor, order: T
 
 
 def norm_of(source: torch.Tensor, base: torch.Tensor) -> float:
-    """The sum of the magnitudes of source - base, which is rounded to float32."""
+    """The sum of the magnitudes |source - base|; the differences are rounded to float32."""
     if base.is_cuda or base.numel() == 0:
         return total(torch.abs, source.float() - base.float())
     from workers.merging.kernels.reductions import kept_norms
@@ -114,9 +114,9 @@ def norm_of(source: torch.Tensor, base: torch.Tensor) -> float:
 
 
 def row_ranks(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> torch.Tensor:
-    """The rank of each element among the magnitudes of its row of source - base, from 0, the smallest.
+    """The rank of each magnitude |source - base| within its row of the tensor, from 0 for the smallest.
 
-    The tensors are on CPU. The ranks have their shape; they are uint16 if rows are short enough for it, else int32.
+    The tensors are on CPU. The ranks have the tensors' shape; they are uint16 if rows are short enough, else int32.
     """
     from workers.merging.kernels.sorting import ranks_in_rows
 
@@ -128,7 +128,10 @@ def row_ranks(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> torc
 def _importances_at(
     indices: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The order statistics of `fusions.importances_at`, by sorting in pieces, which needs little memory."""
+    """The importances of elements at the given ranks (`fusions.importances_at`), found by sorting in pieces.
+
+    This needs little memory.
+    """
     from workers.merging.kernels.sorting import ascending_importances
 
     found: dict[int, torch.Tensor] = {}

@@ -54,7 +54,7 @@ NAMED: Mapping[str, str] = {
 
 
 def stated_template(directory: Path) -> str | None:
-    """The chat template of the model in `directory`, the default one of several; None without one."""
+    """The chat template of the model in `directory`, the default one if there are several; None if there is none."""
     try:
         file = directory / FILE
         if file.is_file():
@@ -69,13 +69,16 @@ def stated_template(directory: Path) -> str | None:
 
 
 def most_common(directories: Iterable[Path]) -> str | None:
-    """The chat template that most models have, the first of those with equal counts; None if none has one."""
+    """The chat template that most of the models have; None if no model has one.
+
+    Of templates with equal counts the first is chosen.
+    """
     stated = (template.strip() for directory in directories if (template := stated_template(directory)))
     return next((template for template, _ in Counter(stated).most_common(1)), None)
 
 
 def write_template(directory: Path, template: str) -> None:
-    """Give the tokenizer in `directory` this chat template, and no other."""
+    """Set the chat template of the tokenizer in `directory`, and remove all its other templates."""
     (directory / FILE).write_text(template)
     file = directory / TOKENIZER_CONFIG
     if file.is_file():

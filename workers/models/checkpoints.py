@@ -36,10 +36,11 @@ BY_CONFIG = "(by config.json, or transformers' default where it is silent)"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose headers were read.
+    """A checkpoint on disk, whose configuration and safetensors headers were read.
 
-    An adapter to `base` has the tensors of its base as it changes them. `files` are its own safetensors files, in order
-    of name. What `read` returns is read-only; stored tensors are mapped and keep their dtype.
+    If it is an adapter, `base` is the model that it changes, and its tensors are those of the base after the change.
+    `files` are the checkpoint's own safetensors files, in order of name. What `read` returns must not be written to;
+    stored tensors are mapped into memory and keep their dtype.
     """
 
     directory: Path
@@ -51,7 +52,7 @@ class Checkpoint:
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
-        """The configuration under the names that all models share, with defaults filled in."""
+        """The configuration with the same key names for every model type, and with defaults filled in."""
         return in_common_names(self.config)
 
     @cached_property
@@ -60,26 +61,26 @@ class Checkpoint:
 
     @property
     def tokenizer_dir(self) -> Path:
-        """The directory of a checkpoint's tokenizer: an adapter has its own, or that of the model that it adapts."""
+        """The directory of the tokenizer: the checkpoint's own, or for an adapter without one, that of its base."""
         has_own = any((self.directory / name).is_file() for name in TOKENIZER_FILES)
         return self.directory if has_own or self.base is None else self.base.directory
 
     def tensor(self, name: str) -> SourceTensor | None:
-        """The tensor `name`, or the stack of a layer's experts of that name (`Layout.stacks`); None without either."""
+        """The tensor, or the stack of a layer's experts (`Layout.stacks`), with this name; None if there is neither."""
         stack = None if name in self.tensors else self.layout.stacks.get(name)
         if stack is None:
             return self.tensors.get(name)
         return Stacked(tuple(tuple(self.tensors[part] for part in parts) for parts in stack))
 
     def read(self, name: str) -> torch.Tensor:
-        """The value of tensor `name`. Raises InvalidModel if there is none."""
+        """The value of the tensor `name`. Raises InvalidModel if the checkpoint has no such tensor."""
         tensor = self.tensors.get(name)
         if tensor is None:
             raise InvalidModel((f"{self.directory}: no tensor {name!r}; it has {len(self.tensors)} others",))
         return tensor.value(self.read_stored)
 
     def read_stored(self, info: TensorInfo) -> torch.Tensor:
-        """A stored tensor in its own dtype, mapped from its file."""
+        """Map a stored tensor from its file into memory, in its own dtype."""
         from safetensors import safe_open
 
         if info.file not in self._open:
@@ -91,33 +92,36 @@ class Checkpoint:
 
     @cached_property
     def is_here(self) -> bool:
-        """Whether a checkpoint's weights and its base's can be read; those of a metadata-only snapshot cannot."""
+        """Whether the weights of the checkpoint, and for an adapter of its base, are on this machine.
+
+        They are not if the directory is a metadata-only snapshot of a hub model.
+        """
         return not is_metadata_only(self.directory) and (self.base is None or self.base.is_here)
 
     @cached_property
     def stored(self) -> frozenset[TensorInfo]:
-        """All stored tensors that a checkpoint's tensors are made of, including those of other models."""
+        """All stored tensors that the checkpoint's tensors are computed from, including those of other models."""
         return frozenset(info for tensor in self.tensors.values() for info in tensor.stored())
 
     @property
     def own(self) -> frozenset[TensorInfo]:
-        """The stored tensors in a checkpoint's own files.
+        """The stored tensors in the checkpoint's own files.
 
-        Its other tensors are those of the model that it adapts, or rows of other models.
+        The checkpoint's other tensors come from the model that it adapts, or are made of rows of other models.
         """
         return frozenset(info for info in self.stored if info.file.parent == self.directory)
 
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
-    """Read the configuration and every safetensors header of `directory`, which may be a hub id as for `hub.locate`.
+    """Open a checkpoint by reading its configuration and every safetensors header.
 
-    Raises InvalidModel with all problems.
+    `directory` may also be a hub id, as for `hub.locate`. Raises InvalidModel with all problems.
     """
     return read_checkpoint(locate(directory))
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """Read the checkpoint in a directory that `locate` has returned, as `open_checkpoint` does."""
+    """Open the checkpoint in a directory that `hub.locate` has returned. Raises InvalidModel with all problems."""
     problems: list[str] = []
     config = _read_config(directory, problems)
     stored = read_headers(directory, problems)
@@ -132,9 +136,9 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 
 def read_expert(directory: Path, base: Checkpoint | None) -> Checkpoint | None:
-    """The whole model in `directory`, or the adapter to `base`; None for an adapter without a base.
+    """Open the expert in `directory`: a whole model, or an adapter to `base`.
 
-    Raises InvalidModel with all problems.
+    Returns None for an adapter if `base` is None. Raises InvalidModel with all problems.
     """
     if not is_adapter(directory):
         return read_checkpoint(directory)
@@ -151,10 +155,11 @@ def read_expert(directory: Path, base: Checkpoint | None) -> Checkpoint | None:
 def aligned(
     checkpoints: Mapping[str, Checkpoint], tokenizer: str, options: VocabularyOptions = NO_OPTIONS
 ) -> tuple[dict[str, Checkpoint], TokenAlignment]:
-    """The checkpoints with embeddings and output heads in one vocabulary, and what the alignment changed.
+    """Give all checkpoints the same vocabulary in their embeddings and output heads.
 
-    `checkpoints` are by alias, the base first. Rows are aligned as `vocabulary.align` says; the base gets the
-    configuration of a model with this vocabulary. Raises InvalidModel.
+    `checkpoints` are by alias, the base first; `tokenizer` selects the vocabulary. Returns the aligned checkpoints, and
+    what the alignment changed. Rows are aligned as `vocabulary.align` says; the base gets the configuration of a model
+    with this vocabulary. Raises InvalidModel.
     """
     models = {
         alias: Vocabulary(
@@ -179,7 +184,7 @@ def aligned(
 
 
 def stored_bytes(checkpoints: Iterable[Checkpoint]) -> int:
-    """The bytes of all stored tensors that `checkpoints` are made of; those that several share count once."""
+    """Bytes of all stored tensors that `checkpoints` are made of; tensors that several share count once."""
     return sum(info.num_bytes for info in frozenset().union(*(checkpoint.stored for checkpoint in checkpoints)))
 
 

@@ -43,9 +43,10 @@ MAX_SHAPES = 5
 
 
 def foreign_adapters(opened: Mapping[str, Checkpoint], given: Mapping[str, str]) -> Iterator[str]:
-    """Problems of adapters that were trained on another model of the family, whose shapes fit the base as well.
+    """Yield the problems of adapters that were trained on another model of the family than the base.
 
-    `opened` are the models by alias, the base first. `given` is the caller's name of each, which an adapter may state.
+    The shapes of such an adapter fit the base as well. `opened` are the models by alias, the base first. `given` has
+    the name by which the caller gave each model, which an adapter's configuration may state.
     """
     base_alias = next(iter(opened))
     for alias, adapter in opened.items():
@@ -70,9 +71,9 @@ def foreign_adapters(opened: Mapping[str, Checkpoint], given: Mapping[str, str])
 
 
 def differences(base: Checkpoint, expert: Checkpoint, *, any_depth: bool = False) -> Iterator[str]:
-    """Reasons why layers of `expert` cannot be exchanged with those of `base`.
+    """Yield the reasons why layers of `expert` cannot replace those of `base`; none if they can.
 
-    With `any_depth`, only the layers that both models have are compared.
+    With `any_depth` the models may have different numbers of layers, and only the layers that both have are compared.
     """
     where = str(expert.directory)
     stated, wanted = _structure(expert.settings), _structure(base.settings)
@@ -104,7 +105,10 @@ def differences(base: Checkpoint, expert: Checkpoint, *, any_depth: bool = False
 
 
 def _structure(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration fields that two models must share, including rotary embeddings: merges run with the base's."""
+    """The fields of a configuration that must be equal for two models to be merged.
+
+    They include the rotary embeddings, because merges run with those of the base.
+    """
     rope = settings.get("rope_parameters") or settings.get("rope_scaling")
     rope = rope if isinstance(rope, Mapping) else {}
     fields = {name: settings.get(name) for name in (*STRUCTURE, "rope_theta")}
@@ -113,9 +117,10 @@ def _structure(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _comparable(found: Layout, depth: int | None) -> set[str]:
-    """The tensors to compare between models, of the first `depth` layers; without output heads.
+    """The names of the tensors to compare between models: those outside layers and those of the first `depth` layers.
 
-    A difference between output heads has a message of its own.
+    If `depth` is None, the tensors of all layers are included. Output heads are left out, because a difference between
+    them is reported separately.
     """
     return {
         name

@@ -43,9 +43,10 @@ IGNORED = re.compile(r"rotary_emb\.inv_freq$|(?:^|\.)(?:self_|cross)?(?:attn|att
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor belongs: a component of decoder layer `layer` (0-based), or the embedding or head (None).
+    """The part of a model that a tensor belongs to: a component of a decoder layer, the embedding or the head.
 
-    `suffix` is the tensor's name within its layer ("self_attn.q_proj.weight"); outside layers it is the whole name.
+    `layer` is the index of the layer (0-based), or None outside layers. `suffix` is the tensor's name within its layer,
+    such as "self_attn.q_proj.weight", or outside layers the whole name.
     """
 
     component: Component | Literal["embedding", "head"]
@@ -57,7 +58,8 @@ class TensorPlace:
 class Layout:
     """The layer and component of each tensor of a model.
 
-    A tied output head is not among `places`: it is the embedding. `tied_head` is its name if a file holds it anyway.
+    An output head that is tied to the embedding is not among `places`. `tied_head` is its name if a file contains it
+    anyway.
     """
 
     places: Mapping[str, TensorPlace]
@@ -67,7 +69,7 @@ class Layout:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the output head is the embedding."""
+        """Whether the output head is tied to the embedding, that is, both are one tensor."""
         return not any(is_output_head(name) for name in self.places)
 
     @cached_property
@@ -79,7 +81,11 @@ class Layout:
 
     @cached_property
     def stacks(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
-        """The stacks of each layer's experts, by name: for each expert, the tensors that are joined in the stack."""
+        """The stacks of experts in all layers, by the name that transformers has for each.
+
+        A stack joins a matrix of all experts of a layer. Its value has, for each expert, the names of the stored
+        tensors that are joined.
+        """
         mixtures: dict[str, dict[int, set[str]]] = {}
         for name in self.places:
             if match := EXPERT.fullmatch(name):
@@ -96,7 +102,7 @@ class Layout:
 
     @cached_property
     def stacked(self) -> Layout:
-        """The layout in which the experts of each layer are one tensor for each of `stacks`."""
+        """The layout of the same model if each stack of experts (`stacks`) is one tensor."""
         parts = {part for stack in self.stacks.values() for joined in stack for part in joined}
         places = {name: place for name, place in self.places.items() if name not in parts}
         for name, ((first, *_), *_) in self.stacks.items():
@@ -105,21 +111,24 @@ class Layout:
         return Layout(places, self.num_layers, self.layer_prefix, self.tied_head)
 
     def suffixes(self, component: str, layer: int | None = None) -> tuple[str, ...]:
-        """The tensors of one component, as sorted names within the layer."""
+        """The sorted names of a component's tensors within a layer, or outside layers if `layer` is None."""
         return self._groups.get((component, layer), ())
 
     def name(self, suffix: str, layer: int | None) -> str:
-        """The full name of the tensor that is called `suffix` within `layer`."""
+        """The full name of a tensor that is called `suffix` within its layer.
+
+        `layer` is None for tensors outside layers, whose `suffix` is the full name.
+        """
         return suffix if layer is None else f"{self.layer_prefix}{layer}.{suffix}"
 
 
 def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
-    """Assign every tensor to a layer and component, by the names of the modules that hold it.
+    """Assign every tensor of a model to a layer and component, by the names of the modules that contain it.
 
-    Norms are norms in every module, biases belong to their module, and modules that mix positions are attention.
-    Routers and the experts of a mixture are parts of the MLP, each a tensor of its own. Positions belong to the
-    embedding; the final norm and the output head form the head. `config` is in common names (`config.in_common_names`).
-    Raises InvalidModel, which names the tensors that belong nowhere.
+    Norms count as norms in every module, biases belong to their module, and modules that mix positions count as
+    attention. Routers and the experts of a mixture are parts of the MLP, each a tensor of its own. Position embeddings
+    belong to the embedding; the final norm and the output head form the head. `config` has common key names
+    (`config.in_common_names`). Raises InvalidModel, which names the tensors that cannot be assigned.
     """
     names = [name for name in names if not IGNORED.search(name)]
     places: dict[str, TensorPlace] = {}
@@ -161,7 +170,7 @@ def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
 
 
 def _assign_final_norm(places: dict[str, TensorPlace]) -> None:
-    """Assign the only norm outside layers to the head, even if it is named like the embedding's.
+    """Assign the only norm outside layers to the head, even if its name looks like a part of the embedding.
 
     Every decoder ends in a norm.
     """
@@ -176,19 +185,22 @@ def _assign_final_norm(places: dict[str, TensorPlace]) -> None:
 
 
 def is_output_head(name: str) -> bool:
-    """Whether a tensor, by its name, maps hidden states to the vocabulary."""
+    """Whether a tensor is, by its name, the output head, which maps hidden states to the vocabulary."""
     return OUTPUT_HEAD.search(name) is not None
 
 
 def some_of(names: Iterable[str]) -> str:
-    """The first few of `names`, and how many more there are, for messages."""
+    """Text for messages: the first few of `names`, and how many more there are."""
     names = sorted(names)
     rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return ", ".join(names[:MAX_NAMED]) + rest
 
 
 def _component(suffix: str) -> Component | None:
-    """The component of a tensor's innermost module that has one: `norm_attn_norm.attn.Wqkv.weight` is attention."""
+    """The component of a tensor, from the innermost of its modules whose name tells.
+
+    For example, `norm_attn_norm.attn.Wqkv.weight` is attention.
+    """
     modules = suffix.split(".")[:-1]
     return next((kind for module in reversed(modules) for kind, name in COMPONENT_OF if name.search(module)), None)
 

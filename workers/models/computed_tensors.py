@@ -37,31 +37,31 @@ Read = Callable[[TensorInfo], "torch.Tensor"]
 
 
 class SourceTensor(Protocol):
-    """A tensor of a model: stored as it is (`headers.TensorInfo`), or computed from what is stored."""
+    """Interface of a model's tensor, either stored as it is (`headers.TensorInfo`) or computed from stored tensors."""
 
     @property
     def dtype(self) -> str:
-        """The name of the dtype in safetensors."""
+        """The name of the tensor's dtype as in safetensors files, such as "BF16"."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def stored(self) -> Iterator[TensorInfo]:
-        """The stored tensors that `value` reads."""
+        """Yield the stored tensors that `value` reads."""
         ...
 
     def value(self, read: Read) -> torch.Tensor:
-        """The contents of the tensor, contiguous.
+        """The contiguous values of the tensor, which must not be written to.
 
-        They may be what `read` returned: never write to them.
+        They may be the memory that `read` returned.
         """
         ...
 
 
 @dataclass(frozen=True)
 class _Changed:
-    """A weight that a LoRA adapter changes, and the two matrices whose product, times `scaling`, is added to it."""
+    """A weight to which a LoRA adapter adds the product of its two matrices `a` and `b`, times `scaling`."""
 
     weight: SourceTensor
     a: TensorInfo
@@ -84,9 +84,10 @@ class _Changed:
 
 @dataclass(frozen=True)
 class LowRank(_Changed):
-    """A weight as a LoRA adapter changes it: weight + scaling x B A, in float32 (arXiv:2106.09685, section 4.1).
+    """A weight that a LoRA adapter changes: weight + scaling x B A, in float32 (arXiv:2106.09685, section 4.1).
 
-    `a` is [rank, inputs] and `b` [outputs, rank]; `weight` is [outputs, inputs], [inputs, outputs] if `is_transposed`.
+    The matrix A (`a`) is [rank, inputs], and B (`b`) is [outputs, rank]. The weight is [outputs, inputs], or [inputs,
+    outputs] if `is_transposed`.
     """
 
     is_transposed: bool
@@ -101,11 +102,12 @@ class LowRank(_Changed):
 
 @dataclass(frozen=True)
 class LowRankExpert(_Changed):
-    """A matrix of one expert of a mixture as a LoRA adapter changes it: weight + scaling x B_e A_e, in float32.
+    """A matrix of one expert of a mixture that a LoRA adapter changes: weight + scaling x B_e A_e, in float32.
 
-    The adapter changes the stack of the matrices of all `num_experts`; this one is of expert `number`. `a` is [experts
-    x rank, inputs] and `b` [outputs, rank x experts], whose columns have the experts innermost; `weight` is the rows
-    from `first_row` on of the expert's [outputs, inputs].
+    The adapter's two matrices are for all `num_experts` experts of the layer; A_e and B_e are the parts for expert e =
+    `number`. `a` is [experts x rank, inputs], ordered by expert. `b` is [outputs, rank x experts]; the experts are the
+    fastest index of its columns. The weight is stored on its own; it is the rows from `first_row` on of the expert's
+    whole matrix [outputs, inputs].
     """
 
     number: int
@@ -124,9 +126,10 @@ class LowRankExpert(_Changed):
 
 @dataclass(frozen=True)
 class LowRankStack(_Changed):
-    """`LowRankExpert` of all experts, for weights that are stored as one tensor.
+    """Matrices of all experts of a layer, stored as one tensor, that a LoRA adapter changes, in float32.
 
-    The tensor is [experts, outputs, inputs], [experts, inputs, outputs] if `is_transposed`.
+    Each expert's matrix changes as in `LowRankExpert`. The tensor is [experts, outputs, inputs], or [experts, inputs,
+    outputs] if `is_transposed`.
     """
 
     is_transposed: bool
@@ -144,9 +147,10 @@ class LowRankStack(_Changed):
 
 @dataclass(frozen=True)
 class Dora:
-    """A weight with each output scaled to the length in `magnitude`, in float32: DoRA (arXiv:2402.09353, eq. 5).
+    """A weight that a DoRA adapter changes: each output is scaled to a given length (arXiv:2402.09353, equation 5).
 
-    `magnitude` is [outputs]. The outputs are the rows of `changed`, or its columns if it is transposed.
+    `magnitude` [outputs] has the lengths. `changed` is the weight with the low-rank change; an output is one of its
+    rows, or one of its columns if the weight is transposed. The result is in float32.
     """
 
     changed: LowRank
@@ -175,7 +179,7 @@ class Dora:
 
 @dataclass(frozen=True)
 class Shifted:
-    """A bias as a LoRA adapter with a bias of its own changes it: vector + scaling x addition, in float32."""
+    """A bias vector that a LoRA adapter with a bias changes: vector + scaling x addition, in float32."""
 
     vector: SourceTensor
     addition: TensorInfo
@@ -199,7 +203,10 @@ class Shifted:
 
 @dataclass(frozen=True)
 class ReplacedRows:
-    """A weight with row `numbers[i]` replaced by row i of `rows`, for adapters that train single tokens."""
+    """A weight with some rows replaced, for adapters that train single tokens.
+
+    Row `numbers[i]` is replaced by row i of `rows`.
+    """
 
     weight: SourceTensor
     rows: TensorInfo
@@ -229,9 +236,10 @@ class ReplacedRows:
 
 @dataclass(frozen=True, eq=False)
 class RowsOfOthers:
-    """Rows taken from other models: row `positions[i]` is the mean of row `rows[k][i]` of each `donors[k]`.
+    """Rows of a tensor that are taken from other models, for tokens that the model itself lacks.
 
-    Without donors it is zero.
+    The row at `positions[i]` is the mean, over the tensors k of `donors`, of row `rows[k][i]` of tensor k; without
+    donors it is zero.
     """
 
     positions: NDArray[np.int64]
@@ -241,9 +249,10 @@ class RowsOfOthers:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of `own` in another order: row i is row `index[i]` of it, or, where that is negative, one of `others`.
+    """A tensor made of rows of the tensor `own` in another order, and of rows of other models.
 
-    The dtype is that of all tensors involved; float32 if they have several, because any other would round.
+    Row i of the result is row `index[i]` of `own`; where `index[i]` is negative, the row is given by one of `others`.
+    The dtype is that of all tensors involved, or float32 if they have several, because any other dtype would round.
     """
 
     own: SourceTensor
@@ -284,7 +293,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Stacked:
-    """The experts of a layer as one tensor [experts, rows, columns]; the `parts` of each expert are joined by rows."""
+    """The experts of a layer as one tensor [experts, rows, columns].
+
+    The tensors in `parts` of each expert are joined by rows.
+    """
 
     parts: tuple[tuple[SourceTensor, ...], ...]
 
@@ -311,7 +323,7 @@ class Stacked:
 
 @dataclass(frozen=True, eq=False)
 class Padded:
-    """A tensor with rows added, `num_rows` in all; each added row is the mean of the first `num_averaged` rows."""
+    """A tensor that is extended to `num_rows` rows; each added row is the mean of the first `num_averaged` rows."""
 
     tensor: SourceTensor
     num_rows: int

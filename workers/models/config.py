@@ -26,17 +26,16 @@ LAYERS_WITHOUT_EXPERTS = "mlp_only_layers"
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """The configuration, under common names, of a model that has been opened before. Raises InvalidModel."""
+    """Read the configuration, with common key names, of a model that was opened before. Raises InvalidModel."""
     config: dict[str, Any] = json.loads((Path(directory) / "config.json").read_text())
     return in_common_names(config)
 
 
 def in_common_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration under the names that all models share, with the defaults of its `model_type`.
+    """Add to a model's config.json the key names that all model types share, with the model type's defaults.
 
-    `config` is as in config.json. Common names (num_hidden_layers, hidden_size, num_attention_heads,
-    tie_word_embeddings ...) are added beside its own. Raises InvalidModel if transformers has no model of that type
-    itself: code that comes with a model is never run.
+    Examples are num_hidden_layers, hidden_size, num_attention_heads and tie_word_embeddings. Raises InvalidModel if
+    transformers does not know the model type: code that comes with a model is never run.
     """
     model_type = config.get("model_type")
     common_names, defaults = _known(model_type if isinstance(model_type, str) else "")
@@ -45,10 +44,9 @@ def in_common_names(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_each_layer(config: Mapping[str, Any], num_layers: int) -> dict[str, list[Any]]:
-    """The configuration fields that hold an entry for each layer, such as `layer_types`.
+    """The fields of a model's config.json that have an entry for each layer, such as `layer_types`.
 
-    They include fields that transformers derives from a layer's number, but not lists of layer numbers. `config` is as
-    in config.json.
+    They include fields that transformers derives from a layer's index, but not lists of layer indices.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -61,10 +59,7 @@ def of_each_layer(config: Mapping[str, Any], num_layers: int) -> dict[str, list[
 
 
 def _with_all_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with the numbers that JSON lacks.
-
-    transformers writes infinity as {"__float__": "Infinity"}.
-    """
+    """Convert the special numbers in a configuration, which transformers writes as {"__float__": "Infinity"}."""
 
     def decoded(entry: dict[str, Any]) -> Any:
         return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
@@ -75,7 +70,7 @@ def _with_all_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache
 def _known(model_type: str) -> tuple[Mapping[str, str], Mapping[str, Any]]:
-    """The own names of a model type for the common configuration fields, and its defaults.
+    """A model type's own names for the common configuration keys, and the defaults of its configuration.
 
     Both are cached between runs, because importing transformers' configurations takes longer than merging a small
     model.

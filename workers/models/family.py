@@ -41,13 +41,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class ResolvedFamily:
-    """Models that can be merged, by alias, the base first; a single model is a base without experts.
+    """Models that can be merged, located, opened and checked: by alias, the base first.
 
-    `checkpoints` are the models as they are stored; `views` are the same with embeddings and output heads in the
-    vocabulary `tokenizer`, as `token_alignment` says. `given` is what the caller named them: directories or hub ids.
-    `adapted` are the models that adapters change, by alias, except the base. With `any_depth` the numbers of layers may
-    differ. Fingerprints, which need the contents, are computed once, when first asked for; `cache` is that of
-    `workers.cache.cache_dir`.
+    A single model is a base without experts. `checkpoints` are the models as they are stored. `views` are the same
+    models with embeddings and output heads in the vocabulary `tokenizer`, changed as `token_alignment` says. `given`
+    has the directory or hub id by which the caller named each model. `adapted` has, for adapters of other models than
+    the base, the directory of that model. With `any_depth` the numbers of layers may differ. Fingerprints, which need
+    the contents, are computed when first used; `cache` is as in `workers.cache.cache_dir`.
     """
 
     given: Mapping[str, str]
@@ -66,7 +66,7 @@ class ResolvedFamily:
 
     @property
     def base(self) -> Checkpoint:
-        """The base in the family's vocabulary; every merge has its configuration, tensor headers and layout."""
+        """The base model in the family's vocabulary, whose configuration, tensor shapes and layout every merge has."""
         return self.views[self.base_alias]
 
     @property
@@ -78,9 +78,9 @@ class ResolvedFamily:
         return {alias: checkpoint.directory for alias, checkpoint in self.checkpoints.items()}
 
     def new_tokens(self, alias: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The tokens of model `alias` that the base lacks: those with a row of their own, and those without.
+        """The tokens of a model that the base lacks, in two tuples: those with an embedding row, and those without.
 
-        Both are in the order of their ids.
+        Both are in the order of their ids. `alias` names the model.
         """
         known = token_ids(self.checkpoints[self.base_alias].tokenizer_dir) or {}
         checkpoint = self.checkpoints[alias]
@@ -90,9 +90,9 @@ class ResolvedFamily:
         return tuple(token for token in new if token in rows), tuple(token for token in new if token not in rows)
 
     def tokens_with_rows(self, alias: str) -> Mapping[str, int]:
-        """The ids, by token, of the tokens for which model `alias` has a row.
+        """The ids, by token, of those tokens for which the embedding of model `alias` has a row.
 
-        Without a tokenizer.json the tokens are those of the base.
+        A model without a tokenizer.json is assumed to have the tokens of the base.
         """
         checkpoint = self.checkpoints[alias]
         found = token_ids(checkpoint.tokenizer_dir)
@@ -108,12 +108,12 @@ class ResolvedFamily:
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes of all stored tensors that `views` are made of."""
+        """Bytes of all stored tensors that the family's models are made of."""
         return stored_bytes(self.views.values())
 
     @cached_property
     def commits(self) -> Mapping[str, str]:
-        """The commits of the family's hub models, by the names in `given`."""
+        """The commit of each model from the hub, by the hub id that the caller gave."""
         commits = {
             self.given[alias]: commit_of(directory)
             for alias, directory in self.directories.items()
@@ -123,7 +123,7 @@ class ResolvedFamily:
 
     @cached_property
     def fingerprints(self) -> Mapping[str, str]:
-        """The fingerprint of each model, by alias, as `fingerprints.fingerprint` computes it. Raises InvalidModel."""
+        """The content fingerprint of each model by alias (`fingerprints.fingerprint`). Raises InvalidModel."""
         _ = self._states  # taken before the contents are read, so that a change meanwhile is noticed
         base = fingerprint(self.checkpoints[self.base_alias], cache=self.cache)
         return {
@@ -145,10 +145,11 @@ class ResolvedFamily:
         return states
 
     def check_unchanged(self) -> None:
-        """Raise EvidenceMismatch if a file's contents have changed since `fingerprints` were computed.
+        """Raise EvidenceMismatch if the contents of a model's files have changed since its fingerprint was computed.
 
-        Sizes, times of modification and inodes are compared. Only a model in which one differs is read again: a file
-        may have been touched, or replaced by a copy. A file that is gone is no change of its contents.
+        Sizes, times of modification and inodes of files are compared. A model is read again only if one of these
+        differs, because a file may have been touched, or replaced by a copy. A file that no longer exists does not
+        count as changed.
         """
         for alias, checkpoint in self.checkpoints.items():
             states = self._states[alias]
@@ -165,7 +166,10 @@ class ResolvedFamily:
 
     @cached_property
     def family(self) -> Family:
-        """The description of these models for other processes. Raises InvalidModel as `fingerprints` does."""
+        """The short description of the family that is sent to other processes.
+
+        Raises InvalidModel as `fingerprints` does.
+        """
         base, *experts = (
             ModelSource(alias, str(checkpoint.directory.resolve()), self.fingerprints[alias], self._adapts(alias))
             for alias, checkpoint in self.checkpoints.items()
@@ -176,9 +180,9 @@ class ResolvedFamily:
         return str(self.adapted[alias].resolve()) if alias in self.adapted else None
 
     def content_problems(self, *, exclude: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
-        """The problems that only the weights show, by alias, as `fingerprints.content_problems` finds them.
+        """The problems in the weights of each model, by alias, as `fingerprints.content_problems` finds them.
 
-        The weights of models in `exclude` are not read.
+        An example is NaN. The weights of models in `exclude` are not read.
         """
         problems = {
             alias: content_problems(checkpoint, self.fingerprints[alias], cache=self.cache)
@@ -193,10 +197,10 @@ class ResolvedFamily:
 
     @property
     def result_dir(self) -> str:
-        """A directory with config.json, tokenizer and generation_config.json of every merge.
+        """A directory with config.json, tokenizer and generation_config.json, the same for every merge of the family.
 
-        It is the base's where merges have the base's vocabulary, else a temporary one without weights that exists as
-        long as this object. Raises InvalidModel.
+        It is the base's directory if merges have the base's vocabulary, else a temporary directory without weights that
+        exists as long as this object. Raises InvalidModel.
         """
         if self.tokenizer == BASE and not self.vocabulary and self.checkpoints[self.base_alias].base is None:
             return str(self.checkpoints[self.base_alias].directory)
@@ -208,18 +212,19 @@ class ResolvedFamily:
 
     @property
     def absent_bytes(self) -> int:
-        """The bytes of weights that `fetched` would download."""
+        """Bytes of weights that are not on this machine, which `fetched` would download."""
         return absent_bytes((*self.directories.values(), *self.adapted.values()))
 
     @property
     def lack_of_space(self) -> str | None:
-        """Why the disk has no room for the weights that `fetched` would download; None if it has."""
+        """The reason why the disk has no room for the weights that `fetched` would download; None if it has room."""
         return lack_of_space((*self.directories.values(), *self.adapted.values()))
 
     def fetched(self, *, note: Callable[[str], None] = log.info) -> ResolvedFamily:
-        """The family with all weights on this machine: itself, or opened and checked again after a download.
+        """Download the weights that are not on this machine, and return the family opened and checked again.
 
-        `note` is called with lines about downloads. Raises InvalidModel.
+        Returns the family itself if nothing is missing. `note` is called with lines about downloads. Raises
+        InvalidModel.
         """
         before = [*self.directories.values(), *self.adapted.values()]
         after = [*fetched(before, note=note)]
@@ -235,9 +240,10 @@ class ResolvedFamily:
 
 @dataclass(frozen=True)
 class LocatedFamily:
-    """The directories of a family's models, by alias, the base first, and the problems of models that were not found.
+    """The directories of a family's models, by alias, the base first.
 
-    `adapted` as in `ResolvedFamily`.
+    `problems` has the reasons why models were not found, by alias. `given` has the directory or hub id by which the
+    caller named each model. `adapted` has, for adapters of other models than the base, the directory of that model.
     """
 
     given: Mapping[str, str]
@@ -258,9 +264,9 @@ class LocatedFamily:
         cache: str | Path | None = None,
         names: Mapping[str, str] | None = None,
     ) -> ResolvedFamily:
-        """Open and check all models of a located family.
+        """Open and check all models of the family.
 
-        Raises InvalidModel; the arguments and `names` are those of `resolve_family`.
+        The arguments are those of `resolve_family`. Raises InvalidModel with every problem of every model.
         """
         base_alias, *experts = self.given
         names = {alias: f"expert {alias!r}" for alias in experts} | dict(names or {})
@@ -301,7 +307,10 @@ class LocatedFamily:
         )
 
     def _open(self, alias: str, opened: Mapping[str, Checkpoint]) -> Checkpoint | None:
-        """The model `alias`, opened after the models before it."""
+        """Open the model `alias`; `opened` are the models that were opened before.
+
+        Returns None for an adapter whose base could not be opened.
+        """
         if alias in self.problems:
             raise InvalidModel(self.problems[alias])
         base_alias, directory = next(iter(self.given)), self.directories[alias]
@@ -323,9 +332,10 @@ def locate_family(
     base_alias: str = BASE,
     adapted: Mapping[str, str | Path] | None = None,
 ) -> LocatedFamily:
-    """Find the models, directories or hub ids, as `hub.locate` does; those that are not found are in `problems`.
+    """Find the directories of a family's models, which are given as directories or hub ids.
 
-    `adapted` are the models that adapters change, by alias, where that is not the base.
+    Models that are not found are listed in `problems` of the result. `adapted` has, for adapters of other models than
+    the base, that model, by the adapter's alias.
     """
     directories: dict[str, Path] = {}
     wholes: dict[str, Path] = {}
@@ -353,13 +363,15 @@ def resolve_family(
     cache: str | Path | None = None,
     names: Mapping[str, str] | None = None,
 ) -> ResolvedFamily:
-    """A base and all experts that can be merged with it: whole models or LoRA adapters, directories or hub ids.
+    """Locate, open and check a base and its experts, which are whole models or LoRA adapters.
 
-    Checks that they have the same structure and that their embeddings can be aligned to the vocabulary `tokenizer`.
-    Reads configurations, headers and tokenizers only; of hub models whose weights are not here, it reads metadata-only
-    snapshots. `adapted` as in `locate_family`; with `any_depth` the models may have different numbers of layers, and
-    merges must name layers that they have; `vocabulary` as in a recipe; `names` are what messages call models that are
-    no experts. Raises InvalidModel with every problem of every model.
+    The models are given as directories or hub ids. They must have the same structure, and their embeddings must be
+    alignable to the vocabulary `tokenizer` with the details in `vocabulary`, as in a recipe. Only configurations,
+    headers and tokenizers are read; for hub models whose weights are not on this machine, metadata-only snapshots.
+
+    `adapted` has, for adapters of other models than the base, that model, by the adapter's alias. With `any_depth` the
+    models may have different numbers of layers, and recipes must name layers that exist. `names` has what messages call
+    models that are not experts. Raises InvalidModel with every problem of every model.
     """
     if not experts:
         raise InvalidModel(("models.experts: there are none; name at least one model fine-tuned from the base",))
@@ -375,18 +387,18 @@ def resolve_model(
     vocabulary: Mapping[str, Any] | None = None,
     cache: str | Path | None = None,
 ) -> ResolvedFamily:
-    """A family of one model, as a merge of a single model needs it; `adapts` is the model that an adapter changes.
+    """Locate, open and check one model, as a family without experts.
 
-    Raises InvalidModel.
+    If the model is an adapter, `adapts` is the model that it changes. Raises InvalidModel.
     """
     adapted = {} if adapts is None else {alias: adapts}
     return locate_family(model, {}, base_alias=alias, adapted=adapted).resolve(vocabulary=vocabulary, cache=cache)
 
 
 def open_sources(family: Family, *, cache: str | Path | None = None) -> ResolvedFamily:
-    """The models of `family`, opened and checked again; that their contents are still the same is not checked.
+    """Open and check the models of a family again, from the description that was sent to this process.
 
-    Raises InvalidModel as `resolve_family` does.
+    Whether their contents are still the same is not checked. Raises InvalidModel as `resolve_family` does.
     """
     experts = {model.alias: model.directory for model in family.experts}
     adapted = {model.alias: model.adapts for model in family.models if model.adapts is not None}
@@ -402,8 +414,8 @@ def open_family(
     cache: str | Path | None = None,
     note: Callable[[str], None] = log.info,
 ) -> Family:
-    """Resolve a family, download weights that are not here, and return its description for other processes.
+    """Resolve a family, download weights that are not on this machine, and return its short description.
 
-    Raises InvalidModel as `resolve_family` does.
+    The description can be sent to other processes. Raises InvalidModel as `resolve_family` does.
     """
     return resolve_family(base, experts, tokenizer=tokenizer, cache=cache).fetched(note=note).family

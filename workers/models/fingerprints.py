@@ -25,9 +25,9 @@ __all__ = ["FileState", "content_problems", "file_states", "fingerprint"]
 
 @dataclass(frozen=True)
 class FileState:
-    """What the file system says of a file: its bytes, when it was modified (ns since 1970), its inode.
+    """The state of a file according to the file system: bytes, time of modification (ns since 1970), inode.
 
-    A program that changes a file changes at least one of them, unless it sets the time of modification back.
+    A program that changes a file changes at least one of these, unless it sets the time of modification back.
     """
 
     num_bytes: int
@@ -36,12 +36,15 @@ class FileState:
 
     @classmethod
     def of(cls, file: Path) -> FileState:
-        """The present state of a file. Raises OSError."""
+        """The present state of a file. Raises OSError if the file does not exist."""
         found = file.stat()
         return cls(found.st_size, found.st_mtime_ns, found.st_ino)
 
     def change(self, file: Path) -> str:
-        """How a file has changed since its state was taken, in words; "" if it has not, or cannot be found now."""
+        """Describe in words how a file has changed since its state was recorded.
+
+        Returns "" if it has not changed, or no longer exists.
+        """
         try:
             now = FileState.of(file)
         except OSError:
@@ -57,16 +60,17 @@ class FileState:
 
 
 def file_states(checkpoint: Checkpoint) -> dict[Path, FileState]:
-    """The state of each of the checkpoint's own files that determine its fingerprint."""
+    """The states of the checkpoint's own files on whose contents its fingerprint depends."""
     return {file: FileState.of(file) for file in _defining_files(checkpoint)}
 
 
 def fingerprint(checkpoint: Checkpoint, *, base: str | None = None, cache: str | Path | None = None) -> str:
-    """The sha256 (hex) of the names and contents of the files that define the model, in any directory.
+    """The fingerprint of a checkpoint: sha256 (hex) of the names and contents of the files that define the model.
 
-    The files of a whole model are its safetensors files, config.json, generation_config.json and tokenizer files. Those
-    of an adapter are its safetensors files, adapter_config.json and tokenizer files, to which the fingerprint of its
-    base is added; it is computed unless `base` gives it. `cache` as in `workers.cache.cache_dir`. Raises InvalidModel.
+    The directory does not matter. The files of a whole model are its safetensors files, config.json,
+    generation_config.json and tokenizer files. Those of an adapter are its safetensors files, adapter_config.json and
+    tokenizer files, to which the fingerprint of its base is added. This is `base`, or is computed if `base` is None.
+    `cache` is as in `workers.cache.cache_dir`. Raises InvalidModel.
     """
     hashes = [(file.name, _file_hash(file, cache)) for file in _defining_files(checkpoint)]
     if checkpoint.base is not None:
@@ -75,10 +79,10 @@ def fingerprint(checkpoint: Checkpoint, *, base: str | None = None, cache: str |
 
 
 def content_problems(checkpoint: Checkpoint, content: str, *, cache: str | Path | None = None) -> tuple[str, ...]:
-    """The problems that only the weights show: NaN or infinity, a stored tied output head that is not the embedding.
+    """The problems in a checkpoint's weights: NaN or infinity, or a tied output head that differs from the embedding.
 
-    Reads all weights, once for each `content`, the model's fingerprint (`cache` as in `workers.cache.cache_dir`). There
-    are none for models whose weights are not here.
+    All weights are read, but only once for each fingerprint (`content`), because results are cached; `cache` is as in
+    `workers.cache.cache_dir`. The result is empty for models whose weights are not on this machine.
     """
     if not checkpoint.is_here:
         return ()

@@ -45,9 +45,9 @@ CONVERSIONS = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One stored tensor: safetensors' name of its dtype, its shape, the file that holds it, and its name there.
+    """One stored tensor: its dtype as safetensors names it, its shape, its file, and its name in the file.
 
-    It is a `computed_tensors.SourceTensor`.
+    It implements `computed_tensors.SourceTensor`.
     """
 
     dtype: str
@@ -71,12 +71,13 @@ class TensorInfo:
 
 
 def read_headers(path: Path, problems: list[str], *, stem: str = "model") -> dict[str, TensorInfo]:
-    """Read every tensor's header in directory `path`, by name; what is wrong with its files is appended to `problems`.
+    """Read the headers of a model's safetensors files; what is wrong with the files is appended to `problems`.
 
-    Files are called `stem`.safetensors, or as `stem`.safetensors.index.json says.
+    Returns the description of each tensor by name. The files in the directory `path` are `stem`.safetensors, or those
+    that `stem`.safetensors.index.json lists.
 
-    Reads the index and the headers only, and of a file never more than it has. If nothing was appended, the bytes of
-    each tensor are within its file, no two tensors share bytes, and no bytes belong to no tensor.
+    Only the index and the headers are read, and never more bytes than a file has. If there are no problems, the bytes
+    of each tensor are within its file, no two tensors share bytes, and every byte after the header belongs to a tensor.
     """
     shards, expected = _shards(path, stem, problems)
     tensors: dict[str, TensorInfo] = {}
@@ -99,7 +100,7 @@ def read_headers(path: Path, problems: list[str], *, stem: str = "model") -> dic
 
 
 def _shards(path: Path, stem: str, problems: list[str]) -> tuple[list[Path], Mapping[str, str] | None]:
-    """The safetensors files, and the index's map from tensor to file where there is one."""
+    """The safetensors files of a model, and the index's map from tensor to file if there is an index."""
     single, index = path / f"{stem}.safetensors", path / f"{stem}.safetensors.index.json"
     if single.is_file():
         return [single], None
@@ -194,9 +195,9 @@ def _read_header(file: Path, problems: list[str]) -> dict[str, TensorInfo]:
 
 
 def _entry(name: str, entry: object, file: Path) -> tuple[TensorInfo, tuple[int, int]]:
-    """The checked description of one tensor in a safetensors header.
+    """Check the description of one tensor in a safetensors header, and return it with the tensor's range of bytes.
 
-    Raises ValueError, whose text continues a message that begins with the tensor's name.
+    Raises ValueError with a text that the caller puts after the tensor's name.
     """
     if not name or not name.isprintable():  # it will be printed, and named in an index
         raise ValueError(": its name is not printable text")
@@ -224,7 +225,7 @@ def _are_counts(value: object) -> TypeGuard[list[int]]:
 
 
 def _span_problems(file: Path, spans: Mapping[str, tuple[int, int]], *, num_bytes: int) -> Iterator[str]:
-    """Problems of tensors that overlap, leave gaps, or do not fill the `num_bytes` behind the header."""
+    """Yield the problems of tensors that overlap, leave gaps, or do not fill the `num_bytes` after the header."""
     in_order = sorted(spans.items(), key=lambda item: item[1])
     for (first, (_, end)), (second, (begin, _)) in pairwise([("", (0, 0)), *in_order]):
         if begin < end:
@@ -253,7 +254,10 @@ def _dtype_problems(file: Path, tensors: Mapping[str, TensorInfo]) -> Iterator[s
 
 
 def _json_object(value: object) -> dict[str, Any]:
-    """The JSON object in bytes, or an object already read. Raises ValueError, also for a key given twice."""
+    """Parse bytes as a JSON object, or check that a value that is already parsed is one.
+
+    Raises ValueError for anything else, and for an object with the same key twice.
+    """
     document = json.loads(value.decode(), object_pairs_hook=_unique) if isinstance(value, bytes) else value
     if not isinstance(document, dict):
         raise ValueError(f"a {type(document).__name__} where an object was expected")

@@ -37,10 +37,10 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 def make_result_dir(
     sources: Mapping[str, Checkpoint], config: Mapping[str, Any], alignment: TokenAlignment, tokenizer: str
 ) -> TemporaryDirectory[str]:
-    """A temporary directory with config.json, tokenizer and generation_config.json of every merge of `sources`.
+    """Make a temporary directory with config.json, tokenizer and generation_config.json for the merges of a family.
 
-    `sources` are by alias, the base first; `tokenizer` is the vocabulary; `config` is the content of config.json.
-    Raises InvalidModel.
+    `sources` are the models by alias, the base first; `tokenizer` selects the vocabulary; `config` is the content of
+    config.json. Raises InvalidModel.
     """
     made = TemporaryDirectory(prefix="mergesearch-result-")
     place, base = Path(made.name), next(iter(sources.values())).tokenizer_dir
@@ -57,12 +57,12 @@ def make_result_dir(
 
 
 def merged_config(recipe: Recipe, base: Checkpoint, models: Mapping[str, Checkpoint], *, dtype: str) -> dict[str, Any]:
-    """The config.json of a merged model: that of `base`, with `dtype` ("float32") and the merged model's layers.
+    """The config.json of a merged model: that of `base`, with `dtype` (such as "float32") and the recipe's layers.
 
-    It is rewritten where the number or order of layers is not the base's. A field with an entry for each layer, such as
-    the kind of attention, then has for each merged layer the entry of the layer that is its first attention source.
-    `models` are by the recipe's aliases, and may have other numbers of layers than the base. Raises InvalidRecipe for
-    an order of layers that the configuration cannot express.
+    The fields for layers change if the number or order of layers is not the base's. A field with an entry for each
+    layer, such as the kind of attention, then has for each merged layer the entry of the layer that is its first
+    attention source. `models` are by the recipe's aliases, and may have other numbers of layers than the base. Raises
+    InvalidRecipe for an order of layers that the configuration cannot express.
     """
     config = {key: value for key, value in base.config.items() if key != "_name_or_path"}
     for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
@@ -105,9 +105,9 @@ def _each_layer(model: Checkpoint) -> Mapping[str, Sequence[Any]]:
 
 
 def _save_union(place: Path, base: Path, added: tuple[str, ...], sources: Mapping[str, Checkpoint]) -> None:
-    """Save the tokenizer in `base` with the tokens that it lacks: those of other models, and new ones.
+    """Save the tokenizer in `base` extended by the tokens in `added`, which come from other models or are new.
 
-    Where models describe a token differently, the choice does not depend on their order.
+    Models may describe a token differently; which description is used does not depend on the order of the models.
     """
     from tokenizers import AddedToken
 

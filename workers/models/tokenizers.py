@@ -46,12 +46,12 @@ PROBES = (
 
 
 def load_tokenizer(directory: str | Path) -> Any:
-    """The tokenizer of a checkpoint, which encodes and decodes as its tokenizer.json says.
+    """Load a checkpoint's tokenizer such that it encodes and decodes as its tokenizer.json says.
 
-    transformers chooses a class by the model's type, whatever the folder says, and that class may split or join text in
-    its own way. If it disagrees with tokenizer.json, the plain class that only reads the file is used, with a warning.
-    For a folder without tokenizer.json, the tokenizer is the one that transformers makes of its other files. Raises
-    InvalidModel if there is none, or if the plain class disagrees too. Never runs code from the folder.
+    transformers chooses a tokenizer class by the model's type, and this class may split or join text in its own way. If
+    it disagrees with tokenizer.json, the plain class that only reads this file is used, with a warning. For a directory
+    without tokenizer.json, the tokenizer is the one that transformers makes of the other files. Raises InvalidModel if
+    there is no tokenizer, or if the plain class disagrees too. Never runs code from the directory.
     """
     path = Path(directory)
     tokenizer, difference = _found(path)
@@ -60,12 +60,11 @@ def load_tokenizer(directory: str | Path) -> Any:
 
 
 def check_tokenizer(directory: str | Path, *, cache: str | Path | None = None) -> tuple[str, ...]:
-    """Check a tokenizer as `load_tokenizer` does, and return the names of its chat templates.
+    """Check that a checkpoint's tokenizer can be loaded, and return the names of its chat templates.
 
-    A single template is called "default". The warning and InvalidModel are those of `load_tokenizer`.
-
-    Importing transformers' tokenizers takes seconds, so results are cached between runs, by the contents of the files;
-    `cache` as in `workers.cache.cache_dir`.
+    A single template is called "default". Warns and raises InvalidModel as `load_tokenizer` does. Importing
+    transformers' tokenizers takes seconds; therefore results are cached between runs, by the contents of the files.
+    `cache` is as in `workers.cache.cache_dir`.
     """
     path = Path(directory)
     key = f"tokenizer {tokenizer_digest(path)}"
@@ -81,10 +80,10 @@ def check_tokenizer(directory: str | Path, *, cache: str | Path | None = None) -
 
 
 def tokenizer_digest(directory: str | Path) -> str:
-    """The sha256 (hex) of all that a loaded tokenizer depends on: files and versions of libraries.
+    """The sha256 (hex) of everything that a loaded tokenizer depends on.
 
-    The files are those that a tokenizer may be loaded from, by name and content; the libraries are those that load it.
-    Raises InvalidModel for a file that cannot be read.
+    This is the names and contents of the files that a tokenizer may be loaded from, and the versions of the libraries
+    that load it. Raises InvalidModel for a file that cannot be read.
     """
     path = Path(directory)
     versions = (f"{name} {version(name)}" for name in ("transformers", "tokenizers"))
@@ -105,7 +104,10 @@ def _warn(path: Path, difference: str) -> None:
 
 
 def _found(path: Path) -> tuple[Any, str]:
-    """The tokenizer that agrees with tokenizer.json, and how transformers' choice differs; "" if it does not."""
+    """The tokenizer that agrees with tokenizer.json, and how the one that transformers chooses differs from it.
+
+    The second value is "" if there is no difference.
+    """
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise InvalidModel((f"{path}: no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}",))
     tokenizer = _loaded("AutoTokenizer", path)
@@ -119,10 +121,10 @@ def _found(path: Path) -> tuple[Any, str]:
 
 
 def stated_directory(directory: str | Path, tokenizer: Any) -> TemporaryDirectory[str] | None:
-    """A directory with `tokenizer` under the name of its class, for programs that load tokenizers themselves.
+    """A temporary directory with `tokenizer` whose files state its class, for programs that load tokenizers themselves.
 
-    `tokenizer` is the one that `load_tokenizer` found in `directory`. Returns None if such programs load the same one
-    from there.
+    `tokenizer` is the one that `load_tokenizer` loaded from `directory`. Returns None if such programs load the same
+    tokenizer from `directory`.
     """
     if type(_loaded("AutoTokenizer", Path(directory))) is type(tokenizer):
         return None
@@ -132,7 +134,7 @@ def stated_directory(directory: str | Path, tokenizer: Any) -> TemporaryDirector
 
 
 def _loaded(name: str, path: Path) -> Any:
-    """The tokenizer that transformers' class `name` loads."""
+    """Load the tokenizer in `path` with transformers' class `name`."""
     import transformers
 
     try:
@@ -142,7 +144,7 @@ def _loaded(name: str, path: Path) -> Any:
 
 
 def _difference(tokenizer: Any, path: Path) -> str:
-    """How a tokenizer treats the first of PROBES on which it differs from tokenizer.json; "" if there is none."""
+    """Describe how a tokenizer treats the first text of PROBES for which it differs from tokenizer.json; "" if none."""
     from tokenizers import Tokenizer
 
     file = path / "tokenizer.json"

@@ -47,9 +47,10 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class TokenRow:
-    """The source of a token's row: the row of `model` for that token, for another `token`, or with an `id`.
+    """Where the embedding row of a token comes from, for a token that the options of a vocabulary list.
 
-    Without a model the row is zero. Only models without the token get it, unless `is_forced`.
+    It is the row of `model` for the token itself, for another `token`, or for the token with an `id`. Without a model
+    the row is zero. Only models without the token get the row, unless `is_forced`.
     """
 
     model: str | None = None
@@ -60,10 +61,11 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class VocabularyOptions:
-    """Options of a vocabulary: rows of single tokens, the number of rows, the order of added tokens.
+    """Options of the vocabulary of merges.
 
-    `tokens` have rows of their own choice, and are added where they are missing. The number of rows is a multiple of
-    `multiple_of`. With `by_id`, a union adds tokens in the order of their ids, not of their names.
+    `tokens` has the source of the embedding row for single tokens, which are added to the vocabulary if it lacks them.
+    The number of rows is rounded up to a multiple of `multiple_of`. With `by_id`, a union adds tokens in the order of
+    their ids, otherwise in the order of their names.
     """
 
     tokens: Mapping[str, TokenRow] = field(default_factory=dict)
@@ -72,15 +74,15 @@ class VocabularyOptions:
 
     @property
     def models(self) -> frozenset[str]:
-        """The models whose rows are named as sources of token rows."""
+        """The models from which the options take embedding rows of single tokens."""
         return frozenset(row.model for row in self.tokens.values() if row.model is not None)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> VocabularyOptions:
-        """The options in the `vocabulary` of a recipe.
+        """Read the options from the `vocabulary` of a recipe.
 
         The document is {"tokens": {TOKEN: {"model", "token", "id", "force"}}, "multiple_of", "by_id"}. Raises
-        InvalidModel.
+        InvalidModel for any other document.
         """
         try:
             tokens = {
@@ -97,7 +99,10 @@ NO_OPTIONS = VocabularyOptions()
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A model's directory, tensors and token ids; `tokens` is None without a readable tokenizer.json."""
+    """A model's directory, tensors and token ids, as the alignment of vocabularies needs them.
+
+    `tokens` maps a token to its id; it is None if the model has no readable tokenizer.json.
+    """
 
     directory: Path
     tensors: Mapping[str, SourceTensor]
@@ -108,17 +113,17 @@ class Vocabulary:
         return next((tensor.shape[0] for name, tensor in self.tensors.items() if name.endswith(EMBEDDING_NAMES)), 0)
 
     def has_rows(self, name: str) -> bool:
-        """Whether tensor `name` has a row for each token."""
+        """Whether the tensor `name` is an embedding or output head, with a row for each token."""
         is_one = name.endswith(EMBEDDING_NAMES) or is_output_head(name)
         return is_one and name in self.tensors and self.tensors[name].shape[0] == self.num_rows
 
 
 @dataclass(frozen=True)
 class TokenAlignment:
-    """The vocabulary of an aligned family: `num_rows` rows, and the tensors of each model that the alignment changes.
+    """The common vocabulary of a family's models, and the tensors of each model that it changes.
 
-    `added` are the tokens that a union adds to the base's tokenizer, in the order of their ids; `num_unnamed` rows
-    represent no token.
+    The vocabulary has `num_rows` rows; `num_unnamed` of these represent no token. `added` are the tokens that are added
+    to the tokenizer, in the order of their ids.
     """
 
     num_rows: int
@@ -128,12 +133,11 @@ class TokenAlignment:
 
 
 def align(models: Mapping[str, Vocabulary], tokenizer: str, options: VocabularyOptions = NO_OPTIONS) -> TokenAlignment:
-    """Align the embeddings and output heads of `models`, by alias, the base first, to one vocabulary.
+    """Align the embeddings and output heads of `models` to one vocabulary.
 
-    `tokenizer` is BASE, UNION or an alias. A model without a tokenizer.json that has as many rows as the base is
-    assumed to have its tokens.
-
-    Raises InvalidModel with every problem.
+    The models are by alias, the base first. `tokenizer` selects the vocabulary: BASE, UNION or an alias. A model
+    without a tokenizer.json that has as many rows as the base is assumed to have the tokens of the base. Raises
+    InvalidModel with every problem.
     """
     base, *_ = models
     tokens, problems = _tokens_with_rows(models)
@@ -177,7 +181,10 @@ def align(models: Mapping[str, Vocabulary], tokenizer: str, options: VocabularyO
 
 
 def token_ids(directory: Path) -> Mapping[str, int] | None:
-    """The ids of a tokenizer's tokens, added ones included; None without a readable tokenizer.json."""
+    """The ids of all tokens of the tokenizer in `directory`, including added ones.
+
+    Returns None if there is no readable tokenizer.json.
+    """
     try:
         document = json.loads((directory / TOKENIZER).read_bytes())
         vocabulary = document["model"]["vocab"]
@@ -191,14 +198,14 @@ def token_ids(directory: Path) -> Mapping[str, int] | None:
 
 
 def added_tokens(directory: Path) -> Mapping[str, Mapping[str, Any]]:
-    """The tokens added to a tokenizer's own vocabulary, by content, as tokenizer.json describes them."""
+    """The tokens that were added to a tokenizer's own vocabulary, by text, as tokenizer.json describes them."""
     file = directory / TOKENIZER
     document = json.loads(file.read_bytes()) if file.is_file() else {}
     return {str(token["content"]): token for token in document.get("added_tokens", ())}
 
 
 def _tokens_with_rows(models: Mapping[str, Vocabulary]) -> tuple[dict[str, Mapping[str, int]], list[str]]:
-    """The tokens of each model that have a row, and the problems of models without a readable vocabulary."""
+    """The tokens of each model that have an embedding row, and the problems of models whose tokens are unknown."""
     base, *_ = models
     tokens: dict[str, Mapping[str, int]] = {}
     problems: list[str] = []
@@ -224,9 +231,10 @@ Chosen = Mapping[str, tuple[tuple[str, int] | None, bool]]
 def _chosen_rows(
     models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapping[str, int]], options: VocabularyOptions
 ) -> Chosen:
-    """The row that the options choose for each token, and whether all models get it.
+    """The embedding row that the options choose for each token that they list.
 
-    A row is (model, row), or None for zero. Raises InvalidModel.
+    The value is (row, whether all models get it); the row is (model, index), or None for a row of zeros. Raises
+    InvalidModel if a model has no such row.
     """
     found: dict[str, tuple[tuple[str, int] | None, bool]] = {}
     problems = []
@@ -246,9 +254,9 @@ def _chosen_rows(
 def _added_by_others(
     models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapping[str, int]], *, by_id: bool
 ) -> list[str]:
-    """The tokens of a union beyond the base's, sorted by name, or by their smallest id.
+    """The tokens that a union has beyond those of the base, sorted by name, or with `by_id` by their smallest id.
 
-    The order does not depend on that of the models.
+    The order does not depend on the order of the models.
     """
     base, *others = models
     problems = []
@@ -274,7 +282,7 @@ def _added_by_others(
 
 
 class _Plan:
-    """The source of each row of one model's embedding and output head."""
+    """The source of each row of one model's aligned embedding and output head."""
 
     def __init__(
         self,
@@ -315,7 +323,7 @@ class _Plan:
         return not self._others and np.array_equal(self._index, np.arange(num_rows))
 
     def applied(self, name: str, models: Mapping[str, Vocabulary]) -> SourceTensor:
-        """Tensor `name` with its rows in the order of the vocabulary."""
+        """The tensor `name` (embedding or output head) with its rows in the order of the common vocabulary."""
         others = tuple(
             RowsOfOthers(positions, tuple(models[donor].tensors[name] for donor in donors), rows)
             for donors, (positions, rows) in self._others.items()

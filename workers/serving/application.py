@@ -12,7 +12,10 @@ __all__ = ["application_state", "failure_reason", "num_replicas"]
 
 
 def num_replicas(name: str) -> Counter[str]:
-    """The application's number of replicas by Serve's state; empty if there is no such application."""
+    """The number of replicas of a Serve application by state ("RUNNING", "STARTING", ...).
+
+    The result is empty if there is no such application.
+    """
     from ray import serve
 
     application = serve.status().applications.get(name)
@@ -23,10 +26,10 @@ def num_replicas(name: str) -> Counter[str]:
 
 
 def application_state(name: str) -> str:
-    """Serve's state of the application.
+    """The state of a Serve application, such as "RUNNING".
 
-    Raises EngineUnavailable if there is no application, its deployment failed, or no replica runs because its models
-    cannot be used any more: Serve would retry without end.
+    Raises EngineUnavailable if there is no application, if its deployment failed, or if no replica runs because its
+    models cannot be used any more. In this case Serve would retry without end.
     """
     from ray import serve
 
@@ -45,7 +48,10 @@ def _has_unusable_sources(application: Any) -> bool:
 
 
 def failure_reason(name: str) -> str:
-    """Why the application failed: an error of `workers.errors` in Serve's message, else the message's last line."""
+    """The reason why a Serve application failed.
+
+    It is an error of `workers.errors` in Serve's message, else the message's last line.
+    """
     from ray import serve
 
     application = serve.status().applications[name]

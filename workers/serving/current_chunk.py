@@ -22,10 +22,11 @@ KEY = "chunk of replica "
 
 @dataclass(frozen=True)
 class CurrentChunk:
-    """The last chunk that a replica began.
+    """The chunk of samples that a replica began last, as it is noted for the replica's callers.
 
-    `scored_others` says whether the replica had scored another recipe before, and `overdue` why it counts as hung
-    (`watchdog`). `error_log` is a file of the Ray node `node` (hex); both are empty if unknown.
+    `chunk` is the chunk's id. `scored_others` says whether the replica had scored another recipe before. `overdue` is
+    the reason why the replica counts as hung (`watchdog`), or None. `error_log` is a file of the Ray node `node` (hex);
+    both are "" if unknown.
     """
 
     chunk: str
@@ -38,15 +39,15 @@ class CurrentChunk:
 
 
 def chunk_id(request: ScoreRequest) -> str:
-    """An id that is equal for equal requests of a study."""
+    """An id of a request to score, which is equal for equal requests of a study."""
     spans = [[span.objective, span.task.digest, span.start, span.stop] for span in request.spans]
     return digest_of([request.study, request.recipe.digest, spans])
 
 
 def note_chunk(current: CurrentChunk) -> None:
-    """Note the replica's current chunk, with the Ray node.
+    """Note the replica's current chunk, with the Ray node, in Ray's key-value store.
 
-    Called in a replica. Without Ray, or while Ray's head is gone, nothing is noted.
+    This is called in the replica. Nothing is noted without Ray, or while Ray's head node does not answer.
     """
     import ray
     from ray.exceptions import RayError
@@ -63,7 +64,7 @@ def note_chunk(current: CurrentChunk) -> None:
 
 
 def current_chunk(actor: str | None) -> CurrentChunk | None:
-    """The last note of the replica that is this Ray actor (hex); None without a note."""
+    """Read the last note of the replica that is the Ray actor `actor` (hex); None if there is none."""
     from ray.exceptions import RayError
     from ray.experimental.internal_kv import _internal_kv_get
 

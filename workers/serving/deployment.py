@@ -36,7 +36,7 @@ DEPLOYING = "deploying"
 
 
 def app_name(family: Family, options: EngineOptions) -> str:
-    """The name of a family's Serve application: the same models and options share replicas."""
+    """The name of the Serve application for a family; studies with the same models and options share its replicas."""
     models = [(model.alias, model.directory, model.fingerprint) for model in family.models]
     others = [family.alignments_dir] if family.alignments_dir else []
     return f"scorer-{digest_of([models, family.tokenizer, options.document(), *others])[:12]}"
@@ -55,14 +55,14 @@ def deploy_scorer(
     start_timeout_s: float = 1800.0,
     time_limits: TimeLimits = TIME_LIMITS,
 ) -> ServeScorer:
-    """Start `replicas` replicas on the Ray that this process is connected to, and wait until they are ready.
+    """Start `replicas` replicas on the Ray cluster that this process is connected to, and wait until they are ready.
 
-    A running application of that name is used as it is. With `keep_idle_s` studies share the application: it has as
-    many replicas as their requests keep busy and the GPUs allow; replicas idle for `keep_idle_s` seconds are stopped,
-    down to none, and the next request starts them again. `make_worker` replaces the engine (tests). Serve replaces a
-    replica after three failed health checks in a row: by default one that was stopped after at most two minutes, and
-    one whose work is overdue (`time_limits`) within a quarter of a minute. Raises EngineUnavailable, with the reason
-    and the replica's log file, as soon as a replica fails to start.
+    A running application of the same name is used as it is. With `keep_idle_s` studies share the application: it has as
+    many replicas as their requests keep busy and the GPUs allow. Replicas that are idle for `keep_idle_s` seconds are
+    stopped, down to none, and the next request starts them again. `make_worker` replaces the engine (tests). Serve
+    replaces a replica after three failed health checks in a row: by default one that was stopped after at most two
+    minutes, and one whose work is overdue (`time_limits`) within a quarter of a minute. Raises EngineUnavailable, with
+    the reason and the replica's log file, as soon as a replica fails to start.
     """
     from ray import serve
 
@@ -110,7 +110,7 @@ def deploy_scorer(
 
 @contextmanager
 def serving(family: Family, options: EngineOptions, *, replicas: int = 1) -> Iterator[ServeScorer]:
-    """A context with `replicas` replicas, whose application is deleted at its end.
+    """Context manager that starts `replicas` replicas, and deletes their Serve application at the end.
 
     Raises EngineUnavailable if a replica does not start.
     """
@@ -131,7 +131,7 @@ def _num_gpus() -> int:
 
 
 def _scaling(replicas: int, options: EngineOptions, keep_idle_s: float | None) -> dict[str, Any]:
-    """Serve's settings for the number of replicas: fixed, or by load with `keep_idle_s`."""
+    """Serve's settings for the number of replicas: fixed, or with `keep_idle_s` adapted to the load."""
     if keep_idle_s is None:
         return {"num_replicas": replicas}
     return {
@@ -148,10 +148,11 @@ def _scaling(replicas: int, options: EngineOptions, keep_idle_s: float | None) -
 
 @contextmanager
 def _deploying(deadline: float) -> Iterator[None]:
-    """A lock across the cluster around deployments.
+    """Context manager that holds a lock, across the Ray cluster, while a process deploys replicas.
 
-    If two processes start Serve at once, one fails; and deploying an application a second time restarts its replicas.
-    The lock is the name of an actor. Ray frees it when the process that holds it ends, however it ends.
+    Without it, one of two processes that start Serve at once fails, and deploying an application a second time restarts
+    its replicas. The lock is the name of a Ray actor. Ray frees the name when the process that holds it ends, however
+    it ends.
     """
     import ray
 

@@ -34,7 +34,10 @@ __all__ = ["EngineWorker"]
 
 
 class EngineWorker:
-    """A warm engine, and the tasks prepared for it so far. Raises EngineUnavailable if the engine does not start."""
+    """The worker of a replica: owns a warm engine, and the tasks prepared for it.
+
+    Raises EngineUnavailable if the engine does not start.
+    """
 
     def __init__(self, family: Family, options: EngineOptions) -> None:
         from workers.evaluation.lm_eval import TaskEvaluator
@@ -47,10 +50,10 @@ class EngineWorker:
         self.busy_s = 0.0
 
     def score(self, request: ScoreRequest) -> ScoreResult:
-        """Swap to the request's recipe and score its spans.
+        """Swap the engine to the request's recipe, and score the request's samples.
 
-        Raises TrialFailed (MetricFailed), InvalidTask, or EngineFault if the engine holds another recipe or failed a
-        check.
+        Raises TrialFailed (or its subclass MetricFailed) if the merge cannot be scored, InvalidTask if a task cannot be
+        used, and EngineFault if the engine holds another recipe or failed a check.
         """
         swap = self.engine.swap(request.recipe)
         started = time.perf_counter()
@@ -83,10 +86,10 @@ class EngineWorker:
         return tuple(map(self.evaluator.describe, tasks))
 
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
-        """Export, load with transformers in float32, and score again.
+        """Score samples again with plain transformers on the recipe's exported checkpoint, and compare with `samples`.
 
-        A path with alignments, which has no ordinary checkpoint, is built in transformers instead. Returns a report of
-        0 samples if nothing can be compared.
+        transformers computes in float32. A recipe with alignments, which has no ordinary checkpoint, is built in
+        transformers instead. Returns a report of 0 samples if nothing can be compared.
         """
         import torch
 

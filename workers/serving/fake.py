@@ -41,20 +41,21 @@ __all__ = ["FakeScorer", "expected_value"]
 
 @dataclass
 class FakeScorer:
-    """A fake `workers.types.Scorer`. Picklable; counters that must outlive a process are lines of `log_file`.
+    """A scorer without models, for tests: implements `workers.types.Scorer` with made-up answers, delays and failures.
 
-    It sleeps `sample_delay_s` per sample. `failing` has recipe digests that raise TrialFailed, as does every recipe
-    with a coefficient above `fails_above`. `exits_at_call` ends the process, without clean-up, on the n-th call of
-    `score` (1-based, counted over all processes that share `log_file`, if there is one); `unavailable_calls` is the
-    number of calls that raise EngineUnavailable before the first success. `crashing` has recipe digests that crash the
-    engine, and `crash_by` says how: an error, the end of the process, or a hang. Every finished or failed call appends
-    one JSON line to `log_file`: {call, recipe, spans: [[objective, start, stop], ...], outcome, process}. With
-    `garbles` the values are right and the responses and tokens are wrong, which `verify` detects.
+    It is picklable. Counters that must outlive a process are lines of `log_file`. It sleeps `sample_delay_s` for each
+    sample. `failing` has digests of recipes for which TrialFailed is raised, as for every recipe with a coefficient
+    above `fails_above`. `exits_at_call` ends the process, without clean-up, on this call of `score` (1-based, counted
+    over all processes that share `log_file`, if there is one). `unavailable_calls` is the number of calls that raise
+    EngineUnavailable before the first success. `crashing` has digests of recipes that crash the engine, and `crash_by`
+    says how: an error, the end of the process, or a hang. Every finished or failed call appends one JSON line to
+    `log_file`: {call, recipe, spans: [[objective, start, stop], ...], outcome, process}. With `garbles` the values are
+    right and the responses and tokens are wrong, which `verify` detects.
 
-    At swap `fails_canary_at` the engine fails a canary and refuses all later calls. Since swap `wrong_since` it gives
-    wrong values, and `check` fails. Both happen only in the first of the processes that share `log_file`.
-    `skips_canaries` is the reason why `check` makes none. `replica` is the name in the evidence, by default one for
-    each process.
+    At swap `fails_canary_at` the engine fails a canary, a comparison with transformers, and refuses all later calls.
+    Since swap `wrong_since` the engine gives wrong values, and `check` fails. Both happen only in the first of the
+    processes that share `log_file`. `skips_canaries` is the reason why `check` compares nothing, if it should not.
+    `replica` is the name in the evidence; the default is a name for each process.
     """
 
     num_samples: int = 1000
@@ -133,9 +134,9 @@ class FakeScorer:
             )
 
     def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
-        """The sizes of tasks: of an inline task that of its file, of any other task `num_samples`.
+        """Facts about tasks: an inline task has the size of its file, any other task `num_samples` samples.
 
-        Raises InvalidTask.
+        Raises InvalidTask if a file cannot be read.
         """
         return tuple(
             TaskInfo(
@@ -190,7 +191,7 @@ class FakeScorer:
             return (CanaryReport(self.name, self._canaries, self.skips_canaries),)
 
     def statistics(self) -> Mapping[str, Any]:
-        """Statistics of this process only; `calls` covers all processes that share `log_file`."""
+        """Statistics of the fake engine, with the keys of a real one; they count calls in this process only."""
         return {
             "starts": 1,
             "canaries": self._canaries,
@@ -204,7 +205,7 @@ class FakeScorer:
         }
 
     def calls(self) -> list[dict[str, Any]]:
-        """The lines of `log_file`, from all processes that wrote to it."""
+        """The calls of `score` in `log_file`, by all processes that wrote to it."""
         if self.log_file is None or not Path(self.log_file).exists():
             return []
         return [json.loads(line) for line in Path(self.log_file).read_text().splitlines()]
@@ -272,7 +273,7 @@ class FakeScorer:
 
 
 def expected_value(recipe: Recipe, objective: str) -> float:
-    """The expected mean of `recipe` on `objective`, in [0.05, 0.95]; larger is better.
+    """The made-up expected score of a recipe on an objective, in [0.05, 0.95]; larger is better.
 
     Each model has a skill on each objective, derived from its fingerprint. The best merge mixes several models and is
     never an expert alone.
@@ -289,12 +290,15 @@ def expected_value(recipe: Recipe, objective: str) -> float:
 
 
 def prompt_hash(span: Span) -> str:
-    """A substitute for the hash of a span's prompts: depends on task and positions, not on the recipe."""
+    """A substitute for the hash of a span's prompts.
+
+    It depends on task and positions, not on the recipe.
+    """
     return digest_of([span.task.digest, span.start, span.stop])
 
 
 def _shares(recipe: Recipe) -> dict[str, float]:
-    """The share of each model (by fingerprint) in the recipe, averaged over its merges."""
+    """The share of each model in a recipe, by fingerprint, averaged over the recipe's merges."""
     shares: dict[str, float] = {}
     merges = recipe.merges()
     for merge in merges:
@@ -331,7 +335,7 @@ def _numbers(merge: Merge) -> list[float]:
 
 
 def _draw(*key: object) -> float:
-    """A number in [0, 1) that depends on `key` only."""
+    """A number in [0, 1) that looks random and depends on `key` only."""
     digest = hashlib.sha256("\0".join(map(str, key)).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 

@@ -23,10 +23,10 @@ READ_S = 30.0
 
 
 def fatal_error(current: CurrentChunk) -> str | None:
-    """The report of the signal that ended this replica, for example "Fatal Python error: Segmentation fault".
+    """The report of the fatal signal that ended a replica, for example "Fatal Python error: Segmentation fault".
 
-    Returns None without a report, for example after SIGKILL, and if the log cannot be read, for example because its
-    node is gone. A Ray task on the replica's node reads the log, so that no dashboard is needed.
+    Returns None if there is no report, for example after SIGKILL, and if the log cannot be read, for example because
+    its node is gone. A Ray task on the replica's node reads the log, so that no dashboard is needed.
     """
     import ray
     from ray.exceptions import GetTimeoutError, RayError
@@ -52,7 +52,10 @@ def fatal_error(current: CurrentChunk) -> str | None:
 
 
 def find_report(error_log: str, wait_s: float) -> str | None:
-    """The last report in the file, for which it waits `wait_s` seconds. Raises OSError if the file cannot be read."""
+    """The last report of a fatal signal in an error log; None if there is none after `wait_s` seconds.
+
+    The report may be written a little later than the process ends. Raises OSError if the file cannot be read.
+    """
     deadline = time.monotonic() + wait_s
     while True:
         with open(error_log, "rb") as file:

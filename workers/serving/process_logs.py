@@ -8,12 +8,12 @@ __all__ = ["error_log", "log_file"]
 
 
 def log_file() -> str:
-    """The file behind this process's standard output, which has its output and vLLM's log."""
+    """The path of the file behind this process's standard output, which contains vLLM's log too."""
     return _file_behind(1) or "the replica's standard output"
 
 
 def error_log() -> str:
-    """The file behind this process's standard error; empty if there is none."""
+    """The path of the file behind this process's standard error; "" if it is not a file."""
     return _file_behind(2)
 
 

@@ -11,7 +11,10 @@ __all__ = ["RecipeLock"]
 
 
 class RecipeLock:
-    """An asyncio lock that goes to the longest waiter for the recipe last held; without one, to the longest waiter."""
+    """An asyncio lock that prefers waiters for the recipe that was held last, so that the engine swaps less often.
+
+    Among these, or if there are none among all, the longest waiter gets the lock.
+    """
 
     def __init__(self) -> None:
         self._held: str | None = None
@@ -20,7 +23,7 @@ class RecipeLock:
 
     @asynccontextmanager
     async def hold(self, digest: str) -> AsyncIterator[None]:
-        """Hold the lock for the recipe with this digest; "" for work that needs no recipe."""
+        """Async context manager that holds the lock for a recipe, named by its digest; "" for work without a recipe."""
         if self._is_taken:
             ready = asyncio.get_running_loop().create_future()
             self._waiting.append((digest, ready))

@@ -53,14 +53,14 @@ T = TypeVar("T")
 
 
 class Worker(Protocol):
-    """The object that a replica owns and one thread at a time uses; FakeScorer implements it too.
+    """Interface of the object that does a replica's work, used by one thread at a time; FakeScorer implements it too.
 
-    It raises EngineCrashed if it cannot be used any more; after any other error it continues.
+    A worker raises EngineCrashed if it cannot be used any more. After any other error it continues.
     """
 
     @property
     def name(self) -> str:
-        """The replica's name in the evidence of its results."""
+        """The replica's name, which the evidence of its results has."""
         ...
 
     def score(self, request: ScoreRequest) -> ScoreResult: ...
@@ -77,10 +77,10 @@ class Worker(Protocol):
 
 
 class ReplicaMetrics:
-    """A replica's metrics in Ray. Serve tags them with deployment and replica, this class with the study.
+    """A replica's metrics in Ray, with a tag for the study; Serve adds tags for deployment and replica.
 
-    The rate of `mergesearch_samples` is samples per second. A recipe's digest is not a tag: each new digest would start
-    a time series that is never dropped.
+    The rate of `mergesearch_samples` is samples per second. A recipe's digest is not a tag, because each new digest
+    would start a time series that is never dropped.
     """
 
     def __init__(self) -> None:
@@ -121,9 +121,10 @@ class ReplicaMetrics:
 
 
 class ScoringReplica:
-    """The class that Serve deploys. `make_worker` is called once, in the thread that does all the work.
+    """The class that Ray Serve deploys: one replica with one worker.
 
-    Raises EngineUnavailable if the worker does not start within `limits.start_s`.
+    `make_worker` is called once, in the thread that does all the work. Raises EngineUnavailable if the worker does not
+    start within `limits.start_s` seconds.
     """
 
     def __init__(self, make_worker: Callable[[], Worker], limits: TimeLimits = TIME_LIMITS) -> None:
@@ -143,7 +144,10 @@ class ScoringReplica:
         self._metrics = ReplicaMetrics()
 
     async def hold(self, digest: str) -> str:
-        """Tell Serve's router which recipe this replica serves. The swap itself happens later, under the lock."""
+        """Tell Serve's router which recipe this replica serves.
+
+        The engine swaps to the recipe later, when the replica's lock is held for it.
+        """
         return digest
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
@@ -178,9 +182,9 @@ class ScoringReplica:
         return {**self._worker.statistics(), "replica": os.getpid(), "log_file": log_file()}
 
     async def check_health(self) -> None:
-        """Raise once the engine has failed, and while its work is overdue, so that Serve replaces the replica.
+        """Raise RuntimeError if the engine has failed or its work is overdue, so that Serve replaces the replica.
 
-        It runs in the event loop, also during a chunk.
+        This runs in the event loop, also while a chunk is scored.
         """
         if self._fault is not None:
             raise RuntimeError(self._fault)
@@ -198,7 +202,10 @@ class ScoringReplica:
     # -- in the engine's thread ------------------------------------------------------------------------------------
 
     def _run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a function in the engine's thread. Only an error of the engine ends the replica."""
+        """Run a function in the engine's thread, and turn its errors into those that callers expect.
+
+        Only an error of the engine ends the replica.
+        """
         if self._fault is not None:
             raise EngineUnavailable(self._fault)
         try:
@@ -251,9 +258,10 @@ class ScoringReplica:
             self._scored.add(digest)
 
     def _try_the_base(self, request: ScoreRequest) -> None:
-        """Score one sample of the base: if the engine crashes with the chunk after that, the chunk is the cause.
+        """Score one sample of the base model, to find out whether the engine works at all.
 
-        Raises EngineUnavailable if it crashes now.
+        If the engine crashes on the chunk after this, the chunk is the cause. Raises EngineUnavailable if it crashes
+        now.
         """
         recipe = _base_alone(request.recipe)
         if recipe.digest == request.recipe.digest:
@@ -271,7 +279,7 @@ class ScoringReplica:
 
 
 def _base_alone(recipe: Recipe) -> Recipe:
-    """The recipe whose merge is the base of `recipe`."""
+    """The recipe whose merge is the base model of another recipe, unchanged."""
     return Recipe.of_model(
         recipe.base,
         models=recipe.models,

@@ -38,12 +38,13 @@ MAX_TRIES = 3
 
 @dataclass(frozen=True)
 class ServeScorer:
-    """The replicas of one Serve application, as `workers.types.Scorer`. Picklable; connects at the first call.
+    """The replicas of one Serve application as a scorer (`workers.types.Scorer`).
 
-    When a replica dies or fails, Serve replaces it and the same request is sent again. If the replica was scoring the
-    request and the request counts crashes, EngineCrashed is raised instead. If sending fails for `deadline_s` seconds,
-    EngineUnavailable gives the reason. Waiting behind other requests does not count as failing. Errors of the candidate
-    (TrialFailed, InvalidTask) and a replica's EngineFault are raised as they are.
+    It is picklable, and connects at the first call. When a replica dies or fails, Serve replaces it and the same
+    request is sent again. If the replica was scoring the request and the request counts crashes, EngineCrashed is
+    raised instead. If sending fails for `deadline_s` seconds, EngineUnavailable is raised with the reason. Waiting
+    behind other requests does not count as failing. Errors of the merge or its task (TrialFailed, InvalidTask) and a
+    replica's EngineFault are raised as they are.
     """
 
     app_name: str
@@ -65,7 +66,7 @@ class ServeScorer:
         return report
 
     def is_starting(self) -> bool:
-        """Whether no replica runs, but one is being started."""
+        """Whether no replica runs, but at least one is being started."""
         from ray.exceptions import RayError
         from ray.serve.exceptions import RayServeException
 
@@ -76,14 +77,20 @@ class ServeScorer:
         return not replicas["RUNNING"] and bool(replicas["STARTING"])
 
     def check(self) -> tuple[CanaryReport, ...]:
-        """Make a canary in every replica that runs; no replica is started for it."""
+        """Let every running replica compare its engine with transformers, and return the reports.
+
+        No replica is started for this.
+        """
         if not num_replicas(self.app_name)["RUNNING"]:
             return ()
         answers = self._ask_each("check", lambda reports: reports[0].replica)
         return tuple(report for reports in answers.values() for report in reports)
 
     def _ask_each(self, method: str, name_of: Callable[[Any], Any]) -> dict[Any, Any]:
-        """The answers of the replicas that run now, by the replica's name, which `name_of` reads from an answer."""
+        """Call a method of each running replica; the answers are by the replica's name.
+
+        `name_of` reads the name from an answer.
+        """
         running = num_replicas(self.app_name)["RUNNING"]
         found: dict[Any, Any] = {}
         for _ in range(8 * max(running, 1)):  # the router chooses the replica: ask until each has answered
@@ -94,7 +101,7 @@ class ServeScorer:
         return found
 
     def statistics(self) -> Mapping[str, Any]:
-        """Sums and lists over the replicas that answer now; replicas that died do not count."""
+        """Statistics of all replicas that answer now, as sums and lists; replicas that died are not included."""
         found = self._ask_each("statistics", lambda answer: answer["replica"])
         every = list(found.values())
         return {
@@ -146,7 +153,7 @@ class ServeScorer:
             pause_s = min(2 * pause_s, 10.0)
 
     def _result(self, response: Any) -> Any:
-        """Wait for a response, without limit while the application is running."""
+        """Wait for the result of a request, without limit while the application is running."""
         missing_since: float | None = None
         while True:
             try:
@@ -165,7 +172,7 @@ class ServeScorer:
 
 
 def _raise_if_scoring(request: ScoreRequest, error: RayActorError) -> None:
-    """Raise EngineCrashed if the replica that died was scoring this chunk."""
+    """Raise EngineCrashed if the replica that died was scoring the chunk of this request."""
     current = current_chunk(error.actor_id)
     if current is None or current.chunk != chunk_id(request):
         return

@@ -18,12 +18,12 @@ __all__ = ["TIME_LIMITS", "TimeLimits", "Watchdog"]
 
 @dataclass(frozen=True)
 class TimeLimits:
-    """Seconds that a replica's work may take.
+    """Limits, in seconds, for the work of a replica.
 
-    `start_s`: the start of its worker, with downloads and compilation. `first_chunk_s`: a chunk with a task or a merge
-    method that is new to the replica, whose data are prepared and kernels compiled. Any other chunk: `chunk_factor`
-    times the time expected from the chunks measured so far, and at least `chunk_s`. `other_s`: anything else, such as
-    describing tasks and verification.
+    `start_s` is for the start of its worker, with downloads and compilation. `first_chunk_s` is for a chunk with a task
+    or a merge method that is new to the replica, because data are prepared and kernels compiled. Any other chunk may
+    take `chunk_factor` times the time expected from the chunks measured so far, and at least `chunk_s`. `other_s` is
+    for other work, such as describing tasks and verification.
     """
 
     start_s: float = 1800.0
@@ -37,10 +37,11 @@ TIME_LIMITS = TimeLimits()
 
 
 class Watchdog:
-    """Measures the work of one replica. The engine's thread enters `chunk` and `work`; any thread may ask `overdue`.
+    """Measures how long the work of one replica takes, and tells whether it is overdue.
 
-    `start_s` is the number of seconds that the worker's start took. A start includes a comparison with transformers, as
-    some later swaps do; therefore no chunk is overdue before that time.
+    The engine's thread enters the contexts `chunk` and `work`; any thread may call `overdue`. `start_s` is the number
+    of seconds that the worker's start took. The start includes a comparison with transformers, as some later swaps do;
+    therefore no chunk is overdue before that time.
     """
 
     def __init__(self, limits: TimeLimits, *, start_s: float) -> None:
@@ -75,7 +76,7 @@ class Watchdog:
             self._current = None
 
     def overdue(self) -> str | None:
-        """The work that still runs and has exceeded its time limit; None without such work."""
+        """Describe the running work that has exceeded its time limit; None if there is no such work."""
         if (current := self._current) is None:
             return None
         started, limit_s, what = current

@@ -14,5 +14,8 @@ STUDY_FILE, RETRAIN_FILE = "study.yaml", "retrain.yaml"
 
 
 def family_dir() -> pathlib.Path:
-    """The folder with base/, experts/<skill>/, tasks/<skill>_{search,holdout,train}.jsonl and the two YAML files."""
+    """The directory of the tiny model family.
+
+    It contains base/, experts/<skill>/, tasks/<skill>_{search,holdout,train}.jsonl and the two YAML files.
+    """
     return pathlib.Path(__file__).resolve().parent

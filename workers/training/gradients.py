@@ -46,13 +46,13 @@ Batch = Mapping[str, Sequence[int]]
 
 
 class CoefficientGradients:
-    """The model, the bank and the references of one family; its merges are read one at a time.
+    """Computes losses of merges, and their derivatives by the merges' coefficients, for the models of one family.
 
-    `tasks` has the task of each objective; all tasks have references (`references.lack_of_references`). `options` are
-    those of the study's engines, which define prompts and dtype, except that float16, in which gradients vanish,
-    becomes float32. Sums over tensors are in float32 or finer. `placement` is where the bank holds the sources.
-    `recomputes` saves the memory of activations, and takes a third more time. Equal calls give equal bits on one
-    device with one number of threads, whatever was called before.
+    Merges are written, one at a time, into a transformers model. `tasks` has the task of each objective; all tasks have
+    right answers to read (`references.lack_of_references`). `options` are those of the study's engines, which define
+    prompts and dtype, except that float16, in which gradients vanish, becomes float32. Sums over tensors are in float32
+    or finer. `placement` is where the source weights are kept. `recomputes` saves the memory of activations, and takes
+    a third more time. Equal calls give equal bits on one device with one number of threads, whatever was called before.
 
     All arguments can be pickled. Raises InvalidModel and InvalidTask.
     """
@@ -90,10 +90,10 @@ class CoefficientGradients:
         self._held: dict[str, Hashable] = {}  # how each tensor that the model holds was computed
 
     def set_completions(self, completions: Completions) -> None:
-        """Replace the completions that calls may request as references.
+        """Replace the completions that calls may read in place of the tasks' right answers.
 
-        Their losses are in units of their own mean number of scored tokens. Raises InvalidTask for an objective without
-        completions.
+        Their losses are divided by the mean number of scored tokens of these completions. Raises InvalidTask for an
+        objective without completions.
         """
         found = {}
         for name, tokens in completions.items():
@@ -110,15 +110,17 @@ class CoefficientGradients:
         completions: Collection[str] = (),
         by_scales: bool = False,
     ) -> GradientResult:
-        """The mean loss of each objective over its positions in `batch`, and the derivatives of their weighted sum.
+        """The mean loss of each objective over its samples in `batch`, and the derivatives of their weighted sum.
 
-        The sum is sum_o weights[o] loss_o. The derivatives are by every coefficient that a merge of `recipe` states and
-        its method has gradients by; with `by_scales` also by the scale of every layer. A scale is folded into the ends
-        of later branches (`workers.merging.residual_scales`): these are proportional to its inverse, so that the
-        derivative by s_i is -1/s_i times the sum of <gradient, tensor> over them.
+        The sum is sum_o weights[o] loss_o over the objectives o. The derivatives are by every coefficient that a merge
+        of `recipe` states and its method is differentiable by; with `by_scales` also by the scale of every layer. A
+        scale s_i of layer i is folded into the last weights of the branches of later layers
+        (`workers.merging.residual_scales`). These weights are proportional to 1 / s_i, so that the derivative by s_i is
+        -1 / s_i times the sum of <gradient, tensor> over them.
 
-        The references of the objectives named in `completions` are those of `set_completions`. Raises InvalidRecipe for
-        a merge that has no gradients or cannot be made, TrialFailed if a loss is NaN or infinite.
+        The objectives named in `completions` are measured on the completions given to `set_completions`, the others on
+        the right answers. Raises InvalidRecipe for a merge that has no gradients or cannot be made, and TrialFailed if
+        a loss is NaN or infinite.
         """
         started = time.perf_counter()
         targets = self._targets(batch, completions)
@@ -153,14 +155,17 @@ class CoefficientGradients:
     def losses(
         self, recipe: Recipe, batch: Batch, *, completions: Collection[str] = ()
     ) -> dict[str, tuple[float, ...]]:
-        """The loss of each sample, by objective in the order of `batch`, in the units of `loss_and_gradient`."""
+        """The loss of each sample in `batch`, by objective and in the order of `batch`.
+
+        The units are those of `loss_and_gradient`.
+        """
         targets = self._targets(batch, completions)
         self._hold(recipe)
         with _deterministic(), torch.no_grad():
             return _by_objective(batch, self._read(_samples(batch, targets), None), targets)
 
     def _targets(self, batch: Batch, completions: Collection[str]) -> dict[str, _Targets]:
-        """The targets of each objective of the batch, one for each of its positions."""
+        """The loss targets of each objective in `batch`, one for each of its samples."""
         found = {}
         for name, positions in batch.items():
             known = self._of_completions if name in completions else self._of_tasks
@@ -176,7 +181,7 @@ class CoefficientGradients:
         return found
 
     def _hold(self, recipe: Recipe) -> None:
-        """Write those tensors of the merge that the model does not hold."""
+        """Write the merge of `recipe` into the model, except tensors that the model already holds."""
         plan = plan_tensors(recipe, self.bank)
         wanted = computations(plan, self.bank)
         held, self._held = self._held, {}
@@ -186,9 +191,9 @@ class CoefficientGradients:
         self._held = wanted
 
     def _read(self, samples: Sequence[tuple[str, Target]], factors: Sequence[float] | None) -> list[float]:
-        """The loss of every sample.
+        """Compute the loss of every sample by forward passes.
 
-        With `factors`, also makes a backward pass from the sum of the losses, each multiplied by its factor.
+        With `factors`, the gradients of the sum of all losses times their factors are computed too.
         """
         targets = [target for _, target in samples]
         found = [0.0] * len(targets)
@@ -205,7 +210,10 @@ class CoefficientGradients:
 
     @contextmanager
     def _reduced_by(self, reducers: Mapping[str, _Reducer]) -> Iterator[None]:
-        """A context in which gradients are passed to the reducers and freed; other parameters have no gradients."""
+        """Context manager in which gradients are passed to `reducers` as they appear, and then freed.
+
+        Parameters without a reducer get no gradients.
+        """
         hooks = []
         leaf: Any  # torch's hooks have no types
         for leaf, parts in self.model.leaves:
@@ -224,7 +232,7 @@ class CoefficientGradients:
 
 @dataclass(frozen=True)
 class _Targets:
-    """The references of one objective by sample position, and the unit of their losses."""
+    """The loss targets of one objective, by sample position, and the unit that its losses are divided by."""
 
     at: Mapping[int, Target]
     unit: float
@@ -237,15 +245,15 @@ def _samples(batch: Batch, targets: Mapping[str, _Targets]) -> list[tuple[str, T
 def _by_objective(
     batch: Batch, losses: Sequence[float], targets: Mapping[str, _Targets]
 ) -> dict[str, tuple[float, ...]]:
-    """The loss of each sample by objective, divided by the objective's unit."""
+    """Sort the losses of samples by objective, each divided by the objective's unit."""
     each = iter(losses)
     return {name: tuple(next(each) / targets[name].unit for _ in positions) for name, positions in batch.items()}
 
 
 class _Reducer:
-    """Adds up the derivatives by one tensor's coefficients, from the gradients of its leaves.
+    """Adds up the derivatives by the coefficients of one merged tensor, from the tensor's gradients.
 
-    If the merged tensor is given as `merged`, the gradient's inner product with it is added up too.
+    If the merged tensor is given as `merged`, the inner product of gradient and tensor is added up too.
     """
 
     def __init__(
@@ -276,7 +284,7 @@ class _Reducer:
 
 
 def _reduce(wanted: Sequence[tuple[ParameterPart, _Reducer]], leaf: torch.Tensor) -> None:
-    """Pass the parts of the leaf's gradient to their reducers, and free it."""
+    """Pass the parts of a parameter's gradient to their reducers, and free the gradient."""
     assert leaf.grad is not None
     gradient, leaf.grad = leaf.grad, None
     for part, reducer in wanted:
@@ -303,7 +311,10 @@ def _by_coefficient(reducers: Any) -> tuple[Slopes, Slopes]:
 
 
 def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
-    """The derivative by each layer's scale, which is part of the factor of all later layers' ends."""
+    """The derivative of the loss by each layer's scale.
+
+    A layer's scale is part of the factor of the last weights of all later layers' branches.
+    """
     after = [0.0] * len(recipe.layers)
     for reducer in reducers:
         for layer in range(reducer.tensor.layer or 0):
@@ -313,7 +324,10 @@ def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """A context in which torch chooses algorithms whose results do not depend on timing; it warns if it has none."""
+    """Context manager in which torch uses algorithms whose results do not depend on timing.
+
+    torch warns about operations for which it has no such algorithm.
+    """
     was, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
     filled = memory.fill_uninitialized_memory

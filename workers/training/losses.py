@@ -17,9 +17,9 @@ IMPOSSIBLE = float("-inf")
 
 
 def minibatches(targets: Sequence[Target], max_tokens: int) -> Iterator[list[int]]:
-    """Indices of targets that are read together, the shortest first.
+    """Yield the indices of loss targets that are read together in one forward pass, the shortest first.
 
-    A minibatch has at most `max_tokens` tokens with padding, or one target.
+    A minibatch has at most `max_tokens` tokens with padding, or a single target.
     """
     order = sorted(range(len(targets)), key=lambda i: (_width(targets[i].readings), i))
     together: list[int] = []
@@ -36,7 +36,10 @@ def minibatches(targets: Sequence[Target], max_tokens: int) -> Iterator[list[int
 
 
 def sample_losses(model: TrainableModel, targets: Sequence[Target]) -> torch.Tensor:
-    """The loss of each target [len(targets)], in float32 and with gradients if these are on, by one forward pass."""
+    """The loss of each target by one forward pass of the model, in float32: [len(targets)].
+
+    The losses have gradients if gradients are enabled.
+    """
     rows = [reading for target in targets for reading in target.readings]
     positions = _ScoredPositions.of(rows)
     tokens, _ = _padded([reading.tokens for reading in rows])
@@ -46,7 +49,10 @@ def sample_losses(model: TrainableModel, targets: Sequence[Target]) -> torch.Ten
 
 @dataclass(frozen=True)
 class _ScoredPositions:
-    """Positions in the flattened logits [rows, num_columns] that are scored, with their rows and `accepted` tokens."""
+    """The positions whose log-probabilities count, in logits [rows, num_columns, vocabulary] with flattened positions.
+
+    `index` are the positions, `row` their rows, and `accepted` the tokens that count as right at each.
+    """
 
     num_columns: int
     index: list[int]
@@ -66,7 +72,10 @@ class _ScoredPositions:
         return found
 
     def log_likelihoods(self, logits: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """For each row [num_rows], the sum over its positions of the log-probability of any accepted token."""
+        """The log-likelihood of each row [num_rows].
+
+        It is the sum over the row's scored positions of the log-probability that any accepted token follows.
+        """
         device = logits.device
         scores = logits.index_select(0, torch.tensor(self.index, device=device)).float().log_softmax(-1)
         choices, is_given = _padded(self.accepted)
@@ -92,7 +101,10 @@ def _of_targets(targets: Sequence[Target], of_rows: torch.Tensor) -> torch.Tenso
 
 
 def _padded(rows: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows as one matrix, padded with zeros, and a mask that is true where a number is not padding."""
+    """Join rows of numbers to one matrix, padded with zeros.
+
+    Also returns a mask that is true where a number is not padding.
+    """
     width = max(map(len, rows))
     filled = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
     return filled, torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]

@@ -16,12 +16,12 @@ MAPPED = 32 << 20  # bytes above which an allocation is a separate mapping, whic
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep up to 128 MB of freed memory from now on, and return whether it does.
+    """Let this process keep up to 128 MB of freed memory for later steps, and return whether it does.
 
-    A step that frees each gradient as it is used leaves nothing at the end of the heap. Therefore glibc returns the
-    memory of its activations, and the next step faults in every page again, which takes about a tenth of a step of a
-    model of 1M parameters. Allocations larger than 32 MB are returned as always. Nothing changes if the environment
-    sets this, or without glibc.
+    A training step that frees each gradient when it was used leaves nothing at the end of the heap. Therefore glibc
+    returns the memory of the step's activations to the system, and the next step faults in every page again. This takes
+    about a tenth of a step of a model with 1M parameters. Allocations larger than 32 MB are always returned. Nothing
+    changes if the environment already sets this, or without glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(variable in os.environ for variable in VARIABLES):

@@ -24,9 +24,9 @@ RANDOM = ("drop", "jitter")
 
 @dataclass(frozen=True, eq=False)
 class ParameterPart:
-    """The part of a parameter that is a merged tensor.
+    """The part of a model's parameter that is one merged tensor.
 
-    It is the whole parameter, or rows `start` to `stop` - 1 of one expert of a mixture.
+    It is the whole parameter (`leaf`), or rows `start` to `stop` - 1 of one expert of a mixture.
     """
 
     leaf: torch.nn.Parameter
@@ -35,7 +35,7 @@ class ParameterPart:
     stop: int = 0
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This part of a tensor with the parameter's shape."""
+        """The same part of another tensor with the parameter's shape, such as its gradient."""
         return whole if self.expert is None else whole[self.expert, self.start : self.stop]
 
 
@@ -43,12 +43,13 @@ Leaves = Sequence[tuple[torch.nn.Parameter, Mapping[str, ParameterPart]]]
 
 
 class TrainableModel:
-    """The model of the bank's family, in `dtype` on `device`: one copy of its weights, none of the sources'.
+    """A transformers model that merges are written into, with gradients of its parameters.
 
-    `memory` has the merged tensors by name, `leaves` the parameters with the parts that are merged tensors. A tied
-    output head is a leaf of its own over the embedding's memory, so that the gradients of both appear, and can be
-    freed, one after the other. With `recomputes` activations within layers are computed again in the backward pass.
-    Raises InvalidModel for a model whose tensors transformers holds in another form.
+    It is a model of the bank's family, in `dtype` on `device`, with one copy of its weights. `memory` has the merged
+    tensors by name. `leaves` has the parameters, each with the merged tensors that it contains. A tied output head is a
+    parameter of its own over the embedding's memory, so that the gradients of both appear, and can be freed, one after
+    the other. With `recomputes` activations within layers are computed again in the backward pass. Raises InvalidModel
+    for a model whose tensors transformers holds in another form.
     """
 
     def __init__(self, bank: Bank, dtype: torch.dtype, *, device: torch.device, recomputes: bool = False) -> None:
@@ -63,7 +64,7 @@ class TrainableModel:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
 
     def logits(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
-        """The logits [rows, last, vocabulary] after the last columns of `tokens` [rows, columns].
+        """The logits [rows, last, vocabulary] after the last `last` columns of `tokens` [rows, columns].
 
         Rows are padded at their ends, where causal attention never looks from an earlier token.
         """
@@ -73,7 +74,10 @@ class TrainableModel:
 
 
 def _loaded(bank: Bank, dtype: torch.dtype) -> Any:
-    """The base model. Its parameters are copies, because transformers uses the tensors that it is given."""
+    """Load the base model from the bank's tensors.
+
+    Its parameters are copies, because transformers would use the bank's memory otherwise.
+    """
     import transformers
 
     config = _settled(transformers.AutoConfig.from_pretrained(bank.sources.result_dir, trust_remote_code=False))
@@ -93,7 +97,7 @@ def _loaded(bank: Bank, dtype: torch.dtype) -> Any:
 
 
 def _settled(config: Any) -> Any:
-    """The configuration without randomness in training mode."""
+    """Remove dropout and other randomness of training mode from a configuration."""
     for name, value in config.to_dict().items():
         if isinstance(value, float) and any(word in name for word in RANDOM):
             setattr(config, name, 0.0)
@@ -101,12 +105,18 @@ def _settled(config: Any) -> Any:
 
 
 def _attention(config: Any) -> str | None:
-    """Eager attention where scores are capped, which fused attention silently ignores; else transformers' choice."""
+    """The attention implementation: eager where attention scores are capped, which fused attention silently ignores.
+
+    Returns None for other models, where transformers chooses.
+    """
     return "eager" if getattr(config, "attn_logit_softcapping", None) else None
 
 
 def _parts(module: Any, bank: Bank, dtype: torch.dtype) -> dict[str, ParameterPart]:
-    """The part of a parameter for every tensor of the base, whose weights the model has now. Raises InvalidModel."""
+    """The part of a model's parameter for every tensor of the base, by the tensor's name.
+
+    The model must hold the base's weights, by which parts are found. Raises InvalidModel if one is not found.
+    """
     named = dict(module.named_parameters())
     prefix = f"{module.base_model_prefix}."
     found = {}
@@ -131,16 +141,16 @@ def _parts(module: Any, bank: Bank, dtype: torch.dtype) -> dict[str, ParameterPa
 
 
 def _layer(name: str) -> str | None:
-    """The number of the layer in a tensor's name."""
+    """The number of the layer in a tensor's name, as text; None if there is none."""
     found = re.search(r"\.(\d+)\.", name)
     return found[1] if found else None
 
 
 def _with_content(tensor: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> Iterator[ParameterPart]:
-    """The parts of parameters that have the tensor's values.
+    """Yield the parts of parameters whose values equal those of a tensor.
 
-    transformers renames some parameters, and joins those of a mixture's experts to one, some of them as two matrices
-    above each other.
+    transformers renames some parameters, and joins those of a mixture's experts to one, some as two matrices one above
+    the other.
     """
     for leaf in parameters:
         if leaf.shape == tensor.shape and torch.equal(leaf, tensor):

@@ -34,10 +34,10 @@ CHUNK = 1 << 22  # elements of a difference at a time, where no kernel computes
 
 
 def stated_coefficients(tensor: MergedTensor) -> tuple[Coefficient, ...]:
-    """The coefficients that the tensor's merge states and has gradients by.
+    """The coefficients that a tensor's merge states and that its method is differentiable by.
 
-    There are none for an unchanged source, which is constant. Raises InvalidRecipe, naming the method, if the method
-    has no gradients at all.
+    The result is empty for an unchanged source, which is constant. Raises InvalidRecipe, naming the method, if the
+    method is not differentiable by any coefficient.
     """
     merge, declared = tensor.merge, METHODS[tensor.merge.method]
     if not declared.gradients_by:
@@ -56,7 +56,10 @@ def stated_coefficients(tensor: MergedTensor) -> tuple[Coefficient, ...]:
 
 
 def derivatives(tensor: MergedTensor, plan: TensorPlan, bank: Bank, gradient: torch.Tensor) -> Derivatives:
-    """The derivatives by each of `stated_coefficients`, from the gradient of the merged tensor."""
+    """The derivatives of the loss by the coefficients of one merged tensor (`stated_coefficients`).
+
+    `gradient` is the gradient of the loss by the merged tensor.
+    """
     fused = FUSED.get(tensor.merge.method)
     if fused is not None:
         return fused(*sources_of(tensor, plan, bank), tensor.merge, gradient)
@@ -66,15 +69,17 @@ def derivatives(tensor: MergedTensor, plan: TensorPlan, bank: Bank, gradient: to
 
 
 def inner_product(first: torch.Tensor, second: torch.Tensor) -> float:
-    """<first, second>, added up in float64 over parts that are each multiplied in float32."""
+    """The inner product of two tensors: parts are multiplied in float32 and added up in float64."""
     parts = zip(torch.split(first.flatten(), CHUNK), torch.split(second.flatten(), CHUNK), strict=True)
     return math.fsum(float(one.float() @ other.float()) for one, other in parts)
 
 
 def _linear(tensors: Tensors, base: torch.Tensor | None, merge: Merge, gradient: torch.Tensor) -> Derivatives:
-    """The derivatives of sum_t s_t theta_t with s_t = w_t / W: by w_j it is <G, theta_j - sum_t s_t theta_t> / W.
+    """The derivatives of a loss by the weights of the method `linear`.
 
-    Differences from the first source are used instead of whole tensors, whose inner products would cancel.
+    The merge is m = sum_t w_t theta_t / W with W = sum_t w_t. By w_j the derivative is <G, theta_j - m> / W, where G is
+    the gradient by the merge. Differences from the first source are used instead of whole tensors, whose inner products
+    would cancel.
     """
     weights = merge.per_source("weight")
     products = _projections(gradient, tensors, tensors[0])
@@ -94,7 +99,7 @@ FUSED: Mapping[str, Callable[[Tensors, torch.Tensor | None, Merge, torch.Tensor]
 
 
 def _projections(gradient: torch.Tensor, tensors: Tensors, base: torch.Tensor) -> torch.Tensor:
-    """The inner products [N] of the gradient and each tensor's difference from the base, in float64."""
+    """The inner product of the gradient with each of N tensors minus the base, in float64: [N]."""
     every = [gradient, *tensors, base]
     if gradient.device.type == "cpu" and all(each.is_contiguous() and each.dtype in STORED for each in every):
         from workers.merging.kernels.reductions import projections
@@ -111,7 +116,10 @@ def _projections(gradient: torch.Tensor, tensors: Tensors, base: torch.Tensor) -
 def _through_the_function(
     operands: Operands, merge: Merge, gradient: torch.Tensor, per_model: Mapping[str, bool]
 ) -> Derivatives:
-    """The product of the gradient and the Jacobian of the method's plain function."""
+    """The derivatives by coefficients, by automatic differentiation of the method's plain function.
+
+    `per_model` says for each coefficient whether it has a value for each source.
+    """
     leaves = {
         name: [
             torch.tensor(number, dtype=torch.float64, requires_grad=True)

@@ -25,10 +25,10 @@ ATTENTION = "eager"
 
 
 class Reference:
-    """A transformers model in float32: a Backend that also records how close each choice of a token was.
+    """A transformers model in float32 that generates completions, and records how close each choice of a token was.
 
-    `gaps` maps the prompt of a Generation to one (text so far, gap) per step. The gap is the difference between the two
-    largest log-probabilities of that step. `model` replaces the model in `directory`, if given.
+    `gaps` maps the token ids of a prompt to one (text so far, gap) for each generated token; the gap is the difference
+    between the two largest log-probabilities. `model`, if given, is used instead of the model in `directory`.
     """
 
     def __init__(self, directory: str, options: EngineOptions, *, model: Any = None) -> None:
@@ -46,7 +46,8 @@ class Reference:
     def generate(self, requests: Sequence[Generation]) -> list[Completion]:
         """Generate greedy completions.
 
-        Raises InvalidTask for a request that samples, because its random draws cannot be repeated here.
+        Raises InvalidTask for a request with a temperature above 0, because the engine's random draws cannot be
+        repeated.
         """
         if any(request.temperature > 0 for request in requests):
             raise InvalidTask("the task samples at a temperature above 0; only greedy completions can be verified")
@@ -97,7 +98,10 @@ class Reference:
     def _step(
         self, request: Generation, chosen: list[int], steps: list[tuple[str, float]], token: int, gap: float
     ) -> str | None:
-        """Append the next token. Returns the final text if that token ends the completion, else None."""
+        """Append the next token to a completion.
+
+        Returns the final text if the completion ends with this token, else None.
+        """
         chosen.append(token)
         is_end = token in self.prompts.stop_token_ids
         text = self.prompts.decode(request.tokens, chosen[:-1] if is_end else chosen)
@@ -118,7 +122,7 @@ def logprobs(model: Any, tokens: Sequence[int]) -> list[float]:
 
 @torch.inference_mode()
 def choice_gaps(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
-    """For each token of `completion`, how far its log-probability is below that of the most likely token."""
+    """How far the log-probability of each token of `completion` is below that of the most likely token in its place."""
     scores = _log_softmax(model, [*prompt, *completion])[len(prompt) - 1 : -1]
     chosen = scores.gather(-1, torch.tensor(completion)[:, None])[:, 0]
     return [float(gap) for gap in scores.amax(-1) - chosen]
@@ -127,29 +131,32 @@ def choice_gaps(model: Any, prompt: Sequence[int], completion: Sequence[int]) ->
 def typical_difference(ours: Sequence[float], theirs: Sequence[float], *, dtype: str) -> float:
     """The typical difference between two lists of log-probabilities; NaN if one of them contains NaN.
 
-    In float32 it is the largest difference. In 16 bits it is the root mean square, because the rounding errors of a
-    whole model, small on average, change single unlikely tokens by large amounts.
+    For float32 it is the largest difference. For dtypes of 16 bits it is the root mean square of the differences,
+    because the rounding errors of a whole model, small on average, change single unlikely tokens by large amounts.
     """
     apart = [0.0 if a == b else abs(a - b) for a, b in zip(ours, theirs, strict=True)]
     return float(np.max(apart) if dtype == "float32" else np.sqrt(np.mean(np.square(apart))))
 
 
 def whole_characters(text: str) -> str:
-    """`text` without an incomplete character at its end, whose bytes the engine holds back until it is complete."""
+    """Remove an incomplete character from the end of `text`.
+
+    Engines hold back the bytes of a character until it is complete.
+    """
     return text.rstrip("\ufffd")
 
 
 @torch.inference_mode()
 def _log_softmax(model: Any, tokens: Sequence[int]) -> torch.Tensor:
-    """Log-probabilities of the next token after each token, [num_tokens, vocabulary]."""
+    """Log-probabilities [num_tokens, vocabulary] of the token that follows each of `tokens`."""
     logits = _checked(model(input_ids=torch.tensor([list(tokens)])).logits[0], 1)
     return logits.float().log_softmax(-1)
 
 
 def _checked(logits: torch.Tensor, num_prompts: int) -> torch.Tensor:
-    """The logits, unchanged. Raises EvidenceMismatch if they are NaN or infinite.
+    """Return the logits unchanged. Raises EvidenceMismatch if they contain NaN or are infinite.
 
-    The engine that scored the merge has found none of these.
+    The engine that scored the merge found neither, so that engine and transformers contradict each other.
     """
     if any(rows := bad_rows(logits).tolist()):
         raise EvidenceMismatch(

@@ -25,10 +25,11 @@ __all__ = ["merged_model"]
 
 
 def merged_model(recipe: Recipe, bank: Bank, *, dtype: str) -> Any:
-    """The merge of `recipe`, of any depth, as a transformers model on CPU.
+    """Compute the merge of `recipe` as a transformers model on CPU.
 
-    Its weights are rounded to `dtype`; it computes in float32. The recipe's alignments are applied to the inputs of
-    their layers. The weights are in memory once. Raises as `plan_tensors`, `alignments_before` and `read_alignment` do.
+    The number of layers may differ from the base's. The weights are rounded to `dtype`; the model computes in float32.
+    The recipe's alignments are applied to the inputs of their layers. Memory is needed for one copy of the weights.
+    Raises what `plan_tensors`, `alignments_before` and `read_alignment` raise.
     """
     import transformers
 

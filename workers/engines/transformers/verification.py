@@ -49,13 +49,13 @@ def verify(
     evaluator: TaskEvaluator | None = None,
     model: Any = None,
 ) -> VerificationReport:
-    """Score `spans` on the exported checkpoint in `directory` and compare with the stored `samples`.
+    """Score `spans` on the exported checkpoint in `directory` with transformers, and compare with the stored `samples`.
 
-    A merge that cannot be a checkpoint is given as `model`; then `directory` contains its tokenizer and configuration.
-    `evaluator` provides the tokenized requests; without it they are built with the exported tokenizer.
-    `engine_logprobs` maps texts (`texts_to_read`) to the engine's log-probabilities of their tokens except the first.
-    Spans of tasks that sample at a temperature above 0 are left out. Raises InvalidTask if `samples` lacks a sample of
-    a span, or a text does not begin with the request of any sample.
+    A merge that cannot be stored as a checkpoint is given as `model`; then `directory` contains its tokenizer and
+    configuration. `evaluator` provides the tokenized requests; without it, they are built with the exported tokenizer.
+    `engine_logprobs` maps texts (`texts_to_read`) to the engine's log-probabilities of the text's tokens except the
+    first. Spans of tasks that sample at a temperature above 0 are left out. Raises InvalidTask if `samples` lacks a
+    sample of a span, or a text does not begin with the request of any sample.
     """
     reference = Reference(directory, options, model=model)
     if evaluator is None:
@@ -95,9 +95,10 @@ def verify(
 def nothing_to_compare(
     directory: str | Path, evaluator: TaskEvaluator, spans: Sequence[Span], *, depth: float = 1.0
 ) -> str | None:
-    """Why nothing can be verified; None if something can.
+    """The reason why a merge cannot be verified, by its tasks or for lack of memory; None if it can be verified.
 
-    The merge is `depth` times as large as the checkpoint in `directory`, but at least as large.
+    Only tasks with greedy completions or options can be compared. `depth` is the merge's number of layers divided by
+    that of the checkpoint in `directory`; the memory that is needed grows with it.
     """
     if not any(evaluator.is_greedy(span.task) for span in spans):
         return _sampled([span.objective for span in spans])
@@ -114,9 +115,10 @@ def nothing_to_compare(
 def texts_to_read(
     evaluator: TaskEvaluator, samples: Iterable[SampleResult], spans: Iterable[Span]
 ) -> tuple[Tokens, ...]:
-    """The texts whose log-probabilities are compared token by token.
+    """The texts whose log-probabilities engine and transformers compare token by token, as token ids.
 
-    They are the first samples of each greedy span: a prompt, followed by the option or the stored completion.
+    Each text is a prompt followed by the option or the stored completion. They are from the first samples of each span
+    whose task is greedy.
     """
     known = {(sample.objective, sample.position): sample for sample in samples}
     room = evaluator.lm.max_length - 1  # the engine always generates one token
@@ -133,7 +135,7 @@ def texts_to_read(
 
 @dataclass(frozen=True)
 class _Pair:
-    """The `stored` sample of the engine, the sample `expected` by transformers, and their requests."""
+    """A sample as stored by the engine and as computed by transformers (`expected`), with the requests of both."""
 
     stored: SampleResult
     expected: SampleResult
@@ -149,9 +151,10 @@ class _Pair:
 
 
 class _Comparison:
-    """Compares samples of the engine with those of transformers.
+    """Comparison of the engine's samples with those of transformers.
 
-    `apart` has the `typical_difference` of each sample's log-probabilities; `num_logprobs` counts them.
+    `apart` maps a sample to the `typical_difference` between the engine's and transformers' log-probabilities;
+    `num_logprobs` is the number of log-probabilities compared.
     """
 
     def __init__(self, reference: Reference, tolerance: float, dtype: str) -> None:
@@ -162,7 +165,7 @@ class _Comparison:
         self._dtype = dtype
 
     def read(self, pairs: Sequence[_Pair], engine_logprobs: Mapping[Tokens, Sequence[float]]) -> None:
-        """Compare the log-probabilities of the tokens of texts, and those of all options."""
+        """Compare the log-probabilities of the tokens of all texts in `engine_logprobs`, and those of all options."""
         for text, values in engine_logprobs.items():
             self._add(_pair_of(text, pairs), values, logprobs(self.reference.model, text))
         for pair in pairs:
@@ -182,7 +185,10 @@ class _Comparison:
         self.num_logprobs += len(ours)
 
     def difference(self, pair: _Pair) -> SampleDifference | None:
-        """The difference between the two answers; None if they are equal. `read` must be called first."""
+        """The difference between the answers of engine and transformers to one sample; None if they are equal.
+
+        `read` must have been called before.
+        """
         apart = self.apart.get(pair.key, 0.0)
         is_apart = apart > self.tolerance
         parting = self._parting(pair) if pair.is_completion else None
@@ -208,9 +214,10 @@ class _Comparison:
         )
 
     def _parting(self, pair: _Pair) -> tuple[str, float] | None:
-        """The kind of difference between the completions, and how much the reference preferred its own.
+        """What differs between the engine's completion and that of transformers ("tokens" or "text"), and by how much.
 
-        Returns None if the completions are equal.
+        The number is by how much transformers preferred its own token, in log-probability. Returns None if the
+        completions are equal.
         """
         completions = zip(pair.requests, pair.stored.tokens or (), pair.expected.tokens or (), strict=False)
         for request, ours, theirs in completions:
@@ -221,13 +228,13 @@ class _Comparison:
         return None
 
     def _choice_gap(self, prompt: Tokens, completion: Tokens) -> float:
-        """The largest gap between a token of the completion and the most likely token in its place."""
+        """The largest gap between a token's log-probability and that of the most likely token, over a completion."""
         if max(completion) >= self.reference.model.get_input_embeddings().num_embeddings:
             return FAR
         return _finite(max(choice_gaps(self.reference.model, prompt, completion)))
 
     def _gap_of_text(self, pair: _Pair) -> float:
-        """The gap between the two largest log-probabilities at the first token that the stored text does not have."""
+        """The gap between the two largest log-probabilities where transformers' text and the stored text part."""
         steps = self.reference.gaps[pair.requests[0].tokens]
         gaps = (gap for text, gap in steps if not pair.stored.response.startswith(whole_characters(text)))
         return next(gaps, steps[-1][1])
@@ -245,7 +252,7 @@ def _finite(difference: float) -> float:
 
 
 def _legible(text: str) -> str:
-    """The text without replacement characters, whose number depends on how a text is decoded."""
+    """Remove replacement characters (U+FFFD) from a text: their number depends on how the text was decoded."""
     return text.replace("\ufffd", "")
 
 

@@ -46,9 +46,10 @@ MAX_STANDARD_ERRORS = 5.0
 
 @dataclass(frozen=True)
 class Calibration:
-    """The base model's log-probabilities by transformers in float32, and the effect of rounding on them.
+    """Log-probabilities of the base model by transformers in float32 (`base`), and how much rounding changes them.
 
-    `rounding` is the root mean square difference of those in `dtype`; None if it could not be measured.
+    `rounding` is the root mean square of the changes when the weights are rounded to `dtype`; None if it could not be
+    measured.
     """
 
     dtype: str
@@ -57,17 +58,18 @@ class Calibration:
 
     @property
     def tolerance(self) -> float:
-        """The largest `typical_difference` that rounding explains."""
+        """The largest difference between an engine and transformers that rounding explains (`typical_difference`)."""
         if self.rounding is None:
             return LOGPROB_TOLERANCE[self.dtype]
         return max(TIMES_ROUNDING * self.rounding, LEAST_TOLERANCE[self.dtype])
 
     def base_share(self, ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
-        """The base model's share in an engine's log-probabilities `ours`, and the largest share that rounding explains.
+        """Estimate how much of the base model is in an engine's log-probabilities, and the most that rounding explains.
 
-        The share is 0 for the log-probabilities of the merge, `theirs`, and 1 for those of the base model. It is the
-        least squares estimate, which averages the rounding of all tokens: weights that a swap missed show in the share
-        long before they show in the difference.
+        `ours` are the engine's log-probabilities, `theirs` those of the merge by transformers. The share is 0 if `ours`
+        equals `theirs`, and 1 if `ours` equals the base model's. It is a least squares estimate, which averages the
+        rounding of all tokens. Weights that a swap did not write show in the share long before they show in the typical
+        difference.
         """
         step = [base - merged for base, merged in zip(self.base, theirs, strict=True)]
         length = math.sqrt(sum(value * value for value in step))
@@ -78,9 +80,10 @@ class Calibration:
         return share, LEAST_SHARE + MAX_STANDARD_ERRORS * self.tolerance / TIMES_ROUNDING / length
 
     def check(self, ours: Sequence[float], theirs: Sequence[float], *, of: str) -> float:
-        """The `typical_difference` of two lists of log-probabilities.
+        """The typical difference between the log-probabilities of engine (`ours`) and transformers (`theirs`).
 
-        Raises EvidenceMismatch if the difference, or the base model's share, exceeds its tolerance.
+        `of` names what was compared, for the message. Raises EvidenceMismatch if the difference, or the share of the
+        base model in `ours`, is larger than rounding explains.
         """
         difference = typical_difference(ours, theirs, dtype=self.dtype)
         share, most = self.base_share(ours, theirs)
@@ -96,7 +99,10 @@ class Calibration:
 
 
 class Canary:
-    """Makes the canaries of one engine, counts those that it passed, and records why one was skipped."""
+    """Compares one engine with transformers from time to time, and counts the comparisons (canaries) that it passed.
+
+    The reason is kept if the last canary was skipped.
+    """
 
     def __init__(
         self, family: Family, *, base: Recipe, replica: str, dtype: str, vocabulary: int, max_length: int
@@ -114,7 +120,7 @@ class Canary:
 
     @property
     def report(self) -> CanaryReport:
-        """How many canaries passed so far, and why the last one was skipped, if it was."""
+        """The number of canaries that the engine passed so far, and the reason if the last one was skipped."""
         return CanaryReport(self._replica, self.num_passed, self._skipped)
 
     def is_due(self, swap_count: int) -> bool:
@@ -128,7 +134,10 @@ class Canary:
         free_bytes: int,
         swap_count: int,
     ) -> CanaryReport:
-        """Make a canary with `compare`, and count the outcome."""
+        """Compare the engine with transformers by `compare`, and count the canary as passed or skipped.
+
+        `swap_count` is the number of swaps of the engine so far.
+        """
         if self.compare(recipe, engine_logprobs, free_bytes=free_bytes) is None:
             self.num_skipped += 1
         else:
@@ -143,10 +152,11 @@ class Canary:
         *,
         free_bytes: int,
     ) -> float | None:
-        """The `typical_difference` between the engine's log-probabilities of prompts and those of transformers.
+        """The typical difference between the engine's log-probabilities of fixed prompts and those of transformers.
 
         Returns None if a second model does not fit into `free_bytes` of memory, or the merge's logits are not finite.
-        Raises EvidenceMismatch if the difference, or the base model's share in it, is more than rounding explains.
+        Raises EvidenceMismatch if the difference, or the share of the base model in the engine's log-probabilities, is
+        larger than rounding explains.
         """
         size = sum(file.stat().st_size for file in Path(self._family.base.directory).glob("*.safetensors"))
         needed = 2 * size * max(1.0, len(recipe.layers) / len(self._base.layers))
@@ -171,13 +181,16 @@ class Canary:
 
 
 def canary_prompts(*, vocabulary: int, max_length: int) -> list[list[int]]:
-    """Token ids spread over the vocabulary, the same for every engine of a model."""
+    """Prompts of token ids that are spread over the vocabulary; the same for every engine of a model."""
     length = min(CANARY_TOKENS, max_length - 1)
     return [[(7919 * (i + length * prompt) + 11) % vocabulary for i in range(length)] for prompt in range(NUM_PROMPTS)]
 
 
 def calibrate(model: Any, prompts: Sequence[Sequence[int]], *, dtype: str) -> Calibration:
-    """Measure a base model whose weights are in float32. Its parameters are rounded to `dtype` on the way."""
+    """Measure the base model's log-probabilities in float32, and how much rounding to `dtype` changes them.
+
+    The parameters of `model` must be in float32; they are rounded to `dtype` in place.
+    """
     base = read(model, prompts)
     if dtype == "float32":
         return Calibration(dtype, tuple(base), None)
@@ -193,7 +206,7 @@ def calibrate(model: Any, prompts: Sequence[Sequence[int]], *, dtype: str) -> Ca
 
 
 def read(model: Any, prompts: Sequence[Sequence[int]]) -> list[float]:
-    """The log-probabilities of all prompts' tokens, concatenated."""
+    """Log-probabilities, by a transformers model, of the tokens of all prompts in one list."""
     return _flat([logprobs(model, prompt) for prompt in prompts])
 
 

@@ -34,11 +34,12 @@ def main(questions: Path, answers: Path) -> None:
 
 
 def describe(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
-    """How vLLM would run the model; `asked` is its architecture.
+    """How vLLM would run the model with this configuration.
 
-    The result has either `error`, and whether vLLM `knows` the architecture; or the class that it `runs_as`, its
-    `runner` ("generate" or "pooling"), `is_multimodal`, `is_latent` (attention as in DeepSeek), its `layer_types`, its
-    `head_size`, and the `head_sizes` that attention kernels of this device support (None: any).
+    The result has `asked`, the architecture in the configuration. If vLLM refuses the model it also has `error` and
+    `knows`, whether vLLM knows the architecture. Otherwise it has the class that it `runs_as`, its `runner` ("generate"
+    or "pooling"), `is_multimodal`, `is_latent` (attention as in DeepSeek), `layer_types`, `head_size`, and
+    `head_sizes`, those that attention kernels of this device support (None for any).
     """
     asked = [str(name) for name in config.get("architectures") or ()]
     with tempfile.TemporaryDirectory(prefix="mergesearch-model-") as folder:
@@ -66,14 +67,14 @@ def describe(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
 
 
 def model_config(directory: str, *, dtype: str) -> Any:
-    """VLLM's configuration of the model in `directory`. Raises whatever vLLM raises."""
+    """The configuration that vLLM makes of the model in `directory`. Raises whatever vLLM raises."""
     return ModelConfig(
         model=directory, dtype=dtype, skip_tokenizer_init=True, generation_config="vllm", trust_remote_code=False
     )
 
 
 def _reason(error: Exception, asked: list[str]) -> str:
-    """The first sentence of vLLM's message, or the cause if the message only refers to the log."""
+    """The first sentence of a message of vLLM, or the error's cause if the message only refers to the log."""
     details = error.errors() if hasattr(error, "errors") else []  # pydantic's
     text = str(details[0].get("ctx", {}).get("error", details[0]["msg"]) if details else error)
     if "failed to be inspected" in text:

@@ -54,10 +54,11 @@ MAX_NUM_BATCHED_TOKENS = 4096
 
 @dataclass(frozen=True)
 class SwapReport:
-    """The evidence and the seconds of a swap.
+    """Evidence and duration of a swap.
 
-    `repack_s`, packing for CPU kernels, is part of `swap_s`. `is_new` is False if the engine already held the recipe
-    and nothing was done. `canary` is that of the recipe; None if none was due.
+    `swap_s` includes `repack_s`, the seconds of packing weights for CPU kernels. `is_new` is false if the engine
+    already held the recipe and nothing was done. `canary` is the report of the comparison with transformers after the
+    swap; None if no comparison was due.
     """
 
     digest: str
@@ -71,16 +72,19 @@ class SwapReport:
 
 
 class _SourcesChanged(EvidenceMismatch):
-    """Files of the sources have changed since the engine opened them. Other engines would fail in the same way."""
+    """Files of the source models have changed since the engine opened them.
+
+    Other engines would fail in the same way.
+    """
 
 
 class Engine:
-    """One vLLM engine and the bank of a family.
+    """One vLLM engine with the source models of a family, which holds one merge at a time.
 
-    It implements `workers.evaluation.prompts.Backend` for the recipe that it holds, at first the base model. Raises
-    EngineUnavailable, with the reason, if the models cannot be opened or vLLM cannot start or compute, InvalidModel for
-    sources whose contents have changed or cannot be used, and EngineFault if its log-probabilities differ from those of
-    transformers. `name` is its replica's.
+    It implements `workers.evaluation.prompts.Backend` for the recipe that it holds, which is at first the base model's.
+    `name` is the name of the engine's replica. Raises EngineUnavailable, with the reason, if the models cannot be
+    opened or vLLM cannot start or compute. Raises InvalidModel for sources whose contents have changed or cannot be
+    used. Raises EngineFault if the engine's log-probabilities differ from those of transformers.
     """
 
     def __init__(
@@ -160,13 +164,17 @@ class Engine:
         self.sources = str(self._call("mergesearch_sources"))
 
     def _tokenizer_directory(self) -> str:
-        """The directory of vLLM's tokenizer: the model's, or a copy that names the class which `prompts` uses."""
+        """The directory of the tokenizer that vLLM loads.
+
+        It is the model's directory, or a copy of the tokenizer whose files name the tokenizer class that `prompts`
+        uses.
+        """
         self._new_tokenizer = stated_directory(self.prompts.directory, self.prompts.tokenizer)
         return self._new_tokenizer.name if self._new_tokenizer else self.prompts.directory
 
     @property
     def held_digest(self) -> str | None:
-        """The digest of the recipe whose weights the engine reports to hold; None after a failed swap or check."""
+        """The digest of the recipe that the engine reports to hold; None after a failed swap or check."""
         if self._fault is not None:
             return None
         with self._failing_for_good():
@@ -179,20 +187,23 @@ class Engine:
 
     @property
     def bank_summary(self) -> dict[str, Any]:
-        """The `bank.Bank.summary` of the last swap, and the reason for the bank's placement."""
+        """Summary of the source weights at the last swap (`bank.Bank.summary`), with the reason for their placement."""
         return dict(self._state["bank"])
 
     @property
     def weights_checksum(self) -> str:
-        """The checksum of the parameters at the last swap."""
+        """The checksum of the model's parameters at the last swap."""
         return str(self._state["checksum"])
 
     def compute_checksum(self) -> str:
-        """The checksum of the parameters now."""
+        """Compute the checksum of the model's parameters now."""
         return str(self._call("mergesearch_checksum"))
 
     def fault(self, reason: str) -> EngineFault:
-        """The error to raise for an engine whose evidence is wrong; from now on the engine refuses all calls."""
+        """Make the engine refuse all further calls, and return the error to raise.
+
+        It is called when the engine's evidence is wrong, with the reason.
+        """
         self._fault = EngineFault(f"engine {self.name}: {reason}", self.name, self.canary.num_passed)
         log.error("%s; this engine is not used again", self._fault)
         return self._fault
@@ -203,7 +214,10 @@ class Engine:
 
     @contextmanager
     def _failing_for_good(self) -> Iterator[None]:
-        """Turn an EvidenceMismatch in this context into a fault of the engine, unless its sources have changed."""
+        """Context manager that turns an EvidenceMismatch into a fault of the engine, which then refuses all calls.
+
+        If files of the sources have changed, the EvidenceMismatch is raised as it is: the engine is not at fault.
+        """
         self._refuse_after_a_fault()
         try:
             yield
@@ -213,10 +227,11 @@ class Engine:
             raise self.fault(str(error)) from error
 
     def swap(self, recipe: Recipe, *, check: bool = False) -> SwapReport:
-        """Hold `recipe`; does nothing if the engine already holds it. With `check` a canary follows.
+        """Write the merge of `recipe` over the engine's weights; does nothing if the engine already holds it.
 
-        Raises TrialFailed if the merge cannot be computed, EvidenceMismatch if files of the sources have changed,
-        EngineFault if the engine does not hold the merge afterwards, or has failed a check before.
+        With `check` the engine is compared with transformers afterwards. Raises TrialFailed if the merge cannot be
+        computed, EvidenceMismatch if files of the sources have changed, and EngineFault if the engine does not hold the
+        merge afterwards, or has failed a check before.
         """
         with self._failing_for_good():
             return self._swap(recipe, check=check)
@@ -259,9 +274,10 @@ class Engine:
         )
 
     def check(self) -> CanaryReport:
-        """Make a canary now, unless nothing was scored since the last one that passed. Raises EngineFault.
+        """Compare the engine with transformers now, unless it has scored nothing since it last passed.
 
-        The canary uses the recipe that is held, or the base model if none is held or its logits are not finite.
+        The comparison uses the recipe that the engine holds, or the base model if the engine holds none or the recipe's
+        logits are not finite. Raises EngineFault if the engine differs.
         """
         with self._failing_for_good():
             if not self._is_checked:
@@ -276,9 +292,9 @@ class Engine:
         return report
 
     def check_against_transformers(self, recipe: Recipe) -> float | None:
-        """Compare the engine with transformers on the merge of `recipe`, whatever the engine holds.
+        """Compare the engine with transformers on the merge of `recipe`, whatever recipe the engine should hold.
 
-        The result is that of `canary.Canary.compare`.
+        Returns what `canary.Canary.compare` returns: the typical difference of log-probabilities, or None if skipped.
         """
         return self.canary.compare(recipe, self.logprobs, free_bytes=free_host_bytes())
 
@@ -324,11 +340,14 @@ class Engine:
         return results
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """For each prompt, the log-probability of each token except the first, given the tokens before it."""
+        """The log-probabilities of each prompt's tokens except the first, given the tokens before each."""
         return [[logprob for logprob, _ in scored] for scored in self._read(prompts)]
 
     def _read(self, prompts: Sequence[Sequence[int]]) -> list[list[tuple[float, int]]]:
-        """For each prompt, the (log-probability, rank) of each token except the first."""
+        """For each prompt, the (log-probability, rank) of its tokens except the first.
+
+        Rank 1 is the most likely token.
+        """
         from vllm import SamplingParams
 
         parameters = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -357,7 +376,10 @@ class Engine:
         return outputs
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the worker extension. With tensor parallelism all ranks must agree on digest and number of swaps."""
+        """Call a method of the worker extension on every rank of the engine, and return the result.
+
+        With tensor parallelism all ranks must agree on the recipe digest and the number of swaps.
+        """
         with engine_errors():
             results = self._llm.collective_rpc(method, args=args, kwargs=kwargs)
         if method == "mergesearch_bad_rows":

@@ -14,10 +14,10 @@ __all__ = ["engine_errors", "not_started"]
 
 @contextmanager
 def engine_errors() -> Iterator[None]:
-    """Raise EngineCrashed for an error from inside vLLM, in a context around the call.
+    """Context manager around calls of vLLM that raises EngineCrashed for an error from inside vLLM.
 
-    An error of reading or writing a file does not end the engine: after a failed swap it holds no recipe, and the next
-    swap writes all weights. A lost connection ends it: a process of the engine has ended.
+    An error of reading or writing a file does not end the engine: after a failed swap the engine holds no recipe, and
+    the next swap writes all weights. A lost connection does end it, because a process of the engine has ended.
     """
     try:
         yield
@@ -30,7 +30,7 @@ def engine_errors() -> Iterator[None]:
 
 
 def not_started(family: Family, error: BaseException, log_file: str | None) -> EngineUnavailable:
-    """The error to raise for an engine that did not start because of `error`."""
+    """The EngineUnavailable to raise if `error` kept an engine from starting."""
     return EngineUnavailable(
         f"vLLM did not start for {family.base.directory}: {type(error).__name__}: {_reason(error)}"
         + (f"; its log is {log_file}" if log_file else "")
@@ -38,7 +38,7 @@ def not_started(family: Family, error: BaseException, log_file: str | None) -> E
 
 
 def _reason(error: BaseException) -> str:
-    """One line: pydantic's first error if vLLM rejects its configuration, else the error's first line."""
+    """The reason of an error in one line: pydantic's first complaint if vLLM rejects an option, else the first line."""
     details = error.errors() if hasattr(error, "errors") else ()
     text = str(details[0]["msg"] if details else error).strip()
     return text.splitlines()[0] if text else ""

@@ -22,9 +22,9 @@ PATH_ARCHITECTURE = "MergesearchPathForCausalLM"
 
 
 def engine_environment(options: EngineOptions, environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment variables to set before torch is imported.
+    """The environment variables of an engine's process, which must be set before torch is imported.
 
-    Values in `environment` are kept, except those that the engine cannot work without.
+    Variables that are already in `environment` keep their values, except those that the engine cannot work without.
     """
     threads = options.threads or max(1, (len(os.sched_getaffinity(0)) - 1) // options.tensor_parallel_size)
     defaults = {
@@ -40,10 +40,10 @@ def engine_environment(options: EngineOptions, environment: Mapping[str, str] | 
 
 
 def let_llvmlite_be_inspected() -> None:
-    """Let vLLM inspect the attributes of llvmlite's library handle, which is loaded with Numba.
+    """Fix llvmlite's library handle so that vLLM can inspect its attributes.
 
-    vLLM inspects every object in the loaded modules. The handle takes every unknown name, `__dict__` included, for a
-    function of the library, and vLLM fails on that.
+    vLLM inspects every object in the loaded modules. The handle, which is loaded with Numba, treats every unknown name,
+    even `__dict__`, as a function of the library, and vLLM fails on this.
     """
     ffi = sys.modules.get("llvmlite.binding.ffi")
     if ffi is None:

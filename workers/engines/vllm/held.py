@@ -31,12 +31,12 @@ Into = Callable[[str, tuple[int, ...]], torch.Tensor]
 
 
 class NotPacked(Exception):
-    """Some packed copies do not equal their weights after packing; the message names their modules."""
+    """Packed copies of some weights differ from the weights after packing; the message names their modules."""
 
 
 @dataclass(frozen=True)
 class Writing:
-    """The result of a write: how many tensors it wrote, and the seconds of merging and of packing."""
+    """The result of writing a merge: the number of tensors written, and the seconds of merging and of packing."""
 
     tensors_written: int = 0
     materialise_s: float = 0.0
@@ -44,10 +44,10 @@ class Writing:
 
 
 class HeldWeights:
-    """The parameters of one model.
+    """The parameters of the model in vLLM's worker, over which merges are written in place.
 
-    Tensors that a merge computes in the same way as the merge before are not written again. After a write that failed,
-    the next one writes everything.
+    A tensor that a merge computes in the same way as the previous merge did is not written again. After a failed write,
+    the next one writes every tensor.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
@@ -64,36 +64,36 @@ class HeldWeights:
 
     @property
     def is_as_written(self) -> bool:
-        """Whether the model still computes with what was written last, as far as that can be seen at once."""
+        """Whether the model still computes with what was written last, as far as a cheap check can tell."""
         return True
 
     def forget(self) -> None:
-        """Make the next write write every tensor."""
+        """Make the next write cover every tensor, whatever was written before."""
         self._computations = {}
         self._sums = {}
 
     def fill(self, bank: Bank, into: Into) -> None:
-        """Write weights before the first merge is known.
+        """Write weights in advance, before the first merge is known.
 
-        A plain model has none; a path engine writes layers of the sources.
+        A model of fixed layers writes none; an engine of layer paths writes layers of the sources.
         """
 
     def hold(self, recipe: Recipe, bank: Bank, into: Into) -> Writing:
-        """Write the merge.
+        """Write the merge of `recipe` over the model's parameters.
 
-        Raises InvalidRecipe, with nothing written, if it cannot be planned, NotPacked, and EvidenceMismatch if files of
-        the sources have changed.
+        Raises InvalidRecipe, with nothing written, if the recipe cannot be planned. Raises NotPacked if packed copies
+        differ from the weights, and EvidenceMismatch if files of the sources have changed.
         """
         from workers.merging.plan import plan_tensors
 
         return self._write(plan_tensors(recipe, bank), bank, into)
 
     def checksum(self) -> str:
-        """The checksum of the last write, from sums computed then."""
+        """The checksum of the parameters as they were written last, from sums computed at that time."""
         return combined(self._parameters(), self._sums)
 
     def checksum_now(self) -> str:
-        """The checksum of what the model holds now."""
+        """Compute the checksum of the parameters that the model holds now."""
         with torch.inference_mode():
             return checksum(self._parameters())
 
@@ -101,7 +101,7 @@ class HeldWeights:
         return dict(self.model.named_parameters())
 
     def _needed(self, parameters: Iterable[str]) -> Collection[str]:
-        """The parameters that must be known after a write."""
+        """The names of the parameters that must have been written, now or earlier, for the merge to be complete."""
         return set(parameters)
 
     def _write(self, plan: TensorPlan, bank: Bank, into: Into) -> Writing:
@@ -140,7 +140,10 @@ class HeldWeights:
         bank: Bank,
         into: Into,
     ) -> tuple[set[str], float]:
-        """Merge the tensors named in `changed` into the model. Returns the written parameters and the seconds."""
+        """Compute the tensors named in `changed`, and write them into the model's parameters.
+
+        Returns the names of the written parameters, and the seconds of computing.
+        """
         from workers.merging.materialize import merge_into, merged_tensors
 
         destinations = {
@@ -166,16 +169,16 @@ class HeldWeights:
 
 
 def _packed_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The modules, by name, of which vLLM has a packed copy: on CPU."""
+    """The modules, by name, whose weights vLLM has also packed for its CPU kernels; none on a GPU."""
     return {name: module for name, module in model.named_modules() if hasattr(module, PACK)}
 
 
 def _repack(
     packed: Mapping[str, torch.nn.Module], changed: Iterable[torch.nn.Parameter], comparable: Collection[str]
 ) -> tuple[str, ...]:
-    """Pack each of the `packed` modules with a changed parameter again, in place of its old packed copy.
+    """Pack the weights of modules with a changed parameter again, in place of their old packed copies.
 
-    Returns the names of the `comparable` modules whose packed copy does not equal their weights afterwards.
+    Returns the names of the modules in `comparable` whose packed copy differs from the weights afterwards.
     """
     ids = set(map(id, changed))
     stale = []
@@ -188,9 +191,10 @@ def _repack(
 
 
 def _comparable(packed: Mapping[str, torch.nn.Module]) -> frozenset[str]:
-    """The names of modules whose packed copies, which vLLM has just made, can be seen to equal their weights.
+    """The names of modules whose packed copies can be compared with the weights.
 
-    A kernel that rounds its operands does not show it. For such modules only the canary can detect a stale copy.
+    This is tried on the copies that vLLM has just made, which are right. A kernel that rounds its operands cannot show
+    whether a copy is right. For such modules only the canary, a comparison with transformers, detects an outdated copy.
     """
     with torch.inference_mode():
         comparable = frozenset(
@@ -204,8 +208,8 @@ def _comparable(packed: Mapping[str, torch.nn.Module]) -> frozenset[str]:
 
 
 def _derive_of(module: torch.nn.Module) -> Any:
-    """A function that updates, in place, the copies of weights in another dtype that some attention kernels keep.
+    """The module's function that updates copies of its weights in another dtype, as some attention kernels keep them.
 
-    Returns None for modules without such copies.
+    The function writes in place. Returns None for modules without such copies.
     """
     return getattr(getattr(module, "impl", None), "process_weights_after_loading", None)

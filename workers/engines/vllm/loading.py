@@ -19,7 +19,7 @@ __all__ = ["Destination", "LoadObserver"]
 
 @dataclass(frozen=True)
 class Destination:
-    """The part of a parameter that holds one tensor of the merged model."""
+    """The part of a parameter's memory that holds one tensor of the merged model."""
 
     parameter: str
     memory: torch.Tensor
@@ -31,15 +31,15 @@ class Destination:
         return first < end and begin < last
 
     def is_in(self, parameters: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the memory still belongs to the parameter: vLLM may have given the parameter other memory."""
+        """Whether this memory still belongs to the parameter, to which vLLM may have given other memory."""
         return _storage(parameters[self.parameter]) == _storage(self.memory)
 
 
 class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Iterates over (name, tensor) pairs for vLLM's loader, and observes where the loader writes each of them.
+    """Gives (name, tensor) pairs to vLLM's weight loader, and records where the loader writes each tensor.
 
     A tensor has a destination if the loader only copied it, whole, to one part of a parameter, and nothing else changed
-    that part before the end. `seconds` is the time spent computing the tensors.
+    this part before loading ended. `seconds` is the time spent computing the tensors.
     """
 
     def __init__(self, source: Iterator[tuple[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor]) -> None:
@@ -53,7 +53,7 @@ class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def destinations(self) -> dict[str, Destination | None]:
-        """The destination of each tensor; None for tensors that only the loader can write."""
+        """The destination of each tensor by name; None for tensors that only the loader can write."""
         return {
             name: None if destination is None or any(map(destination.overlaps, self._changed)) else destination
             for name, destination in self._destinations.items()
@@ -94,6 +94,6 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The address of the first byte that a tensor may use, and the address after the last."""
+    """The address of the first byte that a tensor may use, and the address after its last byte."""
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size()

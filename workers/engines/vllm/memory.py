@@ -50,12 +50,12 @@ HOST_SHARE = 0.5
 
 @dataclass(frozen=True)
 class MemoryRequirements:
-    """Bytes that an engine and its bank need on each GPU.
+    """Bytes that an engine and its bank of source weights need on each GPU.
 
     `bank` is the size of the sources as they are stored, `weights` that of the merged model, `kv_token` that of one
-    token's keys and values, and `scratch` that of merging the largest tensor. `weights` and `kv_token` are one rank's
-    part; every rank merges whole tensors. `ranks` is the number of GPUs of an engine, `max_length` the number of tokens
-    of the longest text. `statistics` of the sources are in host memory, wherever the sources are.
+    token's keys and values, and `scratch` the memory for merging the largest tensor. With several GPUs (`ranks`),
+    `weights` and `kv_token` are the part of one GPU; every GPU merges whole tensors. `max_length` is the number of
+    tokens of the longest text. `statistics` is the size of the sources' statistics, which are always in host memory.
     """
 
     bank: int
@@ -67,16 +67,16 @@ class MemoryRequirements:
     statistics: int = 0
 
     def engine(self, num_texts: int) -> int:
-        """Bytes of an engine that serves `num_texts` texts at once."""
+        """Bytes on each GPU for an engine that serves `num_texts` texts at once, without the bank."""
         num_tokens = max(self.max_length, num_texts * min(TEXT_TOKENS, self.max_length))
         return self.weights + ACTIVATION_BYTES + num_tokens * self.kv_token
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """The placements of the bank, and the engine's share of a GPU's memory.
+    """Where source weights may be kept, and the engine's share of a GPU's memory (`gpu_share`).
 
-    The bank goes to the first of `placements` that has room once the engine runs. `reason` explains the choice in
+    The sources go to the first of `placements` that has room once the engine runs. `reason` explains the choice in
     words.
     """
 
@@ -88,10 +88,11 @@ class EngineMemory:
 def divide_memory(
     needs: MemoryRequirements, *, gpu_free: int, gpu_total: int, host_free: int, copies: int
 ) -> EngineMemory:
-    """Divide GPUs of `gpu_total` bytes, of which `gpu_free` are free, and a host with `host_free` bytes free.
+    """Divide the memory of GPUs and host between engine and source weights.
 
-    `copies` is the number of banks that may be in host memory. Raises EngineUnavailable if the merged model does not
-    fit into the GPU.
+    Each GPU has `gpu_total` bytes, of which `gpu_free` are free; the host has `host_free` bytes free. `copies` is the
+    number of copies of the sources that may be in host memory at once. Raises EngineUnavailable if the merged model
+    does not fit into the GPU.
     """
     usable = usable_gpu_bytes(gpu_free, gpu_total)
     if usable < needs.engine(1):
@@ -117,7 +118,7 @@ def divide_memory(
 
 
 def usable_gpu_bytes(gpu_free: int, gpu_total: int) -> int:
-    """Bytes of a GPU that an engine, its bank and merging can use together."""
+    """Bytes of a GPU that an engine, its source weights and merging may use together."""
     return min(int(USABLE_SHARE * gpu_total), gpu_free - CONTEXT_BYTES)
 
 
@@ -128,7 +129,11 @@ def _share(num_bytes: int, total: int) -> float:
 def memory_requirements(
     sources: ResolvedFamily, *, config: Mapping[str, Any], dtype: str, max_length: int, ranks: int = 1
 ) -> MemoryRequirements:
-    """The requirements of `sources` with an engine of `dtype` ("float32", ...); `config` is the merged model's."""
+    """The memory that an engine of the models in `sources` needs on each GPU.
+
+    `dtype` is that of the engine ("float32", ...), `config` the configuration of the merged model, `max_length` the
+    number of tokens of the longest text, `ranks` the number of GPUs.
+    """
     models = sources.views
     size_of_value = value_bytes(dtype)
     sizes = {name: math.prod(tensor.shape) for name, tensor in sources.base.tensors.items()}
@@ -148,7 +153,7 @@ def memory_requirements(
 
 
 def kv_token_bytes(config: Mapping[str, Any], dtype: str, ranks: int = 1) -> int:
-    """Bytes of one token's keys and values on each of an engine's GPUs."""
+    """Bytes of one token's keys and values on each of an engine's `ranks` GPUs."""
     heads = int(config["num_attention_heads"])
     head_size = int(config.get("head_dim") or config["hidden_size"] // heads)
     kv_heads = int(config.get("num_key_value_heads") or heads)
@@ -156,7 +161,7 @@ def kv_token_bytes(config: Mapping[str, Any], dtype: str, ranks: int = 1) -> int
 
 
 def kv_cache_bytes(config: Mapping[str, Any], max_length: int, dtype: str) -> int:
-    """Bytes of keys and values on CPU.
+    """Bytes to reserve for keys and values on CPU.
 
     They are enough for a full batch of texts of TEXT_TOKENS tokens, at most 1 GiB, and for at least one text of
     `max_length` tokens.
@@ -168,5 +173,5 @@ def kv_cache_bytes(config: Mapping[str, Any], max_length: int, dtype: str) -> in
 
 
 def value_bytes(dtype: str) -> int:
-    """Bytes of one value of an engine's dtype."""
+    """Bytes of one value of a dtype that an engine can have: 4 for "float32", else 2."""
     return 4 if dtype == "float32" else 2

@@ -30,9 +30,10 @@ EXPERT_WEIGHTS = {"w1": "w13_weight", "w2": "w2_weight"}
 
 
 def register() -> None:
-    """Register the model of path engines, keep transformers' classes unchanged and, on CPU, keep plain weights.
+    """Prepare vLLM for engines of this package; vLLM calls this as a plugin in each of its processes.
 
-    Does nothing in other programs, or if called a second time.
+    Registers the model of layer paths, keeps transformers' classes unchanged and, on CPU, keeps plain weights next to
+    the packed ones. Does nothing in other programs, or if called a second time.
     """
     from vllm import ModelRegistry
     from vllm.model_executor.layers import utils
@@ -62,9 +63,10 @@ def _keep_linear_weights(utils: Any) -> None:
 
 
 def _gives_its_columns(layer: Any) -> bool:
-    """Whether rows of the identity, multiplied by the packed copy, give columns of the plain weights, [rows, columns].
+    """Whether the packed weights of a linear layer equal its plain weights [rows, columns].
 
-    Each result is one weight plus zeros, so that nothing is rounded.
+    The packed weights are multiplied with some rows of the identity matrix, and the results are compared with columns
+    of the plain weights. Each result is one weight plus zeros, so that nothing is rounded.
     """
     weight = layer.weight.detach()
     columns = torch.linspace(0, weight.shape[1] - 1, NUM_COLUMNS, dtype=torch.float64).long()
@@ -101,7 +103,10 @@ def _keep_expert_weights() -> None:
 
 
 def _bits(weights: torch.Tensor) -> int:
-    """A number modulo 2^64 that changes with any weight, but not with the order of weights or with added zeros."""
+    """A number modulo 2^64 that detects a change of any weight.
+
+    It does not depend on the order of the weights, or on added zeros.
+    """
     word = {2: torch.int16, 4: torch.int32}[weights.element_size()]
     total = 0
     for part in weights.detach():  # one expert at a time: bounds the memory
@@ -111,10 +116,10 @@ def _bits(weights: torch.Tensor) -> int:
 
 
 def _keep_transformers_classes() -> None:
-    """Keep vLLM from changing transformers' classes.
+    """Keep vLLM from changing classes of transformers.
 
-    vLLM runs models without its own code through transformers' modules. To compile them it changes their classes, after
-    which no other code can use them. `engine` does not compile such models.
+    vLLM uses transformers' modules for models that it has no code of its own for. To compile these modules, vLLM
+    changes their classes, after which other code cannot use them. Engines of this package do not compile such models.
     """
     from vllm.model_executor.models.transformers.base import Base
 

@@ -40,9 +40,10 @@ EXAMPLES = "LlamaForCausalLM, Qwen3ForCausalLM or MistralForCausalLM"
 
 @dataclass(frozen=True)
 class Capability:
-    """Why no engine can run a model (`problem`), or what users should know about how it runs (`note`).
+    """Whether and how vLLM can run a model.
 
-    Each is "" if there is nothing to say.
+    `problem` is the reason why no engine can run the model, `note` what users should know about how it runs. Each is ""
+    if there is nothing to say.
     """
 
     problem: str = ""
@@ -50,13 +51,16 @@ class Capability:
 
 
 class CapabilityProbe:
-    """A query to vLLM about models, which the constructor starts.
+    """A query to vLLM, in a process of its own, about which models it can run; the constructor starts the process.
 
-    Models with a cached answer are not asked about.
+    Models whose answer is in the cache are left out of the query.
     """
 
     def __init__(self, configs: Sequence[Mapping[str, Any]], *, cache: str | Path | None = None) -> None:
-        """Start the query. `configs` are as in config.json, `cache` as in `workers.cache.cache_dir`."""
+        """Start the query.
+
+        `configs` are the contents of the models' config.json, `cache` is as in `workers.cache.cache_dir`.
+        """
         self._vllm = _vllm_version()
         self._cache = cache
         self._keys = [self._key(config) for config in configs]
@@ -67,7 +71,7 @@ class CapabilityProbe:
             self._start()
 
     def answers(self, *, dtype: str) -> list[Capability]:
-        """The capability of each model, for an engine of this dtype. Waits for vLLM."""
+        """Wait for vLLM's answers, and return the capability of each model for an engine of `dtype`."""
         reason = "vLLM is not installed here"
         if self._process is not None:
             reason = self._finish(self._process)
@@ -102,7 +106,7 @@ class CapabilityProbe:
             )
 
     def _finish(self, process: subprocess.Popen[bytes]) -> str:
-        """Wait for the answers and store them. Returns "", or the reason if there are no answers."""
+        """Wait for vLLM's answers and cache them. Returns "", or the reason why there are no answers."""
         self._process = None
         root = Path(self._directory.name)
         try:
@@ -124,7 +128,7 @@ class CapabilityProbe:
 
 
 def capability(answer: Mapping[str, Any], *, vllm: str) -> Capability:
-    """The conclusion from an answer of `capabilities.describe` by version `vllm` of vLLM."""
+    """The conclusion from what `capabilities.describe` found about a model with version `vllm` of vLLM."""
     asked = f"architecture {answer['asked'] or '(none)'} (config.json)"
     wanted = f"expected a model that generates text, of an architecture such as {EXAMPLES}"
     merges = "merging it by a recipe (`mergesearch merge`) needs no vLLM"
@@ -154,7 +158,7 @@ def capability(answer: Mapping[str, Any], *, vllm: str) -> Capability:
 
 
 def _vllm_version() -> str:
-    """The version of vLLM; empty if it is not installed."""
+    """The version of the installed vLLM; "" if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         return ""
     return next(filter(None, map(_version, DISTRIBUTIONS)), "of unknown version")

@@ -35,7 +35,7 @@ IN_WORDS = {
 
 
 class MergeExtension:
-    """Methods mixed into vLLM's worker (`worker_extension_cls`), which `collective_rpc` calls by name."""
+    """Methods mixed into vLLM's worker class (`worker_extension_cls`), which are called by name (`collective_rpc`)."""
 
     # An attribute of vLLM's worker.
     model_runner: Any
@@ -53,9 +53,9 @@ class MergeExtension:
     ) -> str:
         """Open the bank of source weights, and start to count rows of logits that are NaN or infinite.
 
-        The bank goes to the first of `placements` that has room for it and, on the GPU, for `scratch_bytes` to merge
-        in. `reason` says why that placement comes first. With `keeps_ranks` the bank keeps DELLA's ranks
-        (`bank.Bank.keep_ranks`). Returns the bank's fingerprint.
+        The bank is kept in the first of `placements` that has room for it; on a GPU also for `scratch_bytes`, the
+        memory for merging a tensor. `reason` says why the first placement was chosen. With `keeps_ranks` the bank keeps
+        the ranks that the method DELLA needs (`bank.Bank.keep_ranks`). Returns the bank's fingerprint.
         """
         device = next(self.model_runner.get_model().parameters()).device
         self._mergesearch_bank = open_bank(family, placements, device, scratch_bytes)
@@ -91,20 +91,20 @@ class MergeExtension:
         self._mergesearch_scratch = Scratch(self._mergesearch_bank, self.model_runner.model_config.dtype)
 
     def mergesearch_sources(self) -> str:
-        """The size of the bank's sources and their placement, in words."""
+        """The size and placement of the source weights, in words."""
         bank = self._mergesearch_bank
         return f"{bank.num_bytes / 1e9:.2f} GB of sources {IN_WORDS[bank.placement]}"
 
     def mergesearch_apply(self, recipe_json: str) -> dict[str, Any]:
-        """Write the merge over the engine's weights in place: addresses and captured graphs stay valid.
+        """Write the merge of a recipe over the engine's weights in place; addresses and captured graphs stay valid.
 
-        Tensors that the held merge computes in the same way are not written again. Returns {digest, swaps, checksum,
-        tensors_written, materialise_s, repack_s, swap_s (packing included), bank (its summary)}. During the writing,
-        and if it fails, no digest is held.
+        A tensor that the held merge computes in the same way is not written again. Returns {digest, swaps, checksum,
+        tensors_written, materialise_s, repack_s, swap_s (packing included), bank (its summary)}. While weights are
+        written, and if this fails, the engine holds no digest.
 
-        Expected failures are part of the result, because with several ranks an exception would lose its class:
-        {refused} for a recipe that cannot be merged, {changed} if files of the sources have changed, and {mismatch} if
-        packed copies do not equal the merge.
+        Expected failures are returned, because with several ranks an exception would lose its class: {refused} for a
+        recipe that cannot be merged, {changed} if files of the sources have changed, and {mismatch} if packed copies
+        differ from the merge.
         """
         try:
             recipe = Recipe.from_json(json.loads(recipe_json))
@@ -143,11 +143,15 @@ class MergeExtension:
         }
 
     def mergesearch_forget(self) -> None:
-        """Make the next swap write every tensor."""
+        """Make the next swap write every tensor, whatever the engine holds."""
         self._mergesearch_weights.forget()
 
     def mergesearch_held(self) -> dict[str, Any]:
-        """What the engine holds: {digest (None if unknown), swaps, checksum (at the last swap)}."""
+        """What the engine holds: {digest, swaps, checksum}.
+
+        `digest` is that of the recipe, or None if unknown. `swaps` is the number of swaps so far, `checksum` the
+        parameters' checksum at the last swap.
+        """
         is_held = self._mergesearch_weights.is_as_written
         return {
             "digest": self._mergesearch_digest if is_held else None,
@@ -156,14 +160,14 @@ class MergeExtension:
         }
 
     def mergesearch_checksum(self) -> str:
-        """The checksum of the parameters now."""
+        """Compute the checksum of the model's parameters now."""
         return self._mergesearch_weights.checksum_now()
 
     def mergesearch_bad_rows(self) -> list[int]:
-        """The number of rows of logits that were NaN or infinite since the last call (`workers.engines.logits`).
+        """The numbers of rows of logits that were NaN and that were infinite since the last call.
 
-        If there were any, all cached keys and values are zeroed: NaN in a block spreads to the texts that reuse the
-        block, even where it is masked.
+        If there were any, all cached keys and values are set to zero: NaN in a block of the cache spreads to other
+        texts that reuse the block, even where it is masked.
         """
         counts: list[int] = self._mergesearch_bad_rows.tolist()
         self._mergesearch_bad_rows.zero_()
@@ -185,10 +189,11 @@ def open_bank(
     device: torch.device | str = "cpu",
     scratch_bytes: int = 0,
 ) -> Bank:
-    """The bank of a family (as `family_to_json` writes it), opened as `MergeExtension.mergesearch_open` describes.
+    """Open the bank of source weights of a family; `family` is JSON as `family_to_json` writes it.
 
-    A process has one bank of a family: the engine's if the engine computes in this process, else one of mapped files
-    that merges on the CPU. Raises InvalidModel.
+    A process has one bank of a family. It is the engine's if the engine computes in this process, else a bank of mapped
+    files that merges on the CPU. The other arguments are those of `MergeExtension.mergesearch_open`. Raises
+    InvalidModel.
     """
     if family not in _opened:
         _opened.clear()

@@ -44,7 +44,7 @@ MAX_ELEMENTS = 2**32 - 1
 
 
 def is_fused(merge: Merge, stored: Operands, dtype: torch.dtype) -> bool:
-    """Whether a kernel can merge `stored`, operands in their stored dtypes, to `dtype`."""
+    """Whether a kernel can compute this merge of operands in their stored dtypes, with the result in `dtype`."""
     tensors = [*stored.tensors, *([] if stored.base is None else [stored.base])]
     return (
         merge.method in (ON_CUDA if tensors[0].is_cuda else FUSED)
@@ -56,9 +56,10 @@ def is_fused(merge: Merge, stored: Operands, dtype: torch.dtype) -> bool:
 
 
 def merge_stored(merge: Merge, stored: Operands, out: torch.Tensor) -> None:
-    """Write the merged tensor to `out`, contiguous and of its operands' shape, rounded once to its dtype.
+    """Compute a merge by its kernel, and write it to `out`, rounded once to the dtype of `out`.
 
-    `is_fused` must be true of the operands; they have the statistics that the method uses.
+    `out` is contiguous and has the shape of the operands. `is_fused` must be true of the operands, which have the
+    statistics that the method needs.
     """
     # Imported here because each of the two compilers takes a second to import.
     if out.is_cuda:
@@ -69,10 +70,11 @@ def merge_stored(merge: Merge, stored: Operands, out: torch.Tensor) -> None:
 
 
 def for_each(function: Callable[[T], None], items: Sequence[tuple[int, T]], device: torch.device) -> None:
-    """Call `function` for each item of (number of elements that it merges, item), in any order.
+    """Call `function` for each item, in any order.
 
-    On CPU items run in several threads at once, except the largest: these run one by one, each in all threads. The
-    smallest run one by one too: threads would wait for each other's interpreter lock, which takes longer.
+    An item is given with the number of elements that its merge has. On CPU, items run in several threads at once,
+    except the largest and the smallest, which run one by one. The largest each use all threads. For the smallest,
+    waiting for Python's interpreter lock would take longer than the work.
     """
     if device.type != "cpu":
         for _, item in items:

@@ -22,14 +22,17 @@ WORDS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """The memory of a contiguous tensor as a flat array of the words that `elements.value` reads."""
+    """The memory of a contiguous tensor as a flat NumPy array, in the form that compiled code reads.
+
+    bfloat16 and float16 are represented by words of 16 bits, which `elements.value` converts.
+    """
     words = WORDS[tensor.dtype]
     flat = (tensor.detach() if tensor.requires_grad else tensor).view(-1)
     return (flat if words is tensor.dtype else flat.view(words)).numpy()
 
 
 def as_arrays(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, ...]:
-    """The memory of each tensor as `as_array` gives it; converted to float32 if their dtypes differ.
+    """The memory of each tensor as `as_array` gives it, all converted to float32 if their dtypes differ.
 
     The loop over the arrays is compiled for one dtype.
     """
@@ -39,7 +42,7 @@ def as_arrays(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, ...]:
 
 
 def typed(rule: Any) -> Any:
-    """The rule with its fields as NumPy numbers and arrays, of the types that the compiled code expects."""
+    """A copy of a rule whose fields are NumPy numbers and arrays of the types that compiled code expects."""
     kind: Any = type(rule)
     return kind(*(convert(field) for convert, field in zip(_conversions(kind), rule, strict=True)))
 

@@ -43,11 +43,11 @@ SOURCES = (
 
 
 def compiled(function: F) -> F:
-    """Decorator that compiles a function at its first call with arguments of given types.
+    """Decorator that compiles a function with Numba at its first call with arguments of given types.
 
-    The code is kept on disk if a directory for it is writable. The function runs without the interpreter lock. Sums
-    keep their order and nothing is contracted to fused multiply-add: the bits are those of the same operations in
-    torch.
+    The compiled code is kept on disk if a directory for it is writable. The function runs without the interpreter lock.
+    Sums keep their order and nothing is contracted to fused multiply-add, so that results have the same bits as the
+    same operations in torch.
     """
     dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
     with suppress(RuntimeError):  # neither this folder nor the user's cache is writable
@@ -56,7 +56,7 @@ def compiled(function: F) -> F:
 
 
 def digest(sources: Iterable[Path]) -> str:
-    """A digest of the contents of files, in the order given."""
+    """Digest of the contents of files, in the order given."""
     content = hashlib.sha256()
     for source in sources:
         content.update(hashlib.sha256(source.read_bytes()).digest())

@@ -29,10 +29,10 @@ U64 = np.uint64
 
 
 def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: torch.Tensor) -> None:
-    """Write the merge of the operands by `rule` to `out`.
+    """Merge tensors on CPU by a rule, and write the result to `out`.
 
-    All tensors are contiguous and have fewer than 2^32 elements. The pass collects the elements that the rule leaves
-    undecided; they are merged again with the exact thresholds.
+    All tensors are contiguous and have fewer than 2^32 elements. Elements that the rule's bounds leave undecided are
+    collected and merged again with exact thresholds.
     """
     xs, merged = as_arrays(tensors), as_array(out)
     if isinstance(rule, rules.Important):
@@ -52,7 +52,10 @@ def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: to
 
 @compiled
 def _merge(rule: Any, base: Any, xs: Any, out: Any, found: Any, start: int, stop: int) -> int:
-    """Merge elements `start` to `stop`, write the positions of undecided ones to `found`, and return their number."""
+    """Merge the elements from `start` to `stop`.
+
+    The positions of undecided elements are written to `found`; their number is returned.
+    """
     num_found, block = 0, np.empty(BLOCK, out.dtype)
     for begin in range(U64(start), U64(stop), U64(BLOCK)):
         end = min(begin + U64(BLOCK), U64(stop))

@@ -27,9 +27,9 @@ WEYL, FIRST, SECOND = tl.constexpr(STEP), tl.constexpr(MULTIPLIERS[0]), tl.const
 
 
 def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: torch.Tensor) -> None:
-    """Write the merge of the operands by a rule of `lowering.ON_CUDA` to `out`, as `cpu.merge` does.
+    """Merge tensors on a CUDA device by a rule, and write the result to `out`, without waiting for the device.
 
-    Does not wait for the device.
+    The rule is one of a method in `lowering.ON_CUDA`. The arguments are those of `cpu.merge`.
     """
     xs, size = tuple(tensors), out.numel()
     match rule:
@@ -63,7 +63,11 @@ def _ties_of(
     base: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Merge by TIES: a pass collects undecided elements, which are merged again with the exact thresholds."""
+    """Merge by TIES in two passes on a CUDA device.
+
+    The first pass collects the elements that the bounds of thresholds leave undecided. The second merges these again
+    with the exact thresholds.
+    """
     lambdas, thresholds = _floats([lambda_], out), _thresholds(sparse, out)
     found = torch.full((len(xs) * SPACING,), -1, dtype=torch.int64, device=out.device)
     most = found.numel()
@@ -107,7 +111,10 @@ def _weighted_task_sum(base, xs, weights, out, size, BLOCK: tl.constexpr):  # ty
 
 @triton.jit
 def _nearswap(first, second, numbers, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Merge by NearSwap; `numbers` are t, and the smallest distance by which it is divided."""
+    """Triton kernel that merges two sources by NearSwap.
+
+    `numbers` are t, the largest distance by which an element moves, and the smallest distance by which it is divided.
+    """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size
     a = tl.load(first + i, mask=is_inside, other=0).to(tl.float32)
@@ -149,9 +156,10 @@ def _ties(  # type: ignore[no-untyped-def]
     base, xs, lows, low_marks, highs, high_marks, factors, lambdas, out, found, count, most, size,
     AT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Merge all elements by TIES, and write the positions of undecided ones to `found`, which has room for `most`.
+    """Triton kernel that merges elements by TIES, and writes the positions of undecided ones to `found`.
 
-    With `AT`, merge only the elements at those positions in `found` that are not negative.
+    `found` has room for `most` positions. With `AT`, only the elements at those positions in `found` that are not
+    negative are merged.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size
@@ -222,23 +230,26 @@ def _dare_ties(base, xs, masks, scales, lambdas, out, size, BLOCK: tl.constexpr)
 
 @triton.jit
 def _is_kept(i, mask):  # type: ignore[no-untyped-def]
-    """Whether the mask keeps element i, below 2^32 (`workers.merging.masks`).
+    """Whether a random mask keeps element i, for i below 2^32 (`workers.merging.masks`).
 
-    `mask` points to the key's two words and the threshold minus one.
+    `mask` points to three numbers: the two words of the mask's key, and its threshold minus one.
     """
     return _hashed(i, tl.load(mask).to(tl.uint32), tl.load(mask + 1).to(tl.uint32)) <= tl.load(mask + 2).to(tl.uint32)
 
 
 @triton.jit
 def _marked(i, factor):  # type: ignore[no-untyped-def]
-    """The mark of element i, below 2^32 (`workers.merging.order_statistics`)."""
+    """The number that orders element i among elements of equal magnitude (its mark), for i below 2^32.
+
+    `workers.merging.order_statistics` defines marks.
+    """
     zero = tl.cast(0, tl.uint32)
     return _hashed(i, zero, zero) * tl.load(factor).to(tl.uint32)
 
 
 @triton.jit
 def _hashed(i, k0, k1):  # type: ignore[no-untyped-def]
-    """The hash of element i, below 2^32 (`workers.merging.masks`)."""
+    """The hash of element i by a key of two words, for i below 2^32 (`workers.merging.masks`)."""
     x = i.to(tl.uint32) * tl.cast(WEYL, tl.uint32) + k0
     x = (x ^ (x >> 16)) * tl.cast(FIRST, tl.uint32)
     x = ((x ^ (x >> 15)) + k1) * tl.cast(SECOND, tl.uint32)
@@ -250,7 +261,7 @@ def _floats(numbers: Sequence[float], like: torch.Tensor) -> torch.Tensor:
 
 
 def _thresholds(sparse: rules.Trimmed, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The bounds of each source's threshold, as magnitudes and marks, and the factors of marks."""
+    """The bounds of each source's threshold as tensors: magnitudes, tie-breaking marks, and the factors of marks."""
     low_marks, high_marks, factors = (
         torch.tensor(words, dtype=torch.int64, device=like.device)
         for words in (sparse.low_marks, sparse.high_marks, sparse.factors)

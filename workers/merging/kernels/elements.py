@@ -51,10 +51,10 @@ BFLOAT16, FLOAT16 = types.uint16, types.int16
 
 @intrinsic
 def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
-    """Copy 32 bytes between two addresses, past the caches; the target's is a multiple of 32.
+    """Copy 32 bytes from one address to another without storing them in the caches.
 
-    Results are written once and read much later, so they need no place in the caches. An ordinary store would first
-    read the memory that it overwrites, a third of the traffic of copying.
+    The target's address is a multiple of 32. Results are written once and read much later, so that they need no place
+    in the caches. An ordinary store would first read the memory that it overwrites, a third of the traffic of copying.
     """
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -71,7 +71,7 @@ def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
 
 @intrinsic
 def stores_done(typing_context: Any) -> Any:
-    """Memory fence after stores past the caches, for threads that learn later that this thread is done."""
+    """Memory fence after stores past the caches, so that other threads see the stored values."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -82,9 +82,9 @@ def stores_done(typing_context: Any) -> Any:
 
 @compiled
 def copied_past_caches(block: Any, out: Any, start: Any, stop: Any) -> None:
-    """Copy block[: stop - start] to out[start:stop] with stores past the caches.
+    """Copy block[: stop - start] to out[start:stop] without storing it in the caches.
 
-    The arrays have one element type; positions are unsigned. Call `stores_done` after the last copy.
+    The arrays have one element type; positions are unsigned. `stores_done` must be called after the last copy.
     """
     item = np.uint64(block.itemsize)
     target = np.uint64(out.ctypes.data) + start * item
@@ -99,7 +99,7 @@ def copied_past_caches(block: Any, out: Any, start: Any, stop: Any) -> None:
 
 @intrinsic
 def bits_of(typing_context: Any, number: Any) -> Any:
-    """The bits of a float32 number, as uint32."""
+    """The bits of a float32 number as uint32."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], context.get_value_type(types.uint32))
@@ -109,7 +109,7 @@ def bits_of(typing_context: Any, number: Any) -> Any:
 
 @intrinsic
 def _float(typing_context: Any, bits: Any) -> Any:
-    """The float32 number that has the given bits."""
+    """The float32 number that has the given bits (uint32)."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], context.get_value_type(types.float32))
@@ -142,7 +142,7 @@ def _from_float16(word: Any) -> Any:
 
 
 def rounded(number: Any, like: Any) -> Any:
-    """A float32 as an element of the same type as `like`, rounded to nearest, ties to even."""
+    """Round a float32 number to the element type of `like`, to nearest, ties to even."""
     raise NotImplementedError("only in compiled code")
 
 
@@ -177,9 +177,9 @@ def _as_float16(number: Any, like: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def variance_of(base: Any, xs: Any, i: Any) -> Any:
-    """The variance of element i between the task vectors: `methods.competition.variance`.
+    """The variance of element i between the task vectors, as `methods.competition.variance` computes it.
 
-    Callable only in compiled code.
+    `xs` are the sources. Callable only in compiled code.
     """
     b, count = value(base[i]), np.float32(len(xs))
     first = value(xs[0][i]) - b
@@ -195,85 +195,93 @@ def variance_of(base: Any, xs: Any, i: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def either(first: Any, second: Any) -> Any:
-    """SOME if one of two flags is SOME, else NONE.
+    """SOME if at least one of two flags is SOME, else NONE; the result has 32 bits.
 
-    The result has 32 bits. Numba's `|` gives 64, and a loop with a number of 64 bits computes half as many elements at
-    a time.
+    Numba's `|` gives 64 bits, and a loop with a number of 64 bits computes half as many elements at a time.
     """
     return U32(first | second)
 
 
 @numba.njit(**IN_PLACE)
 def zero_unless(condition: Any, number: Any) -> Any:
-    """A float32 number if a condition holds, else zero, without a conditional store.
+    """The float32 number if the condition holds, else zero, computed without a conditional store.
 
-    It is for numbers that are stored at once: LLVM would compile a conditional expression to masked stores, which take
-    AMD's processors an order of magnitude longer.
+    It is for numbers that are stored at once. LLVM would compile a conditional expression to masked stores, which take
+    AMD's processors about ten times longer.
     """
     return _float(U32(bits_of(number) & U32(U32(0) - U32(condition))))
 
 
 @numba.njit(**IN_PLACE)
 def has_sign_of(number: Any, total: Any) -> Any:
-    """Whether a number is positive, or negative if a total is; a total of zero counts as positive.
+    """Whether `number` has the sign of `total`, where a total of zero counts as positive; a number of zero has no sign.
 
-    It flips the number's sign, which takes less time than two comparisons and a choice.
+    The number's sign is flipped if the total is negative, which takes less time than two comparisons and a choice.
     """
     return _float(U32(bits_of(number) ^ (U32(0) if total >= ZERO else TOP))) > ZERO
 
 
 @numba.njit(**IN_PLACE)
 def reaches(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
-    """Whether an element, given by magnitude and mark, is at a threshold or above.
+    """Whether an element is at a threshold or above it.
 
-    The threshold is (low, low_mark); `turned` is the element's mark as `turned_mark` returns it.
+    The element is given by its magnitude `size` and by `turned`, its tie-breaking mark as `turned_mark` returns it. The
+    threshold is the magnitude `low` with the mark `low_mark`.
     """
     return size >= (low if turned >= I32(low_mark ^ TOP) else following(low))
 
 
 @numba.njit(**IN_PLACE)
 def passes(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
-    """Whether an element, given by magnitude and mark, is above a threshold.
+    """Whether an element is above a threshold.
 
-    The threshold is (low, low_mark); `turned` is the element's mark as `turned_mark` returns it.
+    The element is given by its magnitude `size` and by `turned`, its tie-breaking mark as `turned_mark` returns it. The
+    threshold is the magnitude `low` with the mark `low_mark`.
     """
     return size >= (low if turned > I32(low_mark ^ TOP) else following(low))
 
 
 @numba.njit(**IN_PLACE)
 def following(size: Any) -> Any:
-    """The next larger float32 after a number that is not negative; after infinity NaN, which nothing reaches."""
+    """The next larger float32 after a number that is not negative.
+
+    After infinity it is NaN, which no comparison reaches.
+    """
     return _float(U32(bits_of(size) + U32(1)))
 
 
 @numba.njit(**IN_PLACE)
 def is_kept(i: Any, k0: Any, k1: Any, bound: Any) -> Any:
-    """Whether the mask keeps element i, below 2^32 (`workers.merging.masks`); `bound` is the threshold minus one."""
+    """Whether a random mask keeps element i, for i below 2^32 (`workers.merging.masks`).
+
+    k0 and k1 are the words of the mask's key, `bound` is its threshold minus one.
+    """
     return hashed(i, k0, k1) <= bound
 
 
 @numba.njit(**IN_PLACE)
 def marked(i: Any, factor: Any) -> Any:
-    """The mark of element i, below 2^32 (`workers.merging.order_statistics`).
+    """The number that orders element i among elements of equal magnitude (its mark), for i below 2^32.
 
-    Its hash is computed once for all sources.
+    It is the hash of i, which is computed once for all sources, times a source's factor
+    (`workers.merging.order_statistics`).
     """
     return U32(hashed(i, U32(0), U32(0)) * factor)
 
 
 @numba.njit(**IN_PLACE)
 def turned_mark(i: Any, factor: Any) -> Any:
-    """The mark of element i as a signed number with its top bit flipped, for comparisons.
+    """The tie-breaking mark of element i with its top bit flipped, as a signed number for comparisons.
 
-    These signed numbers are ordered as marks are; AVX2 compares only signed numbers. The odd factor leaves a flipped
-    top bit flipped, so all sources share this operation too.
+    These signed numbers have the order of the unsigned marks; AVX2 compares only signed numbers. As the factor is odd,
+    the top bit can be flipped before the multiplication, once for all sources.
     """
     return I32(U32(U32(hashed(i, U32(0), U32(0)) ^ TOP) * factor))
 
 
 @numba.njit(**IN_PLACE)
 def hashed(i: Any, k0: Any, k1: Any) -> Any:
-    """The hash of element i, below 2^32 (`workers.merging.masks`)."""
+    """The hash of element i by the key words k0 and k1, for i below 2^32 (`workers.merging.masks`)."""
     x = U32(U32(U32(i) * WEYL) + k0)
     x = U32(U32(x ^ U32(x >> U32(16))) * FIRST)
     x = U32(U32(U32(x ^ U32(x >> U32(15))) + k1) * SECOND)

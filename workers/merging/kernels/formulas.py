@@ -21,7 +21,10 @@ __all__ = ["element"]
 
 
 def element(rule: Any, base: Any, xs: Any, i: Any) -> Any:
-    """Element i of the merge by `rule`, float32. Callable only in compiled code."""
+    """Compute element i of the merge by `rule`, in float32.
+
+    `base` and `xs` are the stored words of the base and the sources. Callable only in compiled code.
+    """
     raise NotImplementedError("only in compiled code")
 
 
@@ -181,7 +184,7 @@ def _is_variable(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def _elected(sparse: Any, base: Any, xs: Any, i: Any) -> Any:
-    """The sign of the sum, over the sources, of element i of the sparse task vectors."""
+    """The sign of element i of the sum of the sources' sparse task vectors."""
     b, total = value(base[i]), ZERO
     for s in range(len(xs)):
         total += kept(sparse, value(xs[s][i]) - b, s, i)

@@ -21,12 +21,11 @@ FORMULAS: dict[type, Callable[..., Any]] = {}
 
 
 def computes(rule: type) -> Callable[[Formula], Formula]:
-    """Decorator that registers the function of (rule, base, xs, i) as the formula of rules of this type.
+    """Decorator that registers a function as the formula of rules of type `rule`.
 
-    It returns the merged element i, float32, from `value(base[i])` and the sources' `value(xs[s][i])`.
-
-    Numba compiles it: it uses the operations of this module, arithmetic on float32 and the rule's fields, and no Python
-    objects. Raises ValueError if the type has a formula.
+    The function takes (rule, base, xs, i) and returns the merged element i in float32, from `value(base[i])` and the
+    sources' `value(xs[s][i])`. Numba compiles it; therefore it uses only the operations of this module, arithmetic on
+    float32 and the rule's fields. Raises ValueError if the type already has a formula.
     """
     if rule in FORMULAS:
         raise ValueError(f"rule {rule.__name__} has a formula in {FORMULAS[rule].__module__} already")
@@ -39,7 +38,7 @@ def computes(rule: type) -> Callable[[Formula], Formula]:
 
 
 def value(word: Any) -> Any:
-    """The element that a stored word represents, as float32."""
+    """The number that a stored word of a tensor represents, as float32."""
     raise NotImplementedError("only in compiled code")
 
 

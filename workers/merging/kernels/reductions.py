@@ -34,7 +34,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def inner_product(first: torch.Tensor, second: torch.Tensor, base: torch.Tensor | None) -> float:
-    """The inner product of two contiguous tensors; with `base`, of their differences from it.
+    """The inner product of two contiguous tensors, or with `base` of their differences from the base.
 
     The bits are those of `methods.arithmetic.inner_products`.
     """
@@ -46,9 +46,9 @@ def inner_product(first: torch.Tensor, second: torch.Tensor, base: torch.Tensor 
 
 
 def projections(direction: torch.Tensor, tensors: Tensors, base: torch.Tensor) -> list[float]:
-    """The inner products of `direction` with each tensor's difference from `base`, which is rounded to float32.
+    """The inner product of `direction` with each tensor's difference from `base`, which is rounded to float32.
 
-    All tensors are contiguous; `direction` has a dtype of its own. No difference is held in memory.
+    All tensors are contiguous; `direction` may have another dtype than the others. The differences are not stored.
     """
     *xs, b = as_arrays([*tensors, base])
     sums = np.empty((len(xs), -(-b.size // SUMMED)))
@@ -60,7 +60,7 @@ def projections(direction: torch.Tensor, tensors: Tensors, base: torch.Tensor) -
 def kept_norms(
     sparse: rules.Whole | rules.Dropped | rules.Sampled, tensors: Tensors, base: torch.Tensor
 ) -> list[float]:
-    """The sum of the magnitudes that `sparse` keeps of source - base, for each source."""
+    """The sum of the magnitudes of those elements of source - base that `sparse` keeps, for each source."""
     fields = sparse._asdict().items()
     alone = tuple(typed(sparse._replace(**{name: (each[s],) for name, each in fields})) for s in range(len(tensors)))
     b, xs = as_array(base), as_arrays(tensors)
@@ -72,10 +72,11 @@ def kept_norms(
 def variable_squares(
     trim: Trim, order: TieOrder, tensors: Tensors, base: torch.Tensor
 ) -> tuple[rules.Comparison, Threshold, list[float]]:
-    """The threshold in the order of variances, and the sum of squares of each source's elements that reach it.
+    """Find the exact threshold of a rank among variances, and each source's sum of squares at this threshold or above.
 
-    `trim` has the bounds of the threshold. Returns how variances are compared with the threshold, which leaves none
-    undecided; the exact threshold; and for each source the sum of tau^2 over the elements at the threshold or above.
+    The variance of an element is that between the task vectors; `trim` has the bounds of the threshold. Returns three
+    values: how variances are compared with the threshold, such that no element is undecided; the exact threshold; and
+    for each source the sum of squares of its task vector over the elements at the threshold or above.
     """
     b, xs = as_array(base), as_arrays(tensors)
     sums = np.empty((len(xs), -(-b.size // SUMMED)))
@@ -97,7 +98,7 @@ def variable_squares(
 
 
 class _Spread(NamedTuple):
-    """The bounds of the threshold that selects elements by variance, in the form that compiled code takes."""
+    """The bounds of a threshold among variances, in the form that compiled code takes."""
 
     by: Any
     low: Any
@@ -113,7 +114,7 @@ def _spread(by: rules.Comparison, low: Threshold, high: Threshold, order: TieOrd
 
 
 def shared_counts(epsilon: float, tensors: Tensors, base: torch.Tensor) -> list[tuple[int, int]]:
-    """How many elements each source changes by more than epsilon, and how many of these no other source does."""
+    """For each source, how many elements it changes by more than epsilon, and how many of these only it changes."""
     b, xs = as_array(base), as_arrays(tensors)
     parts = pieces(b.size, BLOCK)
     counts = np.zeros((len(parts), 2, len(xs)), np.int64)
@@ -123,7 +124,10 @@ def shared_counts(epsilon: float, tensors: Tensors, base: torch.Tensor) -> list[
 
 
 def weighted_words(words: torch.Tensor, weight: int) -> int:
-    """The weighted sum sum_i words[i] * (i * weight | 1) modulo 2^64, of contiguous int64 words."""
+    """The weighted sum, sum_i words[i] * (i * weight | 1), of contiguous int64 words modulo 2^64.
+
+    The operator | is a bitwise or, so that every weight is odd.
+    """
     array = words.view(-1).numpy().view(np.uint64)
     sums = run(_weighted_words, [(array, U64(weight), *part) for part in pieces(array.size, BLOCK)])
     return sum(map(int, sums)) % 2**64
@@ -180,9 +184,10 @@ def _kept_norms(alone: Any, base: Any, xs: Any, sums: Any, start: int, stop: int
 
 @compiled
 def _variable_squares(spread: Any, base: Any, xs: Any, sums: Any, found: Any, start: int, stop: int) -> int:
-    """Write the sums of squares of each block to `sums`, and the positions of undecided elements to `found`.
+    """Add the squares of elements at or above a threshold of variance, block by block, from `start` to `stop`.
 
-    Returns the number of undecided elements.
+    The sums are written to `sums`. The positions of elements that the bounds leave undecided are written to `found`;
+    their number is returned.
     """
     num_found, taus, lanes = 0, np.empty((len(xs), LANES), np.float32), np.empty((len(xs), LANES))
     for begin in range(U64(start), U64(stop), U64(SUMMED)):
@@ -225,7 +230,7 @@ def _variable_squares_at(spread: Any, base: Any, xs: Any, sums: Any, found: Any,
 
 @compiled
 def _sum_of(lanes: Any) -> Any:
-    """The sum of an array of partial sums, in a fixed order; the array is overwritten."""
+    """Add the partial sums in an array in a fixed order; the array is overwritten."""
     size = U64(LANES // PARTS)
     while size > U64(0):
         for lane in range(U64(0), size):

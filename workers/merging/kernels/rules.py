@@ -58,17 +58,18 @@ class Whole(NamedTuple):
 
 
 class ByMark(NamedTuple):
-    """Comparison with a threshold by magnitude, and by mark where magnitudes are equal.
+    """Comparison of elements with a threshold by magnitude, and by the tie-breaking mark where magnitudes are equal.
 
-    It is used where many elements have the magnitude of a threshold.
+    It is used if many elements have the magnitude of the threshold. `workers.merging.order_statistics` defines marks.
     """
 
 
 class ByMagnitude(NamedTuple):
-    """Comparison with a threshold by magnitude alone, which leaves a few elements undecided.
+    """Comparison of elements with a threshold by magnitude alone, which leaves a few elements undecided.
 
-    Elements from `aboves` on are at the threshold or above; those between `belows` and `aboves` are undecided. The pass
-    collects the undecided elements, which include all that have the magnitude of the threshold.
+    Elements with a magnitude of `aboves` or more are at the threshold or above, and those with `belows` or less are
+    below it. The elements between the two are undecided; they include all that have the threshold's magnitude. Both
+    fields have a number for each source.
     """
 
     belows: Numbers
@@ -79,11 +80,12 @@ Comparison = ByMark | ByMagnitude
 
 
 class Trimmed(NamedTuple):
-    """Sparsity that keeps the elements at a threshold (`order_statistics.Threshold`) or above.
+    """Sparsity that keeps the elements at a threshold or above, one threshold for each source.
 
-    The threshold is at `highs` with `high_marks`, if `lows` with `low_marks` equal it. Otherwise it is that of an
-    element strictly between the two, the one with the index `ranks` (from 0, ascending) among those that the pass
-    collects there. `factors` are those of marks.
+    A threshold is a magnitude with a tie-breaking mark (`order_statistics.Threshold`). It is known by two bounds:
+    `lows` with `low_marks`, and `highs` with `high_marks`. If the bounds are equal, they are the threshold. Otherwise
+    it is at an element strictly between them: the one with the index `ranks` among the elements there, from 0 in
+    ascending order. `factors` determine the marks. All fields but `by` have a number for each source.
     """
 
     by: Comparison
@@ -96,9 +98,9 @@ class Trimmed(NamedTuple):
 
 
 class Between(NamedTuple):
-    """Sparsity that keeps the elements between two thresholds, both included.
+    """Sparsity that keeps the elements between two thresholds, both included, for each source.
 
-    The fields of the upper threshold begin with `top_`. The fields of both are those of `Trimmed`.
+    The fields of the lower threshold are those of `Trimmed`. The fields of the upper threshold begin with `top_`.
     """
 
     by: Comparison
@@ -117,9 +119,10 @@ class Between(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """Sparsity that keeps elements at random, multiplied by `scales`.
+    """Sparsity that keeps elements at random and multiplies them by `scales`, a number for each source.
 
-    Masks are those of `workers.merging.masks`; `bounds` are their thresholds minus one.
+    The random masks are those of `workers.merging.masks`. `k0s` and `k1s` are the words of their keys, `bounds` their
+    thresholds minus one.
     """
 
     k0s: Words
@@ -129,11 +132,11 @@ class Dropped(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Sparsity that keeps elements at random, with a probability that depends on their rank.
+    """Sparsity that keeps elements at random, with a probability that depends on the rank of their magnitude.
 
-    The probability is start + |rank - origin| step, in float64; masks are those of `workers.merging.masks`. Kept
-    elements are divided by the probability if `is_divided` is 1, and multiplied by `scales`. `ranks` is a tensor per
-    source.
+    The probability is start + |rank - origin| step, in float64, with start, origin and step for each source. The random
+    masks are those of `workers.merging.masks`; `k0s` and `k1s` are the words of their keys. Elements that are kept are
+    divided by their probability if `is_divided` is 1, and multiplied by `scales`. `ranks` has a tensor for each source.
     """
 
     k0s: Words
@@ -150,28 +153,37 @@ Sparsity = Whole | Trimmed | Between | Dropped | Sampled
 
 
 class WeightedSum(NamedTuple):
-    """The weighted sum of the sources, without the base: sum_s w_s theta_s."""
+    """Rule: the weighted sum of the sources, sum_s w_s theta_s, without the base.
+
+    theta_s is source s, and w_s its weight.
+    """
 
     weights: Numbers
 
 
 class TaskSum(NamedTuple):
-    """The base plus a weighted sum of task vectors, added last: (sum_s w_s tau_s) + b."""
+    """Rule: the base plus a weighted sum of task vectors, (sum_s w_s tau_s) + b, where the base is added last.
+
+    b is the base, tau_s the difference of source s from the base, and w_s its weight.
+    """
 
     weights: Numbers
 
 
 class Sum(NamedTuple):
-    """The base plus task vectors times factors: b + f_1 tau_1 + f_2 tau_2 + ..., added in this order."""
+    """Rule: the base plus task vectors times factors, b + f_1 tau_1 + f_2 tau_2 + ..., added in this order.
+
+    b is the base, tau_s the sparse task vector of source s, and f_s its factor.
+    """
 
     sparse: Sparsity
     factors: Numbers
 
 
 class Mean(NamedTuple):
-    """The base plus lambda times the mean of the task vectors that have the sign of their sum.
+    """Rule: the base plus lambda times the mean of the sparse task vectors that have the sign of their sum.
 
-    It is the base where the sum is zero.
+    This is computed for each element. Where the sum is zero, the result is the base.
     """
 
     sparse: Sparsity
@@ -179,9 +191,9 @@ class Mean(NamedTuple):
 
 
 class AgreeingSum(NamedTuple):
-    """The base plus lambda times the sum of the task vectors that have the sign of their sum.
+    """Rule: the base plus lambda times the sum of the sparse task vectors that have the sign of the sum of all.
 
-    It is the base where the sum is zero.
+    This is computed for each element. Where the sum of all is zero, the result is the base.
     """
 
     sparse: Sparsity
@@ -189,9 +201,10 @@ class AgreeingSum(NamedTuple):
 
 
 class Weighted(NamedTuple):
-    """The base plus lambda times the sum of the weighted task vectors that have the sign of their sum.
+    """Rule: the base plus lambda times the sum of the weighted task vectors that have the sign of the sum of all.
 
-    A sum of zero counts as positive. If `normalize` is 1, the sum is divided by the weights of those that agree.
+    This is computed for each element of the sparse task vectors times their weights. A sum of zero counts as positive.
+    If `normalize` is 1, the result is divided by the sum of the weights of the task vectors that have the sign.
     """
 
     sparse: Sparsity
@@ -201,9 +214,10 @@ class Weighted(NamedTuple):
 
 
 class WeightedMean(NamedTuple):
-    """The base plus the weighted sum of the task vectors that have the sign of their sum, divided by their number.
+    """Rule: the base plus the weighted sum of the task vectors that have the sign of the sum of all, over their number.
 
-    A sum of zero counts as positive.
+    This is computed for each element of the sparse task vectors. The sum of all is unweighted, and a sum of zero counts
+    as positive.
     """
 
     sparse: Sparsity
@@ -211,9 +225,10 @@ class WeightedMean(NamedTuple):
 
 
 class Interpolation(NamedTuple):
-    """`Mean` with weights, except that a task vector which alone has the sign is kept as it is.
+    """Rule: the base plus lambda times the weighted mean of the task vectors that have the sign of the sum of all.
 
-    The weights are w_s / (sum of the weights of those that agree).
+    This is computed for each element of the sparse task vectors. The weights are divided by the sum of the weights of
+    the task vectors that have the sign. If only one has the sign, it is used as it is.
     """
 
     sparse: Sparsity
@@ -222,10 +237,11 @@ class Interpolation(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """The base plus lambda m where enough sources agree with the merged task vector m, else the base.
+    """Rule: the base plus lambda m where enough sources agree with the merged task vector m, else the base.
 
-    Source s agrees if |tau_s| >= w_s |m - tau_s|, with w_s of `mask_lambdas`; at least `agreement` sources must. m is
-    the sum of the tau_s if `sparse` is `Whole`, else the mean of `Mean`.
+    Source s agrees in an element if |tau_s| >= w_s |m - tau_s|, with tau_s its difference from the base and w_s its
+    number in `mask_lambdas`; at least `agreement` sources must agree. m is the sum of all tau_s if `sparse` is `Whole`,
+    else the mean of the sparse task vectors as in the rule `Mean`.
     """
 
     sparse: Sparsity
@@ -235,9 +251,9 @@ class Agreed(NamedTuple):
 
 
 class SharedOut(NamedTuple):
-    """The base plus the mean of the task vectors whose magnitude is above epsilon, element by element.
+    """Rule: the base plus, for each element, the mean of those task vectors whose magnitude is above epsilon.
 
-    A tau_s that alone is above epsilon is multiplied by its factor instead.
+    If only one source is above epsilon in an element, its task vector is multiplied by the source's factor instead.
     """
 
     epsilon: float
@@ -245,10 +261,11 @@ class SharedOut(NamedTuple):
 
 
 class Variable(NamedTuple):
-    """The base plus a weighted mean of task vectors where their variance is at a threshold or above; else the base.
+    """Rule: the base plus a weighted mean of task vectors where their variance reaches a threshold, else the base.
 
-    The mean is of the tau_s that have the sign of their sum. `threshold` and `mark` are in the order of variances. `by`
-    leaves no element undecided; `factor` is that of marks.
+    The mean is over the task vectors that have the sign of their sum. The threshold is a variance (`threshold`) with
+    the tie-breaking `mark`. `by` is a comparison that leaves no element undecided; `factor` determines the marks of
+    elements.
     """
 
     by: Comparison
@@ -259,7 +276,10 @@ class Variable(NamedTuple):
 
 
 class VariableElection(NamedTuple):
-    """`Variable` in which a sum of zero counts as positive and the divisor is at least `least`."""
+    """Rule `Variable` with two changes, as mergekit's SCE has them.
+
+    A sum of zero counts as positive, and the divisor of the mean is at least `least`.
+    """
 
     by: Comparison
     threshold: float
@@ -270,10 +290,10 @@ class VariableElection(NamedTuple):
 
 
 class Important(NamedTuple):
-    """The first of two sources, with the important elements of the second.
+    """Rule: the first of two sources, with the important elements of the second.
 
-    Those are the elements where |theta_2 - theta_1| times the number of their row in `rows`, float32, is at least
-    `threshold`.
+    An element is important if |theta_2 - theta_1| times the number of its row in `rows`, in float32, is at least
+    `threshold`. theta_1 and theta_2 are the two sources.
     """
 
     threshold: float
@@ -285,7 +305,11 @@ Rule = tuple[Any, ...]
 
 
 def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
-    """The kind of comparison with thresholds for each list of bounds: by marks for all, or by magnitudes for all."""
+    """The kind of comparison with thresholds, for each list of bounds.
+
+    If many elements have the magnitude of any threshold, all comparisons use tie-breaking marks (`ByMark`), else
+    magnitudes alone (`ByMagnitude`).
+    """
     rows = [list(trims) for trims in each]
     if any(trim.is_tied for row in rows for trim in row):
         return [ByMark() for _ in rows]
@@ -293,7 +317,7 @@ def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
 
 
 def bounds(trims: Iterable[Trim]) -> tuple[Numbers, Words, Numbers, Words, Words]:
-    """The bounds of each source's threshold, as fields of `Trimmed`: lows, their marks, highs, their marks, ranks."""
+    """The bounds of each source's threshold as fields of `Trimmed`: lows, low_marks, highs, high_marks, ranks."""
     rows = [
         (trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller) for trim in trims
     ]

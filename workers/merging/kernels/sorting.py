@@ -52,10 +52,10 @@ SIGN = U32(1 << 31)
 def ascending_magnitudes(
     source: torch.Tensor, base: torch.Tensor, factor: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The magnitudes |source - base| and the marks of their elements, ascending within and across pieces.
+    """Yield the magnitudes |source - base| in ascending order, in pieces, with tie-breaking marks of their elements.
 
-    The tensors are on CPU. Magnitudes are float32. Marks are uint32, by `factor` (`order_statistics`); they order equal
-    magnitudes. A piece is valid until the next is taken.
+    The tensors are on CPU. Magnitudes are float32. Marks are uint32 and order equal magnitudes; `factor` determines
+    them (`order_statistics`). A piece is valid until the next one is taken.
     """
     return map(_split, _ascending(_Magnitude(as_array(source), as_array(base), U32(factor))))
 
@@ -63,14 +63,17 @@ def ascending_magnitudes(
 def ascending_variances(
     sources: Sequence[torch.Tensor], base: torch.Tensor, factor: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The variances between the task vectors and their elements' marks, in pieces as `ascending_magnitudes` yields."""
+    """Yield the variances between task vectors in ascending order, with the tie-breaking marks of their elements.
+
+    The pieces are as in `ascending_magnitudes`.
+    """
     return map(_split, _ascending(_Variance(as_array(base), as_arrays(sources), U32(factor))))
 
 
 def ascending_importances(first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor) -> Iterator[np.ndarray]:
-    """The importances |second - first| times their row's number, of any sign, ascending within and across pieces.
+    """Yield the importances of elements, |second - first| times a number of their row, in ascending order, in pieces.
 
-    A piece is valid until the next is taken.
+    The numbers in `rows` may have any sign. A piece is valid until the next one is taken.
     """
     for words in _ascending(_Importance(as_array(first), as_array(second), as_array(rows))):
         bits = (words >> U64(32)).astype(np.uint32)
@@ -78,21 +81,28 @@ def ascending_importances(first: torch.Tensor, second: torch.Tensor, rows: torch
 
 
 def ranks_in_rows(source: torch.Tensor, base: torch.Tensor, factor: int, ranks: torch.Tensor, width: int) -> None:
-    """Write to `ranks` the rank of each element among the magnitudes of its row of source - base.
+    """Write the rank of each element's magnitude |source - base| within its row to `ranks`.
 
-    Ranks are from 0, the smallest; rows have `width` elements; equal magnitudes are ordered by their marks.
+    Ranks begin with 0 for the smallest. Rows have `width` elements. Equal magnitudes are ordered by tie-breaking marks,
+    which `factor` determines (`order_statistics`).
     """
     x, b, places = as_array(source.contiguous()), as_array(base.contiguous()), ranks.view(-1).numpy()
     run(_ranks_in_rows, [(x, b, U32(factor), places, width, *part) for part in pieces(x.size, width)])
 
 
 def selected_magnitudes(source: torch.Tensor, base: torch.Tensor, factor: int) -> Selection:
-    """The magnitudes |source - base| by rank, of two tensors on CPU, in the order of `ascending_magnitudes`."""
+    """The magnitudes |source - base| of two tensors on CPU, as an object that finds the threshold of any rank.
+
+    They are ordered as in `ascending_magnitudes`.
+    """
     return _selection(_Magnitude(as_array(source), as_array(base), U32(factor)))
 
 
 def selected_variances(sources: Sequence[torch.Tensor], base: torch.Tensor, factor: int) -> Selection:
-    """The variances between the task vectors by rank, in the order of `ascending_variances`."""
+    """The variances between task vectors, as an object that finds the threshold of any rank.
+
+    They are ordered as in `ascending_variances`.
+    """
     return _selection(_Variance(as_array(base), as_arrays(sources), U32(factor)))
 
 
@@ -105,7 +115,10 @@ def _selection(numbers: Any) -> Selection:
 
 
 def _selected(numbers: Any, num_smaller: int) -> tuple[Threshold, int]:
-    """The threshold of the element with `num_smaller` smaller ones, and how many elements have its number."""
+    """Find the element that exactly `num_smaller` elements precede in ascending order.
+
+    Returns its threshold (number and tie-breaking mark), and how many elements have the same number.
+    """
     parts = pieces(numbers.like.size, 1)
     prefix, shift, count, num_equal = 0, 64, numbers.like.size, 0
     while count > FEW or shift == 64:
@@ -128,7 +141,7 @@ def _selected(numbers: Any, num_smaller: int) -> tuple[Threshold, int]:
 
 
 def _split(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers and the marks in an array of sorted words."""
+    """Split sorted words of 64 bits into the numbers in the upper and the tie-breaking marks in the lower halves."""
     return (words >> U64(32)).astype(np.uint32).view(np.float32), words.astype(np.uint32)
 
 
@@ -169,7 +182,10 @@ def _ascending(numbers: Any) -> Iterator[np.ndarray]:
 
 
 def _groups(counts: np.ndarray, size: int) -> list[tuple[int, int]]:
-    """Groups of adjacent buckets that hold about `size` elements together, at least one: (first, stop) of each."""
+    """Divide adjacent buckets into groups of about `size` elements, each of at least one bucket: (first, stop) of each.
+
+    `counts` has the number of elements in each bucket.
+    """
     groups = (np.cumsum(counts) - 1) // size
     occupied = np.flatnonzero(counts)
     starts = occupied[np.flatnonzero(np.diff(groups[occupied], prepend=-1))].tolist()
@@ -227,9 +243,9 @@ def _bucket_counts(numbers: Any) -> Any:
 
 @compiled
 def _digit_counts(numbers: Any, prefix: Any, shift: Any, start: int, stop: int) -> Any:
-    """Count the words that have a prefix by the bits that follow it.
+    """Count words that begin with `prefix` by their next LOWER bits, which are the bits above `shift`.
 
-    The bits are the LOWER bits above `shift`, with `prefix` above them. Returns a count for each of their values.
+    Returns a count for each value of these bits.
     """
     counts, mask = np.zeros(1 << LOWER, np.int64), U64((1 << LOWER) - 1)
     above = shift + U64(LOWER)
@@ -243,7 +259,7 @@ def _digit_counts(numbers: Any, prefix: Any, shift: Any, start: int, stop: int) 
 
 @compiled
 def _collect(numbers: Any, prefix: Any, shift: Any, words: Any, start: int, stop: int) -> Any:
-    """Write the words that have `prefix` above their last `shift` bits to `words`, and return their number."""
+    """Write the words that have `prefix` above their last `shift` bits to `words`, and return how many there are."""
     count = U64(0)
     for i in range(U64(start), U64(stop)):
         if _has_prefix(numbers, i, prefix, shift):
@@ -259,9 +275,10 @@ def _word(numbers: Any, i: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def _has_prefix(numbers: Any, i: Any, prefix: Any, shift: Any) -> Any:
-    """Whether the word of element i has `prefix` above its last `shift` bits, 48 at most.
+    """Whether the word of element i has `prefix` above its last `shift` bits, which are at most 48.
 
-    For most words the answer is no, and needs no mark.
+    For most words the answer is no and follows from the number alone, so that the element's tie-breaking mark is not
+    computed.
     """
     if shift >= U64(32):
         return U64(_bits(numbers, i)) >> (shift - U64(32)) == prefix
@@ -280,9 +297,9 @@ def _zeros(numbers: Any, start: int, stop: int) -> int:
 
 @compiled
 def _partition(numbers: Any, first: int, range_of: Any, starts: Any, words: Any) -> Any:
-    """Write the words of the numbers in a part's buckets to `words`, range by range.
+    """Write the words of all numbers in some adjacent buckets to `words`, ordered by range of buckets.
 
-    The buckets are those from `first` on that have a range in `range_of`.
+    The buckets begin with `first`; `range_of` has the range of each. `starts` has the place of each range in `words`.
     """
     places = starts.astype(np.uint64)
     for i in range(U64(0), U64(numbers.like.size)):
@@ -297,9 +314,10 @@ def _partition(numbers: Any, first: int, range_of: Any, starts: Any, words: Any)
 
 @compiled
 def _ranks_in_rows(x: Any, b: Any, factor: Any, ranks: Any, width: int, start: int, stop: int) -> None:
-    """Sort the positions in each row by magnitude, then each run of equal magnitudes by its marks.
+    """Compute the ranks of magnitudes within the rows from `start` to `stop`, and write them to `ranks`.
 
-    Magnitudes are sorted by a stable sort in three passes, by one digit each.
+    The positions in each row are sorted by magnitude, and runs of equal magnitudes by their tie-breaking marks. The
+    sort by magnitude is stable and has three passes, each by one digit.
     """
     mask, size = U32((1 << DIGIT) - 1), U64(width)
     keys, order, other = np.empty(width, np.uint32), np.empty(width, np.uint32), np.empty(width, np.uint32)
@@ -340,9 +358,9 @@ def _ranks_in_rows(x: Any, b: Any, factor: Any, ranks: Any, width: int, start: i
 
 @compiled
 def _radix_sorted(words: Any, other: Any) -> Any:
-    """The words in ascending order, in the memory of one of the two arrays.
+    """Sort words in ascending order; the result is in the memory of one of the two arrays.
 
-    A digit that all words share takes no pass.
+    A digit that is the same in all words needs no pass.
     """
     size = U64(words.size)
     mask = U64((1 << DIGIT) - 1)

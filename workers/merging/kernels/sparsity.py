@@ -19,17 +19,19 @@ HASHES = 2.0**32  # number of different hashes
 
 
 def is_at_or_above(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, low_mark: Any) -> Any:
-    """Whether element i of source s, of this magnitude, is at a threshold or above.
+    """Whether element i of source s, of magnitude `size`, is at a threshold or above.
 
-    With `ByMagnitude`, undecided elements count as below it. Callable only in compiled code.
+    `by` is the kind of comparison; with `ByMagnitude`, undecided elements count as below. Callable only in compiled
+    code.
     """
     raise NotImplementedError("only in compiled code")
 
 
 def is_above(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, low_mark: Any) -> Any:
-    """Whether element i of source s is above a threshold, compared as in `is_at_or_above`.
+    """Whether element i of source s, of magnitude `size`, is above a threshold.
 
-    Callable only in compiled code.
+    `by` is the kind of comparison; with `ByMagnitude`, elements from its upper bound on count as above. Callable only
+    in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -57,7 +59,10 @@ def _passes_threshold(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any,
 
 
 def kept(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
-    """What a sparsity keeps of `tau`, element i of the task vector of source s. Callable only in compiled code."""
+    """The value that a sparsity gives to `tau`, element i of the task vector of source s: 0 if it is dropped.
+
+    Callable only in compiled code.
+    """
     raise NotImplementedError("only in compiled code")
 
 

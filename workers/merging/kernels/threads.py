@@ -23,7 +23,10 @@ _local = threading.local()  # is_alone: this thread merges one of many small ten
 
 
 def pieces(num_elements: int, block: int) -> list[tuple[int, int]]:
-    """The (start, stop) of each thread's part of a tensor, in whole blocks; none if there are no elements."""
+    """Divide a tensor of `num_elements` between threads, in whole blocks; returns (start, stop) for each.
+
+    The result is empty if there are no elements.
+    """
     is_alone = getattr(_local, "is_alone", False)
     num_pieces = 1 if is_alone else max(1, min(torch.get_num_threads(), num_elements // MIN_PIECE))
     size = max(1, -(-num_elements // (num_pieces * block))) * block
@@ -31,15 +34,18 @@ def pieces(num_elements: int, block: int) -> list[tuple[int, int]]:
 
 
 def run(kernel: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Run a kernel with the arguments of each call, the first in the calling thread; return the results."""
+    """Run a kernel once for each call's arguments, in several threads, and return the results in order.
+
+    The first call runs in the calling thread.
+    """
     others = [_threads().submit(kernel, *arguments) for arguments in calls[1:]]
     return [kernel(*arguments) for arguments in calls[:1]] + [other.result() for other in others]
 
 
 def each_in_one_thread(function: Callable[[T], None], items: Sequence[T]) -> None:
-    """Call `function` once for each of `items`, in as many threads as torch uses; kernels it calls stay in its thread.
+    """Call `function` once for each of `items`, in as many threads as torch uses; each call stays in one thread.
 
-    It is for many small tensors: waking a second thread for one takes as long as merging it.
+    It is for many small tensors: waking a second thread for one of these takes as long as merging it.
     """
     queue = iter(items)  # an iterator of a sequence: `next` is atomic under the interpreter lock
 

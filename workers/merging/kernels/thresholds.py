@@ -24,7 +24,10 @@ U32, U64 = np.uint32, np.uint64
 
 
 def undecided(rule: Any, base: Any, xs: Any, i: Any) -> Any:
-    """SOME if element i is between the bounds of a threshold of `rule`, else NONE. Callable only in compiled code."""
+    """SOME if element i is between the bounds of a threshold of `rule`, else NONE.
+
+    Such an element can be decided only when the exact threshold is known. Callable only in compiled code.
+    """
     raise NotImplementedError("only in compiled code")
 
 
@@ -59,9 +62,9 @@ def _undecided_between(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 
 
 def is_between(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
-    """SOME if element i of source s, of this magnitude, may be strictly between two thresholds, else NONE.
+    """SOME if element i of source s, of magnitude `size`, may be strictly between two thresholds, else NONE.
 
-    Thresholds are (magnitude, mark). Callable only in compiled code.
+    The thresholds `low` and `high` are (magnitude, tie-breaking mark). Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -84,7 +87,10 @@ UNDECIDED: dict[type, Callable[..., Any]] = {rules.Trimmed: _undecided_trim, rul
 
 
 def most_undecided(rule: Any) -> int:
-    """The largest number of elements of a tensor that a rule can leave undecided: `MOST_LEFT` for each threshold."""
+    """The largest number of a tensor's elements that a rule can leave undecided.
+
+    It is `MOST_LEFT` for each threshold of the rule.
+    """
     sparse = getattr(rule, "sparse", None)
     if isinstance(sparse, rules.Trimmed | rules.Between):
         return MOST_LEFT * len(sparse.lows) * (2 if isinstance(sparse, rules.Between) else 1)
@@ -92,7 +98,10 @@ def most_undecided(rule: Any) -> int:
 
 
 def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray) -> Any:
-    """The rule with exact thresholds, found among all elements that it leaves undecided, those at `positions`."""
+    """A copy of the rule with exact thresholds.
+
+    The thresholds are found among all elements that the rule leaves undecided; `positions` has their indices.
+    """
     sparse = rule.sparse
     sizes = [_magnitudes_at(base, x, positions) for x in xs]
     marks = [_marks_at(positions, U32(factor)) for factor in sparse.factors]
@@ -112,10 +121,10 @@ def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: 
 def variance_threshold(
     trim: Trim, order: TieOrder, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray
 ) -> tuple[Threshold, bool]:
-    """The threshold of a rank in the order of variances, and whether all elements of equal variance reach it.
+    """Find the exact threshold of a rank among variances, and whether all elements of equal variance reach it.
 
-    `positions` has all elements strictly between the bounds of `trim`; where they were compared by `trim.magnitudes`,
-    also all elements of the threshold's variance.
+    `positions` has the indices of all elements strictly between the bounds of `trim`. If variances were compared
+    without tie-breaking marks (`trim.magnitudes`), it also has those of all elements with the threshold's variance.
     """
     sizes, marks = _variances_at(base, xs, positions), _marks_at(positions, U32(order.factor))
     bounds = trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller
@@ -124,7 +133,10 @@ def variance_threshold(
 
 
 def _of_rank(sizes: np.ndarray, marks: np.ndarray, cut: tuple[float, int, float, int, int]) -> tuple[float, int]:
-    """The magnitude and mark of the element with a rank between two thresholds; if they are equal, the second."""
+    """The magnitude and tie-breaking mark of the element with a given rank between two thresholds.
+
+    `cut` has the two thresholds and the rank. If the thresholds are equal, they are the result.
+    """
     low, low_mark, high, high_mark, rank = cut
     if (low, low_mark) == (high, high_mark):
         return high, high_mark

@@ -60,72 +60,78 @@ STOCK_ROUNDING = 1e-6
 
 @merges("passthrough")
 def passthrough(tensors: Sequence[torch.Tensor], *, scale: float = 1) -> torch.Tensor:
-    """The one source as it is, or scaled: scale * theta (mergekit's passthrough with `scale`)."""
+    """Copy the only source, or scale it: scale * theta (mergekit's passthrough with `scale`)."""
     is_copy = scale == 1 and not isinstance(scale, torch.Tensor)
     return tensors[0] if is_copy else tensors[0] * scale
 
 
 @merges("linear")
 def linear(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Weighted average, eq. 11: sum_t w_t theta_t with sum_t w_t = 1 (model soups, arXiv:2203.05482).
+    """Weighted average of models: sum_t w_t theta_t with sum_t w_t = 1 (model soups, arXiv:2203.05482).
 
-    The weights are divided by their sum, since weights rounded to six decimals seldom sum to exactly one.
-    Raises InvalidRecipe if they sum to zero.
+    theta_t is the tensor of model t, w_t its weight; this is equation 11 of "Automated Model Merging". The given
+    weights are divided by their sum, since weights rounded to six decimals seldom sum to exactly one. Raises
+    InvalidRecipe if they sum to zero.
     """
     return weighted_sum(tensors, linear_weights(weights))
 
 
 @merges("weighted_sum")
 def weighted(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """The weighted sum with weights as they are: sum_t w_t theta_t (mergekit's linear with `normalize: false`)."""
+    """Weighted sum of models, with weights used as given: sum_t w_t theta_t (mergekit's linear, `normalize: false`)."""
     return weighted_sum(tensors, weights)
 
 
 def linear_weights(weights: Sequence[float]) -> list[float]:
-    """The factor of each tensor in `linear`."""
+    """The factor of each tensor in the method `linear`: its weight divided by the sum of the weights."""
     return shares_of("linear", weights)
 
 
 @merges("slerp")
 def slerp(tensors: Sequence[torch.Tensor], *, t: float, cos: float | None = None) -> torch.Tensor:
-    """Spherical interpolation of two tensors, eq. 10 (Shoemake 1985); t = 0 is the first.
+    """Spherical interpolation of two tensors (Shoemake 1985); t = 0 gives the first, t = 1 the second.
 
-    omega is the angle between the whole tensors; `cos` is its cosine, if known. The tensors keep their norms: their
-    directions determine only the angle.
+    This is equation 10 of "Automated Model Merging". omega is the angle between the whole tensors; `cos` is its cosine,
+    if known. The tensors keep their norms: their directions determine only the angle.
 
-    If |cos omega| > 0.9995 it is linear interpolation: the divisor sin omega goes to zero, a float32 angle has few
-    significant digits, for nearly equal tensors the two differ by less than 1.3e-4, and between opposite tensors no
-    great circle is distinguished. A tensor without direction (norm at most 1e-8) counts as orthogonal to the other.
+    If |cos omega| > 0.9995, the interpolation is linear. The divisor sin omega then goes to zero, and an angle in
+    float32 has few significant digits. For nearly equal tensors the two interpolations differ by less than 1.3e-4, and
+    between opposite tensors no great circle is distinguished. A tensor without direction (norm at most 1e-8) counts as
+    orthogonal to the other.
     """
     first, second = tensors
     return weighted_sum(tensors, slerp_weights(t, cosine(first, second) if cos is None else cos))
 
 
 def slerp_weights(t: float, cos: float) -> tuple[float, float]:
-    """The factors of the two tensors in `slerp`."""
+    """The factors of the two tensors in `slerp`, from t and the cosine of the angle between the tensors."""
     return _circle_weights(t, cos, COLLINEAR)
 
 
 @merges("nuslerp")
 def nuslerp(tensors: Sequence[torch.Tensor], *, weights: Sequence[float], cos: float | None = None) -> torch.Tensor:
-    """SLERP, eq. 10, with t = w_2 / (w_1 + w_2) (mergekit's NuSLERP with `nuslerp_flatten`).
+    """Spherical interpolation of two tensors with t = w_2 / (w_1 + w_2) (mergekit's NuSLERP with `nuslerp_flatten`).
 
-    Both tensors have equal shares if the weights sum to zero. Unlike `slerp`, it stays on the circle up to |cos omega|
-    = 1 - 1e-7 and is linear beyond: there, line and circle of nearly equal tensors agree in float32, and between nearly
-    opposite ones rounding determines the circle.
+    w_1 and w_2 are the weights; if they sum to zero, both tensors have equal shares. Unlike `slerp`, the interpolation
+    is on the circle up to |cos omega| = 1 - 1e-7, with omega the angle between the tensors, and linear beyond. There,
+    line and circle of nearly equal tensors agree in float32, and between nearly opposite tensors rounding determines
+    the circle.
     """
     first, second = tensors
     return weighted_sum(tensors, nuslerp_weights(weights, cosine(first, second) if cos is None else cos))
 
 
 def nuslerp_weights(weights: Sequence[float], cos: float) -> tuple[float, float]:
-    """The factors of the two tensors in `nuslerp`."""
+    """The factors of the two tensors in `nuslerp`, from the weights and the cosine of the angle between the tensors."""
     return _circle_weights(_t(weights), cos, NUSLERP_COLLINEAR)
 
 
 @merges("nuslerp_rows")
 def nuslerp_rows(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
-    """`nuslerp` of each row (all but the last index fixed) by its own angle (mergekit: `nuslerp_flatten: false`)."""
+    """Spherical interpolation of two tensors, each row by its own angle (mergekit: `nuslerp_flatten: false`).
+
+    A row has all indices but the last fixed. Weights and limits are those of `nuslerp`.
+    """
     first, second = tensors
     t, cosines = _t(weights), row_cosines(first, second)
     is_straight = cosines.abs() > NUSLERP_COLLINEAR
@@ -139,7 +145,10 @@ def nuslerp_rows(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -
 
 @merges("nuslerp_columns")
 def nuslerp_columns(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
-    """`nuslerp` along the first index instead of the last (mergekit: also `nuslerp_row_wise: true`)."""
+    """Spherical interpolation of two tensors, separately for each vector along the first index.
+
+    It is `nuslerp_rows` with the first index in place of the last (mergekit: also `nuslerp_row_wise: true`).
+    """
     turned = nuslerp_rows([tensor.transpose(0, -1) for tensor in tensors], weights=weights)
     return turned.transpose(0, -1).contiguous()
 
@@ -152,7 +161,10 @@ def nuslerp_task_vectors(
     weights: Sequence[float],
     products: Products | None = None,
 ) -> torch.Tensor:
-    """The base plus `nuslerp` of the task vectors (mergekit's NuSLERP with a base model)."""
+    """The base plus the spherical interpolation (`nuslerp`) of two task vectors.
+
+    mergekit: NuSLERP with a base model.
+    """
     cos = None if products is None else cosine_of(products, 0, 1)
     return nuslerp([tensor - base for tensor in tensors], weights=weights, cos=cos).add_(base)
 
@@ -161,7 +173,10 @@ def nuslerp_task_vectors(
 def nuslerp_rows_task_vectors(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, weights: Sequence[float]
 ) -> torch.Tensor:
-    """The base plus `nuslerp_rows` of the task vectors (mergekit: `nuslerp_flatten: false` with a base model)."""
+    """The base plus the spherical interpolation of two task vectors row by row (`nuslerp_rows`).
+
+    mergekit: NuSLERP with a base model and `nuslerp_flatten: false`.
+    """
     return nuslerp_rows([tensor - base for tensor in tensors], weights=weights) + base
 
 
@@ -169,7 +184,10 @@ def nuslerp_rows_task_vectors(
 def nuslerp_columns_task_vectors(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, weights: Sequence[float]
 ) -> torch.Tensor:
-    """The base plus `nuslerp_columns` of the task vectors (mergekit: also `nuslerp_row_wise: true`)."""
+    """The base plus the spherical interpolation of two task vectors along the first index (`nuslerp_columns`).
+
+    mergekit: NuSLERP with a base model, `nuslerp_flatten: false` and `nuslerp_row_wise: true`.
+    """
     return nuslerp_columns([tensor - base for tensor in tensors], weights=weights) + base
 
 
@@ -184,12 +202,10 @@ def model_stock(
 ) -> torch.Tensor:
     """Model Stock (arXiv:2403.19522): the base plus a share t of the mean task vector of N models.
 
-    It is theta_pre + t * (mean of the task vectors), with t = N cos / (1 + (N - 1) cos) and cos the mean cosine between
-    task vectors of this tensor.
-
-    A task vector of norm at most 1e-8 counts as orthogonal to the others. If the denominator vanishes the result is the
-    base. Near that pole t is large: raises InvalidRecipe, naming the tensor, if t is not from -N to 1. At -N the result
-    is as far from the base as models at equal distances are. With `unbounded` there is a warning instead.
+    The share is t = N cos / (1 + (N - 1) cos), with cos the mean cosine between the task vectors of this tensor. A task
+    vector of norm at most 1e-8 counts as orthogonal to the others. If the denominator is zero, the result is the base.
+    Near this pole t is large: raises InvalidRecipe, naming the tensor, if t is not from -N to 1. At t = -N the result
+    is as far from the base as models at equal distances are. With `unbounded` a warning is logged instead.
     """
     taus = [tensor - base for tensor in tensors]
     weights = model_stock_weights(products or inner_products(taus), unbounded=unbounded, name=name)
@@ -197,7 +213,7 @@ def model_stock(
 
 
 def model_stock_weights(products: Products, *, unbounded: bool = False, name: str = "") -> list[float]:
-    """The factor of each task vector in `model_stock`, from their inner products."""
+    """The factor of each task vector in `model_stock`, from the inner products of the task vectors."""
     count = len(products)
     cosines = [cosine_of(products, i, j) for i in range(count) for j in range(i + 1, count)]
     mean = torch.tensor([math.fsum(cosines) / len(cosines)], dtype=torch.float64)
@@ -209,7 +225,7 @@ def model_stock_weights(products: Products, *, unbounded: bool = False, name: st
 def model_stock_rows(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, unbounded: bool = False, name: str = ""
 ) -> torch.Tensor:
-    """`model_stock` with a ratio for each row (mergekit: `filter_wise: true`)."""
+    """Model Stock (`model_stock`) with a share t for each row of the tensor (mergekit: `filter_wise: true`)."""
     taus = [tensor - base for tensor in tensors]
     pairs = [(taus[i], taus[j]) for i in range(len(taus)) for j in range(i + 1, len(taus))]
     cosines = row_cosines(*pairs[0])
@@ -220,7 +236,7 @@ def model_stock_rows(
 
 
 def shares_of(method: str, weights: Sequence[float]) -> list[float]:
-    """The weights of a method divided by their sum. Raises InvalidRecipe if the sum is zero."""
+    """Divide a method's weights by their sum. Raises InvalidRecipe, naming the method, if the sum is zero."""
     total = scalars.fsum(weights)
     if abs(total) < NO_WEIGHT:
         raise InvalidRecipe(f"{method}: weights {tuple(weights)} sum to {total}; they must not sum to zero")

@@ -50,11 +50,12 @@ def sce(
 ) -> torch.Tensor:
     """SCE (FuseChat, arXiv:2408.07990): select the most variable elements, calculate weights, erase minority signs.
 
-    It selects the share of elements that vary most between the task vectors (of those that vary at all), calculates
-    each model's weight as its mean square over the tensor, and erases the elements whose sign is not that of the sum.
-    The result is theta_pre + sum_t w_t tau_t / sum_t w_t over the elements that are left, and the base where the sum is
-    zero or nothing is selected. `variances` is the table of the elements' variances, if known; `order` orders equal
-    variances.
+    theta_pre is the base, and tau_t the task vectors, the differences of the models from the base. SCE selects the
+    share `select_topk` of those elements that vary at all between the task vectors: the ones of largest variance. The
+    weight w_t of a model is the mean square of its selected elements over the tensor. Elements whose sign is not that
+    of the sum of the task vectors are erased. The result is theta_pre + sum_t w_t tau_t / sum_t w_t over the elements
+    that are left, and the base where the sum is zero or nothing is selected. `variances` is the table of the elements'
+    variances, if known; `order` orders equal variances.
     """
     taus = [tensor - base for tensor in tensors]
     if select_topk < 1:
@@ -82,10 +83,10 @@ def sce_mergekit(
     variances: Ranked | None = None,
     order: TieOrder = ANY_ORDER,
 ) -> torch.Tensor:
-    """`sce` as mergekit computes it, with other results for zero sums and small weights.
+    """SCE as mergekit computes it, which differs from `sce` for sums of zero and for small weights.
 
-    Weights are equal if mean squares sum to less than 1e-6, + is elected where the sum is zero, and the divisor is at
-    least 1e-6.
+    Weights are equal if mean squares sum to less than 1e-6. Where the sum of the task vectors is zero, the positive
+    sign is elected. The divisor, a sum of weights, is at least 1e-6.
     """
     taus = [tensor - base for tensor in tensors]
     if select_topk < 1:
@@ -105,22 +106,22 @@ def sce_mergekit(
 
 
 def num_selected(select_topk: float, num_variable: int) -> int:
-    """The number of elements that SCE selects, of those that vary at all."""
+    """The number of elements that SCE selects, a share of the `num_variable` ones that vary between task vectors."""
     return share_of(select_topk, num_variable)
 
 
 def sce_weights(squares: Sequence[float]) -> list[float]:
-    """The weight of each model in SCE, from the sum of squares of its task vector; zeros if all are zero."""
+    """The weight of each model in SCE, from the sums of squares of the task vectors; zeros if all sums are zero."""
     whole = math.fsum(squares)
     return [square / whole if whole else 0.0 for square in squares]
 
 
 @merges("ram")
 def ram(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, epsilon: float) -> torch.Tensor:
-    """RAM (arXiv:2601.13572): adds what one model changed, averages what several changed.
+    """RAM (arXiv:2601.13572): add what one model changed, average what several models changed.
 
-    An element is changed where it differs from the base by more than epsilon. The average is over the models that
-    changed it.
+    A model has changed an element if it differs from the base by more than epsilon. The average is over the models that
+    changed the element.
     """
     return _ram([tensor - base for tensor in tensors], base, epsilon, None)
 
@@ -129,10 +130,11 @@ def ram(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, epsilon: float) 
 def ramplus_tl(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, r: float, alpha: float, epsilon: float
 ) -> torch.Tensor:
-    """RAM+ with counts per tensor (arXiv:2601.13572; mergekit calls it tensor-local).
+    """RAM+ with counts for each tensor (arXiv:2601.13572; mergekit calls it tensor-local).
 
-    It is `ram`, with elements that only one model changed multiplied by 1 + r min(alpha, shared / unique): the numbers
-    of elements that this model changed with others and alone.
+    It is `ram`, except that elements which only one model changed are multiplied by 1 + r min(alpha, shared / unique).
+    Of the elements that this model changed, `shared` is the number that others changed too, and `unique` the number
+    that it changed alone.
     """
     return _ram([tensor - base for tensor in tensors], base, epsilon, (r, alpha))
 
@@ -143,9 +145,10 @@ def pcb(
 ) -> torch.Tensor:
     """PCB-Merging as published (arXiv:2410.02396): a mean of the task vectors, weighted element by element.
 
-    With Norm scaling a tensor to [0, 1] and N models, beta_i = Softmax(N Norm(tau_i^2)) * sum_j Softmax(Norm(tau_i
-    tau_j)), and all but the `density` largest of each beta_i are set to zero. The result is theta_pre + lambda sum_i
-    beta_i tau_i / sum_i beta_i, and the base where all beta_i are zero.
+    theta_pre is the base, tau_i the task vector of model i, N the number of models, and Norm scales a tensor to [0, 1].
+    The weights are beta_i = Softmax(N Norm(tau_i^2)) * sum_j Softmax(Norm(tau_i tau_j)); all but the share `density` of
+    largest elements of each beta_i are set to zero. The result is theta_pre + lambda sum_i beta_i tau_i / sum_i beta_i,
+    and the base where all beta_i are zero.
     """
     taus = [tensor - base for tensor in tensors]
     betas = []
@@ -164,9 +167,10 @@ def pcb(
 def pcb_tanh(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, density: float) -> torch.Tensor:
     """PCB-Merging as its authors' code computes it, with clipped magnitudes and a tanh.
 
-    Magnitudes are clipped to their quantiles at 0.01 % and 99.99 %. beta_i = exp(N Norm(|tau_i|)^2) tanh(tau_i sum_j
-    tau_j), raised to its quantile at 1 - density and scaled to [0, 1]. The result is the weighted mean of `pcb`, of the
-    clipped task vectors.
+    tau_i is the task vector of model i, N the number of models, and Norm scales a tensor to [0, 1]. Magnitudes are
+    clipped to their quantiles at 0.01 % and 99.99 %. The weights are beta_i = exp(N Norm(|tau_i|)^2) tanh(tau_i sum_j
+    tau_j), raised to their quantile at 1 - density and scaled to [0, 1]. The result is the weighted mean as in `pcb`,
+    of the clipped task vectors.
     """
     taus = [tensor - base for tensor in tensors]
     summed = taus[0].clone()
@@ -197,10 +201,11 @@ def consensus_ta(
     mask_lambdas: Sequence[float],
     agreement: int,
 ) -> torch.Tensor:
-    """Consensus task arithmetic (TALL masks, arXiv:2405.07813): the elements that matter to several models.
+    """Consensus task arithmetic (TALL masks, arXiv:2405.07813): add only elements that matter to several models.
 
-    Of the sum tau of the task vectors, it keeps the elements that matter to at least `agreement` models: those with
-    |tau_t| >= mask_lambda_t |tau - tau_t|. The result is theta_pre + lambda times these.
+    tau_t is the task vector of model t, and tau the sum of all. An element matters to model t if |tau_t| >=
+    mask_lambda_t |tau - tau_t|. The elements of tau that matter to at least `agreement` models are kept. The result is
+    the base plus lambda times these elements.
     """
     taus = [tensor - base for tensor in tensors]
     merged = taus[0].clone()
@@ -221,7 +226,10 @@ def consensus_ties(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """`consensus_ta` with TIES' merged task vector (eq. 6 to 8, without lambda) in place of the task vectors' sum."""
+    """Consensus merging (`consensus_ta`) of TIES' merged task vector, in place of the sum of the task vectors.
+
+    TIES' merged task vector is that of equations 6 to 8 of "Automated Model Merging", without lambda.
+    """
     merged = consensus.disjoint_mean(trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders))
     taus = [tensor - base for tensor in tensors]
     return _agreed(merged, taus, mask_lambdas, agreement).mul_(lambda_).add_(base)
@@ -231,14 +239,14 @@ def consensus_ties(
 def wudi(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, steps: int, learning_rate: float
 ) -> torch.Tensor:
-    """WUDI-Merging (arXiv:2503.08099): theta_pre + lambda m, with m optimised by Adam.
+    """WUDI-Merging (arXiv:2503.08099): the base plus lambda m, with m optimised by Adam.
 
-    For a matrix, m is reached from sum_i tau_i by `steps` steps of Adam on sum_i |(m - tau_i) tau_i^T|^2 / |tau_i|^2.
-    For other tensors it is the mean task vector.
+    tau_i are the task vectors. For a matrix, m begins as sum_i tau_i and is changed by `steps` steps of Adam on the
+    loss sum_i |(m - tau_i) tau_i^T|^2 / |tau_i|^2. For other tensors m is the mean task vector.
 
-    The gradient 2 (m A - B), A = sum_i tau_i^T tau_i / |tau_i|^2 and B = sum_i tau_i tau_i^T tau_i / |tau_i|^2, is
-    written out, so a step is one matrix product. The last bits of matrix products depend on the number of threads. Task
-    vectors that are zero do not count in the loss.
+    The gradient is 2 (m A - B), with A = sum_i tau_i^T tau_i / |tau_i|^2 and B = sum_i tau_i tau_i^T tau_i / |tau_i|^2,
+    so that a step is one matrix product. The last bits of matrix products depend on the number of threads. Task vectors
+    that are zero do not count in the loss.
     """
     taus = [tensor - base for tensor in tensors]
     if base.dim() != 2:
@@ -266,7 +274,10 @@ def wudi(
 
 
 def sce_mergekit_weights(squares: Sequence[float], num_elements: int) -> list[float]:
-    """The weight of each model in `sce_mergekit`, from sums of squares of task vectors and the number of elements."""
+    """The weight of each model in `sce_mergekit`.
+
+    `squares` are the sums of squares of the task vectors, `num_elements` is the tensor's number of elements.
+    """
     whole = math.fsum(squares)
     if whole / max(1, num_elements) < NO_SQUARES:
         return [1 / len(squares)] * len(squares)
@@ -274,12 +285,15 @@ def sce_mergekit_weights(squares: Sequence[float], num_elements: int) -> list[fl
 
 
 def variance(tensors: Sequence[torch.Tensor], base: torch.Tensor) -> torch.Tensor:
-    """The variance of each element between the task vectors, in float32."""
+    """The variance of each element between the task vectors (the tensors minus the base), in float32."""
     return _variance([tensor.float() - base.float() for tensor in tensors])
 
 
 def _most_variable(taus: Sequence[torch.Tensor], share: float, order: TieOrder, known: Ranked | None) -> torch.Tensor:
-    """Bool mask of the share of elements with the largest variances between task vectors, of those not zero."""
+    """Mask (bool) of the elements with the largest variances between task vectors.
+
+    `share` is the share of those elements whose variance is not zero.
+    """
     variances = _variance(taus)
     count = num_selected(share, int(torch.count_nonzero(variances)))
     if count == 0:
@@ -319,7 +333,10 @@ def _ram(
 
 
 def ramplus_factor(r: float, alpha: float, num_changed: int, num_alone: int) -> float:
-    """The factor in RAM+ of elements that a model changed alone: `num_alone` of the `num_changed` that it changed."""
+    """The factor in RAM+ for the elements that only one model changed.
+
+    The model changed `num_changed` elements, of which `num_alone` were changed by no other model.
+    """
     return 1 + r * min(alpha, (num_changed - num_alone) / num_alone) if num_alone else 1.0
 
 
@@ -343,13 +360,13 @@ def _balanced(
 
 
 def _unit_range(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor scaled to [0, 1]; zeros if all its elements are equal."""
+    """Scale a tensor to [0, 1]; the result is zeros if all elements are equal."""
     low, high = torch.aminmax(tensor)
     return (tensor - low).div_(high - low) if high > low else torch.zeros_like(tensor)
 
 
 def _softmax(tensor: torch.Tensor) -> torch.Tensor:
-    """The softmax over the whole tensor, in place.
+    """Compute the softmax over a whole tensor in place.
 
     The elements must be so small that exp does not overflow.
     """
@@ -358,5 +375,5 @@ def _softmax(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _smallest(tensor: torch.Tensor, index: int) -> torch.Tensor:
-    """The element at `index`, from 0, of the elements in ascending order."""
+    """The element with the index `index`, from 0, if the elements of a tensor are sorted in ascending order."""
     return torch.kthvalue(tensor.flatten(), index + 1).values

@@ -20,15 +20,18 @@ __all__ = [
 
 
 def disjoint_mean(taus: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The mean of the task vectors that have the sign of the sum; zero where the sum is zero.
+    """For each element, the mean of the task vectors that have the sign of their sum; zero where the sum is zero.
 
-    Eq. 7 and 8 of "Automated Model Merging", TIES (arXiv:2306.01708).
+    Equations 7 and 8 of "Automated Model Merging", TIES (arXiv:2306.01708).
     """
     return _mean_of_agreeing(taus, _sum(taus).sign_())
 
 
 def disjoint_majority_mean(taus: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`disjoint_mean`, but where the sum is zero the sign is that of the tensor's majority of signs (MergeLM)."""
+    """For each element, the mean of the task vectors that have the sign of their sum, or where it is zero another sign.
+
+    The other sign is the one that most elements of the tensor have in the sum (MergeLM).
+    """
     elected = _sum(taus).sign_()
     majority = int((elected > 0).sum()) - int((elected < 0).sum())
     sign = float((majority > 0) - (majority < 0))
@@ -36,7 +39,7 @@ def disjoint_majority_mean(taus: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def disjoint_sum(taus: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum, not the mean, of the task vectors that have the sign of the sum (MergeBench)."""
+    """For each element, the sum of the task vectors that have the sign of the sum of all (MergeBench)."""
     elected = _sum(taus).sign_()
     merged = torch.zeros_like(elected)
     for tau in taus:
@@ -45,10 +48,10 @@ def disjoint_sum(taus: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def disjoint_weighted(taus: Sequence[torch.Tensor], weights: Sequence[float], *, normalize: bool) -> torch.Tensor:
-    """The weighted sum of the task vectors that have the sign of the weighted sum of all (mergekit).
+    """For each element, the weighted sum of the task vectors that have the sign of the weighted sum of all (mergekit).
 
-    The sign is + where that sum is zero. With `normalize`, the result is divided by the sum of the weights of those
-    that agree, by 1 where that is zero.
+    The sign is + where the weighted sum of all is zero. With `normalize`, the result is divided by the sum of the
+    weights of the task vectors that have the sign, unless this sum is zero.
     """
     taus = [tau.mul_(weight) for tau, weight in zip(taus, weights, strict=True)]
     is_positive = _sum(taus) >= 0
@@ -63,9 +66,9 @@ def disjoint_weighted(taus: Sequence[torch.Tensor], weights: Sequence[float], *,
 
 
 def disjoint_weighted_mean(taus: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """The weighted sum of the task vectors that have the sign of the unweighted sum, divided by their number (PEFT).
+    """For each element, the weighted sum of the task vectors that have the sign of the sum of all, over their number.
 
-    The sign is + where the sum is zero.
+    The sum of all is unweighted; the sign is + where it is zero (PEFT).
     """
     is_positive = _sum(taus) >= 0
     merged = torch.zeros_like(taus[0])
@@ -78,10 +81,10 @@ def disjoint_weighted_mean(taus: Sequence[torch.Tensor], weights: Sequence[float
 
 
 def disjoint_interpolation(taus: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """The interpolation of the task vectors that have the sign of the sum (M3, appendix H).
+    """For each element, the weighted mean of the task vectors that have the sign of the sum of all (M3, appendix H).
 
-    An element that agrees alone is kept as it is; several are interpolated with their weights divided by the sum of
-    these.
+    The weights are divided by the sum of the weights of the task vectors that have the sign. If only one has the sign,
+    it is used as it is.
     """
     elected = _sum(taus).sign_()
     alone, mixed = torch.zeros_like(elected), torch.zeros_like(elected)

@@ -17,7 +17,8 @@ __all__ = ["Importance", "ImportancesAt", "arcee_fusion", "importance_of", "impo
 def nearswap(tensors: Sequence[torch.Tensor], *, t: float) -> torch.Tensor:
     """The first model, with each element moved towards the second's by at most t (mergekit's NearSwap).
 
-    It is w theta_2 + (1 - w) theta_1 with w = min(1, t / |theta_1 - theta_2|).
+    With theta_1 and theta_2 the tensors of the two models, it is w theta_2 + (1 - w) theta_1 with w = min(1, t /
+    |theta_1 - theta_2|).
     """
     first, second = tensors
     share = (t / (first - second).abs_().clamp_(min=1e-6)).clamp_(max=1)
@@ -26,10 +27,10 @@ def nearswap(tensors: Sequence[torch.Tensor], *, t: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Importance:
-    """Which elements Arcee Fusion takes from the second model.
+    """The criterion by which Arcee Fusion takes elements from the second model.
 
-    They are the elements whose |difference| times their row's value in `rows`, float32 [..., 1], is at least
-    `threshold`, a float32 value.
+    An element is taken if the magnitude of the two models' difference, times its row's number in `rows` (float32 [...,
+    1]), is at least `threshold`, a float32 value.
     """
 
     rows: torch.Tensor
@@ -44,9 +45,11 @@ ImportancesAt = Callable[[Sequence[int], torch.Tensor, torch.Tensor, torch.Tenso
 def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | None = None) -> torch.Tensor:
     """The first model with the second's most important changes (mergekit's Arcee Fusion).
 
-    Importance is |theta_2 - theta_1| * KL(softmax of theta_2's row | softmax of theta_1's row). Elements whose
-    importance is at least median + 1.5 (Q3 - Q1) are taken from the second. Quartiles are those of the whole tensor, by
-    the element at floor(q (n - 1)) of the sorted ones. `importance` is that of the two tensors, if known.
+    theta_1 and theta_2 are the tensors of the two models. The importance of an element is |theta_2 - theta_1| *
+    KL(softmax of theta_2's row | softmax of theta_1's row), with KL the Kullback-Leibler divergence. Elements whose
+    importance is at least median + 1.5 (Q3 - Q1) are taken from the second model. The quartiles Q1 and Q3 are those of
+    the whole tensor: the element at floor(q (n - 1)) of the n sorted importances, with q = 1/4 and 3/4. `importance` is
+    that of the two tensors, if known.
     """
     first, second = tensors
     delta = second - first
@@ -57,7 +60,7 @@ def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | No
 def importances_at(
     indices: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The importances at `indices`, from 0, of their ascending order, by torch's selection."""
+    """The importances at the given indices, from 0, of all importances in ascending order, selected by torch."""
     importances = ((second.float() - first.float()).abs_() * rows).flatten()
     return [torch.kthvalue(importances, index + 1).values for index in indices]
 
@@ -65,7 +68,7 @@ def importances_at(
 def importance_of(first: torch.Tensor, second: torch.Tensor, select: ImportancesAt = importances_at) -> Importance:
     """The importance that `arcee_fusion` needs, of two tensors on CPU with at least one element.
 
-    `select` finds order statistics of the importances.
+    `select` is a function that returns importances at given ranks.
     """
     width = first.shape[-1] if first.dim() else 1
     parts = (torch.split(tensor.reshape(-1, width), max(1, CHUNK // width)) for tensor in (second, first))
@@ -77,7 +80,7 @@ def importance_of(first: torch.Tensor, second: torch.Tensor, select: Importances
 
 
 def _divergences(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The divergence KL(softmax of the first's row | softmax of the second's) of each row.
+    """The Kullback-Leibler divergence between corresponding rows of two tensors, of their softmaxes.
 
     Rounding may make the divergence of nearly equal rows slightly negative.
     """

@@ -35,17 +35,17 @@ Statistic = Literal["cosine", "importance", "magnitudes", "norms", "products", "
 
 @dataclass(frozen=True)
 class Operands:
-    """The operands of one merge: the same tensor of every source, float32 and of one shape; none is modified.
+    """The operands of one merge: the same tensor of every source, in one shape; none of them is modified.
 
-    `tensors` are in the order of the merge's sources. `base` is the base model's tensor, for methods that need it;
-    `keys` are those of the masks (`masks.mask_key`), one per source, for methods that draw masks.
+    `tensors` are in the order of the merge's sources. `base` is the base model's tensor, for methods that need it.
+    `keys` are the keys of random masks (`masks.mask_key`), one for each source, for methods that draw masks.
 
-    The rest depends only on the sources and may be known from an earlier merge: `cosine` and `importance` of the first
-    two tensors; for each source its `magnitudes`, the table of |source - base|; the inner `products` of all pairs of
-    tensors, or with a base of task vectors; the table of the `variances` between task vectors; the `ranks` of their
-    magnitudes in each row; and the `norms` of each, the sums of magnitudes. `orders` are the orders of elements of
-    equal magnitude in each source, and `order` that of elements of equal variance; if they are not given, any
-    repeatable order is used.
+    The other fields depend only on the sources and may be known from an earlier merge. `cosine` and `importance` are
+    those of the first two tensors. `magnitudes` has for each source the table of |source - base|. `products` are the
+    inner products of all pairs of tensors, or with a base of task vectors. `variances` is the table of the variances
+    between task vectors. `ranks` has for each source the ranks of its magnitudes in each row, and `norms` the sum of
+    its magnitudes. `orders` order the elements of equal magnitude in each source, and `order` those of equal variance;
+    if they are None, any repeatable order is used.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -63,17 +63,17 @@ class Operands:
     name: str = ""
 
     def in_float32(self) -> Operands:
-        """The same operands, converted to float32."""
+        """A copy of the operands with all tensors converted to float32."""
         base = None if self.base is None else self.base.float()
         return replace(self, tensors=tuple(tensor.float() for tensor in self.tensors), base=base)
 
 
 @dataclass(frozen=True)
 class PlainMethod:
-    """A declared method with the function that computes it.
+    """A declared merge method with the function that computes it in plain torch.
 
-    `uses` are the statistics that the function takes; `is_told_name`: it takes the tensor's name; `order_parameter`:
-    its parameter for the order of equal elements.
+    `uses` are the statistics that the function can use. `is_told_name` says whether the function takes the tensor's
+    name. `order_parameter` is the function's parameter for the order of equal elements, if it has one.
     """
 
     declared: MergeMethod
@@ -93,10 +93,10 @@ class PlainMethod:
         *,
         given: Mapping[str, Sequence[torch.Tensor] | torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Merge operands with the coefficients of a merge.
+        """Compute a merge of `operands` with the coefficients of `merge`.
 
-        Coefficients that are `given` as tensors without dimensions, by name, replace the merge's; the result has
-        gradients by them. Raises InvalidRecipe for coefficients that the method does not take.
+        `given` may replace coefficients, by name, by tensors without dimensions; the result then has gradients by
+        these. Raises InvalidRecipe for coefficients that the method does not take.
         """
         replaced = given or {}
         arguments: dict[str, Any] = {
@@ -119,7 +119,10 @@ class PlainMethod:
 
 
 def merge_tensors(merge: Merge, operands: Operands) -> torch.Tensor:
-    """The merged tensor, by the merge's method. Raises InvalidRecipe for a merge that its method does not take."""
+    """Compute a merged tensor by the plain function of the merge's method.
+
+    Raises InvalidRecipe for a merge with sources or coefficients that its method does not take.
+    """
     merge.check()
     return PLAIN[merge.method].merge(operands, merge)
 

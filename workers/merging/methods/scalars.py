@@ -14,7 +14,7 @@ __all__ = ["acos", "cos", "fsum", "sin", "sqrt"]
 
 
 def fsum(numbers: Iterable[float]) -> float:
-    """The exact sum of numbers, rounded once; of tensors, their sum."""
+    """The sum of coefficients: for numbers the exact sum, rounded once; for tensors their sum with its gradient."""
     terms = list(numbers)
     return sum(terms) if any(isinstance(term, torch.Tensor) for term in terms) else math.fsum(terms)
 

@@ -32,7 +32,11 @@ NO_NORM = 1e-7
 
 
 def trimmed(tau: torch.Tensor, k: float, order: TieOrder, magnitudes: Ranked | None = None) -> torch.Tensor:
-    """The task vector with zeros except for its `num_kept(k, n)` largest magnitudes (eq. 6; arXiv:2306.01708)."""
+    """Set all but the largest magnitudes of a task vector to zero (TIES, arXiv:2306.01708).
+
+    `num_kept(k, n)` of the n elements are kept; this is equation 6 of "Automated Model Merging". `order` orders equal
+    magnitudes; `magnitudes` is their table, if known.
+    """
     rank = num_kept(k, tau.numel())
     if rank == tau.numel():
         return tau
@@ -44,10 +48,10 @@ def trimmed(tau: torch.Tensor, k: float, order: TieOrder, magnitudes: Ranked | N
 def cut_both_ends(
     tau: torch.Tensor, density: float, gamma: float, order: TieOrder, magnitudes: Ranked | None = None
 ) -> torch.Tensor:
-    """The task vector without its largest and its smallest elements (Model Breadcrumbs, arXiv:2312.06795).
+    """Set the largest and the smallest elements of a task vector to zero (Model Breadcrumbs, arXiv:2312.06795).
 
-    It loses the floor(gamma n) largest magnitudes and keeps the floor(density n) largest of the others. The paper's two
-    percentiles are 1 - gamma and 1 - gamma - density.
+    Of n elements, the floor(gamma n) largest magnitudes are dropped, and the floor(density n) largest of the others are
+    kept. The paper's two percentiles are 1 - gamma and 1 - gamma - density.
     """
     ranks = cut_ranks(density, gamma, tau.numel())
     if ranks is None:
@@ -62,21 +66,21 @@ def cut_both_ends(
 
 @dataclass(frozen=True)
 class CutRanks:
-    """The ranks, from 1, of the largest and the smallest magnitude that `cut_both_ends` keeps."""
+    """The ranks of the largest and the smallest magnitude that `cut_both_ends` keeps; rank 1 is the largest of all."""
 
     largest: int
     smallest: int
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is kept."""
+        """Whether no element is kept."""
         return self.smallest < self.largest
 
 
 def cut_ranks(density: float, gamma: float, num_elements: int) -> CutRanks | None:
-    """The ranks that `cut_both_ends` keeps; None if it keeps all.
+    """The ranks of the magnitudes that `cut_both_ends` keeps; None if it keeps all elements.
 
-    Fewer are cut at the top where density + gamma exceeds 1.
+    If density + gamma exceeds 1, fewer of the largest elements are dropped.
     """
     count = share_of(density, num_elements)
     num_cut = min(share_of(gamma, num_elements), num_elements - count)
@@ -84,7 +88,7 @@ def cut_ranks(density: float, gamma: float, num_elements: int) -> CutRanks | Non
 
 
 def dropped(tau: torch.Tensor, density: float, key: int) -> torch.Tensor:
-    """The task vector with each element kept with probability `density`, not rescaled (DARE, arXiv:2311.03099)."""
+    """Keep each element of a task vector with probability `density`, without rescaling (DARE, arXiv:2311.03099)."""
     return tau.masked_fill_(~masks.keep(key, tau.shape, density, device=tau.device), 0)
 
 
@@ -99,15 +103,16 @@ def magnitude_sampled(
     rescale: bool = True,
     ranks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """MagPrune (DELLA, arXiv:2406.11617): keeps larger elements of a row with higher probability.
+    """MagPrune (DELLA, arXiv:2406.11617): keep larger elements of a row with higher probability.
 
-    The probability is from density - epsilon to density + epsilon in steps by rank. With `rescale`, elements that are
-    kept are divided by it.
+    The probability of keeping an element is from density - epsilon to density + epsilon, in steps by rank. With
+    `rescale`, elements that are kept are divided by their probability.
 
     The paper's epsilon is twice this one, and its drop probability is p_min + epsilon r / n for ranks r from 0, the
-    largest: the smallest element stays a step above density - epsilon. `is_symmetric` divides by n - 1 (mergekit).
-    Equal magnitudes are ranked by `order`; in recipes of format 1 by position, the earlier as the smaller. A tensor
-    with fewer than two dimensions is one row. `ranks` are the ranks in their rows, from 0, the smallest, if known.
+    largest: the smallest element stays a step above density - epsilon. With `is_symmetric` the divisor is n - 1
+    (mergekit). Equal magnitudes are ranked by `order`; in recipes of format 1 by position, the earlier as the smaller.
+    A tensor with fewer than two dimensions is one row. `ranks` are the ranks of magnitudes in their rows, from 0, the
+    smallest, if known.
     """
     ranks = _sorted_ranks(tau, order) if ranks is None else ranks
     origin, start, step = probability_by_rank(row_width(tau), density, epsilon, is_symmetric=is_symmetric)
@@ -119,19 +124,22 @@ def magnitude_sampled(
 
 
 def row_width(tensor: torch.Tensor) -> int:
-    """The length of the rows in which MagPrune ranks: the last dimension, or all elements of a vector."""
+    """The length of the rows in which MagPrune ranks elements: the last dimension, or all elements of a vector."""
     return tensor.numel() if tensor.dim() < 2 else tensor.shape[-1]
 
 
 def probability_by_rank(width: int, density: float, epsilon: float, *, is_symmetric: bool) -> tuple[int, float, float]:
-    """The (origin, start, step) of MagPrune's probabilities in a row: start + |rank - origin| step."""
+    """The numbers (origin, start, step) that give MagPrune's probability in a row of `width` elements.
+
+    The probability of keeping the element of a rank is start + |rank - origin| step.
+    """
     if not is_symmetric:
         return width - 1, density + epsilon, -2 * epsilon / width
     return (0, density - epsilon, 2 * epsilon / (width - 1)) if width > 1 else (0, density, 0.0)
 
 
 def _sorted_ranks(tau: torch.Tensor, order: TieOrder) -> torch.Tensor:
-    """The rank of each element's magnitude in its row, from 0, the smallest: int64, of the shape of `tau`."""
+    """The rank of each element's magnitude in its row, from 0, the smallest; int64 in the shape of `tau`."""
     rows = tau.reshape(1, -1) if tau.dim() < 2 else tau
     keys = magnitude_keys(rows.abs(), order)
     places = keys.sort(dim=-1, stable=True).indices
@@ -141,13 +149,17 @@ def _sorted_ranks(tau: torch.Tensor, order: TieOrder) -> torch.Tensor:
 
 
 def match_l1_norm(sparse: torch.Tensor, tau: torch.Tensor, norm: float | None = None) -> torch.Tensor:
-    """A sparse task vector scaled to the sum of magnitudes of `tau`, as mergekit rescales.
+    """Scale a sparse task vector to the sum of magnitudes of the whole task vector `tau`, as mergekit does.
 
-    `norm` is the sum of magnitudes of `tau`, if known. It is unchanged if either sum is zero.
+    `norm` is the sum of magnitudes of `tau`, if known. The sparse task vector is returned unchanged if either sum is
+    zero.
     """
     return sparse * l1_ratio(total(torch.abs, tau) if norm is None else norm, total(torch.abs, sparse))
 
 
 def l1_ratio(before: float, after: float) -> float:
-    """The factor of `match_l1_norm`: the sums of magnitudes `before` / `after` sparsifying; 1 if one is near zero."""
+    """The factor by which `match_l1_norm` scales: before / after, or 1 if one of the two is near zero.
+
+    `before` and `after` are the sums of magnitudes before and after elements were dropped.
+    """
     return 1.0 if min(before, after) < NO_NORM else before / after

@@ -46,10 +46,11 @@ def multislerp(
 ) -> torch.Tensor:
     """Barycentric interpolation on the hypersphere (mergekit's Multi-SLERP, goddard.blog/posts/multislerp).
 
-    With w_t summing to one, u_t = theta_t / |theta_t| and m = sum_t w_t u_t / |sum_t w_t u_t|: the tangent vectors
-    v = sum_t w_t (u_t - <u_t, m> m) at m give (m cos |v| + v sin |v| / |v|) * sum_t w_t |theta_t|. As sum_t w_t u_t
-    has m's direction, v is zero except for rounding, and the result is m * sum_t w_t |theta_t|. If the weighted mean
-    direction vanishes, two tensors are interpolated linearly; more raise InvalidRecipe. A single tensor is returned.
+    theta_t are the tensors and w_t their weights, divided by their sum. u_t = theta_t / |theta_t| are the directions,
+    and m = sum_t w_t u_t / |sum_t w_t u_t| is their mean. The tangent vectors v = sum_t w_t (u_t - <u_t, m> m) at m
+    give (m cos |v| + v sin |v| / |v|) * sum_t w_t |theta_t|. As sum_t w_t u_t has the direction of m, v is zero except
+    for rounding, and the result is m * sum_t w_t |theta_t|. If the weighted mean direction vanishes, two tensors are
+    interpolated linearly; for more tensors InvalidRecipe is raised. A single tensor is returned as it is.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -64,9 +65,10 @@ def multislerp_unscaled(
     eps: float = MULTISLERP_EPSILON,
     products: Products | None = None,
 ) -> torch.Tensor:
-    """`multislerp` with weights as they are (mergekit: `normalize_weights: false`).
+    """Multi-SLERP (`multislerp`) with weights that are used as given (mergekit: `normalize_weights: false`).
 
-    The mean direction is the same; its length sum_t w_t |theta_t| is not.
+    The mean direction is the same as in `multislerp`; the length of the result, the weighted sum of the tensors' norms,
+    is not.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -79,7 +81,7 @@ def multislerp_weights(
 ) -> list[float]:
     """The factor of each tensor in `multislerp`, or without `normalize` in `multislerp_unscaled`.
 
-    Raises InvalidRecipe if more than two directions cancel.
+    Raises InvalidRecipe if the directions of more than two tensors cancel each other.
     """
     if len(products) == 1:
         return [1.0]
@@ -108,7 +110,7 @@ def multislerp_task_vectors(
     eps: float = MULTISLERP_EPSILON,
     products: Products | None = None,
 ) -> torch.Tensor:
-    """The base plus `multislerp` of the task vectors (mergekit's Multi-SLERP with a base model)."""
+    """The base plus Multi-SLERP (`multislerp`) of the task vectors (mergekit's Multi-SLERP with a base model)."""
     if len(tensors) == 1:
         return tensors[0]
     return multislerp([tensor - base for tensor in tensors], weights=weights, eps=eps, products=products).add_(base)
@@ -141,9 +143,11 @@ def karcher(
 ) -> torch.Tensor:
     """The Karcher (Riemannian) mean of directions on the unit sphere, times the mean norm (arXiv:2603.04972).
 
-    The mean direction is the m with sum_t w_t log_m(u_t) = 0, found by steps m <- exp_m(sum_t w_t log_m(u_t)) from the
-    normalised mean: at most `max_iter`, and none shorter than `tol`. Tensors no longer than `tol` count in the mean
-    norm, not in the direction. A single tensor is returned. The paper's weights are equal.
+    u_t are the directions of the tensors and w_t their weights. The mean direction is the m with sum_t w_t log_m(u_t) =
+    0, where exp_m and log_m map between the sphere and its tangent space at m. It is found by steps m <- exp_m(sum_t
+    w_t log_m(u_t)) from the normalised mean: at most `max_iter`, and none shorter than `tol`. Tensors no longer than
+    `tol` count in the mean norm, not in the direction. A single tensor is returned as it is. The paper's weights are
+    equal.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -159,9 +163,9 @@ def karcher_weights(
     max_iter: int = KARCHER_STEPS,
     tol: float = KARCHER_TOLERANCE,
 ) -> list[float]:
-    """The factor of each tensor in `karcher`, from inner products.
+    """The factor of each tensor in `karcher`, from the inner products of the tensors.
 
-    The mean m and the steps are sums of the u_t, so only angles are needed.
+    The mean direction and the steps are sums of the tensors' directions, so that only angles are needed.
     """
     if len(products) == 1:
         return [1.0]
@@ -202,7 +206,7 @@ def _norms(products: Products) -> list[float]:
 
 
 def _length(coefficients: Sequence[float], products: Products) -> float:
-    """The norm of the sum of vectors times their coefficients, from the inner products of the vectors."""
+    """The norm of a linear combination of vectors, from its coefficients and the vectors' inner products."""
     terms = (
         a * b * product
         for a, row in zip(coefficients, products, strict=True)

@@ -12,10 +12,10 @@ __all__ = ["table"]
 
 
 def table() -> str:
-    """The declared methods as a Markdown table.
+    """The declared merge methods as a Markdown table.
 
-    Its columns are the sources, coefficients, ranges in which studies search them, source, variant, and mergekit's
-    name.
+    Its columns are the sources, the coefficients, the ranges in which studies search these, the publication, the
+    variant, and mergekit's name.
     """
     rows = [
         ("method", "sources", "coefficients", "searched", "source", "what it is, and where it deviates", "in mergekit"),

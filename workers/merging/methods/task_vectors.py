@@ -49,9 +49,10 @@ Norms = Sequence[float] | None
 
 @merges("task_arithmetic")
 def task_arithmetic(tensors: Sequence[torch.Tensor], base: torch.Tensor, lambdas: Sequence[float]) -> torch.Tensor:
-    """Task arithmetic, eq. 4 and 5 (arXiv:2212.04089): theta_pre + sum_t lambda_t (theta_t - theta_pre).
+    """Task arithmetic (arXiv:2212.04089): theta_pre + sum_t lambda_t (theta_t - theta_pre).
 
-    Eq. 5 has one lambda for all task vectors; one per task vector is the common generalisation.
+    theta_pre is the base, theta_t is model t. These are equations 4 and 5 of "Automated Model Merging". Equation 5 has
+    one lambda for all task vectors; one for each is the common generalisation.
     """
     merged = base.clone()
     for tensor, lambda_ in zip(tensors, lambdas, strict=True):
@@ -69,10 +70,11 @@ def ties(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """TIES-Merging, eq. 6 to 9 (arXiv:2306.01708): trim, elect signs, average those that agree, scale.
+    """TIES-Merging (arXiv:2306.01708): trim task vectors, elect signs, average what agrees with them, and scale.
 
-    Trimming is per tensor and keeps the `num_kept(k, n)` largest magnitudes. Signs are elected unweighted; where the
-    trimmed task vectors cancel there is no elected sign and the result is the base.
+    These are equations 6 to 9 of "Automated Model Merging". Trimming keeps the `num_kept(k, n)` largest magnitudes of
+    the n elements of a tensor. The elected sign of an element is that of the unweighted sum of the trimmed task
+    vectors. Where the sum is zero there is no elected sign, and the result is the base.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_mean(taus).mul_(lambda_).add_(base)  # eq. 9
@@ -88,9 +90,9 @@ def ties_majority(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """`ties`, but where trimmed task vectors cancel, the sign is that of the tensor's majority of signs (MergeLM).
+    """TIES-Merging (`ties`) with another sign where the trimmed task vectors cancel: the tensor's majority (MergeLM).
 
-    There the elements with that sign are kept. "Automated Model Merging" and M3 build on this form.
+    The elements with this sign are averaged there. "Automated Model Merging" and M3 build on this form.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_majority_mean(taus).mul_(lambda_).add_(base)
@@ -106,7 +108,7 @@ def ties_sum(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """`ties`, but the task vectors that agree are added, not averaged (MergeBench, "sum")."""
+    """TIES-Merging (`ties`) in which the task vectors that agree are added, not averaged (MergeBench, "sum")."""
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_sum(taus).mul_(lambda_).add_(base)
 
@@ -124,11 +126,11 @@ def ties_weighted(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """`ties` with weights, which count in the election of signs and in the mean (mergekit's TIES).
+    """TIES-Merging with weights that count in the election of signs and in the mean (mergekit's TIES).
 
-    Where the weighted sum is zero, the positive sign is elected. The mean is divided by the weights of those that
-    agree, unless `normalize` is 0. With `rescale`, trimmed task vectors are scaled to their sum of magnitudes before
-    trimming.
+    Where the weighted sum of the trimmed task vectors is zero, the positive sign is elected. The mean is divided by the
+    sum of the weights of the task vectors that agree with the sign, unless `normalize` is 0. With `rescale`, trimmed
+    task vectors are scaled to the sum of magnitudes that they had before trimming.
     """
     taus = trimmed_task_vectors(tensors, base, densities, magnitudes, orders, rescale=rescale)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
@@ -147,10 +149,10 @@ def ties_peft(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """`ties` with weights that do not count in the election of signs (PEFT, GENOME).
+    """TIES-Merging with weights that do not count in the election of signs (PEFT, GENOME).
 
-    Where the sum is zero, the positive sign is elected. The result is the weighted sum of those that agree, divided by
-    their number.
+    Where the sum of the trimmed task vectors is zero, the positive sign is elected. The result is the base plus the
+    weighted sum of the task vectors that agree with the sign, divided by their number.
     """
     taus = trimmed_task_vectors(tensors, base, densities, magnitudes, orders)
     return consensus.disjoint_weighted_mean(taus, weights).add_(base)
@@ -170,10 +172,10 @@ def m3_ties(
     """Mixup Model Merge inside TIES (M3, appendix H): interpolation of what several task vectors keep.
 
     Trimming and signs are those of `ties`. A parameter that several task vectors keep is interpolated with their
-    weights; one that a single task vector keeps is kept as it is. The result is multiplied by lambda.
+    weights; one that a single task vector keeps is used as it is. The result is multiplied by lambda.
 
-    The paper has two models with weights w and 1 - w; with more, the weights of those that keep the parameter are
-    divided by their sum. Where that is zero the base stays.
+    The paper has two models with weights w and 1 - w. With more models, the weights of those that keep the parameter
+    are divided by their sum; where this sum is zero, the result is the base.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_interpolation(taus, weights).mul_(lambda_).add_(base)
@@ -190,7 +192,8 @@ def dare_linear(
 ) -> torch.Tensor:
     """DARE with task arithmetic (arXiv:2311.03099): theta_pre + sum_t lambda_t m_t tau_t / density_t.
 
-    m_t is a random mask that keeps the share density_t (the paper's 1 - p). Density 1 is task arithmetic.
+    theta_pre is the base, and tau_t the task vector of model t. m_t is a random mask that keeps the share density_t
+    (the paper's 1 - p) of the elements. With density 1 it is task arithmetic.
     """
     merged = base.clone()
     for tensor, lambda_, density, key in zip(tensors, lambdas, densities, keys, strict=True):
@@ -209,7 +212,10 @@ def dare_linear_l1(
     rescale: bool = True,
     norms: Norms = None,
 ) -> torch.Tensor:
-    """`dare_linear`, but the elements kept are scaled to the sum of magnitudes of the whole task vector (mergekit)."""
+    """DARE with task arithmetic, rescaled as in mergekit: to the sum of magnitudes of the whole task vector.
+
+    It is `dare_linear`, except that the elements that the random mask keeps are scaled in this way.
+    """
     merged = base.clone()
     given = zip(densities, keys, _each(norms, tensors), strict=True)
     for tensor, lambda_, each in zip(tensors, lambdas, given, strict=True):
@@ -226,9 +232,10 @@ def dare_ties(
     densities: Sequence[float],
     keys: Sequence[int],
 ) -> torch.Tensor:
-    """DARE instead of TIES' trimming (arXiv:2311.03099): signs are elected among m_t tau_t / density_t.
+    """DARE in place of TIES' trimming (arXiv:2311.03099): signs are elected among m_t tau_t / density_t.
 
-    Signs, mean and lambda are as in `ties`.
+    tau_t is the task vector of model t, and m_t a random mask that keeps the share density_t of its elements. Signs,
+    mean and lambda are as in `ties`.
     """
     taus = [
         dropped(tensor - base, density, key).mul_(1 / density)
@@ -268,16 +275,17 @@ def m3_dare(
     densities: Sequence[float],
     keys: Sequence[int],
 ) -> torch.Tensor:
-    """Mixup Model Merge on DARE's task vectors (M3, section 4.4).
+    """Mixup Model Merge of task vectors with elements dropped by DARE (M3, section 4.4).
 
-    It is theta_pre + lambda sum_t w_t m_t tau_t / density_t, with the weights divided by their sum, so that direction
-    and magnitude are set separately. It is `dare_linear` with lambda_t = lambda w_t.
+    It is theta_pre + lambda sum_t w_t m_t tau_t / density_t. theta_pre is the base, tau_t the task vector of model t,
+    and m_t a random mask that keeps the share density_t of its elements. The weights w_t are divided by their sum, so
+    that direction and magnitude are set separately. It is `dare_linear` with lambda_t = lambda w_t.
     """
     return dare_linear(tensors, base, lambdas=m3_lambdas(weights, lambda_), densities=densities, keys=keys)
 
 
 def m3_lambdas(weights: Sequence[float], lambda_: float) -> list[float]:
-    """The lambdas with which `dare_linear` computes `m3_dare`."""
+    """The coefficients with which `dare_linear` computes the method `m3_dare`."""
     total = fsum(weights)
     return [lambda_ * weight / total for weight in weights]
 
@@ -294,10 +302,10 @@ def della(
     ranks: Ranks = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """DELLA (arXiv:2406.11617): MagPrune instead of TIES' trimming.
+    """DELLA (arXiv:2406.11617): TIES with MagPrune in place of trimming.
 
-    MagPrune (`sparsify.magnitude_sampled`) divides each kept element by its probability. Signs, mean and lambda are as
-    in `ties`.
+    MagPrune (`sparsify.magnitude_sampled`) drops elements at random, the smaller ones more often, and divides each kept
+    element by its probability. Signs, mean and lambda are as in `ties`.
     """
     taus = [
         magnitude_sampled(tensor - base, density, epsilon, key, order, ranks=known)
@@ -323,9 +331,9 @@ def della_l1(
     ranks: Ranks = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """MagPrune, scaled to the task vectors' sums of magnitudes, merged as in `ties_weighted` (mergekit's della).
+    """DELLA as in mergekit: MagPrune, scaled to the task vectors' sums of magnitudes, merged as in `ties_weighted`.
 
-    Its probabilities are symmetric.
+    MagPrune's probabilities are symmetric about the density.
     """
     taus = [
         _sampled_l1(tensor - base, density, epsilon, key, order, known, rescale=rescale)
@@ -348,7 +356,10 @@ def della_linear(
     ranks: Ranks = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """DELLA without the election of signs (arXiv:2406.11617): theta_pre + sum_t lambda_t MagPrune(tau_t)."""
+    """DELLA without the election of signs (arXiv:2406.11617): theta_pre + sum_t lambda_t MagPrune(tau_t).
+
+    theta_pre is the base, and tau_t the task vector of model t. MagPrune is `sparsify.magnitude_sampled`.
+    """
     merged = base.clone()
     given = zip(densities, epsilons, keys, each_order(orders, tensors), strict=True)
     for tensor, lambda_, each, known in zip(tensors, lambdas, given, _each(ranks, tensors), strict=True):
@@ -369,7 +380,10 @@ def della_linear_l1(
     ranks: Ranks = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """`della_linear` with the probabilities and the rescaling of `della_l1` (mergekit's della_linear)."""
+    """DELLA without the election of signs, as in mergekit (della_linear).
+
+    It is `della_linear` with the symmetric probabilities and the rescaling of `della_l1`.
+    """
     merged = base.clone()
     given = zip(densities, epsilons, keys, each_order(orders, tensors), strict=True)
     for tensor, lambda_, each, known in zip(tensors, lambdas, given, _each(ranks, tensors), strict=True):
@@ -391,9 +405,9 @@ def breadcrumbs(
 ) -> torch.Tensor:
     """Model Breadcrumbs (arXiv:2312.06795): task arithmetic without the largest and the smallest elements.
 
-    It is theta_pre + sum_t lambda_t times the task vectors without their largest (share gamma) and smallest elements
-    (`sparsify.cut_both_ends`). The paper has one lambda. With `rescale`, these are scaled to the sum of magnitudes of
-    the whole task vector (mergekit).
+    It is the base plus lambda_t times each task vector without its largest elements (a share gamma) and its smallest
+    elements (`sparsify.cut_both_ends`). The paper has one lambda. With `rescale`, what is left of a task vector is
+    scaled to the sum of magnitudes of the whole task vector (mergekit).
     """
     merged = base.clone()
     crumbs = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders, rescale=rescale)
@@ -421,7 +435,7 @@ def breadcrumbs_ties(
 ) -> torch.Tensor:
     """Model Breadcrumbs' selection of elements, then the merge of `ties_weighted` (mergekit's breadcrumbs_ties).
 
-    `rescale` is that of `ties_weighted`.
+    With `rescale`, what is left of a task vector is scaled to the sum of magnitudes of the whole task vector.
     """
     taus = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders, rescale=rescale)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)

@@ -29,7 +29,11 @@ def trimmed_task_vectors(
     *,
     rescale: bool = False,
 ) -> list[torch.Tensor]:
-    """The task vectors theta_t - theta_pre, each with only the share of its largest magnitudes."""
+    """The task vectors (tensors minus base), each with all but its largest magnitudes set to zero.
+
+    `shares` has the share of elements to keep for each tensor. With `rescale` the results are scaled to the sum of
+    magnitudes of the whole task vectors.
+    """
     known = magnitudes or (None,) * len(tensors)
     taus = [
         trimmed(tensor - base, share, order, table)
@@ -48,7 +52,11 @@ def trimmed_breadcrumbs(
     *,
     rescale: bool = False,
 ) -> list[torch.Tensor]:
-    """The task vectors theta_t - theta_pre, each without its largest and its smallest elements."""
+    """The task vectors (tensors minus base), each with its largest and its smallest elements set to zero.
+
+    `densities` and `gammas` have the shares of elements to keep, and to drop at the top, for each tensor. With
+    `rescale` the results are scaled to the sum of magnitudes of the whole task vectors.
+    """
     known = magnitudes or (None,) * len(tensors)
     shares = zip(densities, gammas, each_order(orders, tensors), strict=True)
     taus = [
@@ -58,7 +66,10 @@ def trimmed_breadcrumbs(
 
 
 def each_order(orders: Orders, tensors: Sequence[torch.Tensor]) -> Sequence[TieOrder]:
-    """The order of equal magnitudes in each source; if none is given, a different one for each source."""
+    """The order of equal magnitudes in each source.
+
+    If `orders` is None, each source gets a different order.
+    """
     return [TieOrder(place) for place in range(len(tensors))] if orders is None else orders
 
 

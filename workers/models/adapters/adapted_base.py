@@ -21,7 +21,7 @@ CONV1D_MODELS = ("gpt2",)
 
 @dataclass(frozen=True)
 class AdaptedBase:
-    """The base that an adapter changes: its directory, configuration, tensors and layout."""
+    """The model that an adapter changes, with its directory, configuration, tensors and layout."""
 
     directory: Path
     config: Mapping[str, Any]
@@ -29,9 +29,9 @@ class AdaptedBase:
     layout: Layout
 
     def name(self, parameter: str) -> str | None:
-        """The base's tensor for `parameter` of the adapted model; None if there is none.
+        """The name of the base's tensor for `parameter`, a name in the adapted model; None if there is none.
 
-        Stored models may lack or have the outermost module.
+        The two names can differ, because stored models may lack the outermost module or have an additional one.
         """
         names = self.layout.places
         if parameter in names:
@@ -43,10 +43,10 @@ class AdaptedBase:
         return outer[0] if len(outer) == 1 else None
 
     def stack(self, parameter: str) -> str | None:
-        """The stack of experts for `parameter` of the adapted model; None if there is none.
+        """The name of the stack of experts for `parameter`, a name in the adapted model; None if there is none.
 
-        It is a name in `Layout.stacks`, or the tensor in which the stack is stored. The module of the mixture may have
-        other names in files than in transformers.
+        A stack joins a matrix of all experts of a layer. The result is a name in `Layout.stacks`, or the tensor in
+        which the stack is stored. The module of the experts may have other names in files than in transformers.
         """
         if (name := self.name(parameter)) is not None:
             return name if len(self.tensors[name].shape) == 3 else None

@@ -18,10 +18,10 @@ __all__ = ["Stack", "changed_stack", "stack_at", "stack_problems"]
 
 @dataclass(frozen=True)
 class Stack:
-    """A parameter that holds a matrix of each expert of a layer.
+    """A parameter in transformers that joins a matrix of every expert of a layer.
 
-    `parameter` is its name in transformers. `parts` are, for each expert, the tensors that are joined in it by rows;
-    they are one tensor if the stack is stored as it is (`is_stored`).
+    `parameter` is its name in transformers. `parts` has, for each expert, the names of the stored tensors that the
+    parameter joins by rows. If the parameter is stored as it is (`is_stored`), this is one tensor.
     """
 
     parameter: str
@@ -30,10 +30,11 @@ class Stack:
 
 
 def stack_at(module: str, base: AdaptedBase, settings: Settings) -> Stack | None:
-    """The stack of experts that the matrices at `module` change, if it is one of `target_parameters`; else None.
+    """The stack of experts that an adapter's matrices at `module` change; None if they change something else.
 
-    peft wraps a module once for each of its parameters that are trained, in the order in which the module has them: the
-    first is innermost, with the most `base_layer` in its name.
+    Only the parameters that the adapter's `target_parameters` name are considered. peft wraps a module once for each of
+    its parameters that are trained, in the order in which the module has them. The first parameter is innermost, with
+    the most `base_layer` in its name.
     """
     experts = module.replace(".base_layer", "")
     depth = module.count(".base_layer")
@@ -49,7 +50,7 @@ def stack_at(module: str, base: AdaptedBase, settings: Settings) -> Stack | None
 
 
 def stack_problems(module: str, matrices: Matrices, stack: Stack, base: AdaptedBase, settings: Settings) -> list[str]:
-    """The problems that keep an adapter's matrices from changing a stack of experts."""
+    """The reasons why an adapter's matrices cannot change a stack of experts; empty if they can."""
     if missing := {"A", "B"} - matrices.sides.keys():
         return [f"{module}: its LoRA matrix {missing.pop()} is missing"]
     a, b = matrices.sides["A"].shape, matrices.sides["B"].shape
@@ -71,7 +72,7 @@ def _stack_shape(stack: Stack, base: AdaptedBase) -> tuple[int, int, int]:
 
 
 def changed_stack(matrices: Matrices, stack: Stack, base: AdaptedBase, settings: Settings) -> dict[str, SourceTensor]:
-    """The tensors that a stack of experts is made of, as an adapter's matrices change them."""
+    """The tensors that make up a stack of experts, each as the adapter's matrices change it, by name."""
     a, b, scaling = matrices.sides["A"], matrices.sides["B"], settings.scaling(stack.parameter)
     if stack.is_stored:
         ((name,),) = stack.parts

@@ -23,28 +23,34 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Adapter:
-    """Every tensor of a base as an adapter leaves it, and the adapter's own safetensors files."""
+    """The tensors of a base model as an adapter changes them, and the adapter's own safetensors files.
+
+    Tensors that the adapter does not change are included.
+    """
 
     tensors: Mapping[str, SourceTensor]
     files: frozenset[Path]
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a directory holds an adapter and no whole model."""
+    """Whether a directory contains an adapter and no whole model."""
     models = ("model.safetensors", "model.safetensors.index.json")
     return (path / ADAPTER_CONFIG).is_file() and not any((path / name).is_file() for name in models)
 
 
 def stated_base(path: Path) -> str:
-    """The model that an adapter was trained on, by its configuration: a path or hub id of its trainer; "" if none."""
+    """The model that an adapter was trained on according to its configuration: a path or hub id, or "".
+
+    A path is one on the machine where the adapter was trained.
+    """
     settings = read_settings(path, [])
     return settings.stated_base if settings else ""
 
 
 def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> Adapter | None:
-    """The adapter in `path` applied to `base`; what is wrong is appended to `problems`.
+    """Read the adapter in `path`, and apply it to `base`; what is wrong is appended to `problems`.
 
-    Without a base only the adapter's own files are checked, and None is returned.
+    If `base` is None, only the adapter's own files are checked, and None is returned.
     """
     settings = read_settings(path, problems)
     before = len(problems)
@@ -119,10 +125,7 @@ def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> A
 
 @lru_cache
 def _warn(message: str) -> None:
-    """Log a warning once per process.
-
-    Only shapes decide whether an adapter fits: directories and names may differ.
-    """
+    """Log a warning once in each process, however often it is given."""
     log.warning("%s", message)
 
 
@@ -156,10 +159,11 @@ def _matrix_problems(
 
 
 def _tied_problems(parts: Parts, settings: Settings) -> Iterator[str]:
-    """Problems of adapters that trained the embedding and output head of a tied model as two tensors.
+    """Yield the problems of adapters that trained the tied embedding and output head of a model as two tensors.
 
-    The result would not be tied. peft trains the two as one where `ensure_weight_tying` asks for it, and stores the
-    matrices of both. The model is then the tied one with their product added once; peft 0.21's own merge adds it twice.
+    The adapted model would no longer be tied. With `ensure_weight_tying`, peft trains the two as one tensor and stores
+    the matrices of both. The adapted model is then the tied one with the product of the matrices added once; the merge
+    function of peft 0.21 adds it twice.
     """
     heads = [module for module in parts.matrices if is_output_head(f"{module}.weight")]
     embeddings = [module for module, matrices in parts.matrices.items() if matrices.is_embedding]

@@ -34,7 +34,7 @@ EMBEDDING_MODULES = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings in adapter_config.json that merging needs."""
+    """The settings of an adapter (adapter_config.json) that merging needs."""
 
     r: int
     alpha: float
@@ -50,7 +50,7 @@ class Settings:
     has_biases: bool
 
     def token_numbers(self, module: str) -> tuple[int, ...]:
-        """The rows of the embedding `module` that are trained one by one."""
+        """The rows of the embedding `module` that the adapter trained individually, as token ids."""
         fitting = (numbers for name, numbers in self.tokens.items() if f".{module}".endswith(f".{name}"))
         return next(fitting, ())
 
@@ -58,7 +58,10 @@ class Settings:
         return self.ranks.get(_pattern(self.ranks, module), self.r)
 
     def scaling(self, module: str) -> float:
-        """The factor of the product B A: alpha / r, or alpha / sqrt(r) if rank-stabilised (arXiv:2312.03732)."""
+        """The factor of a module's product B A: alpha / r, or alpha / sqrt(r) if rank-stabilised (arXiv:2312.03732).
+
+        A and B are the adapter's matrices for the module, r is their rank, alpha a setting of the adapter.
+        """
         rank = self.rank(module)
         return self.alphas.get(_pattern(self.alphas, module), self.alpha) / (
             math.sqrt(rank) if self.is_rank_stabilized else rank
@@ -66,12 +69,15 @@ class Settings:
 
 
 def _pattern(patterns: Mapping[str, Any], module: str) -> str:
-    """The first pattern that matches the end of the module's name, as in peft."""
+    """The first of peft's patterns that matches the end of the module's name; "" if none does."""
     return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", module)), "")
 
 
 def read_settings(path: Path, problems: list[str]) -> Settings | None:
-    """Read adapter_config.json; None if it cannot be read or is not that of a plain LoRA adapter."""
+    """Read the settings of an adapter from adapter_config.json; what is wrong is appended to `problems`.
+
+    Returns None if the file cannot be read or does not describe a plain LoRA adapter.
+    """
     file = path / ADAPTER_CONFIG
     try:
         config = json.loads(file.read_bytes())

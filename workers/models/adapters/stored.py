@@ -25,9 +25,10 @@ MAGNITUDE, BIAS, TOKENS = ".lora_magnitude_vector", ".lora_B.bias", ".token_adap
 
 @dataclass
 class Matrices:
-    """The LoRA matrices A and B of one module, as far as they are stored.
+    """The LoRA matrices A and B of one module, as far as the adapter's file has them.
 
-    Those of an embedding change the transposed weight. `magnitude` is DoRA's, `bias` that of B.
+    `magnitude` is the vector of DoRA, and `bias` the bias of B. The matrices of an embedding change its transposed
+    weight.
     """
 
     is_embedding: bool
@@ -76,7 +77,7 @@ def parts_of(stored: Mapping[str, TensorInfo]) -> Parts:
 
 
 def unexpected(parts: Parts, settings: Settings) -> Iterator[str]:
-    """The stored tensors that contradict the settings."""
+    """Yield the names of stored tensors that contradict the adapter's settings."""
     for module, matrices in parts.matrices.items():
         if matrices.magnitude is not None and not settings.is_dora:
             yield f"{PREFIX}{module}{MAGNITUDE}"

@@ -32,7 +32,7 @@ MARGIN_BYTES = 2**30
 
 
 def absent_bytes(directories: Iterable[Path]) -> int:
-    """The bytes that `fetched` would download; each model counts once."""
+    """Bytes that `fetched` would download for these models; a model that is listed twice counts once."""
     return sum(
         sum(_absent_files(read_record(directory)).values())
         for directory in {*directories}
@@ -41,10 +41,11 @@ def absent_bytes(directories: Iterable[Path]) -> int:
 
 
 def fetched(directories: Sequence[Path], *, note: Callable[[str], None] = log.info) -> tuple[Path, ...]:
-    """The directories, with each metadata-only snapshot replaced by the model, downloaded at the same commit.
+    """Download the models whose directories are metadata-only snapshots, at the snapshots' commits.
 
-    Complete files are kept if a download is interrupted. `note` is called with lines about the progress. Raises
-    InvalidModel, also if the cache's disk is too small: then nothing was downloaded.
+    Returns the directories, with the downloaded ones in place of the snapshots. Complete files are kept if a download
+    is interrupted. `note` is called with lines about the progress. Raises InvalidModel if a download fails, or if the
+    cache's disk is too small, in which case nothing is downloaded.
     """
     if lack := lack_of_space(directories):
         raise InvalidModel((lack,))
@@ -75,25 +76,25 @@ def _fetch(record: SnapshotRecord, note: Callable[[str], None]) -> Path:
 
 
 def _absent_files(record: SnapshotRecord) -> dict[str, int]:
-    """The sizes of the weights that the cache does not have, by file."""
+    """The sizes in bytes, by file, of the weights that the hub's cache on this machine lacks."""
     snapshot = _snapshot_dir(record.name, record.commit)
     return {file: size for file, size in record.sizes.items() if not has_size(snapshot / file, size)}
 
 
 def _snapshot_dir(name: str, commit: str) -> Path:
-    """The directory of a commit of a model in the hub's cache."""
+    """The directory in the hub's cache for one commit of a model."""
     return hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots" / commit
 
 
 def hub_cache() -> Path:
-    """The directory in which the hub's client keeps downloads."""
+    """The directory in which the hub's client library keeps downloads."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE).expanduser().resolve()
 
 
 def lack_of_space(directories: Iterable[Path]) -> str | None:
-    """Why the disk has no room for the weights that must be downloaded; None if it has."""
+    """The reason why the disk has no room for the weights that must be downloaded; None if it has room."""
     absent = sorted({directory for directory in directories if is_metadata_only(directory)})
     num_bytes = absent_bytes(absent)
     place = hub_cache()
@@ -111,7 +112,7 @@ def lack_of_space(directories: Iterable[Path]) -> str | None:
 
 
 def download(name: str, commit: str, files: Sequence[str], progress: type | None = None) -> Path:
-    """Download files of a commit, and return the commit's directory in the cache."""
+    """Download files of one commit of a hub model, and return the directory of this commit in the cache."""
     from huggingface_hub import snapshot_download
 
     if files:
@@ -125,7 +126,7 @@ def download(name: str, commit: str, files: Sequence[str], progress: type | None
 
 
 def point_to(snapshot: Path, revision: str) -> None:
-    """Make the cache's branch or tag `revision` refer to this complete snapshot."""
+    """Make the branch or tag `revision` in the hub's cache refer to a complete snapshot."""
     reference = snapshot.parents[1] / "refs" / revision
     if COMMIT.fullmatch(revision):
         return
@@ -135,7 +136,7 @@ def point_to(snapshot: Path, revision: str) -> None:
 
 
 def _notes(note: Callable[[str], None], total: int) -> type:
-    """A progress bar class for the hub's client that calls `note` with lines: bars would disturb other output."""
+    """Make a progress bar class for the hub's client that calls `note` with lines, in place of drawing a bar."""
     from huggingface_hub.utils import tqdm
 
     class Notes(tqdm):  # type: ignore[misc]

@@ -50,10 +50,11 @@ MAX_PLAIN_BYTES = 10 * 2**20
 
 
 def locate(model: str | Path) -> Path:
-    """The directory of `model`: itself, or that of a hub model in the hub's cache, or a metadata-only snapshot of it.
+    """Find the directory of a model that is given as a directory or a hub id.
 
-    No weights are downloaded. A complete model in the cache is used without asking the hub where its commit is given,
-    and where the hub cannot be reached (or HF_HUB_OFFLINE is set). Raises InvalidModel.
+    For a hub model it is a directory in the hub's cache, or a metadata-only snapshot; no weights are downloaded. A
+    complete model in the cache is used without asking the hub if a commit is given, and if the hub cannot be reached
+    (or HF_HUB_OFFLINE is set). Raises InvalidModel.
     """
     path = Path(model)
     if path.is_dir():
@@ -82,14 +83,14 @@ def locate(model: str | Path) -> Path:
 
 
 def commit_of(directory: Path) -> str | None:
-    """The commit of the hub model at `directory`, a result of `locate`; None for other directories."""
+    """The commit of the hub model in a directory that `locate` returned; None for other directories."""
     if is_metadata_only(directory):
         return read_record(directory).commit
     return directory.name if directory.parent.name == "snapshots" and COMMIT.fullmatch(directory.name) else None
 
 
 def id_of(directory: Path) -> str | None:
-    """The hub id (owner/name) of the model at `directory`, a result of `locate`; None for other directories."""
+    """The hub id (owner/name) of the model in a directory that `locate` returned; None for other directories."""
     if is_metadata_only(directory):
         return read_record(directory).name
     owner, _, name = directory.parent.parent.name.removeprefix("models--").rpartition("--")
@@ -97,7 +98,7 @@ def id_of(directory: Path) -> str | None:
 
 
 def _cached(name: str, revision: str) -> Path | None:
-    """The directory of a hub model in the cache if all of its files are there, else None."""
+    """The directory of a hub model in the cache, or None if not all of its files are there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -111,7 +112,10 @@ def _cached(name: str, revision: str) -> Path | None:
 
 
 def _looked_up(name: str, revision: str) -> Path:
-    """A hub model as the hub has it now: its directory in the cache, or a metadata-only snapshot."""
+    """Ask the hub for a model's present commit, and return a directory for it.
+
+    It is the commit's directory in the cache if all files are there, else a metadata-only snapshot.
+    """
     from huggingface_hub import HfApi
 
     info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=TIMEOUT_S)
@@ -137,9 +141,10 @@ def _looked_up(name: str, revision: str) -> Path:
 
 
 def _weights(directory: Path, names: Collection[str]) -> list[str]:
-    """The safetensors files, among `names`, of the model whose small files are in `directory`.
+    """The names, among `names`, of the safetensors files with the weights of a model.
 
-    A second copy in another format is not included. There are none if an index cannot be read.
+    `directory` has the model's small files. A second copy in another format is not included. The result is empty if an
+    index cannot be read.
     """
     for stem in STEMS:
         if (single := f"{stem}.safetensors") in names:

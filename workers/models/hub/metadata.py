@@ -45,7 +45,10 @@ CONNECTIONS = 8
 
 @dataclass(frozen=True)
 class SnapshotRecord:
-    """The contents of a snapshot: a model's files, and the hub's sizes and sha256 (hex) of its weights."""
+    """Description of a metadata-only snapshot: the model's files, and the sizes and sha256 (hex) of its weights.
+
+    The sizes and hashes are those that the hub states.
+    """
 
     name: str
     revision: str
@@ -56,14 +59,14 @@ class SnapshotRecord:
 
 
 def is_metadata_only(directory: Path) -> bool:
-    """Whether `directory` is a metadata-only snapshot, without weights; `fetched` downloads them."""
+    """Whether `directory` is a metadata-only snapshot, which has no weights; `downloads.fetched` downloads them."""
     return directory.is_relative_to(snapshots_dir()) and (directory / RECORD).is_file()
 
 
 def stated_hash(file: Path) -> str | None:
-    """The sha256 (hex) that the hub states for a snapshot's file of weights; None for files that are here.
+    """The sha256 (hex) that the hub states for a weights file of a metadata-only snapshot; None for real files.
 
-    Raises InvalidModel if the hub states none.
+    Raises InvalidModel if the hub states no hash.
     """
     if not is_metadata_only(file.parent):
         return None
@@ -76,7 +79,7 @@ def stated_hash(file: Path) -> str | None:
 
 
 def named(text: str) -> str:
-    """Text in which directories of snapshots are replaced by their model and commit, owner/name@commit."""
+    """Replace the directories of metadata-only snapshots in a text by their model and commit, owner/name@commit."""
     return text.replace(f"{snapshots_dir()}{os.sep}", "")
 
 
@@ -89,7 +92,7 @@ def read_record(directory: Path) -> SnapshotRecord:
 
 
 def make_snapshot(record: SnapshotRecord, snapshot: Path, pickles: Iterable[str]) -> Path:
-    """The directory of the snapshot that `record` describes, created if it does not exist yet."""
+    """Create the metadata-only snapshot that `record` describes, if it does not exist yet, and return its directory."""
     place = snapshots_dir() / f"{record.name}@{record.commit}"
     if is_metadata_only(place):
         return place
@@ -115,7 +118,10 @@ def make_snapshot(record: SnapshotRecord, snapshot: Path, pickles: Iterable[str]
 
 
 def _header(record: SnapshotRecord, file: str) -> bytes:
-    """The safetensors header of a file with its length; only the first bytes if the file cannot have one."""
+    """Download the safetensors header of a file, with the length in front of it.
+
+    Returns only the first bytes if the file cannot be a safetensors file.
+    """
     size = record.sizes[file]
     start = _range(record, file, 0, min(size, FIRST_BYTES))
     end = 8 + int.from_bytes(start[:8], "little")
@@ -125,7 +131,7 @@ def _header(record: SnapshotRecord, file: str) -> bytes:
 
 
 def _range(record: SnapshotRecord, file: str, begin: int, end: int) -> bytes:
-    """The bytes [begin, end) of a file on the hub; no more than that is downloaded."""
+    """Download only the bytes [begin, end) of a file on the hub."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 

@@ -19,9 +19,9 @@ _silent_at: dict[str, float] = {}
 
 @contextmanager
 def without_waiting() -> Iterator[None]:
-    """Context in which the hub's client uses its cache alone, without retries, if the hub does not answer.
+    """Context manager in which the hub's client uses only its cache, without retries, if the hub does not answer.
 
-    What is not in the cache fails at once.
+    A file that is not in the cache then raises an error at once.
     """
     from huggingface_hub import constants
 
@@ -34,7 +34,7 @@ def without_waiting() -> Iterator[None]:
 
 
 def _answers() -> bool:
-    """Whether the hub sends any response at all."""
+    """Whether the hub sends any response."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 

@@ -27,9 +27,9 @@ WEIGHTS, MOMENTS, STATE = "weights.safetensors", "optimizer.safetensors", "state
 
 
 def save(directory: Path, *, step: int, trained: Mapping[str, torch.Tensor], optimizer: Optimizer, loss: float) -> Path:
-    """Write the state after `step` updates below `directory`, and return its directory.
+    """Write a checkpoint of a training below `directory`, after `step` updates, and return the checkpoint's directory.
 
-    The oldest checkpoints beyond KEPT are removed.
+    The oldest checkpoints beyond the newest KEPT are removed.
     """
     out = directory / f"{PREFIX}{step:08}"
     if not out.exists():
@@ -44,19 +44,22 @@ def save(directory: Path, *, step: int, trained: Mapping[str, torch.Tensor], opt
 
 
 def latest(directory: Path) -> Path | None:
-    """The newest complete checkpoint below `directory`; None if there is none."""
+    """The directory of the newest complete checkpoint below `directory`; None if there is none."""
     found = _all(directory)
     return found[-1] if found else None
 
 
 def step_of(checkpoint: Path | None) -> int:
-    """The number of updates before a checkpoint; 0 for None."""
+    """The number of updates that were made before a checkpoint; 0 if `checkpoint` is None."""
     return 0 if checkpoint is None else int(checkpoint.name.removeprefix(PREFIX))
 
 
 @torch.no_grad()
 def load(checkpoint: Path, *, trained: Mapping[str, torch.Tensor], optimizer: Optimizer) -> None:
-    """Set weights and optimizer to the checkpoint's. Raises ValueError if it has other parameters."""
+    """Restore the trained weights and the optimizer's state from a checkpoint.
+
+    Raises ValueError if the checkpoint has other parameters.
+    """
     weights = load_file(checkpoint / WEIGHTS)
     if weights.keys() != trained.keys():
         raise ValueError(f"{checkpoint}: holds other parameters than are trained; expected those of this specification")
@@ -71,7 +74,7 @@ def _all(directory: Path) -> list[Path]:
 
 
 def _split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors of an optimizer's state by "parameter.name", and the rest as plain data."""
+    """Split an optimizer's state into its tensors, by "parameter.name", and the rest as plain data."""
     tensors, plain = {}, {}
     for number, entries in state["state"].items():
         plain[str(number)] = {name: value for name, value in entries.items() if not isinstance(value, torch.Tensor)}

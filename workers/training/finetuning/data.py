@@ -29,7 +29,10 @@ MESSAGES = "messages"
 
 @dataclass(frozen=True)
 class Document:
-    """A text of `tokens`, with the tokens whose loss counts (`has_loss`) and its origin, for messages."""
+    """A training text as token ids, with a flag for each token whose loss counts (`has_loss`).
+
+    `origin` says where the text comes from, for messages.
+    """
 
     tokens: tuple[int, ...]
     has_loss: tuple[bool, ...]
@@ -38,10 +41,10 @@ class Document:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows as the model reads them, [rows, length] each.
+    """Rows of tokens as the model reads them, in tensors of [rows, length].
 
-    `tokens` are ids, `positions` restart with each document, and `labels` are the next tokens, IGNORED where no loss
-    counts.
+    `tokens` are ids. `positions` restart with each document in a row. `labels` are the next tokens, or IGNORED where no
+    loss counts.
     """
 
     tokens: torch.Tensor
@@ -54,10 +57,10 @@ class Batch:
 
 
 def read_documents(data: Data, prompts: Prompts) -> list[Document]:
-    """All documents of the training data, in its order.
+    """Read all documents of the training data, in their order.
 
-    Raises InvalidTask: data missing, malformed or empty (with its line), no completion to learn from, a document longer
-    than a row, no end-of-text token.
+    Raises InvalidTask if data are missing, malformed or empty (with the line), if there is no completion to learn from,
+    if a document is longer than a row, or if the tokenizer has no end-of-text token.
     """
     eos = prompts.tokenizer.eos_token_id
     if eos is None:
@@ -88,10 +91,10 @@ def read_documents(data: Data, prompts: Prompts) -> list[Document]:
 
 
 def pack(documents: Sequence[Document], *, length: int, packing: bool, seed: int) -> list[tuple[Document, ...]]:
-    """Rows of at most `length` tokens, of documents in an order given by `seed`.
+    """Distribute documents over rows of at most `length` tokens, in an order given by `seed`.
 
-    A row has as many documents as fit, or one without `packing`. A document goes into the open row with the least
-    sufficient room.
+    With `packing` a row has as many documents as fit, otherwise one. A document goes into the started row with the
+    least room that is sufficient.
     """
     order = list(documents)
     random.Random(f"documents {seed}").shuffle(order)
@@ -120,7 +123,10 @@ MAX_OPEN = 63
 
 
 def batch_rows(num_rows: int, *, batch: int, step: int, seed: int) -> list[int]:
-    """The numbers of the `batch` rows of update `step` (0, 1, ...); each pass over all rows has its own order."""
+    """The indices of the `batch` rows that update number `step`, from 0, reads.
+
+    Each pass over all rows has its own order, which `seed` determines.
+    """
     found = []
     for position in range(step * batch, (step + 1) * batch):
         epoch, index = divmod(position, num_rows)
@@ -129,7 +135,7 @@ def batch_rows(num_rows: int, *, batch: int, step: int, seed: int) -> list[int]:
 
 
 def tensors_of(rows: Sequence[Sequence[Document]], *, pad: int) -> Batch:
-    """The rows as tensors, padded with `pad` to the longest."""
+    """Rows of documents as tensors, padded with the token `pad` to the longest row."""
     width = max(sum(len(document.tokens) for document in row) for row in rows)
     tokens = torch.full((len(rows), width), pad)
     positions = torch.zeros_like(tokens)
@@ -187,9 +193,9 @@ def _dataset_rows(data: Data) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _completion(prompt: str, completion: str, eos: int, prompts: Prompts, origin: str) -> Document:
-    """A document of prompt, completion and end of text.
+    """Make a document of a prompt, its completion and an end-of-text token.
 
-    Prompt and completion are tokenized together where that keeps the prompt's tokens.
+    Prompt and completion are tokenized together, unless this would change the prompt's tokens.
     """
     if not completion:
         raise InvalidTask(f"{origin}: the completion is empty")
@@ -202,7 +208,10 @@ def _completion(prompt: str, completion: str, eos: int, prompts: Prompts, origin
 
 
 def _chat(messages: Any, prompts: Prompts, origin: str) -> Document:
-    """A conversation by the tokenizer's chat template; the assistant's turns have loss, their end included."""
+    """Make a document of a conversation by the tokenizer's chat template.
+
+    The loss counts for what the assistant says, including the end of each turn.
+    """
     if not isinstance(messages, list) or not all(
         isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in messages
     ):

@@ -20,9 +20,9 @@ __all__ = ["Evaluator"]
 
 
 class Evaluator:
-    """Scores the objectives of `section` on a model that is being trained.
+    """Scores the objectives of a specification's evaluation on a model that is being trained.
 
-    `access` limits the files that tasks may use (None: no limit). Raises InvalidTask.
+    `access` limits the files that tasks may use, or is None for no limit. Raises InvalidTask if a task cannot be built.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Evaluator:
             self._spans.append(Span(spec.name, task, 0, min(section.samples, available)))
 
     def values(self) -> dict[str, float]:
-        """The mean of each objective over its samples."""
+        """Score the model now; returns the mean of each objective over its samples."""
         was_training = self._model.training
         self._model.eval()
         try:
@@ -61,7 +61,7 @@ class Evaluator:
 
 
 class _OnDevice:
-    """A model that accepts tensors of any device."""
+    """Wrapper of a model that moves input tensors from any device to the model's."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

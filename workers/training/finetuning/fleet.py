@@ -51,18 +51,19 @@ SECTIONS, OPTIONAL_SECTIONS = ("data", "method", "training"), ("adapter", "evalu
 
 
 class Analysis(Section):
-    """Which analyses of the trained experts are made: the distribution of task vectors, the losses of merges."""
+    """Options of the analysis of trained experts: the distribution of task vectors, and the losses of merges."""
 
     samples: Annotated[int, Field(ge=1)] = 100
-    """Of each evaluation task, whose reference answers give the losses."""
+    """The number of samples of each evaluation task, whose reference answers give the losses."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The specification of each expert by its alias, the study that merges them, and the analysis.
+    """The experts to train, and optionally a study that merges them and an analysis.
 
-    `study` is a document; None without a study. `is_fleet` says that the experts were given as a fleet, even if it has
-    one; `name` is the fleet's, or that of the one expert.
+    `experts` has the specification of each expert by alias. `study` is a document in the form of a study file, or None.
+    `is_fleet` says that the experts were given as a fleet, which may also have only one. `name` is the name of the
+    fleet, or of the single expert.
     """
 
     name: str
@@ -73,17 +74,17 @@ class Pipeline:
     analysis: Analysis | None = None
 
     def places(self, out: Path) -> dict[str, Path]:
-        """The directory in which each expert is trained: `out`, or for a fleet a directory in it."""
+        """The directory in which each expert is trained, by alias: `out`, or for a fleet a directory below it."""
         return {alias: out / EXPERTS / alias if self.is_fleet else out for alias in self.experts}
 
     def field_of(self, alias: str, field: str = "") -> str:
-        """The place of an expert's option in the document, for messages."""
+        """The place of an expert's option in the specification file, for messages."""
         return ".".join(filter(None, [*((EXPERTS, alias) if self.is_fleet else ()), field]))
 
     def canonical(self) -> dict[str, Any]:
-        """Plain data with all defaults and with absolute paths.
+        """The pipeline as plain data, with all defaults and with absolute paths.
 
-        `parse_pipeline` returns an equal pipeline from it, except for `directory`, which has no effect then.
+        `parse_pipeline` returns an equal pipeline from these data, except for `directory`, which then has no effect.
         """
         specs = {alias: spec.canonical() for alias, spec in self.experts.items()}
         analysis = {} if self.analysis is None else {ANALYSIS: self.analysis.model_dump(mode="json")}
@@ -98,7 +99,7 @@ class Pipeline:
         return document
 
     def study_of(self, directories: Mapping[str, Path]) -> Study | None:
-        """The study of the experts in these directories; None without one.
+        """The study that merges the experts in the given directories; None if the pipeline has no study.
 
         Raises InvalidStudy with every problem found.
         """
@@ -110,20 +111,27 @@ class Pipeline:
 
 
 def is_pipeline(document: Mapping[str, Any]) -> bool:
-    """Whether a document is meant as a fine-tuning. A study has `models` where a fine-tuning has a base."""
+    """Whether a document describes a fine-tuning and not a study.
+
+    A study has the key `models` where a fine-tuning has `base`.
+    """
     return "base" in document and "models" not in document
 
 
 def load_pipeline(file: Path) -> Pipeline:
-    """The fleet or pipeline in a YAML or JSON file; relative paths are relative to its directory.
+    """Read the fine-tuning of one or several experts from a YAML or JSON file.
 
-    A single expert has the specification's name as alias. Raises InvalidStudy with every problem found.
+    Relative paths are relative to the file's directory. A single expert has the specification's name as alias. Raises
+    InvalidStudy with every problem found.
     """
     return parse_pipeline(read_document(file), file.absolute().parent)
 
 
 def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -> Pipeline:
-    """The fleet or pipeline that a document describes; see `load_pipeline`."""
+    """Read the fine-tuning of one or several experts from a document, as `load_pipeline` does from a file.
+
+    Relative paths are relative to `directory`.
+    """
     problems: list[Problem] = []
     analysis = _analysis(document.get(ANALYSIS), problems)
     if EXPERTS not in document:
@@ -173,7 +181,7 @@ def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -
 
 
 def _analysis(given: Any, problems: list[Problem]) -> Analysis | None:
-    """The analysis, or None without one. What is wrong with it is added to `problems`."""
+    """Read the options of the analysis; None if there is none. What is wrong is added to `problems`."""
     if given is None:
         return None
     try:
@@ -185,7 +193,7 @@ def _analysis(given: Any, problems: list[Problem]) -> Analysis | None:
 
 
 def _laid_over(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The shared sections, overridden by an expert's own options."""
+    """The sections that all experts share, with the options that one expert overrides."""
     merged = dict(shared)
     for key, value in own.items():
         below = shared.get(key)

@@ -23,7 +23,7 @@ Report = Callable[[Mapping[str, Any]], None]
 
 
 def read_history(file: Path) -> list[dict[str, Any]]:
-    """All lines of a history, except one that a killed process left incomplete."""
+    """Read all lines of a training's history, except one that a killed process left incomplete."""
     try:
         lines = file.read_text().splitlines()
     except FileNotFoundError:
@@ -38,14 +38,17 @@ def read_history(file: Path) -> list[dict[str, Any]]:
 
 
 class HistoryReader:
-    """Reads a history that another process writes."""
+    """Reads a training's history while another process writes it."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._inode = self._offset = 0
 
     def new(self) -> list[dict[str, Any]]:
-        """The complete lines since the last call; all lines once the file was replaced (`History.forget_after`)."""
+        """The complete lines that were written since the last call.
+
+        If the file was replaced (`History.forget_after`), all its lines are returned.
+        """
         try:
             with self._file.open("rb") as stream:
                 inode = os.fstat(stream.fileno()).st_ino
@@ -61,7 +64,10 @@ class HistoryReader:
 
 
 class History:
-    """The history of a training: one rank writes `file`, and every rank calls `report`."""
+    """The history of a training: the numbers of every update and evaluation.
+
+    One rank writes the file `file`; every rank calls `report`.
+    """
 
     def __init__(self, file: Path, *, is_writer: bool, report: Report) -> None:
         self._file, self._is_writer, self._report = file, is_writer, report
@@ -73,11 +79,11 @@ class History:
         self._report(line)
 
     def forget_after(self, step: int) -> None:
-        """Remove what was written after the checkpoint of `step`, because those updates are made again."""
+        """Remove the lines of updates after `step`, because these updates are made again from a checkpoint."""
         if self._is_writer:
             kept = [line for line in read_history(self._file) if line["step"] <= step]
             write_file(self._file, "".join(json.dumps(line) + "\n" for line in kept))
 
     def last(self, key: str) -> Any:
-        """The latest number under `key`; None if there is none."""
+        """The latest number in the history under `key`; None if there is none."""
         return next((line[key] for line in reversed(read_history(self._file)) if key in line), None)

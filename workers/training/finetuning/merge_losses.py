@@ -59,10 +59,10 @@ MAX_TOKENS = 4096  # in one forward pass
 
 @dataclass(frozen=True)
 class Landscape:
-    """The sum of both experts' losses over two coefficients.
+    """The sum of two experts' losses for merges with a grid of coefficients.
 
-    The model of losses[i][j] is the base plus `coefficients`[i] times the first task vector and `coefficients`[j] times
-    the second.
+    The merge of losses[i][j] is the base plus `coefficients`[i] times the first expert's task vector and
+    `coefficients`[j] times the second's.
     """
 
     experts: tuple[str, str]
@@ -71,9 +71,9 @@ class Landscape:
 
 
 class Candidate(NamedTuple):
-    """A merge of experts by a published method.
+    """A merge of experts by a published method, with one of the coefficients that are compared.
 
-    `coefficient` is the value that varies within `method`; None if none varies.
+    `coefficient` is None for a method without one.
     """
 
     method: str
@@ -83,11 +83,11 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class MergeLoss:
-    """The losses of merges of `num_experts` experts by one method.
+    """The losses of merges of `num_experts` experts by one method, at the method's best coefficient.
 
-    They are means over all sets of this number of experts, at the coefficient with the lowest mean loss over the merged
-    experts' tasks: `losses` by expert, and their `mean`. `spread` is the standard deviation of the means over all
-    coefficients of the method.
+    The losses are means over all sets of this number of experts. The best coefficient is the one with the lowest mean
+    loss over the merged experts' tasks. `losses` are by expert, and `mean` is their mean. `spread` is the standard
+    deviation of the mean loss over all coefficients of the method.
     """
 
     method: str
@@ -99,9 +99,10 @@ class MergeLoss:
 
 
 class MergeLosses:
-    """Measures merges of experts in `directories` on the first `samples` samples of each expert's `tasks`.
+    """Measures the losses of merges of trained experts on the first `samples` samples of each expert's tasks.
 
-    Raises InvalidModel, and InvalidTask for a sample without reference answer.
+    `directories` and `tasks` are by the experts' aliases. Raises InvalidModel, and InvalidTask for a sample without a
+    reference answer.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class MergeLosses:
         self._units = {alias: [references.unit(task) for task in own] for alias, own in tasks.items()}
 
     def of(self, merge: Merge) -> dict[str, float]:
-        """The mean loss on its tasks of each expert that is merged."""
+        """The mean loss of a merge on the tasks of each expert that is merged, by alias."""
         recipe = Recipe.uniform(
             merge, models=self._fingerprints, base=self._base, num_layers=self._num_layers
         ).canonical()
@@ -153,7 +154,7 @@ class MergeLosses:
 def lack_of_losses(
     experts: Mapping[str, FinetuneSpec], *, access: FileAccess | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Why the losses of merges of a fleet's experts cannot be measured: an alias and a reason each.
+    """Yield the reasons why the losses of merges of a fleet's experts cannot be measured, each with an expert's alias.
 
     The losses of a single expert are never measured.
     """
@@ -180,9 +181,9 @@ def losses_of_experts(
     samples: int,
     access: FileAccess | None = None,
 ) -> MergeLosses:
-    """A measure of merges of a fleet's experts.
+    """Prepare to measure the losses of merges of a fleet's trained experts.
 
-    Raises InvalidTask if an expert has no evaluation, and as MergeLosses.
+    Raises InvalidTask if an expert has no evaluation, and as `MergeLosses`.
     """
     tasks = {}
     for alias, spec in experts.items():
@@ -197,7 +198,7 @@ def losses_of_experts(
 def landscape(
     measure: Callable[[Merge], Mapping[str, float]], experts: tuple[str, str], *, grid: Sequence[float] = GRID
 ) -> Landscape:
-    """The sum of two experts' losses over a grid of their coefficients (MergOPT, figure 2).
+    """Measure the sum of two experts' losses over a grid of their coefficients (MergOPT, figure 2).
 
     `measure` returns the losses of a merge by expert.
     """
@@ -212,7 +213,7 @@ def landscape(
 
 
 def candidates(experts: Sequence[str], *, seed: int = 0) -> Iterator[Candidate]:
-    """Merges by the paper's four methods, with all coefficients that are compared."""
+    """Yield the merges of experts by the four methods of the MergOPT paper, with all coefficients to compare."""
     sources = tuple(Source(alias) for alias in experts)
     yield Candidate("weight averaging", None, Merge("linear", sources, {"weight": 1 / len(experts)}))
     for lambda_ in TASK_ARITHMETIC:
@@ -227,7 +228,11 @@ def candidates(experts: Sequence[str], *, seed: int = 0) -> Iterator[Candidate]:
 def merge_table(
     measure: Callable[[Merge], Mapping[str, float]], experts: Sequence[str], *, seed: int = 0
 ) -> tuple[MergeLoss, ...]:
-    """A row for each method and number of experts: pairs of the first IN_PAIRS experts, then all experts."""
+    """Measure merges of experts: a row for each method and number of experts.
+
+    The rows are first for pairs of the first IN_PAIRS experts, then for all experts. `measure` returns the losses of a
+    merge by expert.
+    """
     sets = [[tuple(experts)]]
     if len(experts) > 2:
         sets.insert(0, list(combinations(experts[:IN_PAIRS], 2)))
@@ -237,7 +242,7 @@ def merge_table(
 def _rows(
     measure: Callable[[Merge], Mapping[str, float]], sets: Sequence[tuple[str, ...]], *, seed: int
 ) -> Iterator[MergeLoss]:
-    """A row for each method, over `sets` of experts of one size."""
+    """Yield the losses of merges by each method, over `sets` of experts of one size."""
     found: dict[str, list[tuple[float | None, Mapping[str, float], float]]] = {}
     for same in zip(*(candidates(experts, seed=seed) for experts in sets), strict=True):
         measured = [measure(candidate.merge) for candidate in same]

@@ -19,9 +19,9 @@ __all__ = ["fitted_scale", "make_optimizer"]
 
 
 def fitted_scale(method: Method, base: Path) -> Fit | None:
-    """The fit to task vectors for `scale: auto`; None for another scale.
+    """Fit the scale of MergOPT's noise to existing task vectors, if the specification has `scale: auto`.
 
-    Raises InvalidModel, and ValueError if the task vectors are 0.
+    Returns None for another scale. Raises InvalidModel, and ValueError if the task vectors are 0.
     """
     if method.scale != "auto" or method.kind != "mergopt":
         return None
@@ -38,9 +38,10 @@ def make_optimizer(
     moved: Sequence[torch.nn.Parameter] | None = None,
     fitted: Fit | None = None,
 ) -> Optimizer:
-    """The optimizer of the parameters `trained` of `model`.
+    """Make the optimizer that a specification names, for the parameters `trained` of `model`.
 
-    `moved` are the parameters that get MergOPT's offset, if they are not those that are trained.
+    `moved` are the parameters that get MergOPT's offset, if these are not the trained ones. `fitted` is the result of
+    `fitted_scale`.
     """
     parameters = list(trained)
     is_sgd = method.kind == "sgd" or (method.kind != "adamw" and method.optimizer == "sgd")

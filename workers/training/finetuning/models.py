@@ -17,11 +17,11 @@ __all__ = ["TrainedModel", "load_model", "pad_token"]
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model in training.
+    """A model in training, with its trained parameters.
 
-    `module` is what transformers or peft saves. `forward` returns logits and is called in training: `module`, or its
-    tangent model. `trained` are the parameters that are updated, by name; `moved` those that get MergOPT's offset, None
-    if they are the same.
+    `module` is the model that transformers or peft saves. `forward` is the module that is called in training and
+    returns logits: `module`, or its linearization. `trained` are the parameters that are updated, by name. `moved` are
+    the parameters that get MergOPT's offset, or None if these are the trained ones.
     """
 
     module: Any
@@ -31,7 +31,7 @@ class TrainedModel:
 
 
 class _Logits(torch.nn.Module):
-    """A transformers model as a function from tokens to logits [rows, columns, vocabulary]."""
+    """A transformers model as a module from tokens to logits [rows, columns, vocabulary]."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class _Logits(torch.nn.Module):
 
 
 def load_model(spec: FinetuneSpec, base: Path, device: torch.device) -> TrainedModel:
-    """The base in float32 on `device`, in training mode.
+    """Load the base model to train, in float32 on `device` and in training mode.
 
     Raises InvalidModel for layers that the base does not have, and for adapter targets that match nothing.
     """
@@ -71,7 +71,7 @@ def load_model(spec: FinetuneSpec, base: Path, device: torch.device) -> TrainedM
 
 
 def pad_token(spec: FinetuneSpec, tokenizer: Any, base: Path) -> int:
-    """The id of the token that rows are padded with. Raises InvalidModel if there is none."""
+    """The id of the token that rows are padded with. Raises InvalidModel if the tokenizer has none."""
     name = spec.data.pad_token
     if name is not None:
         found = tokenizer.get_vocab().get(name)

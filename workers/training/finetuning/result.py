@@ -29,10 +29,10 @@ TRAINING_FILE = "finetune.json"
 def write_expert(
     spec: FinetuneSpec, base: Path, model: Any, out: Path, *, facts: Mapping[str, Any], values: Mapping[str, float]
 ) -> Path:
-    """Write the model, or its adapter, to the new directory `out`, and return `out`; an existing directory is kept.
+    """Write a trained model, or its adapter, to the new directory `out`, and return `out`.
 
-    `facts` are for TRAINING_FILE and the card, `values` are those of the last evaluation. The weights of `model` are
-    rounded to the expert's dtype in place.
+    An existing directory is kept as it is. `facts` are stored in TRAINING_FILE and shown in the model card, `values`
+    are those of the last evaluation. The weights of `model` are rounded to the expert's dtype in place.
     """
     if out.exists():
         return out
@@ -57,10 +57,7 @@ def write_expert(
 
 
 def _sources(spec: FinetuneSpec, base: Path) -> dict[str, str]:
-    """The contents that the expert was made from.
-
-    They are the base's fingerprint, as in studies, and the sha256 of its data file.
-    """
+    """What the expert was made from: the fingerprint of its base, as in studies, and the sha256 of its data file."""
     data = {} if spec.data.file is None else {"data": content_hash(spec.data.file)}
     return {"base": fingerprint(open_checkpoint(base)), **data}
 

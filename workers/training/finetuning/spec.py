@@ -42,95 +42,97 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Data(Section):
-    """Either `file` or `dataset`."""
+    """Training data: either a JSONL file (`file`) or a dataset (`dataset`)."""
 
     file: Line | None = None
-    """A JSONL file: one object a line, with `messages` of a chat, or with what the templates use."""
+    """A JSONL file with one object on each line, which has `messages` of a chat, or the keys that the templates use."""
     dataset: Line | None = None
     """A dataset's name on the hub, or its directory, as the library datasets takes it."""
     split: Line = "train"
-    """Of a dataset."""
+    """The split of the dataset that is used."""
     prompt: Annotated[str, Field(min_length=1)] = "{{prompt}}"
-    """Jinja template over a row's keys."""
+    """Jinja template of the prompt over a row's keys."""
     completion: Annotated[str, Field(min_length=1)] = "{{completion}}"
-    """Jinja template over a row's keys. The loss is on completions and their end of text, in chats on what the
-    assistant says; never on prompts."""
+    """Jinja template of the completion over a row's keys. The loss counts completions and their end of text, or in
+    chats what the assistant says, but never prompts."""
     max_length: Count = 1024
-    """Tokens of a row. A longer document is an error."""
+    """The number of tokens of a row. A longer document is an error."""
     packing: bool = True
-    """Several documents in one row, none of which sees another."""
+    """Whether a row may have several documents, none of which sees another."""
     pad_token: Line | None = None
-    """The token that rows are filled up with, where the tokenizer names none."""
+    """The token that rows are padded with, if the tokenizer names none."""
 
 
 class Method(Section):
     kind: Literal["mergopt", "adamw", "sgd", "sam", "asam", "tangent"] = "mergopt"
-    """mergopt: gradients where a merge may move the weights; sam, asam: sharpness-aware; tangent: in the tangent space
-    of the base; all but sgd update by AdamW unless `optimizer` says otherwise."""
+    """The optimizer. mergopt takes gradients where a merge may move the weights; sam and asam are sharpness-aware;
+    tangent trains in the tangent space of the base. All but sgd update by AdamW unless `optimizer` says otherwise."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    """What mergopt, sam, asam and tangent wrap."""
+    """The optimizer that mergopt, sam, asam and tangent wrap."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """AdamW's."""
+    """The betas of AdamW."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """SGD's."""
+    """The momentum of SGD."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     noise: Literal["laplace", "gaussian"] = "laplace"
-    """MergOPT's z."""
+    """The distribution of the noise that mergopt adds to the weights (z in the paper)."""
     scale: Positive | Literal["auto"] = 0.0005
-    """Laplace's b, or the standard deviation; auto: fitted to the task vectors of `fit_to`."""
+    """The scale of the noise: b of Laplace's distribution, or the standard deviation of Gauss'. auto: fitted to the
+    task vectors of `fit_to`."""
     fit_to: tuple[Line, ...] = ()
-    """Experts of the same base, for scale: auto."""
+    """Experts of the same base, whose task vectors the noise is fitted to with scale: auto."""
     coefficients: Annotated[tuple[float, ...], Field(min_length=1)] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
-    """MergOPT's A."""
+    """The coefficients of simulated merges, of which mergopt draws one for each update (A in the paper)."""
     max_models: Count = 7
-    """MergOPT's K_max."""
+    """The largest number of models in the merges that mergopt simulates (K_max in the paper)."""
     in_layers: bool = False
-    """MergOPT: noise where layers read their weights, which needs no copy of them but makes the noise twice."""
+    """Whether mergopt adds noise where layers read their weights. This needs no copy of the weights, but computes the
+    noise twice."""
     rho: Positive | None = None
-    """The radius of sam (default 0.05) and asam (0.5)."""
+    """The radius of sam (default 0.05) or asam (default 0.5)."""
 
 
 class Training(Section):
-    """Either `steps` or `epochs`."""
+    """Length and settings of the training, whose length is given as either `steps` or `epochs`."""
 
     steps: Count | None = None
-    """Updates."""
+    """The number of updates."""
     epochs: Positive | None = None
-    """Passes over the data."""
+    """The number of passes over the data."""
     batch: Count = 8
-    """Rows of one update, over all workers."""
+    """The number of rows of one update, over all workers."""
     micro_batch: Count = 8
-    """Rows that a worker reads at once."""
+    """The number of rows that a worker reads at once."""
     learning_rate: Positive = 2e-5
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls to 0 after the warm-up."""
+    """How the learning rate decays to 0 after the warm-up; constant: not at all."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     max_gradient_norm: Positive | None = 1.0
     gradient_checkpointing: bool = False
-    """Compute activations twice, to hold fewer."""
+    """Whether activations are computed twice, to keep fewer in memory."""
     layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """The decoder layers whose weights are trained. Default: all weights of the model."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of activations; weights are float32. auto: bfloat16 on GPU, float32 on CPU."""
+    """The dtype of activations; weights are float32. auto: bfloat16 on GPU, float32 on CPU."""
     checkpoint_every: Count = 100
-    """Steps between checkpoints."""
+    """The number of updates between checkpoints."""
 
 
 class Adapter(Section):
-    """LoRA (library peft), in place of full weights."""
+    """A LoRA adapter (library peft), which is trained in place of the full weights."""
 
     rank: Count = 16
     alpha: Positive = 32
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     targets: Annotated[tuple[Line, ...], Field(min_length=1)] | Line = "all-linear"
-    """Names of modules, or all-linear."""
+    """The names of the modules that are adapted, or all-linear."""
 
 
 class Evaluation(Section):
     every: Count = 100
-    """Steps between evaluations; there is one at the end too."""
+    """The number of updates between evaluations; there is one at the end too."""
     samples: Count = 100
-    """Of each objective: its first ones in the order of a study with the same seed."""
+    """The number of samples of each objective: its first ones in the order of a study with the same seed."""
     objectives: Annotated[tuple[ObjectiveSpec, ...], Field(min_length=1)]
 
 
@@ -144,35 +146,39 @@ class FinetuneSpec(Section):
     adapter: Adapter | None = None
     evaluation: Evaluation | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Of the expert that is written."""
+    """The dtype of the expert that is written."""
     workers: Count = 1
-    """Processes, each with a GPU where there are some; gradients are averaged over them."""
+    """The number of processes, each with a GPU if there are GPUs; gradients are averaged over the processes."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
     def canonical(self) -> dict[str, Any]:
-        """Plain data with all defaults; `parse_spec` returns the same specification from it."""
+        """The specification as plain data, with all defaults.
+
+        `parse_spec` returns the same specification from these data.
+        """
         return self.model_dump(mode="json")
 
 
 @cache
 def finetune_json_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of a specification."""
+    """The JSON Schema (draft 2020-12) of a fine-tuning's specification."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **FinetuneSpec.model_json_schema()}
 
 
 def load_spec(file: Path | str) -> FinetuneSpec:
-    """The specification in a YAML or JSON file; relative paths are relative to its directory.
+    """Read a fine-tuning's specification from a YAML or JSON file.
 
-    Raises InvalidStudy with every problem found.
+    Relative paths are relative to the file's directory. Raises InvalidStudy with every problem found.
     """
     file = Path(file)
     return parse_spec(read_document(file), file.absolute().parent)
 
 
 def parse_spec(document: Mapping[str, Any], directory: Path | None = None) -> FinetuneSpec:
-    """The specification that `document` describes. Relative paths are resolved against `directory`; None leaves them.
+    """Read a fine-tuning's specification from a document.
 
-    Raises InvalidStudy with every problem found.
+    Relative paths are resolved against `directory`, or left as they are if it is None. Raises InvalidStudy with every
+    problem found.
     """
     try:
         spec = FinetuneSpec.model_validate_json(json.dumps(document), strict=True)
@@ -185,9 +191,9 @@ def parse_spec(document: Mapping[str, Any], directory: Path | None = None) -> Fi
 
 
 def task_of(objective: ObjectiveSpec, *, seed: int, access: FileAccess | None = None) -> TaskSpec:
-    """The task of an objective, as it is built while training.
+    """The evaluation task of an objective, as it is built while training.
 
-    `access` limits the files that are read; None: no limit.
+    `access` limits the files that are read, or is None for no limit.
     """
     return TaskSpec(
         task=objective.task.model_dump(mode="json") if isinstance(objective.task, InlineTask) else objective.task,

@@ -22,11 +22,11 @@ REACH = 8.0
 
 @dataclass(frozen=True)
 class TaskVector:
-    """The distribution of a task vector's elements: an expert minus its base.
+    """The distribution of the elements of an expert's task vector (expert minus base).
 
-    `density` has the shares of elements in bins between `edges` (one more), divided by the bins' width. It leaves out
-    elements that are exactly zero, a share of `fits[0].zeros` of all. `fits` are those of Laplace's and Gauss'
-    distributions.
+    `density` has the shares of elements in bins between `edges` (one edge more than bins), divided by the bins' width.
+    It leaves out elements that are exactly zero, whose share of all is `fits[0].zeros`. `fits` are the fits of
+    Laplace's and Gauss' distributions.
     """
 
     expert: str
@@ -36,7 +36,7 @@ class TaskVector:
 
 
 def task_vector(alias: str, base: Path, expert: Path) -> TaskVector:
-    """The distribution of one expert's task vector, from about a million of its elements.
+    """Measure the distribution of one expert's task vector, from about a million of its elements.
 
     Raises InvalidModel, and ValueError if the task vector is 0.
     """

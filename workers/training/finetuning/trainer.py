@@ -49,12 +49,12 @@ def train(
     device: torch.device | None = None,
     access: FileAccess | None = None,
 ) -> dict[str, Any]:
-    """Train, or continue to train, what `spec` describes in the directory `out`; no other training may use `out`.
+    """Train an expert as `spec` describes, or continue its training, in the directory `out`.
 
-    Runs on every rank of the process group, if there is one. Each rank calls `report` with the numbers of every update
-    and evaluation, as METRICS has them; `device` is this rank's (None: a GPU if there is one). `access` limits the
-    files that evaluation tasks may use (None: no limit). Returns the facts of the training. Raises InvalidModel,
-    InvalidTask and TrainingFailed.
+    No other training may use `out`. The function runs on every rank of the process group, if there is one. Each rank
+    calls `report` with the numbers of every update and evaluation, as METRICS lists them. `device` is this rank's; by
+    default it is a GPU if there is one. `access` limits the files that evaluation tasks may use, or is None for no
+    limit. Returns facts about the training. Raises InvalidModel, InvalidTask and TrainingFailed.
     """
     ranks = _Ranks.here(device)
     base = locate(spec.base)
@@ -125,16 +125,19 @@ def train(
 
 
 def check(spec: FinetuneSpec) -> None:
-    """Check everything that can be checked without the model's weights. Raises InvalidModel and InvalidTask."""
+    """Check everything about a fine-tuning that does not need the model's weights.
+
+    Raises InvalidModel for problems of the base, and InvalidTask for problems of the data or of evaluation tasks.
+    """
     check_data(spec)
     for objective in spec.evaluation.objectives if spec.evaluation is not None else ():
         check_task(task_of(objective, seed=spec.seed))
 
 
 def check_data(spec: FinetuneSpec) -> None:
-    """Check everything that `check` does, except the tasks of the evaluation.
+    """Check everything about a fine-tuning that `check` does, except the evaluation tasks.
 
-    An InvalidModel is about the base, an InvalidTask about the data.
+    Raises InvalidModel for problems of the base, and InvalidTask for problems of the data.
     """
     base = locate(spec.base)
     reads = open_checkpoint(base).settings.get("max_position_embeddings")
@@ -148,7 +151,7 @@ def check_data(spec: FinetuneSpec) -> None:
 
 
 def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
-    """The learning rate of update `step` (0, 1, ...): a linear warm-up, then a decay to 0 after the last update."""
+    """The learning rate of update number `step`, from 0: a linear warm-up, then a decay to 0 after the last update."""
     warmup = training.warmup_steps
     if step < warmup:
         return training.learning_rate * (step + 1) / warmup
@@ -159,7 +162,7 @@ def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
 
 @dataclass(frozen=True)
 class _Ranks:
-    """This process's rank, the number of processes that train together, and operations over all of them."""
+    """This process's rank, the number of processes that train together, and operations over all of these."""
 
     rank: int
     size: int
@@ -177,7 +180,7 @@ class _Ranks:
             dist.barrier()
 
     def total(self, number: float) -> float:
-        """The sum of a number over all ranks."""
+        """The sum of a number over the processes that train together."""
         if self.size == 1:
             return number
         found = torch.tensor(number, dtype=torch.float64, device=self.device)
@@ -186,7 +189,7 @@ class _Ranks:
 
 
 class _Passes:
-    """Forward and backward passes over this rank's rows of each batch."""
+    """Forward and backward passes of a training over this rank's rows of each batch."""
 
     def __init__(
         self,
@@ -215,7 +218,7 @@ class _Passes:
         return logits
 
     def without_averaging(self) -> AbstractContextManager[Any]:
-        """A context in which backward passes only add to this rank's gradients."""
+        """Context manager in which backward passes add to this rank's gradients, without averaging over ranks."""
         if isinstance(self._forward, DistributedDataParallel):
             context: AbstractContextManager[Any] = self._forward.no_sync()
             return context
@@ -244,7 +247,7 @@ class _Update:
         self._is_first = True
 
     def gradients(self) -> float:
-        """Set the gradients to the clipped ones of the mean loss over all targets of the batch, and return the loss."""
+        """Compute the clipped gradients of the mean loss over all targets of the batch, and return the loss."""
         self._optimizer.zero_grad()
         ranks = self._passes.ranks
         total = 0.0
@@ -267,7 +270,7 @@ class _Update:
         return mean
 
     def _micro_batches(self) -> Iterator[tuple[Sequence[tuple[Document, ...]], bool]]:
-        """This rank's rows, as many as are read at once, and whether they are its last of the batch."""
+        """Yield this rank's rows of the batch, in portions that are read at once, with a flag for the last portion."""
         ranks, size = self._passes.ranks, self._passes.spec.training.micro_batch
         mine = self._batch[ranks.rank :: ranks.size]
         for start in range(0, len(mine), size):

@@ -31,10 +31,10 @@ SMALLEST = 1e-8
 
 @lru_cache(maxsize=4)
 def layer_descriptors(family: Family, models: tuple[str, ...]) -> Tensor:
-    """The statistics [num_models, num_layers, num_components * 4] of the models with these aliases.
+    """Statistics of the weights of each layer of several models: [num_models, num_layers, num_components * 4].
 
-    Each is standardised over all layers of all models; a constant one is 0. They are cached by the models'
-    fingerprints.
+    Each statistic is standardised over all layers of all models; a constant one is 0. `models` are aliases. Results are
+    cached by the models' fingerprints.
     """
     key = "hm3 descriptors 1 " + json.dumps([family.fingerprints[alias] for alias in (family.base.alias, *models)])
     found = cached(key)

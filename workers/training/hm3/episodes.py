@@ -25,8 +25,8 @@ __all__ = ["Episode", "Role", "generator_of", "play"]
 class Role:
     """The conditions under which an episode is played.
 
-    `exploration` is a probability in [0, 1]; `noise` is in standard deviations. `path` is the path that was taken;
-    None: the policy chooses it.
+    `exploration` is the probability, in [0, 1], that a step is drawn at random. `noise` is the noise of proto-actions
+    in standard deviations. `path` is a given path to follow; None lets the policy choose.
     """
 
     number: int
@@ -38,10 +38,11 @@ class Role:
 
 @dataclass(frozen=True)
 class Episode:
-    """A played path, and the data that the policy learns from.
+    """A layer path that a policy built step by step, and the data that the policy learns from.
 
-    `steps` [T] are numbers of the pool's steps, including the end if the policy chose it; `path` is without the end.
-    `protos` [T, D] are the proto-actions, `log_densities` [T] their log densities under the policy that played.
+    `steps` [T] are the indices of the T steps, including the end of the path if the policy chose it; `path` is without
+    the end. `protos` [T, D] are the proto-actions, the points of dimension D that a step is the nearest to.
+    `log_densities` [T] are their log densities under the policy that played.
     """
 
     number: int
@@ -53,22 +54,22 @@ class Episode:
 
 
 def generator_of(seed: int, number: int) -> torch.Generator:
-    """The random generator of episode `number`, a function of the two numbers alone."""
+    """The random generator of episode `number`, which depends on `seed` and `number` only."""
     digest = hashlib.sha256(f"hm3:{seed}:{number}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 @torch.no_grad()
 def play(networks: Networks, roles: Sequence[Role], *, seed: int, k: int) -> list[Episode]:
-    """The paths of some episodes, played side by side.
+    """Build several layer paths with a policy, side by side; each path is an episode.
 
-    A step is explored with probability `exploration`, and proto-actions have `noise` times the policy's deviation: with
-    neither, the path is the one that the policy prefers. A step without an alternative is taken without the policy; the
-    end of a path of maximal length is such a step and no part of the episode. The proto-actions of a given path are the
-    embeddings of its steps, which certainly lead to these steps, so that the policy learns from the path which steps
-    were good.
+    `k` is the number of candidates for each step. A step is drawn at random with the probability `exploration` of its
+    role, and the noise of proto-actions is multiplied by `noise`. Without both, the path is the one that the policy
+    prefers. A step without an alternative is taken without the policy; the end of a path of maximal length is such a
+    step and no part of the episode. If a role gives the path, its proto-actions are the embeddings of the path's steps,
+    which certainly lead to these steps, so that the policy learns which of them were good.
 
-    An episode's random numbers are its own. Its rounding depends on all episodes that are played with it, so that
+    An episode has random numbers of its own. Its rounding depends on all episodes that are played with it, so that
     repeating it means playing the same episodes together.
     """
     paths = networks.paths
@@ -121,9 +122,10 @@ def play(networks: Networks, roles: Sequence[Role], *, seed: int, k: int) -> lis
 
 
 def _random_numbers(networks: Networks, roles: Sequence[Role], *, seed: int) -> tuple[Tensor, Tensor]:
-    """Normal numbers [B, T, D], times each episode's noise, and uniform numbers [B, T, 2].
+    """The random numbers of B episodes of at most T steps, with proto-actions of dimension D.
 
-    The uniform numbers decide whether a step is explored, and which.
+    They are normal numbers [B, T, D], times each episode's noise, and uniform numbers [B, T, 2], which decide whether a
+    step is drawn at random, and which step.
     """
     longest, size = networks.paths.longest, len(networks.log_std)
     noise, draws = [], []
@@ -135,14 +137,17 @@ def _random_numbers(networks: Networks, roles: Sequence[Role], *, seed: int) -> 
 
 
 def _allowed(paths: LayerPaths, steps: Sequence[int]) -> Tensor:
-    """Which steps each path allows; after its end only the end, which has no effect."""
+    """Which steps may follow those of a path (bool); after the path's end only the end, which then has no effect."""
     if steps and steps[-1] == stop_of(paths):
         return torch.arange(paths.num_steps + 1) == stop_of(paths)
     return allowed_steps(paths, steps)
 
 
 def _after(networks: Networks, hidden_1BH: Tensor, steps_BCD: Tensor) -> tuple[Tensor, Tensor]:
-    """The states after each candidate, and the encoder's memory then, [B, C, H] each."""
+    """The state after each candidate step, and the encoder's memory there, [B, C, H] each.
+
+    There are B episodes and C candidates for each; a state has H numbers.
+    """
     count, num = steps_BCD.shape[:2]
     before = hidden_1BH.repeat_interleave(num, dim=1)
     states, hiddens = networks.gru(steps_BCD.reshape(count * num, 1, -1), before)

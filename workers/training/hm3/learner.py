@@ -22,10 +22,10 @@ FIRST_NETWORKS, MINI_BATCHES = -1, -2
 
 @dataclass(frozen=True)
 class LearnerOptions:
-    """Options of an update.
+    """Options for updating the networks.
 
-    Clip, gamma and lambda are those that HM3's authors state; the other numbers were chosen here. `recalled` is the
-    number of earlier episodes that the value network learns from in each mini-batch.
+    The options `clip`, `gamma` and the lambda of GAE have the values that HM3's authors state; the others were chosen
+    here. `recalled` is the number of earlier episodes that the value network learns from in each mini-batch.
     """
 
     clip: float = 0.1
@@ -42,7 +42,7 @@ class LearnerOptions:
 
 @dataclass(frozen=True)
 class UpdateStatistics:
-    """Means over the mini-batches of one update."""
+    """Losses, entropy and KL divergence of one update, as means over its mini-batches."""
 
     policy_loss: float
     value_loss: float
@@ -51,7 +51,10 @@ class UpdateStatistics:
 
 
 class Learner:
-    """Networks, their optimizer, and how many iterations they have learned from. On the CPU, in float32."""
+    """The networks of a policy with their optimizer, and the number of iterations that they have learned from.
+
+    It computes on the CPU in float32.
+    """
 
     def __init__(
         self,
@@ -74,14 +77,15 @@ class Learner:
 
     @property
     def num_remembered(self) -> int:
-        """The number of episodes that the value network learns from."""
+        """The number of episodes, from this and earlier iterations, that the value network learns from."""
         return 0 if self._memory is None else len(self._memory.lengths)
 
     def update(self, episodes: Sequence[Episode], outcomes_BK: Tensor) -> UpdateStatistics:
-        """Learn from the episodes of one iteration.
+        """Update the networks by the episodes of one iteration.
 
-        `outcomes_BK` are the parts of each episode's outcome R by objective, less the price of its length. R is their
-        sum weighted by the episode's preference, and R / T is the reward of each of its T steps.
+        `outcomes_BK` [episodes, objectives] are the parts of each episode's outcome R by objective, less the price of
+        the path's length. R is the sum of these parts weighted by the episode's preference. Each of the T steps of an
+        episode gets the reward R / T.
         """
         batch = EpisodeBatch.of(episodes, outcomes_BK)
         if self.num_updates == 0:
@@ -108,11 +112,12 @@ class Learner:
         return UpdateStatistics(mean("policy"), mean("value"), mean("entropy"), mean("kl"))
 
     def losses(self, batch: EpisodeBatch, advantages_BT: Tensor, recalled: Memory) -> Losses:
-        """PPO's losses: of the policy over some episodes of this iteration, of the value network over any episodes.
+        """PPO's losses: of the policy on episodes of this iteration, and of the value network on any episodes.
 
         The value of a state is the expected outcome, times the share of it that is still to be paid. Therefore expected
         outcomes of states after any number of steps can be compared, and the choice between ending now or later depends
-        on the outcome alone.
+        on the outcome alone. `advantages_BT` are the advantages of the steps of `batch`; `recalled` are the episodes
+        for the value network.
         """
         options = self.options
         networks = self.networks
@@ -136,7 +141,10 @@ class Learner:
 
     @torch.no_grad()
     def _advantages(self, batch: EpisodeBatch) -> Tensor:
-        """The advantages [B, T] by GAE, normalised over all steps of the iteration; 0 beyond an episode's end."""
+        """The advantages [episodes, steps] of an iteration's episodes by generalized advantage estimation (GAE).
+
+        They are normalised over all steps of the iteration, and 0 after an episode's end.
+        """
         options = self.options
         states = self.networks.states(batch.steps)
         found = self.networks.outcomes(states, batch.preferences[:, None])
@@ -153,7 +161,7 @@ class Learner:
         return torch.where(batch.is_step, (advantages - real.mean()) / scale, 0.0)
 
     def to_bytes(self) -> bytes:
-        """The state on which the next update depends, as bytes."""
+        """Everything that the next update depends on, as bytes."""
         buffer = io.BytesIO()
         state = {
             "networks": self.networks.state_dict(),
@@ -167,8 +175,8 @@ class Learner:
     def restore(self, content: bytes, *, remembers: bool = True) -> None:
         """Restore the state that `to_bytes` returned, of a learner with networks of the same shapes.
 
-        With `remembers` false its episodes, which are those of another search, are left out. Raises ValueError with the
-        shapes for other networks.
+        With `remembers` false the remembered episodes are left out, because they are those of another search. Raises
+        ValueError with the shapes for other networks.
         """
         state = torch.load(io.BytesIO(content), weights_only=True)
         given = {name: list(tensor.shape) for name, tensor in state["networks"].items()}
@@ -187,9 +195,10 @@ class Learner:
 
 @dataclass(frozen=True)
 class Memory:
-    """The parts of B episodes that the value network needs, padded to T steps with step 0.
+    """What the value network needs of B episodes, in tensors.
 
-    Lengths [B], preferences and outcomes [B, K].
+    `steps` [B, T] are padded to T steps with step 0, `lengths` [B] are the numbers of steps. `preferences` and
+    `outcomes` are [B, K] for K objectives.
     """
 
     steps: Tensor
@@ -214,14 +223,18 @@ class Memory:
 
 
 def _stacked(first_BT: Tensor, second_BT: Tensor) -> Tensor:
-    """The steps of two batches of episodes as one batch, padded to the longer one."""
+    """Join the steps of two batches of episodes to one batch, padded to the longest episode."""
     longest = max(first_BT.shape[1], second_BT.shape[1])
     return torch.cat([torch.nn.functional.pad(steps, (0, longest - steps.shape[1])) for steps in (first_BT, second_BT)])
 
 
 @dataclass(frozen=True)
 class EpisodeBatch:
-    """B episodes, padded to T steps with step 0; protos [B, T, D], preferences and outcomes [B, K]."""
+    """B episodes in tensors, padded to T steps with step 0.
+
+    `steps` and `log_densities` are [B, T], `protos` [B, T, D] for proto-actions of dimension D, `preferences` and
+    `outcomes` [B, K] for K objectives.
+    """
 
     steps: Tensor
     protos: Tensor

@@ -22,8 +22,9 @@ SMALLEST_SPREAD = 1e-3
 class NetworkOptions:
     """Sizes and inputs of the networks.
 
-    With `by_index` models have embeddings of their own beside their layers' descriptors; without, the networks can be
-    used for another pool with the same number of layers. With `sees_preference` the preference vector is an input.
+    With `by_index` models have embeddings of their own, beside the statistics of their layers. Without, the networks
+    can be used for other models with the same number of layers. With `sees_preference` the preference vector is an
+    input.
     """
 
     num_objectives: int = 1
@@ -36,9 +37,9 @@ class NetworkOptions:
 
 
 class Networks(nn.Module):
-    """Encoder, policy network and value network over one pool.
+    """Encoder, policy network and value network for layer paths through given models.
 
-    `descriptors` [num_models, num_layers, num_statistics] are statistics of the layers' weights, standardised.
+    `descriptors` [num_models, num_layers, num_statistics] are standardised statistics of the layers' weights.
     """
 
     def __init__(self, paths: LayerPaths, options: NetworkOptions, descriptors: Tensor | None = None) -> None:
@@ -73,12 +74,18 @@ class Networks(nn.Module):
 
     @torch.no_grad()
     def measure(self, outcomes_BK: Tensor) -> None:
-        """Set the unit of expected outcomes to the mean and deviation of `outcomes_BK`, the first known ones."""
+        """Set the mean and the unit of expected outcomes to the mean and standard deviation of `outcomes_BK`.
+
+        `outcomes_BK` [episodes, objectives] are the outcomes that are known first.
+        """
         self.centre.copy_(outcomes_BK.mean(dim=0))
         self.spread.copy_(outcomes_BK.std(dim=0, unbiased=False).clamp(min=SMALLEST_SPREAD))
 
     def embeddings(self) -> Tensor:
-        """The embeddings [A, D] of every step of the pool, then of the end; each has length 1."""
+        """The embeddings of all steps that a path may take, then of the path's end: [steps + 1, dimensions].
+
+        Each has length 1.
+        """
         paths = self.paths
         found = self.layers.weight[None].expand(len(paths.models), -1, -1)
         if self.options.by_index:
@@ -89,22 +96,28 @@ class Networks(nn.Module):
         return nn.functional.normalize(every, dim=1)
 
     def states(self, steps_BT: Tensor) -> Tensor:
-        """The states [B, T + 1, H] before the first step, and after each of the steps."""
+        """The states of paths before their first step and after each step, [B, T + 1, H].
+
+        `steps_BT` are the T steps of B paths; a state has H numbers.
+        """
         table = self.embeddings()
         begun = nn.functional.normalize(self.start, dim=0).expand(len(steps_BT), 1, -1)
         states: Tensor = self.gru(torch.cat([begun, table[steps_BT]], dim=1))[0]
         return states
 
     def proto(self, states: Tensor, preference_K: Tensor) -> Tensor:
-        """The mean [..., D] of the proto-action in each state [..., H]."""
+        """The mean of the proto-action [..., D] that the policy network gives for each state [..., H].
+
+        A proto-action is a point among the embeddings of steps, of dimension D; a state has H numbers.
+        """
         found: Tensor = self.policy(self._seen(states, preference_K))
         return found
 
     def outcomes(self, states: Tensor, preference_K: Tensor) -> Tensor:
-        """The expected outcome [..., K] of each objective once a path from this state [..., H] is complete.
+        """The outcome that the value network expects of a path once it is complete, by objective: [..., objectives].
 
-        The price of the path's length is subtracted. The preference's weighted sum of the outcomes is the expected
-        outcome R.
+        `states` [..., H] are the states of paths so far. The price of the path's length is subtracted. The expected
+        outcome R is the sum weighted by the preference.
         """
         found: Tensor = self.centre + self.spread * self.value(self._seen(states, preference_K))
         return found
@@ -116,7 +129,7 @@ class Networks(nn.Module):
 
 
 def _head(num_inputs: int, hidden: int, num_outputs: int) -> nn.Sequential:
-    """Two layers, whose outputs are near 0 initially."""
+    """Two linear layers with a tanh between them, whose outputs are near 0 before training."""
     last = nn.Linear(hidden, num_outputs)
     nn.init.normal_(last.weight, std=0.01)
     nn.init.zeros_(last.bias)

@@ -13,14 +13,14 @@ __all__ = ["allowed_steps", "stop_of"]
 
 
 def stop_of(paths: LayerPaths) -> int:
-    """The number of the end, which follows those of all steps."""
+    """The index of the step that ends a path, which follows the indices of all other steps."""
     return paths.num_steps
 
 
 def allowed_steps(paths: LayerPaths, path: Sequence[int]) -> Tensor:
-    """Which steps may follow `path` (steps without the end): [num_steps + 1] bool, the last for the end.
+    """Which steps may follow the steps of `path`: bool [num_steps + 1], the last for the end of the path.
 
-    At least one is allowed. After a path of maximal length only the end is.
+    At least one step is allowed. After a path of maximal length it is the end only.
     """
     mask = torch.zeros(len(paths.models), paths.num_layers, dtype=torch.bool)
     mask[:, list(paths.next_layers(path))] = True

@@ -17,21 +17,21 @@ __all__ = ["Losses", "gae", "log_density", "remaining_shares", "surrogate"]
 
 @dataclass(frozen=True)
 class Losses:
-    """The losses of one mini-batch; `total` is minimised."""
+    """PPO's losses for one mini-batch, of which `total` is minimised."""
 
     total: Tensor
     policy: Tensor
     value: Tensor
     entropy: Tensor
     kl: Tensor
-    """How far the policy is from the one that played, as the mean of (ratio - 1) - log ratio."""
+    """Estimate of the KL divergence from the policy that played: the mean of (ratio - 1) - log ratio."""
 
 
 def gae(rewards_T: Tensor, values_T: Tensor, *, gamma: float, lambda_: float) -> Tensor:
-    """The advantage of each step [T] of a finished episode.
+    """Generalized advantage estimation: the advantage of each step [T] of a finished episode.
 
-    It is the sum over l of (gamma lambda)^l delta_{t+l}, where delta_t is r_t + gamma V(s_{t+1}) - V(s_t), and the
-    value after the last step is 0.
+    The advantage of step t is the sum over l of (gamma lambda)^l delta_{t+l}. Here delta_t is r_t + gamma V(s_{t+1}) -
+    V(s_t), with r_t the reward and V(s_t) the value of the state before step t; the value after the last step is 0.
     """
     following = torch.cat([values_T[1:], values_T.new_zeros(1)])
     deltas = rewards_T + gamma * following - values_T
@@ -44,20 +44,23 @@ def gae(rewards_T: Tensor, values_T: Tensor, *, gamma: float, lambda_: float) ->
 
 
 def remaining_shares(num_steps: int, *, gamma: float) -> Tensor:
-    """The discounted share of the outcome R that is still to be paid at each step [T].
+    """The discounted share of an episode's outcome that is still to be paid before each step [T].
 
-    Each of T steps is paid R / T: the share is (1 / T) sum_{j >= t} gamma^(j - t).
+    Each of T steps is paid the T-th part of the outcome: the share before step t is (1 / T) sum_{j >= t} gamma^(j - t).
     """
     return gae(torch.full((num_steps,), 1.0 / num_steps), torch.zeros(num_steps), gamma=gamma, lambda_=1.0)
 
 
 def log_density(proto: Tensor, mean: Tensor, log_std_D: Tensor) -> Tensor:
-    """The log density [...] of proto-actions [..., D] under independent normal distributions."""
+    """The log density [...] of proto-actions [..., D] under normal distributions, independent in each dimension."""
     z = (proto - mean) * torch.exp(-log_std_D)
     return (-0.5 * z**2 - log_std_D - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
 
 
 def surrogate(log_ratio: Tensor, advantages: Tensor, *, clip: float) -> Tensor:
-    """The clipped objective (larger is better), elementwise: min(ratio A, clip(ratio, 1 - clip, 1 + clip) A)."""
+    """PPO's clipped objective (larger is better), elementwise: min(ratio A, clip(ratio, 1 - clip, 1 + clip) A).
+
+    A is the advantage, and ratio the density of an action under the new policy divided by that under the old one.
+    """
     ratio = log_ratio.exp()
     return torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)

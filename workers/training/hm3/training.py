@@ -31,14 +31,16 @@ TRIES = 16
 
 @dataclass(frozen=True)
 class PolicyTrainingOptions:
-    """Options of a policy's training.
+    """Options for training the policies of a search.
 
-    `episodes` is the number of an iteration. `warm_up` is the number of iterations of each policy that nothing is
-    learned from, in which every step is drawn from all allowed ones. `k` is the number of neighbours of a proto-action.
-    Exploration decreases linearly from 1 to `exploration` over the `explored` iterations of a policy after its warm-up.
-    With `draws_paths` whole paths are explored, drawn as the space draws them: all in the warm-up, then a share that
-    decreases to zero over the `explored` iterations; single steps are explored as rarely as at the end. With `learns`
-    false, the policies that a search begins with play all episodes, and the vectors take turns.
+    An iteration has `episodes` episodes. In the first `warm_up` iterations of each policy nothing is learned, and every
+    step is drawn from all allowed ones. `k` is the number of neighbours of a proto-action that are candidates. The
+    probability of drawing a step at random decreases linearly from 1 to `exploration` over the `explored` iterations of
+    a policy after its warm-up. With `draws_paths` whole paths are drawn at random instead, as the space draws them: all
+    in the warm-up, then a share that decreases to zero over the `explored` iterations; single steps are drawn with the
+    probability `exploration`. With `is_conditioned` one policy has the preference vector as an input; otherwise there
+    is a policy for each vector. With `learns` false, the policies that a search begins with play all episodes, and the
+    vectors take turns.
     """
 
     episodes: int = 16
@@ -62,11 +64,11 @@ class _Played:
 
 
 class PolicyTraining:
-    """The policies of one search.
+    """The policies of one search: plays their episodes, and learns from the outcomes.
 
-    `preferences` are the vectors, at least one. `saved` has checkpoints by the iteration that they have learned from
-    last; those of the last two iterations of each policy are needed. `start` has the checkpoint that each policy begins
-    with; none: new policies. Raises ValueError for another number of them.
+    `preferences` are the preference vectors, at least one. `saved` has checkpoints by the last iteration that they have
+    learned from; those of the last two iterations of each policy are needed. `start` has the checkpoint that each
+    policy begins with, or is empty for new policies. Raises ValueError if `start` has another number of checkpoints.
     """
 
     def __init__(
@@ -98,18 +100,18 @@ class PolicyTraining:
         return 1 if self.options.is_conditioned else len(self.preferences)
 
     def iteration_of(self, number: int) -> int:
-        """The iteration of episode `number`."""
+        """The index of the iteration that episode `number` belongs to."""
         return number // self.options.episodes
 
     def numbers_in(self, iteration: int) -> range:
-        """The numbers of an iteration's episodes."""
+        """The numbers of the episodes in an iteration."""
         first = iteration * self.options.episodes
         return range(first, first + self.options.episodes)
 
     def num_needed(self, number: int) -> int:
-        """The number of iterations that must be finished before episode `number` is played.
+        """The number of iterations whose outcomes must be known before episode `number` is played.
 
-        These are all but the one before its own.
+        These are all iterations before its own except the last one.
         """
         return max(0, self.iteration_of(number) - 1) if self.options.learns else 0
 
@@ -117,7 +119,7 @@ class PolicyTraining:
         return iteration % self.num_policies
 
     def turn_of(self, iteration: int) -> int:
-        """The number of earlier iterations of the same policy."""
+        """The number of earlier iterations that the policy of this iteration has played."""
         return iteration // self.num_policies
 
     def preference_of(self, number: int) -> tuple[float, ...]:
@@ -129,20 +131,20 @@ class PolicyTraining:
         return self.options.learns and (bool(self._start) or self.turn_of(iteration) >= self.options.warm_up)
 
     def source_of(self, iteration: int, *, newest: int) -> int | None:
-        """The last iteration up to `newest` that the policy of `iteration` has learned from; None if there is none."""
+        """The last iteration, up to `newest`, from which the policy of `iteration` has learned; None if none."""
         last = newest - (newest - iteration) % self.num_policies
         return last if last >= 0 and self.is_learned_from(last) else None
 
     def is_kept(self, iteration: int, *, num_finished: int) -> bool:
-        """Whether the checkpoint of `iteration` is still needed once `num_finished` iterations are finished."""
+        """Whether the checkpoint of `iteration` is still needed when `num_finished` iterations are finished."""
         return iteration >= num_finished - 2 * self.num_policies
 
     # -- episodes and updates --------------------------------------------------------------------------------------
 
     def play(self, number: int) -> Episode:
-        """Episode `number`, played together with those of its iteration.
+        """Episode `number`, which is played together with the other episodes of its iteration.
 
-        Raises KeyError if the networks that these episodes need are not saved.
+        Raises KeyError if the checkpoint that these episodes need is not saved.
         """
         iteration = self.iteration_of(number)
         source = self.source_of(iteration, newest=iteration - 2) if self.options.learns else None
@@ -190,11 +192,12 @@ class PolicyTraining:
     def learn(
         self, iteration: int, outcomes_BK: Tensor, *, paths: Sequence[Path] | None = None
     ) -> UpdateStatistics | None:
-        """Learn from an iteration whose episodes had these outcomes (see `Learner.update`), and save the result.
+        """Update the policy of an iteration by the outcomes of its episodes, and save the policy's checkpoint.
 
-        Returns None in the warm-up. Episodes that another process played are played again, with the same result.
-        `paths` are those that had the outcomes; where one differs from the episode's, as in a search that an earlier
-        version of this package began, the policy learns from the given path.
+        Returns None in the warm-up, in which nothing is learned. `outcomes_BK` are as in `Learner.update`. Episodes
+        that another process played are played again, with the same result. `paths` are the paths that had the outcomes.
+        If one differs from the episode's, as in a search that an earlier version of this package began, the policy
+        learns from the given path.
         """
         if not self.is_learned_from(iteration):
             return None
@@ -210,9 +213,10 @@ class PolicyTraining:
         return found
 
     def proposals(self, content: bytes, *, preference: tuple[float, ...], count: int) -> list[Path]:
-        """At most `count` different paths of a saved policy, for any preference vector, without learning.
+        """Up to `count` different paths that a saved policy builds for a preference vector, without learning.
 
-        The first is the one that the policy prefers; the others are played with the exploration of the end of a search.
+        `content` is the policy's checkpoint. The first path is the one that the policy prefers. For the others, steps
+        are drawn at random as rarely as at the end of a search.
         """
         learner = self._new(0)
         learner.restore(content)
@@ -228,15 +232,15 @@ class PolicyTraining:
         return list(found)[:count]
 
     def _new(self, iteration: int) -> Learner:
-        """The learner of the iteration's policy before its first update."""
+        """A learner for the policy of `iteration`, before its first update."""
         seed = self._seed + self.policy_of(iteration)
         options = self.options
         return Learner(self.paths, options.networks, options.learner, seed=seed, descriptors=self._descriptors)
 
     def _learner(self, iteration: int, source: int | None) -> Learner:
-        """The learner of the iteration's policy after it learned from iteration `source`.
+        """The learner of the policy of `iteration`, in its state after it learned from iteration `source`.
 
-        If `source` is None, it is the learner with which the search begins.
+        If `source` is None, the state is the one with which the search begins.
         """
         learner = self._new(iteration)
         if source is not None:

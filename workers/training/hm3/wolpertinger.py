@@ -13,10 +13,11 @@ __all__ = ["choose", "nearest"]
 
 
 def nearest(protos_BD: Tensor, embeddings_AD: Tensor, allowed_BA: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
-    """The numbers of the allowed steps nearest to each proto-action, and which of them are candidates, [B, C] each.
+    """The allowed steps whose embeddings are nearest to each proto-action, as indices [B, C], and which are candidates.
 
-    The distance is that of the embeddings (Euclidean), nearest first, of equal ones the smaller number first. C is the
-    smaller of `k` and A; where fewer steps are allowed, the last numbers of a row are no candidates.
+    There are B proto-actions. Distances are Euclidean; the nearest step comes first, and of equally near ones that with
+    the smaller index. C is the smaller of `k` and the number of all steps. If fewer than C steps are allowed, the last
+    indices of a row are not candidates; the second result, bool [B, C], says which are.
     """
     distances = torch.linalg.vector_norm(embeddings_AD - protos_BD[:, None], dim=2)
     distances = torch.where(allowed_BA, distances, torch.inf)
@@ -25,10 +26,10 @@ def nearest(protos_BD: Tensor, embeddings_AD: Tensor, allowed_BA: Tensor, *, k: 
 
 
 def choose(outcomes_BC: Tensor, is_candidate_BC: Tensor, *, explores_B: Tensor, draws_B: Tensor) -> Tensor:
-    """The index [B] of the chosen candidate.
+    """The index [B] of the candidate that is chosen in each of B episodes.
 
-    It is the one with the largest outcome, of equal ones the nearest. Where an episode explores, its draw from [0, 1)
-    chooses among all candidates with equal probability.
+    It is the candidate with the largest expected outcome, of equal ones the nearest. In episodes that explore
+    (`explores_B`), a random number in [0, 1) (`draws_B`) chooses among all candidates with equal probability.
     """
     best = torch.where(is_candidate_BC, outcomes_BC, -torch.inf).argmax(dim=1)
     counts = is_candidate_BC.sum(dim=1)

@@ -22,19 +22,23 @@ __all__ = ["Part", "parts_of"]
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """This process's part of a parameter: `tensor` shares its memory, and its first element has number `start`."""
+    """The part of a parameter that this process holds.
+
+    `tensor` shares the parameter's memory. Its first element has the number `start` among the elements of all
+    parameters.
+    """
 
     parameter: torch.Tensor
     tensor: torch.Tensor
     start: int
 
     def add_noise(self, quantiles: torch.Tensor, *, key: int) -> None:
-        """Add the draw's noise, in place."""
+        """Add noise to this part in place; `key` names the draw, `quantiles` are those of the noise's distribution."""
         add(self.tensor, quantiles, key=key, start=self.start)
 
 
 def parts_of(parameters: Iterable[torch.Tensor]) -> list[Part]:
-    """This process's parts; a parameter given twice counts once.
+    """The parts of all parameters that this process holds; a parameter that is given twice counts once.
 
     Raises ValueError for a parameter that is not of a floating dtype, or is sharded along another dimension than the
     first.
@@ -55,7 +59,11 @@ def parts_of(parameters: Iterable[torch.Tensor]) -> list[Part]:
 
 
 def add(tensor: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) -> None:
-    """Add noise to the elements of `tensor`, the first of which is number `start`, in place."""
+    """Add noise to the elements of `tensor` in place.
+
+    The first element has the number `start` among the elements of all parameters. `key` names the draw, `quantiles` are
+    those of the noise's distribution.
+    """
     whole = tensor if tensor.is_contiguous() else tensor.contiguous()
     if whole.device.type == "cpu" and whole.dtype in kernel.DTYPES:
         kernel.add_noise(whole, quantiles, key=key, start=start)
@@ -66,7 +74,7 @@ def add(tensor: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) 
 
 
 def _local(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The memory that this process holds, and how many elements of the parameter come before it."""
+    """The memory of a parameter that this process holds, and the number of the parameter's elements before it."""
     if not isinstance(parameter, DTensor):
         return parameter.detach(), 0
     placements = parameter.placements

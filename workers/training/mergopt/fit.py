@@ -24,10 +24,11 @@ SAMPLE = 1_000_000
 
 @dataclass(frozen=True)
 class Fit:
-    """A distribution around 0, fitted by maximum likelihood.
+    """A distribution around 0 that was fitted to the elements of task vectors by maximum likelihood.
 
-    `distance` is the Kolmogorov-Smirnov distance in [0, 1] between it and the elements, `log_likelihood` the mean over
-    the elements (natural log), `zeros` the share of elements that are exactly 0 because of rounding to a short dtype.
+    `distance` is the Kolmogorov-Smirnov distance in [0, 1] between the distribution and the elements. `log_likelihood`
+    is the mean over the elements (natural log). `zeros` is the share of elements that are exactly 0 because of rounding
+    to a short dtype.
     """
 
     distribution: str
@@ -43,9 +44,10 @@ class Fit:
 
 
 def fit(elements: torch.Tensor, distribution: str = "laplace") -> Fit:
-    """The fit to task vectors' `elements` [n]: b = mean |x| for "laplace", the root of mean x^2 for "gaussian".
+    """Fit a distribution around 0 to `elements` [n] of task vectors.
 
-    Raises ValueError for another name, and if no element differs from 0.
+    The scale is the mean of |x| over the elements x for "laplace", and the root of the mean of x^2 for "gaussian".
+    Raises ValueError for another name, and if all elements are 0.
     """
     x = elements.detach().flatten().double().sort().values
     if not x.numel() or not bool(x.abs().max() > 0):
@@ -69,7 +71,7 @@ def fit(elements: torch.Tensor, distribution: str = "laplace") -> Fit:
 def sample_of(base: Path, experts: Sequence[Path], *, num_elements: int = SAMPLE) -> torch.Tensor:
     """About `num_elements` elements of the experts' task vectors, in float32.
 
-    They are as many of each expert, evenly spaced in each tensor. `experts` are whole models or adapters. Raises
+    Every expert gives as many, evenly spaced in each tensor. `experts` are whole models or adapters. Raises
     InvalidModel.
     """
     origin = open_checkpoint(base)

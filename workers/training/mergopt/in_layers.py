@@ -29,9 +29,10 @@ __all__ = ["offset_in_layers"]
 def offset_in_layers(
     model: torch.nn.Module, parts: Sequence[Part], tables: Mapping[torch.device, torch.Tensor], *, key: int
 ) -> Iterator[None]:
-    """A context in which forward and backward passes of `model` see its parameters with the noise of `key`.
+    """Context manager in which forward and backward passes of `model` see its parameters with noise added.
 
-    `tables` has the quantiles for each device. Raises ValueError if `model` does not have all of `parts`.
+    `key` names the draw of the noise. `tables` has the quantiles of its distribution for each device. Raises ValueError
+    if `model` does not have all of `parts`.
     """
     known = {id(part.parameter): part for part in parts}
     owners: list[tuple[torch.nn.Module, dict[str, Part]]] = []
@@ -53,7 +54,7 @@ def offset_in_layers(
 
 @dataclass(frozen=True)
 class _Note:
-    """A note in place of a tensor that autograd asked to keep: a view of a part with noise."""
+    """What is kept for the backward pass in place of a tensor: how to make it again, as a view of a part with noise."""
 
     part: Part
     size: tuple[int, ...]
@@ -62,7 +63,7 @@ class _Note:
 
 
 class _Draw:
-    """The tensors with noise that exist now, by the address of their memory."""
+    """One draw of noise, and the tensors with this noise that exist now, by the address of their memory."""
 
     def __init__(self, tables: Mapping[torch.device, torch.Tensor], key: int) -> None:
         self._tables, self._key = tables, key
@@ -99,7 +100,7 @@ class _Draw:
 
 
 class _WithNoise(torch.autograd.Function):
-    """A function that adds noise to a parameter; its gradient is that of the parameter."""
+    """An autograd function that adds noise to a parameter, and passes the gradient on to the parameter unchanged."""
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, make: Any) -> Any:

@@ -24,7 +24,10 @@ MASK_32 = HIGH_WORD - 1
 
 
 def add_noise(flat: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) -> None:
-    """Add noise as `noise.add_plainly` does, for a contiguous tensor on CPU whose dtype is one of DTYPES."""
+    """Add noise to a contiguous tensor on CPU by compiled code, with the same result as `noise.add_plainly`.
+
+    The dtype is one of DTYPES.
+    """
     words, table = as_array(flat), quantiles.numpy()
     k0, k1 = key_words(key)
     first = 0

@@ -28,7 +28,10 @@ CHUNK = 1 << 16  # elements hashed at a time: their int64 temporaries fit a core
 
 
 class Noise(Protocol):
-    """A symmetric distribution around 0, by its quantiles: float32 [NUM_QUANTILES] on CPU, ascending."""
+    """Interface of a symmetric distribution around 0, given by its quantiles.
+
+    They are float32 [NUM_QUANTILES] on CPU, ascending.
+    """
 
     @property
     def quantiles(self) -> torch.Tensor: ...
@@ -36,7 +39,10 @@ class Noise(Protocol):
 
 @dataclass(frozen=True)
 class Laplace:
-    """Laplace(0, b): density exp(-|z| / b) / 2b, with `scale` b > 0; the paper's default is 0.0005 (appendix B.2)."""
+    """Laplace's distribution around 0, with density exp(-|z| / b) / 2b, where b > 0 is `scale`.
+
+    The MergOPT paper's default is 0.0005 (appendix B.2).
+    """
 
     scale: float = 0.0005
 
@@ -51,7 +57,7 @@ class Laplace:
 
 @dataclass(frozen=True)
 class Gaussian:
-    """Normal(0, scale^2), `scale` > 0."""
+    """The normal distribution around 0 with the standard deviation `scale` > 0."""
 
     scale: float
 
@@ -65,15 +71,15 @@ class Gaussian:
 
 
 def draw_key(seed: int, step: int) -> int:
-    """The 64-bit key of an optimizer step's draw."""
+    """The 64-bit key of the noise that is drawn in an optimizer step."""
     return int.from_bytes(hashlib.blake2b(f"mergopt\x1f{seed}\x1f{step}".encode(), digest_size=8).digest(), "little")
 
 
 def add_plainly(flat: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) -> None:
-    """Add noise to `flat` [n], of any floating dtype, in place; its elements have the numbers `start`, `start` + 1, ...
+    """Add noise to `flat` [n], of any floating dtype, in place.
 
-    The noise is drawn from `quantiles` by `key`. The sum is in float32, rounded once. `quantiles` are on the device of
-    `flat`.
+    The noise is drawn from `quantiles` by `key`. The elements of `flat` have the numbers `start`, `start` + 1, ...
+    among those of all parameters. The sum is in float32, rounded once. `quantiles` are on the device of `flat`.
     """
     for first in range(0, flat.numel(), CHUNK):
         part = flat[first : first + CHUNK]

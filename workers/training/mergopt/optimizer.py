@@ -37,9 +37,9 @@ STATE = "mergopt"
 
 @dataclass(frozen=True)
 class Draw:
-    """The merge that a step simulates, of `num_models` experts with task vectors z and coefficient `alpha`.
+    """The merge that an optimizer step simulates: `num_models` experts with random task vectors.
 
-    `key` is that of z's elements.
+    `alpha` is the coefficient of all task vectors. `key` determines their random elements.
     """
 
     alpha: float
@@ -48,22 +48,27 @@ class Draw:
 
     @property
     def factor(self) -> float:
-        """The factor K alpha - 1 of the task vectors z, for K models and coefficient alpha."""
+        """The factor K alpha - 1 of the simulated task vectors z, for K models and the coefficient alpha."""
         return self.num_models * self.alpha - 1
 
 
 def draw_of(
     seed: int, step: int, *, coefficients: Sequence[float] = COEFFICIENTS, max_models: int = MAX_MODELS
 ) -> Draw:
-    """The draw of optimizer step `step`, a function of the arguments alone: every rank has the same."""
+    """Draw the merge that optimizer step `step` simulates.
+
+    The draw is a function of the arguments alone, so that every rank has the same.
+    """
     rng = random.Random(f"mergopt {seed} {step}")
     return Draw(rng.choice(list(coefficients)), rng.randint(1, max_models), draw_key(seed, step))
 
 
 class MergOPT(OptimizerWrapper):
-    """An optimizer around any other optimizer.
+    """MergOPT: an optimizer around any other optimizer, which takes gradients where a merge may move the parameters.
 
-    With a closure that computes the loss and its gradients (of all micro-batches, clipped if wanted):
+    In each step the gradient is computed at the parameters theta plus an offset (K alpha - 1) z. It simulates a merge
+    of K models with coefficient alpha and random task vectors z. Call a step with a closure that computes the loss and
+    its gradients (of all micro-batches, clipped if wanted):
 
         optimizer.step(closure)
 
@@ -75,14 +80,14 @@ class MergOPT(OptimizerWrapper):
 
     One draw belongs to one step of the optimizer, however often `offset` is entered before it. Outside of `offset` the
     parameters are theta, bit for bit. By default they are restored from a copy, which needs the memory of all
-    parameters. With `model` they never change: the noise is added where the layers of `model` read their weights and
+    parameters. With `model` they never change: the noise is added where the layers of `model` read their weights, and
     made again in the backward pass, which needs the memory of the largest tensor (`in_layers`). This is not possible
     for sharded parameters.
 
-    `noise` is the distribution of z, `coefficients` A, `max_models` K_max. `moved` are the parameters that get an
-    offset, by default those of the optimizer; with adapters they are the frozen weights that these adapt. `seed` and
-    the number of the step determine the draw; both are in `state_dict`. All ranks of a data-parallel or fully sharded
-    model must have the same seed, and hold their parameters in the same order.
+    `noise` is the distribution of z. alpha is drawn from `coefficients`, and K from 1 to `max_models`. `moved` are the
+    parameters that get an offset, by default those of the optimizer; with adapters they are the frozen weights that the
+    adapters change. `seed` and the number of the step determine the draw; both are in `state_dict`. All ranks of a
+    data-parallel or fully sharded model must have the same seed, and hold their parameters in the same order.
     """
 
     def __init__(
@@ -116,12 +121,16 @@ class MergOPT(OptimizerWrapper):
 
     @property
     def draw(self) -> Draw:
-        """The draw of the next update."""
+        """The draw of the next update: the merge that it simulates."""
         return draw_of(self._seed, self._step, coefficients=self._coefficients, max_models=self._max_models)
 
     @contextmanager
     def offset(self) -> Iterator[Draw]:
-        """A context in which forward and backward passes see theta + (K alpha - 1) z. Raises RuntimeError if nested."""
+        """Context manager in which forward and backward passes see the parameters with the offset of the next draw.
+
+        The offset is (K alpha - 1) z, for a merge of K models with coefficient alpha and random task vectors z. Raises
+        RuntimeError if contexts are nested.
+        """
         if self._is_offset:
             raise RuntimeError("mergopt: offset() within offset()")
         draw = self.draw
@@ -157,7 +166,7 @@ class MergOPT(OptimizerWrapper):
                 torch._foreach_copy_(tensors, self._copies)
 
     def _scaled_quantiles(self, factor: float) -> dict[torch.device, torch.Tensor]:
-        """The quantiles of (K alpha - 1) z on each device.
+        """The quantiles of the offset (K alpha - 1) z on each device, for the draw's K, alpha and noise z.
 
         They are rounded here, so that the same numbers are added everywhere.
         """
@@ -167,10 +176,10 @@ class MergOPT(OptimizerWrapper):
         return {device: self._tables[device] * factor for device in devices}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update theta by gradients that were computed within `offset`.
+        """Update the parameters by gradients that were computed at the offset.
 
-        If `closure` is given, it computes the gradients and its result is returned; otherwise they were computed
-        before. Raises RuntimeError if they were not computed, and within `offset`.
+        If `closure` is given, it is called to compute the gradients, and its result is returned. Otherwise they must
+        have been computed within `offset` before. Raises RuntimeError if they were not, and within `offset`.
         """
         if self._is_offset:
             raise RuntimeError("mergopt: step() within offset(); the update belongs to theta, so leave offset() first")
@@ -186,11 +195,11 @@ class MergOPT(OptimizerWrapper):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the wrapped optimizer, with the seed and number of the next draw."""
+        """The state of the wrapped optimizer, with the seed and the number of the next draw."""
         return {**super().state_dict(), STATE: {"seed": self._seed, "step": self._step}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned. Raises ValueError for the state of another optimizer."""
+        """Restore the state that `state_dict` returned. Raises ValueError for the state of another optimizer."""
         if STATE not in state_dict:
             raise ValueError(f"mergopt: the state has no {STATE!r}; expected one that its state_dict() gave")
         super().load_state_dict({name: value for name, value in state_dict.items() if name != STATE})

@@ -25,12 +25,12 @@ SAM_RHO, ASAM_RHO, ASAM_ETA = 0.05, 0.5, 0.01
 
 
 class SharpnessAware(OptimizerWrapper):
-    """SAM or ASAM around any optimizer.
+    """Sharpness-aware minimization (SAM or ASAM) around any optimizer.
 
-    `step` takes a closure that clears the gradients, computes the loss and its gradients, and returns the loss; it is
-    called twice, and the loss at theta is returned. `rho` > 0 is the radius; `is_adaptive` selects ASAM. Under data
-    parallelism gradients are averaged over ranks before the ascent, so that all ranks ascend alike; sharded parameters
-    are refused (ValueError).
+    `step` takes a closure that clears the gradients, computes the loss and its gradients, and returns the loss. The
+    closure is called twice, at the parameters and at an offset of them; the first loss is returned. `rho` > 0 is the
+    size of the offset; `is_adaptive` selects ASAM. Under data parallelism gradients are averaged over ranks before the
+    offset is computed, so that all ranks have the same offset. Sharded parameters are refused (ValueError).
     """
 
     def __init__(
@@ -45,7 +45,10 @@ class SharpnessAware(OptimizerWrapper):
         self.rho, self.is_adaptive, self.eta = rho, is_adaptive, eta
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one update. Raises ValueError without a closure."""
+        """Make one update, for which `closure` is called twice; returns its first result.
+
+        Raises ValueError without a closure.
+        """
         if closure is None:
             raise ValueError("sam: step() needs a closure, which it calls at two points")
         with torch.enable_grad():
@@ -57,7 +60,7 @@ class SharpnessAware(OptimizerWrapper):
 
     @torch.no_grad()
     def _ascent(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The parameters that have a gradient, each with the offset at which the second gradient is computed."""
+        """The parameters that have a gradient, each with the offset for the second computation of the gradient."""
         moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not moved:
             return []
@@ -75,7 +78,7 @@ class SharpnessAware(OptimizerWrapper):
 
 
 class _Moved:
-    """A context in which offsets are added to parameters; afterwards these are restored, bit for bit."""
+    """Context manager that adds offsets to parameters, and restores the parameters, bit for bit, at the end."""
 
     def __init__(self, steps: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._steps = steps

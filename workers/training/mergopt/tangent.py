@@ -18,8 +18,8 @@ __all__ = ["TangentModel"]
 class TangentModel(torch.nn.Module):
     """The linearization of `model` at its present weights.
 
-    Its parameters are those of `model`, which are trained; the output's logits [rows, columns, vocabulary] are linear
-    in them. Attention must be eager, because fused kernels have no forward derivative.
+    The trained parameters are those of `model`; the logits [rows, columns, vocabulary] are linear in them. Attention
+    must be eager, because fused kernels have no forward derivative.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

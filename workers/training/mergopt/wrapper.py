@@ -11,7 +11,10 @@ __all__ = ["OptimizerWrapper"]
 
 
 class OptimizerWrapper(Optimizer):
-    """A base class whose subclasses define `step`. Parameters are given to the wrapped `optimizer` before."""
+    """Base class of optimizers around another optimizer, whose parameter groups and state they share.
+
+    Subclasses define `step`. The parameters are given to the wrapped `optimizer` when it is made.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -22,7 +25,7 @@ class OptimizerWrapper(Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise RuntimeError: the data that wrappers keep of parameters are made once."""
+        """Raise RuntimeError: parameters cannot be added, because wrappers prepare data about them once."""
         if hasattr(self, "optimizer"):
             raise RuntimeError(f"{type(self).__name__}: construct it with all parameters; none can be added")
         super().add_param_group(param_group)
@@ -35,6 +38,6 @@ class OptimizerWrapper(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Use the wrapped optimizer's groups and state, which loading a state replaces."""
+        """Use the parameter groups and state of the wrapped optimizer, again after a state was loaded."""
         self.param_groups = self.optimizer.param_groups
         self.state = self.optimizer.state

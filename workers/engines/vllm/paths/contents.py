@@ -41,10 +41,11 @@ COPIES_ON_CPU = 2
 
 
 class PathContents(WeightContents):
-    """A pool of layers, in which merges of up to `options.max_layers` layers are paths.
+    """Options and sizes for an engine of layer paths: a pool of layers, and keys and values for the longest path.
 
-    Raises InvalidModel for models whose layers cannot follow each other, EngineUnavailable if the models themselves are
-    longer, or do not fit into memory.
+    A merge of up to `options.max_layers` layers is a path through the pool. Raises InvalidModel for models whose layers
+    cannot follow each other. Raises EngineUnavailable if the source models are longer than `options.max_layers`, or do
+    not fit into memory.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class PathContents(WeightContents):
         return found
 
     def _config_directory(self) -> str:
-        """Write the configuration of the pool, as that of a model, to a temporary directory; return the directory."""
+        """Write the pool of layers as the configuration of a model to a temporary directory; return the directory."""
         config = dict(self.sources.base.config)
         config |= {
             "architectures": [PATH_ARCHITECTURE],

@@ -27,7 +27,10 @@ SETTINGS: Mapping[str, Any] = {
 
 
 def path_problems(sources: ResolvedFamily) -> list[str]:
-    """Why paths through the layers of these models cannot be computed, with models and fields; empty if they can."""
+    """The reasons why the layers of a family's models cannot follow each other in any order; empty if they can.
+
+    Each reason names the models and the fields of their configurations that differ.
+    """
     problems = []
     base = sources.base.settings
     if (kind := base.get("model_type")) not in PATH_TYPES:

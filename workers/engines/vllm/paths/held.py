@@ -34,7 +34,10 @@ LAYERS = "model.layers."
 
 
 class HeldPath(HeldWeights):
-    """The weights of a path engine: the pool of layers, the path with its alignments, and the other parameters."""
+    """The weights of an engine of layer paths: a pool of layers, the path through it, and the other parameters.
+
+    The path includes a factor and optionally an alignment for each of its layers.
+    """
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
         super().__init__(model, dtype)
@@ -69,7 +72,10 @@ class HeldPath(HeldWeights):
         self._outside_digest, self._outside_held = "", None
 
     def fill(self, bank: Bank, into: Into) -> None:
-        """Write the layers of as many sources as fit beside the longest merge, the base's last."""
+        """Write the layers of source models into the pool in advance, those of the base last.
+
+        Only as many sources are written as fit beside the layers of the longest merge, but at least the base.
+        """
         spare = self._pool.size - len(self.model.model.slots)
         aliases = [model.alias for model in (*bank.family.experts, bank.family.base)]
         for alias in aliases[max(0, len(aliases) - max(1, spare // bank.layout.num_layers)) :]:
@@ -112,7 +118,10 @@ class HeldPath(HeldWeights):
         return done
 
     def _write_path(self, plan: TensorPlan, bank: Bank, into: Into, recipe: Recipe) -> Writing:
-        """Write the tensors of the plan, which include those outside layers. After a failure the content is unknown."""
+        """Write the tensors of a plan, including the parameters outside layers (embedding, final norm and output head).
+
+        After a failure the content of the pool counts as unknown.
+        """
         try:
             done = self._write(plan, bank, into)
         except BaseException:
@@ -155,7 +164,7 @@ class HeldPath(HeldWeights):
 
 
 class _Checked:
-    """The contents of layers of earlier recipes, so that a path of known layers needs no plan.
+    """What the layers of earlier recipes contain, so that a recipe made of known layers need not be planned again.
 
     Recipes with merges of single tensors are not recorded.
     """
@@ -170,7 +179,7 @@ class _Checked:
         self._contents: dict[tuple[Merge, ...], Hashable] = {}
 
     def contents(self, recipe: Recipe) -> list[Hashable] | None:
-        """The content of each layer of a recipe; None if it has to be planned."""
+        """What each layer of the recipe contains, as known from earlier recipes; None if a layer is unknown."""
         if not _is_known_by_layers(recipe) or _of(recipe) != self._of:
             return None
         if not recipe.models.items() <= self._models.items():
@@ -191,9 +200,9 @@ class _Checked:
 
 @dataclass(frozen=True)
 class _Between:
-    """The scale factors and alignments of a path.
+    """What a path has besides its layers: for each layer, a scale factor and the alignment before it.
 
-    They are a factor and the digest of the alignment for each hop, and the alignments by digest.
+    `before` has the digest of each layer's alignment, or None; `alignments` maps digests to alignments.
     """
 
     factors: Sequence[float]
@@ -202,7 +211,10 @@ class _Between:
 
 
 class _Aligned:
-    """Alignments in memory, at most as many as the longest path has layers; the least recently used are dropped."""
+    """Alignments that are kept in memory, in the device and dtype of the model.
+
+    There are at most as many as the longest path has layers; the least recently used are dropped.
+    """
 
     def __init__(self, like: torch.Tensor, *, most: int) -> None:
         self._like = like  # the device and dtype of alignments
@@ -214,7 +226,11 @@ class _Aligned:
         self.digests: dict[str, str] = {}  # of the values in memory
 
     def read(self, before: Sequence[str | None], bank: Bank) -> dict[str, Alignment]:
-        """The alignments of a path, by digest. Raises InvalidRecipe."""
+        """The alignments of a path by digest, from memory or from their files.
+
+        `before` has the digest of the alignment before each layer, or None. Raises InvalidRecipe if a file cannot be
+        used.
+        """
         found: dict[str, Alignment] = {}
         for index, digest in enumerate(before):
             if digest is None or digest in found:
@@ -233,23 +249,26 @@ class _Aligned:
 
 
 def _digest_of(alignment: Alignment) -> str:
-    """sha256 (hex) over the names, types, shapes and sums of an alignment's tensors."""
+    """Checksum of an alignment (sha256, hex), over the names, types, shapes and sums of its tensors."""
     return checksum(alignment.tensors())
 
 
 def _outside(recipe: Recipe) -> Hashable:
-    """The merges outside layers, as a value that is equal for recipes with the same merges there."""
+    """A value that is equal for recipes whose merges outside layers (embedding, output head) are equal."""
     recipe = recipe.canonical()
     return _of(recipe), recipe.embedding, recipe.head
 
 
 def _of(recipe: Recipe) -> Hashable:
-    """The parts of a recipe, besides its merges, that the merges' results depend on."""
+    """The settings of a whole recipe, other than its merges, that the merged tensors depend on."""
     return recipe.base, recipe.keeps_equal
 
 
 def _is_known_by_layers(recipe: Recipe) -> bool:
-    """Whether the content of each layer follows from the layer's recipe alone, in the vocabulary of the base."""
+    """Whether the merged tensors of each layer depend on this layer's part of the recipe only.
+
+    This holds for recipes without merges of single tensors that use the vocabulary of the base.
+    """
     return not recipe.tensors and recipe.tokenizer == "base" and not recipe.vocabulary
 
 
@@ -258,9 +277,11 @@ def _merges(layer: LayerRecipe) -> tuple[Merge, ...]:
 
 
 def _combined(outside: str, path: Iterable[Hop], digests: Mapping[int, str], aligned: Mapping[str, str]) -> str:
-    """sha256 (hex) over the parameters outside layers, then over the layer, factor and alignment of each hop.
+    """Checksum of a path: sha256 (hex) over the digests of all its parts.
 
-    It does not depend on which layers of the pool hold the path, or in which order they were written.
+    `outside` is the digest of the parameters outside layers. For each hop of the path follow the digest of its layer,
+    its factor and the digest of its alignment. The checksum does not depend on which layers of the pool are used, or in
+    which order they were written.
     """
     total = hashlib.sha256(f"{outside}\n".encode())
     for number, hop in enumerate(path):
@@ -276,7 +297,10 @@ def _planned(recipe: Recipe, bank: Bank) -> TensorPlan:
 
 
 def _by_layer(plan: TensorPlan, bank: Bank) -> tuple[list[MergedTensor], list[Hashable], list[list[MergedTensor]]]:
-    """The tensors outside layers; the content of each layer without its scale; and the tensors of each layer."""
+    """Split the tensors of a plan into those outside layers and those of each layer, without the layers' scales.
+
+    Returns the tensors outside layers, a description of what each layer contains, and the tensors of each layer.
+    """
     from workers.merging.plan import computations
 
     plain = [replace(tensor, factor=1.0) if tensor.factor != 1 else tensor for tensor in plan.tensors]

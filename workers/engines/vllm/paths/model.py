@@ -59,7 +59,10 @@ LAYER_OF: Mapping[str, MakeLayer] = {
 
 
 class PathModel(nn.Module):
-    """The decoder. `path` may be set between forward passes, when no request is in flight."""
+    """A decoder that computes the layers of its attribute `path`, in this order.
+
+    `path` may be set between forward passes, when no request is in flight.
+    """
 
     hf_to_vllm_mapper = LlamaModel.hf_to_vllm_mapper
 
@@ -120,7 +123,7 @@ class PathModel(nn.Module):
 def _walk(
     layer: Any, factor: float, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute vLLM's decoder layer with the output of each branch multiplied by `factor` (`residual_scales`)."""
+    """Compute one of vLLM's decoder layers, with the output of each branch (attention, MLP) multiplied by `factor`."""
     if residual is None:
         residual = hidden
         hidden = layer.input_layernorm(hidden)
@@ -135,7 +138,10 @@ def _walk(
 
 
 class PathForCausalLM(LlamaForCausalLM):  # type: ignore[misc]  # vLLM has no types
-    """The decoder with vLLM's output head, tied or not, which is the same for all four model types."""
+    """The decoder of layer paths (`PathModel`) with vLLM's output head, for Llama, Mistral, Qwen2 and Qwen3.
+
+    The head may be tied to the embedding.
+    """
 
     held_by = HeldPath
 

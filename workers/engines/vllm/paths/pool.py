@@ -13,9 +13,10 @@ __all__ = ["Hop", "LayerPool"]
 
 @dataclass(frozen=True)
 class Hop:
-    """One element of a layer path: a layer of the pool, the factor of its branches' outputs, and its alignment.
+    """One element of a layer path: a layer of the pool, a factor, and the alignment before the layer.
 
-    The alignment, before the layer, is named by its digest; None if there is none.
+    `factor` multiplies the outputs of the layer's branches (attention, MLP). `alignment` is a digest, or None if there
+    is no alignment.
     """
 
     layer: int
@@ -24,7 +25,10 @@ class Hop:
 
 
 class LayerPool:
-    """The content of `size` layers, by any hashable description of what a layer holds."""
+    """Book-keeping of what each layer of a pool of `size` layers contains.
+
+    The content of a layer is described by any hashable value.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -37,10 +41,10 @@ class LayerPool:
         return content in self._layers
 
     def place(self, contents: Sequence[Hashable]) -> tuple[list[int], set[int]]:
-        """Assign a layer of the pool to each content; equal contents share one.
+        """Assign a layer of the pool to each of `contents`; equal contents share one.
 
-        Returns the layer of each content, and the layers that do not hold their content yet. Raises ValueError if there
-        are more different contents than layers.
+        Returns the layer of each content, and the set of layers that must be written because they do not contain it
+        yet. Raises ValueError if there are more different contents than layers.
         """
         wanted = dict.fromkeys(contents)
         if len(wanted) > self.size:

@@ -15,12 +15,12 @@ GB = 1e9
 
 
 def pool_size(*, room: int, layer_bytes: int, num_sources: int, max_layers: int, of: str) -> int:
-    """The number of layers in the pool.
+    """The number of layers in the pool of an engine of layer paths.
 
-    There are enough for all `num_sources` layers of the sources and one whole merge, or else as many as fit into `room`
-    bytes; then layers of the sources are written again when they are needed again. `max_layers` is the length of the
-    longest merge, whose layers may all differ. `of` names the memory in messages. Raises EngineUnavailable if not even
-    the longest merge fits.
+    The pool has room for all `num_sources` layers of the source models and for one whole merge, if these fit into
+    `room` bytes at `layer_bytes` each. Otherwise the pool has as many layers as fit, and layers of the sources are
+    written again when they are needed again. `max_layers` is the number of layers of the longest merge, which may all
+    differ. `of` names the memory in messages. Raises EngineUnavailable if not even the longest merge fits.
     """
     fitting = max(room, 0) // layer_bytes
     if fitting < max_layers:
@@ -33,19 +33,19 @@ def pool_size(*, room: int, layer_bytes: int, num_sources: int, max_layers: int,
 
 
 def widest_layer_bytes(sources: ResolvedFamily, value_bytes: int) -> int:
-    """Bytes of the base's largest layer, with values of `value_bytes`."""
+    """Bytes of the base's largest layer, at `value_bytes` bytes for each value."""
     layout = sources.layout
     names = ([name for name, place in layout.places.items() if place.layer == i] for i in range(layout.num_layers))
     return max(_bytes(sources, of_layer, value_bytes) for of_layer in names)
 
 
 def outside_bytes(sources: ResolvedFamily, value_bytes: int) -> int:
-    """Bytes of embedding, final norm and output head."""
+    """Bytes of a model's parameters outside layers (embedding, final norm, output head)."""
     return _bytes(sources, (n for n, place in sources.layout.places.items() if place.layer is None), value_bytes)
 
 
 def alignment_bytes(config: Mapping[str, Any], max_layers: int, value_bytes: int) -> int:
-    """Bytes of projections before all layers of the longest merge, for a model with this configuration."""
+    """Bytes of alignments before all layers of the longest merge, each a projection [hidden, hidden]."""
     return max_layers * int(config["hidden_size"]) ** 2 * value_bytes
 
 

@@ -33,10 +33,10 @@ GENERIC = "Transformers"
 
 
 class WeightContents:
-    """The weights of one model with the base's layers.
+    """Options and sizes for an engine of one model with the same number of layers as the base.
 
-    `dtype` is the engine's. `aligns` says whether merges may have alignments. Raises EngineUnavailable if the content
-    does not fit into memory.
+    Subclasses are for other kinds of engines. `dtype` is that of the engine; `aligns` says whether merges may have
+    alignments. Raises EngineUnavailable if the model does not fit into memory.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class WeightContents:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The configuration of the longest merge, in common names."""
+        """The configuration of the longest merge, with the same key names for every model type."""
         return self.prompts.config
 
     def model_options(self) -> dict[str, Any]:
-        """VLLM's options for the model that it runs."""
+        """Options of vLLM that depend on the model."""
         # The first swap overwrites what is loaded. Weights with another vocabulary than the base's cannot be loaded.
         is_base = self.prompts.directory == str(self.sources.base.directory)
         return {
@@ -68,14 +68,17 @@ class WeightContents:
         }
 
     def refusal(self, recipe: Recipe) -> str | None:
-        """Why the engine cannot hold a merge of this shape; None if it can."""
+        """The reason why the engine cannot hold a merge with this number of layers; None if it can."""
         layers = int(self.config["num_hidden_layers"])
         if len(recipe.layers) == layers:
             return None
         return f"the recipe has {len(recipe.layers)} layers, the model {layers}"
 
     def options_by_device(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """VLLM's options for the available memory, and the arguments of `MergeExtension.mergesearch_open`."""
+        """Options of vLLM that depend on the device and its memory.
+
+        Also returns the arguments for `MergeExtension.mergesearch_open`.
+        """
         opening: dict[str, Any] = {"keeps_ranks": self.options.rank_cache}
         if self.is_cpu:
             from workers.engines.vllm.capabilities import model_config
@@ -106,11 +109,14 @@ class WeightContents:
         }, opening
 
     def kv_cache_bytes(self) -> int:
-        """Bytes of keys and values on CPU."""
+        """Bytes that the engine reserves for keys and values if it runs on CPU."""
         return kv_cache_bytes(self.config, self.prompts.max_length, self.dtype)
 
     def requirements(self, *, gpu_free: int, gpu_total: int) -> MemoryRequirements:
-        """The memory that engine and bank need on each GPU, of which `gpu_free` of `gpu_total` bytes are free."""
+        """The memory that engine and source weights need on each GPU.
+
+        Each GPU has `gpu_total` bytes, of which `gpu_free` are free.
+        """
         return memory_requirements(
             self.sources,
             config=self.config,
@@ -121,10 +127,10 @@ class WeightContents:
 
 
 def _has_code_for(config: Mapping[str, Any]) -> bool:
-    """Whether vLLM has its own code for the model.
+    """Whether vLLM has code of its own for the model with this configuration.
 
-    Models that vLLM runs through transformers' modules are neither compiled nor captured as graphs, because vLLM would
-    change transformers' classes for that (`plugin`).
+    vLLM runs other models through transformers' modules. It would change transformers' classes to compile these modules
+    or to capture them as graphs, so that engines do neither (`plugin`).
     """
     from vllm import ModelRegistry
 

@@ -32,7 +32,10 @@ Lowering = Callable[[Merge, Operands], Rule]
 
 @dataclass(frozen=True)
 class Fused:
-    """How a method becomes a rule; `is_on_cuda`: there is a CUDA kernel for that rule."""
+    """The function that turns merges by a method into rules for the kernels.
+
+    `is_on_cuda` says whether there is also a CUDA kernel for these rules.
+    """
 
     lowering: Lowering
     is_on_cuda: bool
@@ -43,9 +46,9 @@ RULES: dict[str, Fused] = {}
 
 
 def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Lowering]:
-    """Decorator that registers a function as the one that returns the rule of the declared method `name`.
+    """Decorator that registers a function as the one that returns the kernel rule of the merge method `name`.
 
-    Raises ValueError for an undeclared method, or one that has a rule.
+    Raises ValueError for an undeclared method, and for one that already has a rule.
     """
     if name not in METHODS:
         raise ValueError(f"merge method {name!r} is not declared; declare it in a module of search_spaces/methods")
@@ -60,7 +63,10 @@ def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Loweri
 
 
 def trimmed(stored: Operands, shares: Sequence[float]) -> Trimmed:
-    """Sparsity that keeps the largest magnitudes of each task vector; `shares` has the share of each source."""
+    """Sparsity that keeps the elements of largest magnitude of each task vector.
+
+    `shares` has the share of elements to keep for each source.
+    """
     ranks = [num_kept(share, stored.tensors[0].numel()) for share in shares]
     trims = [table.trim(rank) for table, rank in zip(magnitudes(stored), ranks, strict=True)]
     (by,) = comparisons(trims)
@@ -73,7 +79,7 @@ def base(stored: Operands) -> torch.Tensor:
 
 
 def factors(stored: Operands) -> Words:
-    """The factor of each source's marks, which order equal magnitudes."""
+    """The factor of each source by which elements of equal magnitude are ordered (`TieOrder.factor`)."""
     assert stored.orders is not None, "not given the orders of the sources"
     return tuple(order.factor for order in stored.orders)
 

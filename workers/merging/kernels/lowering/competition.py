@@ -57,7 +57,10 @@ def _consensus_ties(merge: Merge, stored: Operands) -> Rule:
 
 
 def _variable_squares(merge: Merge, stored: Operands) -> tuple[tuple[Comparison, float, int, int], list[float]]:
-    """The fields of a rule by which SCE selects elements, and the sum of squares of each source's selected elements."""
+    """The fields of a rule that selects elements as SCE does, and each source's sum of squares over these elements.
+
+    The fields are the kind of comparison, the threshold's variance and mark, and the factor of marks.
+    """
     from workers.merging.kernels.reductions import variable_squares
 
     select_topk, table = merge.number("select_topk"), stored.variances
