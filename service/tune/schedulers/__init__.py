@@ -3,6 +3,7 @@
 - `base`: the table of rungs and brackets that every scheduler keeps
 - `successive_halving`: Hyperband, ASHA, and one rung without promotion
 - `racing`: comparisons with the best trials on the same samples
+- `ranking`: the order of promotion within a rung
 - `bound`: whether a trial is behind another one, with a known error rate
 """
 

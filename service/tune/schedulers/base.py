@@ -7,17 +7,22 @@ A search gives the same trials for any number of replicas and after any interrup
 order in which results arrive. The members of a rung have a fixed order, that of their promotion, and decisions are made
 on the first k members once these k are evaluated. A proposal depends on a fixed prefix of the schedule. Evaluations may
 still overlap, so engines have work while a rung waits for a result.
+
+What the table knows is kept up with each result, so that a result or a proposal costs the same in a long search: what
+proposals may know only grows, and results become visible in a fixed order.
 """
 
 from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
+from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from search_spaces.fidelity import Bracket
-from search_spaces.objectives import Candidate, promotion_order
+from search_spaces.objectives import Candidate
+from service.tune.schedulers.ranking import Ranking
 
 __all__ = ["Decision", "Entry", "Proposal", "Rung", "RungTable"]
 
@@ -43,13 +48,21 @@ class Rung:
     """A rung of one bracket.
 
     `members` maps its trials, in the order of their arrival, to the newest trial whose first result was needed to
-    promote them; the latter never decrease along the order. Decisions on the first `num_decided` members are made.
+    promote them; the latter never decrease along `order`, which has the same trials. Decisions on the first
+    `num_decided` members are made; `ranking` has those of them that did not fail.
     """
 
     index: int
     members: dict[int, int] = field(default_factory=dict)
+    order: list[int] = field(default_factory=list)
     num_decided: int = 0
+    num_seen: int = 0  # how many of the first members proposals may know
     is_closed: bool = False
+    ranking: Ranking = field(default_factory=Ranking)
+
+    def add(self, number: int, *, cause: int) -> None:
+        self.members[number] = cause
+        self.order.append(number)
 
 
 @dataclass(frozen=True)
@@ -119,6 +132,16 @@ class RungTable(ABC):
         self._rungs: dict[int, tuple[Rung, ...]] = {}
         self._at_looks: dict[int, Mapping[int, tuple[float, ...]]] = {}
         self._is_search_over = False
+        self._num_proposed = 0
+        self._num_finished = 0
+        self._num_ended = 0  # of the first trials, without one that has not ended between them
+        self._runnable: set[int] = set()
+        self._waiting: set[int] = set()
+        # What the newest proposal may know.
+        self._visible: list[tuple[int, int]] = []
+        self._failed: list[int] = []
+        self._num_known = 0  # of the first trials, whose first results are visible
+        self._num_seen = 0  # of the first trials, all of whose results are visible
 
     # -- what a scheduler decides ---------------------------------------------------------------------------------
 
@@ -130,10 +153,10 @@ class RungTable(ABC):
         """
 
     @abstractmethod
-    def _later_evaluations(self, number: int, bracket: int) -> Sequence[tuple[int, int]] | None:
-        """The evaluations, as (trial, rung), that proposal `number` of `bracket` must know beside first evaluations.
+    def _see_later(self, number: int, bracket: int) -> bool:
+        """Make visible what proposal `number` of `bracket` must know beside first evaluations, by `_see`.
 
-        The proposal waits for those that are not done. Returns None if they cannot be determined yet.
+        Returns False while some of it is not evaluated. What was made visible until then is so for all later proposals.
         """
 
     @abstractmethod
@@ -150,9 +173,11 @@ class RungTable(ABC):
     def add_trial(self, number: int, bracket: int | None) -> None:
         first_rung = self.last_rung if bracket is None else self._brackets[bracket].first_rung
         self._entries[number] = Entry(number, bracket, first_rung)
+        self._runnable.add(number)
         if bracket is not None:
+            self._num_proposed += 1
             self._members[bracket].append(number)
-            self._rungs[bracket][0].members[number] = number
+            self._rungs[bracket][0].add(number, cause=number)
 
     def record(self, number: int, rung: int, costs: tuple[float, ...]) -> tuple[Decision, ...]:
         """Record that a trial was evaluated at a rung. Returns the decisions that follow."""
@@ -160,9 +185,11 @@ class RungTable(ABC):
         entry.costs[rung] = costs
         entry.next_rung = rung
         if rung == self.last_rung:
-            entry.is_finished = True
+            self._end(entry)
         else:
             entry.is_waiting = True
+            self._runnable.discard(number)
+            self._waiting.add(number)
         return self._decide_for(entry)
 
     def know(self, number: int, costs: Mapping[int, tuple[float, ...]]) -> None:
@@ -175,8 +202,8 @@ class RungTable(ABC):
     def fail(self, number: int) -> tuple[Decision, ...]:
         """Record that the trial failed. Returns the decisions that follow."""
         entry = self._entries[number]
-        entry.is_failed = entry.is_finished = True
-        entry.is_waiting = False
+        entry.is_failed = True
+        self._end(entry)
         return self._decide_for(entry)
 
     def end_search(self) -> tuple[int, ...]:
@@ -216,7 +243,7 @@ class RungTable(ABC):
 
     def ready(self) -> Iterator[tuple[int, int]]:
         """Evaluations that may run now: later rungs before first ones, then by trial number."""
-        runnable = [entry for entry in self._entries.values() if not entry.is_finished and not entry.is_waiting]
+        runnable = [self._entries[number] for number in self._runnable]
         runnable.sort(key=lambda entry: (entry.bracket is not None and not entry.costs, entry.number))
         for entry in runnable:
             yield entry.number, entry.next_rung
@@ -236,20 +263,15 @@ class RungTable(ABC):
         if number < self._num_baselines:
             raise AssertionError("baselines come first")
         visible_up_to = max(number - self._max_staleness, self._last_awaited)
-        known = [entry for entry in self._entries.values() if entry.number <= visible_up_to]
-        if not all(entry.costs or entry.is_failed for entry in known):
-            return None
         bracket, opens = self._bracket_of_next()
-        later = self._later_evaluations(number, bracket)
-        if later is None or not all(self._entries[trial].is_evaluated(rung) for trial, rung in later):
+        if not (self._see_first(visible_up_to) and self._see_later(number, bracket)):
             return None
-        evaluations = sorted({*((entry.number, min(entry.costs)) for entry in known if entry.costs), *later})
         return Proposal(
             number=number,
             bracket=bracket,
-            visible=tuple((trial, rung) for trial, rung in evaluations if rung in self._entries[trial].costs),
-            failed=tuple(entry.number for entry in known if entry.is_failed and not entry.costs),
-            pending=tuple(sorted(n for n in self._entries if n > visible_up_to)),
+            visible=tuple(self._visible),
+            failed=tuple(self._failed),
+            pending=tuple(range(max(visible_up_to + 1, 0), number)),
             opens=opens,
         )
 
@@ -261,21 +283,21 @@ class RungTable(ABC):
     @property
     def is_finished(self) -> bool:
         """True once every trial has ended and no proposal will come."""
-        return self.is_search_over and all(entry.is_finished for entry in self._entries.values())
+        return self.is_search_over and self._num_finished == len(self._entries)
 
     @property
     def num_proposed(self) -> int:
-        return sum(entry.bracket is not None for entry in self._entries.values())
+        return self._num_proposed
 
     def waiting(self) -> Mapping[int, int]:
         """Trials that are evaluated at a rung and whose promotion is undecided: number -> rung."""
-        return {entry.number: entry.next_rung for entry in self._entries.values() if entry.is_waiting}
+        return {number: self._entries[number].next_rung for number in sorted(self._waiting)}
 
     # -- internal --------------------------------------------------------------------------------------------------
 
     def _bracket_of_next(self) -> tuple[int, Bracket | None]:
         """The bracket of the next proposal, and its shape if it is not open yet."""
-        newest = max(self._brackets, default=-1)
+        newest = next(reversed(self._brackets), -1)
         if newest >= 0 and not self._is_full(newest):
             return newest, None
         planned = self._cycle[(newest + 1) % len(self._cycle)]
@@ -291,6 +313,48 @@ class RungTable(ABC):
     def _decide_for(self, entry: Entry) -> tuple[Decision, ...]:
         return () if entry.bracket is None else self.decide(entry.bracket)
 
+    def _see_first(self, last: int) -> bool:
+        """Make the first results of all trials up to `last` visible; False while one is missing."""
+        while self._num_known <= last:
+            entry = self._entries[self._num_known]
+            if entry.costs:
+                self._see(entry.number, min(entry.costs))
+            elif entry.is_failed:
+                self._failed.append(entry.number)
+            else:
+                return False
+            self._num_known += 1
+        return True
+
+    def _see(self, number: int, rung: int) -> bool:
+        """Make an evaluation visible; False if it is not done. Nothing is visible of one that failed."""
+        entry = self._entries[number]
+        if rung in entry.costs:
+            insort(self._visible, (number, rung))
+        return entry.is_evaluated(rung)
+
+    def _see_ended(self, last: int) -> None:
+        """Make the later evaluations of all trials up to `last` visible, which have ended, as the first ones are."""
+        while self._num_seen <= last:
+            for rung in sorted(self._entries[self._num_seen].costs)[1:]:
+                self._see(self._num_seen, rung)
+            self._num_seen += 1
+
+    def _end(self, entry: Entry) -> None:
+        """End a trial: it is complete, pruned or failed."""
+        self._num_finished += not entry.is_finished
+        entry.is_finished, entry.is_waiting = True, False
+        self._runnable.discard(entry.number)
+        self._waiting.discard(entry.number)
+        while (following := self._entries.get(self._num_ended)) is not None and following.is_finished:
+            self._num_ended += 1
+
+    def _continue(self, entry: Entry, rung: int) -> None:
+        """Let a trial that waits run at a higher rung."""
+        entry.is_waiting, entry.next_rung = False, rung
+        self._waiting.discard(entry.number)
+        self._runnable.add(entry.number)
+
     def _promote_early(self, rung: Rung, above: Rung) -> tuple[int, ...]:
         """Promote trials of `rung` to the rung `above` while more may still arrive at `rung`.
 
@@ -298,11 +362,16 @@ class RungTable(ABC):
         the trials that are promoted.
         """
         promoted: list[int] = []
-        for number, cause in list(rung.members.items())[rung.num_decided :]:
-            if not self._entries[number].is_evaluated(rung.index):
+        while rung.num_decided < len(rung.order):
+            number = rung.order[rung.num_decided]
+            entry = self._entries[number]
+            if not entry.is_evaluated(rung.index):
                 break
             rung.num_decided += 1
-            promoted += self._promote(rung, above, self._num_promoted_early(rung.num_decided), cause)
+            if rung.index in entry.costs:
+                rung.ranking.add(self._candidate(entry, rung.index, entry.costs[rung.index]))
+            num_best = self._num_promoted_early(rung.num_decided)
+            promoted += self._promote(rung, above, num_best, cause=rung.members[number])
         return tuple(promoted)
 
     def _promote_last(self, bracket: int, rung: Rung, above: Rung) -> tuple[int, ...]:
@@ -315,16 +384,10 @@ class RungTable(ABC):
 
     def _promote(self, rung: Rung, above: Rung, num_best: int, cause: int) -> list[int]:
         """Promote the `num_best` best of the decided members, except those promoted before."""
-        if num_best == 0:
-            return []
-        decided = [self._entries[number] for number in itertools.islice(rung.members, rung.num_decided)]
-        scored = [entry for entry in decided if rung.index in entry.costs]
-        order = promotion_order([self._candidate(entry, rung.index, entry.costs[rung.index]) for entry in scored])
-        promoted = [number for number in order[:num_best] if number not in above.members]
+        promoted = rung.ranking.take(num_best)
         for number in promoted:
-            above.members[number] = cause
-            self._entries[number].is_waiting = False
-            self._entries[number].next_rung = above.index
+            above.add(number, cause=cause)
+            self._continue(self._entries[number], above.index)
         return promoted
 
     def _candidate(self, entry: Entry, rung: int, costs: tuple[float, ...]) -> Candidate:
@@ -334,6 +397,5 @@ class RungTable(ABC):
         entries = [self._entries[number] for number in rung.members]
         pruned = [entry for entry in entries if entry.is_waiting and entry.next_rung == rung.index]
         for entry in pruned:
-            entry.is_waiting = False
-            entry.is_finished = True
+            self._end(entry)
         return tuple(sorted(entry.number for entry in pruned))

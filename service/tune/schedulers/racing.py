@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from search_spaces.objectives import Candidate, constrained_dominates, constrained_front
+from search_spaces.objectives import Candidate, constrained_dominates
 from service.tune.schedulers.base import Decision, Entry, RungTable
 from service.tune.schedulers.bound import Bound
 
@@ -34,6 +34,8 @@ class RacingTable(RungTable):
     def __init__(self, *, bound: Bound | None = None, **settings: Any) -> None:
         super().__init__(**settings)
         self._bound = bound
+        # The front of the first k trials, scored in full, for each k; its candidates have their costs of the last rung.
+        self._fronts: list[tuple[Candidate, ...]] = [()]
 
     def decide(self, bracket: int) -> tuple[Decision, ...]:
         decisions = []
@@ -43,13 +45,13 @@ class RacingTable(RungTable):
                     continue
                 rung.is_closed = True
                 if self._is_behind(entry, rung.index, tuple(self._rivals(entry.number, rung.index))):
-                    entry.is_waiting, entry.is_finished = False, True
+                    self._end(entry)
                     reason = "" if self._bound is None else self._bound.reason(rung.index)
                     decisions.append(Decision(bracket, rung.index, (), (entry.number,), reason))
                     break
-                above.members[entry.number] = entry.number
+                above.add(entry.number, cause=entry.number)
                 if entry.is_waiting and entry.next_rung == rung.index:
-                    entry.is_waiting, entry.next_rung = False, above.index
+                    self._continue(entry, above.index)
                     decisions.append(Decision(bracket, rung.index, (entry.number,), ()))
         return tuple(decisions)
 
@@ -62,34 +64,45 @@ class RacingTable(RungTable):
 
     def _decide_for(self, entry: Entry) -> tuple[Decision, ...]:
         # When a search is resumed, results come in another order: those of rivals after those of the trials they stop.
-        waiting = [other.bracket for other in self._entries.values() if other.is_waiting and other.bracket is not None]
-        return tuple(decision for bracket in waiting for decision in self.decide(bracket))
+        decisions: list[Decision] = []
+        for number in sorted(self._waiting):
+            if not self._are_known(number):
+                break
+            bracket = self._entries[number].bracket
+            decisions += () if bracket is None else self.decide(bracket)
+        return tuple(decisions)
 
     def _are_known(self, number: int) -> bool:
         """Whether all trials that may be rivals have ended."""
-        return all(e.is_finished for e in self._entries.values() if e.number <= number - self._max_staleness)
+        return self._num_ended > number - self._max_staleness
 
     def _rivals(self, number: int, rung: int) -> Iterator[Candidate]:
         """The rivals of a trial, with their costs at the rung."""
-        full = [
-            self._candidate(other, self.last_rung, other.costs[self.last_rung])
-            for other in self._entries.values()
-            if other.number <= number - self._max_staleness and self.last_rung in other.costs
-        ]
-        for rival, is_best in zip(full, constrained_front(full), strict=True):
+        for rival in self._front_of(max(0, number - self._max_staleness + 1)):
             entry = self._entries[rival.number]
             costs = {**self._at_looks.get(rival.number, {}), **entry.costs}
-            if is_best and rung in costs:
+            if rung in costs:
                 yield self._candidate(entry, rung, costs[rung])
+
+    def _front_of(self, num_trials: int) -> tuple[Candidate, ...]:
+        """The front of the first trials, all of which have ended."""
+        for entry in (self._entries[number] for number in range(len(self._fronts) - 1, num_trials)):
+            front = self._fronts[-1]
+            if self.last_rung in entry.costs:
+                new = self._candidate(entry, self.last_rung, entry.costs[self.last_rung])
+                if not any(constrained_dominates(rival, new) for rival in front):
+                    front = (*(rival for rival in front if not constrained_dominates(new, rival)), new)
+            self._fronts.append(front)
+        return self._fronts[num_trials]
 
     def _num_promoted_early(self, num_decided: int) -> int:
         return 0
 
-    def _later_evaluations(self, number: int, bracket: int) -> list[tuple[int, int]] | None:
+    def _see_later(self, number: int, bracket: int) -> bool:
         if not self._are_known(number):
-            return None
-        known = (e for e in self._entries.values() if e.number <= number - self._max_staleness)
-        return [(entry.number, rung) for entry in known for rung in entry.costs]
+            return False
+        self._see_ended(number - self._max_staleness)
+        return True
 
     def position(self) -> None:
         """Always None, because trials are at different rungs at the same time."""

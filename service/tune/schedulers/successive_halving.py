@@ -6,6 +6,8 @@ Hyperparameter Tuning" (MLSys 2020), algorithm 2. Bracket sizes are `search_spac
 
 from __future__ import annotations
 
+from typing import Any
+
 from service.tune.schedulers.base import RungTable
 
 __all__ = ["AshaTable", "HyperbandTable"]
@@ -21,15 +23,22 @@ class HyperbandTable(RungTable):
     brackets may overlap.
     """
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._num_closed = 0  # of the first brackets
+
     def _num_promoted_early(self, num_decided: int) -> int:
         return 0
 
-    def _later_evaluations(self, number: int, bracket: int) -> list[tuple[int, int]] | None:
-        old = [index for index in self._brackets if index <= bracket - 2]
-        if not all(self._is_closed(index) for index in old):
-            return None
-        trials = [trial for index in old for trial in self._members[index] if trial <= number - self._max_staleness]
-        return [(trial, rung) for trial in trials for rung in self._entries[trial].costs]
+    def _see_later(self, number: int, bracket: int) -> bool:
+        while self._num_closed <= bracket - 2:
+            if not self._is_closed(self._num_closed):
+                return False
+            self._num_closed += 1
+        closed = (self._members[index] for index in range(self._num_closed - 1, -1, -1))
+        last = next((members[-1] for members in closed if members), -1)
+        self._see_ended(min(last, number - self._max_staleness))
+        return True
 
     def position(self) -> tuple[int, int] | None:
         """The oldest bracket with unfinished trials, and the lowest rung at which one of them is.
@@ -61,14 +70,17 @@ class AshaTable(RungTable):
     def _num_promoted_early(self, num_decided: int) -> int:
         return num_decided // self._eta
 
-    def _later_evaluations(self, number: int, bracket: int) -> list[tuple[int, int]]:
-        return [
-            (trial, rung.index)
-            for rungs in self._rungs.values()
-            for i, rung in enumerate(rungs[1:], start=2)
-            for trial, cause in rung.members.items()
-            if cause <= number - i * self._max_staleness
-        ]
+    def _see_later(self, number: int, bracket: int) -> bool:
+        for rungs in self._rungs.values():
+            for i, rung in enumerate(rungs[1:], start=2):
+                while rung.num_seen < len(rung.order):
+                    trial = rung.order[rung.num_seen]
+                    if rung.members[trial] > number - i * self._max_staleness:
+                        break
+                    if not self._see(trial, rung.index):
+                        return False
+                    rung.num_seen += 1
+        return True
 
     def position(self) -> None:
         """Always None, because all rungs are evaluated at the same time."""

@@ -1,0 +1,160 @@
+"""The order of promotion within a rung, kept up to date with each new candidate.
+
+The order is that of `search_spaces.objectives.promotion_order`, which sorts all candidates anew. Here, a candidate is
+inserted into the fronts that exist, as in Li et al., "Efficient Nondomination Level Update Method for Steady-State
+Evolutionary Multiobjective Optimization" (IEEE Transactions on Cybernetics 47, 2017): a point that dominates others
+moves them one front back. Only the fronts that were asked for are kept apart.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from search_spaces.objectives import Candidate, Costs, crowding_distances, non_dominated
+
+__all__ = ["Ranking"]
+
+Points: TypeAlias = NDArray[np.float64]
+
+
+class Ranking:
+    """The candidates of one rung, in the order of promotion: feasible ones, then those that violate constraints.
+
+    No candidate may have failed.
+    """
+
+    def __init__(self) -> None:
+        self._feasible: _Order | None = None
+        self._infeasible = _Line()
+
+    def add(self, candidate: Candidate) -> None:
+        assert candidate.costs is not None, "a failed candidate has no place in the order"
+        if candidate.violation > 0:
+            self._infeasible.add(candidate.number, (candidate.violation,))
+            return
+        if self._feasible is None:
+            self._feasible = _Line() if len(candidate.costs) == 1 else _Fronts(len(candidate.costs))
+        self._feasible.add(candidate.number, candidate.costs)
+
+    def take(self, count: int) -> list[int]:
+        """The numbers of the `count` best candidates, the best first, without those that an earlier call returned."""
+        if self._feasible is None:
+            return self._infeasible.take(count)
+        return self._feasible.take(count) + self._infeasible.take(count - len(self._feasible))
+
+
+class _Order(Protocol):
+    """Candidates in their order; `take` is that of `Ranking`."""
+
+    def __len__(self) -> int: ...
+
+    def add(self, number: int, costs: Costs) -> None: ...
+
+    def take(self, count: int) -> list[int]: ...
+
+
+class _Line:
+    """Candidates with one cost, by cost, then number."""
+
+    def __init__(self) -> None:
+        self._all: list[tuple[float, int]] = []
+        self._left: list[tuple[float, int]] = []  # those that were not taken
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def add(self, number: int, costs: Costs) -> None:
+        insort(self._all, (costs[0], number))
+        insort(self._left, (costs[0], number))
+
+    def take(self, count: int) -> list[int]:
+        if count <= 0 or not self._all:
+            return []
+        last = self._all[min(count, len(self._all)) - 1]
+        stop = bisect_right(self._left, last)
+        taken, self._left = self._left[:stop], self._left[stop:]
+        return [number for _, number in taken]
+
+
+class _Fronts:
+    """Candidates with several costs: by non-dominated rank, then crowding distance (larger first), then number.
+
+    Candidates are known by their position in the order of arrival. `_fronts` are the first fronts, `_rest` are the
+    candidates behind them.
+    """
+
+    def __init__(self, num_costs: int) -> None:
+        self._numbers: list[int] = []
+        self._costs: Points = np.empty((16, num_costs))
+        self._is_taken: NDArray[np.bool_] = np.zeros(16, dtype=bool)
+        self._fronts: list[NDArray[np.intp]] = []
+        self._rest: NDArray[np.intp] = np.empty(0, dtype=np.intp)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def add(self, number: int, costs: Costs) -> None:
+        place = len(self._numbers)
+        if place == len(self._costs):
+            self._costs = np.concatenate([self._costs, np.empty_like(self._costs)])
+            self._is_taken = np.concatenate([self._is_taken, np.zeros(place, dtype=bool)])
+        self._numbers.append(number)
+        self._costs[place] = costs
+        moved = np.array([place])
+        for rank in range(self._first_undominated(costs), len(self._fronts)):
+            front = self._fronts[rank]
+            is_moved = _are_dominated(self._costs[front], by=self._costs[moved])
+            self._fronts[rank] = np.concatenate([front[~is_moved], moved])
+            moved = front[is_moved]
+            if not len(moved):
+                return
+        self._rest = np.concatenate([self._rest, moved])
+
+    def take(self, count: int) -> list[int]:
+        taken: list[int] = []
+        rank = 0
+        while count > 0 and rank < self._num_fronts(rank):
+            front = self._fronts[rank]
+            if not self._is_taken[front].all():
+                taken += self._take_of(np.sort(front), count)
+            count -= len(front)
+            rank += 1
+        return taken
+
+    def _take_of(self, front: NDArray[np.intp], count: int) -> list[int]:
+        distances = crowding_distances([tuple(costs) for costs in self._costs[front].tolist()])
+        numbers = [self._numbers[place] for place in front.tolist()]
+        order = front[np.lexsort((numbers, -np.array(distances)))][:count]
+        new = order[~self._is_taken[order]]
+        self._is_taken[new] = True
+        return [self._numbers[place] for place in new.tolist()]
+
+    def _num_fronts(self, rank: int) -> int:
+        """The number of fronts that are kept apart; one more than before if `rank` is the next one."""
+        if rank == len(self._fronts) and len(self._rest):
+            is_first = np.array(non_dominated([tuple(costs) for costs in self._costs[self._rest].tolist()]))
+            self._fronts.append(self._rest[is_first])
+            self._rest = self._rest[~is_first]
+        return len(self._fronts)
+
+    def _first_undominated(self, costs: Costs) -> int:
+        """The first front that has no point that dominates `costs`; all fronts before it have one."""
+        low, high = 0, len(self._fronts)
+        while low < high:
+            middle = (low + high) // 2
+            if _are_dominated(np.array([costs]), by=self._costs[self._fronts[middle]])[0]:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+
+def _are_dominated(points: Points, *, by: Points) -> NDArray[np.bool_]:
+    """Whether each of `points` [n, num_costs] is dominated by one of the points `by` [m, num_costs]."""
+    others, own = by[np.newaxis], points[:, np.newaxis]
+    is_ahead = np.all(others <= own, axis=2) & np.any(others < own, axis=2)
+    return np.asarray(np.any(is_ahead, axis=1))
