@@ -42,21 +42,23 @@ def create_app(
     preflight: Preflight | None = None,
     hosts: Iterable[str] = (),
     keep: ExportLimits | None = None,
+    files: str | Path | None = None,
     artifact_quota_bytes: int | None = None,
 ) -> FastAPI:
     """Create the server's application, which starts and stops `cluster`; the caller closes `store`.
 
     Exported models are kept in `data_dir` as long as `keep` says (None: the defaults). By default `preflight` is a
     PreflightProcess, and jobs may read what `default_access` says. `hosts` are names of the server besides the loopback
-    names and its address. Experts and policies may take `artifact_quota_bytes` (None: a tenth of the disk).
+    names and its address. Experts and policies are stored at `files` (None: in `data_dir`), where they may take
+    `artifact_quota_bytes` (None: a tenth of the disk).
     """
     requests = RequestCounter()
-    artifacts = ArtifactStore(store, artifacts_dir(data_dir))
+    artifacts = ArtifactStore(store, files or artifacts_dir(data_dir))
     services = Services(
         store=store,
         data_dir=data_dir,
         cluster=cluster,
-        preflight=preflight or PreflightProcess(RequestContext(default_access(data_dir), store.url, data_dir)),
+        preflight=preflight or PreflightProcess(RequestContext(default_access(data_dir), store.url, data_dir, files)),
         exports=Exports(store, data_dir, keep=keep),
         artifacts=artifacts,
         quota=ArtifactQuota(store, artifacts, artifact_quota_bytes),

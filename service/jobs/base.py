@@ -36,13 +36,15 @@ class RequestContext:
     """Context of a request's checks: readable files, the server's other jobs, and limits.
 
     `access` limits the files that the job may read (None: no limit). `store_url` and `data_dir` are the server's, for
-    requests that name other jobs (None: requests cannot). `lift_limits` ends the limits of memory and processor time;
+    requests that name other jobs (None: requests cannot). `files` is the location of the server's artifacts (None: in
+    `data_dir`). `lift_limits` ends the limits of memory and processor time;
     it is called before work whose amount the sender does not choose.
     """
 
     access: FileAccess | None = None
     store_url: str | None = None
     data_dir: Path | None = None
+    files: str | Path | None = None
     lift_limits: Callable[[], None] = _nothing
 
 
@@ -131,7 +133,8 @@ class JobKind:
     - `documents`: the TypedDict of the server's document of a job, and that of the driver's progress.
     - `links`: names of addresses below a job, for links that every job of this kind has.
     - `resumable`: the jobs that can be resumed, as the end of the sentence "only a study ...".
-    - `clean_up`: deletes files that no job needs any more; called after a job was deleted.
+    - `clean_up`: deletes files in the server's data directory that no job needs any more; called after a job was
+      deleted.
     """
 
     name: str
@@ -151,7 +154,7 @@ class JobKind:
     links: Sequence[str] = ()
     example: Mapping[str, Any] | None = None
     resumable: str = "that has FAILED or waits"
-    clean_up: Callable[[Store, ArtifactStore], None] = _nothing
+    clean_up: Callable[[Store, Path], None] = _nothing
 
     @property
     def plural(self) -> str:
