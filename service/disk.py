@@ -18,6 +18,7 @@ __all__ = [
     "artifacts_dir",
     "data_dir_of",
     "database_url",
+    "existing",
     "free_bytes",
     "gib",
     "job_dir",
@@ -85,10 +86,15 @@ def locked(directory: Path) -> Iterator[None]:
 
 def free_bytes(directory: Path) -> int:
     """Free bytes, for the current user, on the disk of `directory`, which need not exist yet."""
+    return shutil.disk_usage(existing(directory)).free
+
+
+def existing(directory: Path) -> Path:
+    """Closest directory above `directory` that exists, or `directory` itself."""
     place = directory.absolute()
     while not place.exists():
         place = place.parent
-    return shutil.disk_usage(place).free
+    return place
 
 
 def lack_of_space(directory: Path, num_bytes: int) -> str | None:
@@ -107,6 +113,6 @@ def lack_of_space(directory: Path, num_bytes: int) -> str | None:
     )
 
 
-def gib(num_bytes: int) -> str:
+def gib(num_bytes: float) -> str:
     """Format a number of bytes as text in GiB."""
     return f"{num_bytes / 2**30:.1f} GiB"

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from service.disk import database_url, locked
+from service.disk import artifacts_dir, database_url, locked
 from service.errors import Conflict
 from service.jobs.base import RequestContext
 from workers.file_access import FileAccess
@@ -36,15 +36,20 @@ def serve(
     allow_hosts: Sequence[str] = (),
     export_days: float = 7.0,
     export_quota_bytes: int | None = None,
+    files: str | None = None,
     artifact_quota_bytes: int | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. Raises Conflict if the port or the data directory is taken.
+    """Serve until SIGTERM or SIGINT.
 
     Jobs may read files in `allow_dirs` (none: the data directory, the working directory and the hub's cache) and in
     `trust_dirs`, where task files may also name Python functions. `allow_hosts` are the server's names besides the
     loopback names, `host` and the address that it listens on. Exports are removed after `export_days`, and earlier if
-    they take more than `export_quota_bytes` (None: a tenth of the disk). A fine-tuning is refused if stored experts and
-    policies would take more than `artifact_quota_bytes` (None: a tenth of the disk).
+    they take more than `export_quota_bytes` (None: a tenth of the disk). Experts and policies are stored at `files`, a
+    directory or the URL of an object store (None: in the data directory). A fine-tuning is refused if they would take
+    more than `artifact_quota_bytes` (None: a tenth of the disk, and no limit in an object store).
+
+    Raises:
+        Conflict: The port or the data directory is taken, or `files` cannot be used.
     """
     import uvicorn
 
@@ -53,22 +58,27 @@ def serve(
     from service.api.preflight_process import PreflightProcess, default_access
     from service.cluster.reconciler import RayCluster
     from service.store import Store
+    from service.store.blobs import check_location
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     data_dir = data_dir.resolve()
     readable, trusted = _directories("--allow-dir", allow_dirs), _directories("--trust-dir", trust_dirs)
     access = FileAccess(readable or default_access(data_dir).readable, trusted)
     with locked(data_dir), bind(host, port) as listener:
+        check_location(files or artifacts_dir(data_dir))
         store = Store(database_url(data_dir))
         try:
-            cluster = RayCluster(store, data_dir, dashboard_host=dashboard_host, dashboard_port=dashboard_port)
+            cluster = RayCluster(
+                store, data_dir, files=files, dashboard_host=dashboard_host, dashboard_port=dashboard_port
+            )
             app = create_app(
                 store,
                 cluster=cluster,
                 data_dir=data_dir,
-                preflight=PreflightProcess(RequestContext(access, store.url, data_dir)),
+                preflight=PreflightProcess(RequestContext(access, store.url, data_dir, files)),
                 hosts=(host, *allow_hosts),
                 keep=ExportLimits(export_days * DAY_S, export_quota_bytes),
+                files=files,
                 artifact_quota_bytes=artifact_quota_bytes,
             )
             url = "http://{}:{}".format(*listener.getsockname()[:2])

@@ -21,6 +21,7 @@ import pytest
 
 from search_spaces.study.engine import EngineOptions
 from tests.builders import tiny_family, tiny_qwen2
+from tests.s3_server import S3, serving_s3
 from tests.tiers import LANES, MAX_ENGINE_STARTS, lane, needs_ray_or_engine, starts_nothing
 from workers.cache import CACHE_VARIABLE
 from workers.types import Family, TaskSpec
@@ -66,6 +67,13 @@ def _cache_of_findings(pytestconfig: pytest.Config) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE_VARIABLE, str(pytestconfig.cache.mkdir(f"findings-{code.hexdigest()[:16]}")))
         yield
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3]:
+    """An object store on this machine, which S3's clients use meanwhile."""
+    with serving_s3() as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)

@@ -42,6 +42,7 @@ def create_app(
     preflight: Preflight | None = None,
     hosts: Iterable[str] = (),
     keep: ExportLimits | None = None,
+    files: str | Path | None = None,
     artifact_quota_bytes: int | None = None,
 ) -> FastAPI:
     """Create the server's FastAPI application, which starts and stops `cluster`; the caller closes `store`.
@@ -53,15 +54,17 @@ def create_app(
         preflight: Checks of submitted jobs; by default a PreflightProcess with the files of `default_access`.
         hosts: Accepted values of the header Host, besides loopback names and the address of the server.
         keep: Limits on the age and total size of exported models; by default those of ExportLimits.
-        artifact_quota_bytes: Bytes that experts and policies may take; by default a tenth of the disk.
+        files: Location of artifacts: a directory, or the URL of an object store; by default in `data_dir`.
+        artifact_quota_bytes: Bytes that experts and policies may take; by default a tenth of the disk, or no limit in
+            an object store.
     """
     requests = RequestCounter()
-    artifacts = ArtifactStore(store, artifacts_dir(data_dir))
+    artifacts = ArtifactStore(store, files or artifacts_dir(data_dir))
     services = Services(
         store=store,
         data_dir=data_dir,
         cluster=cluster,
-        preflight=preflight or PreflightProcess(RequestContext(default_access(data_dir), store.url, data_dir)),
+        preflight=preflight or PreflightProcess(RequestContext(default_access(data_dir), store.url, data_dir, files)),
         exports=Exports(store, data_dir, keep=keep),
         artifacts=artifacts,
         quota=ArtifactQuota(store, artifacts, artifact_quota_bytes),

@@ -21,6 +21,7 @@ from service.api.limits.exports import ExportLimits, KeptExport, to_remove
 from service.disk import alignments_dir, job_dir
 from service.errors import Conflict, NotFound
 from service.store import Store
+from service.store.blobs import StoredFile
 from service.studies.export import export_trial
 from service.types import ExportRecord, ExportState
 from service.worker_process import WorkerProcess
@@ -259,13 +260,13 @@ class Tar:
     """
 
     folder: str
-    files: Mapping[str, Path]
+    files: Mapping[str, StoredFile]
     modified_at: float
 
     @property
     def size(self) -> int:
         """Size of the archive in bytes."""
-        total = sum(len(header) + _padded(file.stat().st_size, BLOCK) for file, header in self._members())
+        total = sum(len(header) + _padded(file.num_bytes, BLOCK) for file, header in self._members())
         return _padded(total + 2 * BLOCK, RECORD)
 
     def chunks(self) -> Iterator[bytes]:
@@ -273,7 +274,7 @@ class Tar:
         for file, header in self._members():
             yield header
             size = 0
-            with file.open("rb") as stream:
+            with file.open() as stream:
                 while chunk := stream.read(CHUNK_BYTES):
                     size += len(chunk)
                     yield chunk
@@ -282,10 +283,10 @@ class Tar:
             written += len(header) + size + padding
         yield bytes(_padded(written + 2 * BLOCK, RECORD) - written)
 
-    def _members(self) -> Iterator[tuple[Path, bytes]]:
+    def _members(self) -> Iterator[tuple[StoredFile, bytes]]:
         for path, file in sorted(self.files.items()):
             member = tarfile.TarInfo(f"{self.folder}/{path}")
-            member.size = file.stat().st_size
+            member.size = file.num_bytes
             member.mtime = int(self.modified_at)
             yield file, member.tobuf()
 

@@ -140,6 +140,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="bytes for experts and policies; default: a tenth of the disk",
     )
+    command.add_argument(
+        "--files",
+        default=os.environ.get("MERGESEARCH_FILES"),
+        metavar="LOCATION",
+        help="where experts and policies are stored: a directory, or s3://BUCKET/FOLDER or gs://BUCKET/FOLDER "
+        "(default: $MERGESEARCH_FILES, else in --data)",
+    )
 
     command = server_verb("submit", verbs.submit, "Submit a job to a server: a study or a fine-tuning.")
     command.add_argument(

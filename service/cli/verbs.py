@@ -122,6 +122,7 @@ def serve(options: argparse.Namespace) -> int:
         allow_hosts=options.allow_host,
         export_days=options.export_days,
         export_quota_bytes=options.export_quota,
+        files=options.files,
         artifact_quota_bytes=options.artifact_quota,
     )
     return 0

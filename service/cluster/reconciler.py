@@ -172,9 +172,18 @@ class RayCluster:
     at once. Method `not_ready` says why no job can continue yet.
     """
 
-    def __init__(self, store: Store, data_dir: Path, *, dashboard_host: str, dashboard_port: int | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        data_dir: Path,
+        *,
+        files: str | None = None,
+        dashboard_host: str,
+        dashboard_port: int | None,
+    ) -> None:
         self._store = store
         self._data_dir = data_dir
+        self._files = files
         self._host: Host | None = None
         if "RAY_ADDRESS" not in os.environ:
             # Ray asks for a token by default, but decides so where it is started; server and Ray must agree.
@@ -362,6 +371,8 @@ class RayCluster:
         # On other machines this interpreter's path does not exist.
         python = sys.executable if self._host is not None else "python"
         command = [python, "-m", JOB_MODULE, "--data", str(self._data_dir), "--job", job.id]
+        if self._files is not None:
+            command += ["--files", self._files]
         if self._host is not None and (address := self._host.address) is not None:
             command += ["--ray-address", address]
         try:

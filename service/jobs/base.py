@@ -37,13 +37,15 @@ class RequestContext:
 
     `access` limits the files that the job may read; None is no limit. `store_url` and `data_dir` are the server's
     database and data directory, where other jobs are found that the job refers to. If they are None, a job cannot refer
-    to others. `lift_limits` removes the limits of memory and processor time from the checks that follow. It is called
-    before large files are read or written.
+    to others. `files` is the location of the server's artifacts, by default in `data_dir`. `lift_limits` removes the
+    limits of memory and processor time from the checks that follow. It is called before large files are read or
+    written.
     """
 
     access: FileAccess | None = None
     store_url: str | None = None
     data_dir: Path | None = None
+    files: str | Path | None = None
     lift_limits: Callable[[], None] = _nothing
 
 
@@ -137,7 +139,8 @@ class JobKind:
     - `documents`: returns the TypedDict of the server's document of a job, and the one of the driver's progress.
     - `links`: last parts of the routes below a job that the job's document links to.
     - `resumable`: jobs that can be resumed, as the end of the sentence "only a study ...".
-    - `clean_up`: deletes files that no job needs any more; called after a job was deleted.
+    - `clean_up`: deletes files in the server's data directory that no job needs any more; called after a job was
+      deleted.
     """
 
     name: str
@@ -157,7 +160,7 @@ class JobKind:
     links: Sequence[str] = ()
     example: Mapping[str, Any] | None = None
     resumable: str = "that has FAILED or waits"
-    clean_up: Callable[[Store, ArtifactStore], None] = _nothing
+    clean_up: Callable[[Store, Path], None] = _nothing
 
     @property
     def plural(self) -> str:

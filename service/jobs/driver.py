@@ -37,6 +37,7 @@ def main(resources: Resources | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m service.jobs.driver", description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--job", required=True)
+    parser.add_argument("--files", help="the location of artifacts (default: in the data directory)")
     # With several Ray clusters on a machine, Ray may give a job another cluster's address (Ray 2.60).
     parser.add_argument("--ray-address", help="the cluster to join (default: Ray's choice)")
     parser.add_argument("--because", help="why the previous driver was replaced")
@@ -50,6 +51,7 @@ def main(resources: Resources | None = None) -> int:
             store,
             options.job,
             work_dir=job_dir(options.data, options.job),
+            files=options.files,
             because=options.because,
             resources=resources,
         )
@@ -58,14 +60,21 @@ def main(resources: Resources | None = None) -> int:
 
 
 def drive(
-    store: Store, job_id: str, *, work_dir: Path, because: str | None = None, resources: Resources | None = None
+    store: Store,
+    job_id: str,
+    *,
+    work_dir: Path,
+    files: str | Path | None = None,
+    because: str | None = None,
+    resources: Resources | None = None,
 ) -> int:
     """Take over a stored job, work on it, and return the process's exit code.
 
     The job passed its checks when it was created. If something is missing now, such as a model, the hub, an engine or
     Ray, this driver ends, and a later driver tries again. The job fails only for problems that later drivers would meet
-    again. `work_dir` is the job's directory for files. `because` says why the previous driver was replaced.
-    `resources` are the functions with which the driver uses the cluster; by default those of `service.jobs.resources`.
+    again. `work_dir` is the job's directory for files. `files` is the location of artifacts, by default in the server's
+    data directory. `because` says why the previous driver was replaced. `resources` are the functions with which the
+    driver uses the cluster; by default those of `service.jobs.resources`.
     """
     try:
         writer = store.open_attempt(job_id, because=because)
@@ -74,7 +83,7 @@ def drive(
         return 0
     job = store.job(job_id)
     heartbeat = Heartbeat(writer, job.wall_clock_s)
-    artifacts = ArtifactStore(store, artifacts_dir(data_dir_of(work_dir)))
+    artifacts = ArtifactStore(store, files or artifacts_dir(data_dir_of(work_dir)))
     try:
         with heartbeat:
             attempt = Attempt(store, writer, artifacts, work_dir, heartbeat, resources or _shared(), _note)

@@ -6,7 +6,8 @@
 - `records`: rows as dataclasses
 - `steps`: what searchers computed besides scores, and its JSON
 - `documents`: results of a study's closing stages, and their JSON
-- `artifacts`: what drivers make, stored by content
+- `artifacts`: directories that drivers make, each with a row in SQL
+- `blobs`: files stored by content, in a directory or an object store
 - `connection`: how transactions begin
 - `schema`: the tables
 - `upgrade`: creates and migrates databases, by the Alembic migrations in `migrations`

@@ -5,7 +5,7 @@ Artifacts are results, so none is removed automatically to make room; users dele
 
 from __future__ import annotations
 
-import shutil
+import math
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -21,7 +21,10 @@ Made = TypeVar("Made")
 
 
 class ArtifactQuota:
-    """Limit on the total size of the artifacts of all jobs: `quota_bytes`, by default a tenth of the disk."""
+    """Limit on the total size of the artifacts of all jobs, in bytes.
+
+    Without `quota_bytes` it is a tenth of the disk, or none in an object store.
+    """
 
     def __init__(self, store: Store, artifacts: ArtifactStore, quota_bytes: int | None = None) -> None:
         self._store, self._artifacts, self._quota = store, artifacts, quota_bytes
@@ -52,6 +55,8 @@ class ArtifactQuota:
                 found += max(0, record.accepted.get("artifact_bytes", 0) - stored)
         return found
 
-    def _quota_bytes(self) -> int:
-        place = self._artifacts.directory.parent
-        return shutil.disk_usage(place).total // 10 if self._quota is None else self._quota
+    def _quota_bytes(self) -> float:
+        if self._quota is not None:
+            return self._quota
+        capacity = self._artifacts.capacity()
+        return math.inf if capacity is None else capacity // 10

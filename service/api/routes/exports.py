@@ -21,6 +21,7 @@ from service.results.record import RunRecord
 from service.results.selection import best_trial
 from service.schemas.api import DeletedDocument, ExportDocument, ExportsDocument
 from service.schemas.files import PreferredDocument
+from service.store.blobs import StoredFile
 from service.types import ExportRecord, ExportState, JobRecord, JobState
 
 __all__ = ["router"]
@@ -145,7 +146,9 @@ def download_export(export: Export, services: Context) -> Response:
             f"export {export.id}: its files are no longer on the server; request trial {export.trial} in "
             f"{export.dtype} again to have it written again",
         )
-    tar = Tar(directory.name, {file.name: file for file in directory.iterdir()}, modified_at=export.created_at)
+    tar = Tar(
+        directory.name, {file.name: StoredFile.of(file) for file in directory.iterdir()}, modified_at=export.created_at
+    )
     headers = {
         "Content-Length": str(tar.size),
         "Content-Disposition": f'attachment; filename="{directory.name}.tar"',

@@ -320,4 +320,4 @@ def _clean_up(services: Services, job_id: str) -> None:
     shutil.rmtree(job_dir(services.data_dir, job_id), ignore_errors=True)
     services.artifacts.collect()
     for kind in KINDS.values():
-        kind.clean_up(services.store, services.artifacts)
+        kind.clean_up(services.store, services.data_dir)

@@ -63,10 +63,10 @@ def _view(jobs: Sequence[JobRecord], store: Store, artifacts: ArtifactStore) -> 
     return [view(job, store, artifacts, path=FINETUNE.path_of(job.id)) for job in jobs]
 
 
-def _clean_up(store: Store, artifacts: ArtifactStore) -> None:
+def _clean_up(store: Store, data_dir: Path) -> None:
     from service.jobs.finetune.study import collect_sources
 
-    collect_sources(store, artifacts)
+    collect_sources(store, data_dir)
 
 
 FINETUNE = JobKind(

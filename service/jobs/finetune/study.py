@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 from search_spaces.errors import InvalidStudy
 from service.errors import Conflict
@@ -36,7 +37,9 @@ def _study_key(finetune_id: str) -> str:
     return f"finetune {finetune_id}"
 
 
-def begin_study(store: Store, writer: JobWriter, pipeline: Pipeline, artifacts: ArtifactStore) -> JobRecord:
+def begin_study(
+    store: Store, writer: JobWriter, pipeline: Pipeline, artifacts: ArtifactStore, data_dir: Path
+) -> JobRecord:
     """Create the study that merges the trained experts of a fine-tuning, or return the study if it exists.
 
     The experts' files are copied to the server's directory of sources. The study is created only once, even if drivers
@@ -44,7 +47,7 @@ def begin_study(store: Store, writer: JobWriter, pipeline: Pipeline, artifacts: 
     """
     if (known := study_of(store, writer.job_id)) is not None:
         return known
-    root = artifacts.directory.parent / SOURCES
+    root = data_dir / SOURCES
     directories = {}
     for record in artifacts.of(writer.job_id):
         out = root / f"{COPY}{record.digest[:DIGEST_DIGITS]}"
@@ -55,7 +58,9 @@ def begin_study(store: Store, writer: JobWriter, pipeline: Pipeline, artifacts: 
     try:
         study = pipeline.study_of(directories)
         assert study is not None
-        preflight = prepared(study, open_study=on_server(store), directory=artifacts.directory.parent, access=access)
+        preflight = prepared(
+            study, open_study=on_server(store), directory=data_dir, artifacts_in=artifacts.location, access=access
+        )
     except InvalidStudy as error:
         raise Conflict(f"{STUDY}: {error}") from error
     created = store.create_job(
@@ -69,7 +74,7 @@ def begin_study(store: Store, writer: JobWriter, pipeline: Pipeline, artifacts: 
     return created
 
 
-def collect_sources(store: Store, artifacts: ArtifactStore) -> None:
+def collect_sources(store: Store, data_dir: Path) -> None:
     """Delete copies of trained experts that no stored study has as a source.
 
     The copies are made for studies that follow a fine-tuning. Nothing is deleted while such a fine-tuning is
@@ -79,6 +84,6 @@ def collect_sources(store: Store, artifacts: ArtifactStore) -> None:
         return
     # Compared by name, which has the digest: the same path may be written in several ways.
     used = json.dumps([job.document["models"] for job in store.jobs(SEARCH.name)])
-    for place in (artifacts.directory.parent / SOURCES).glob(f"{COPY}*"):
+    for place in (data_dir / SOURCES).glob(f"{COPY}*"):
         if place.name not in used:
             shutil.rmtree(place, ignore_errors=True)

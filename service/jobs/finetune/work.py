@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
+from service.disk import data_dir_of
 from service.errors import Conflict
 from service.jobs.base import Attempt
 from service.jobs.finetune.analysis import store_analysis
@@ -50,7 +51,7 @@ def work(attempt: Attempt) -> None:
     store_analysis(store, writer, heartbeat, pipeline, places, note=note, access=access)
     if pipeline.study is not None:
         note("Checking the study of the experts ...")
-        begin_study(store, writer, pipeline, artifacts)
+        begin_study(store, writer, pipeline, artifacts, data_dir_of(attempt.work_dir))
     heartbeat.send()  # the last progress
     writer.set_state(JobState.COMPLETE)
     for place in places.values():  # the trained experts are stored as artifacts, the other files are no longer needed

@@ -30,7 +30,7 @@ def prepared(
     *,
     open_study: OpenStudy,
     directory: Path,
-    artifacts_in: Path | None = None,
+    artifacts_in: str | Path | None = None,
     before: ResolvedStudy | None = None,
     note: Callable[[str], None] = logger.info,
     **options: Any,

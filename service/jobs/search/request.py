@@ -57,6 +57,7 @@ def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
         study,
         open_study=studies_of(context),
         directory=context.data_dir or Path(),
+        artifacts_in=context.files,
         access=access,
         downloads=False,
         before_weights=context.lift_limits,

@@ -54,7 +54,7 @@ class PolicyStart:
         return {"study": self.study, "name": self.name, "policies": policies}
 
 
-def check_start(preflight: PreflightResult, *, open_study: OpenStudy, artifacts_in: Path) -> None:
+def check_start(preflight: PreflightResult, *, open_study: OpenStudy, artifacts_in: str | Path) -> None:
     """Check that the policies that a study begins with exist and fit the study. Raises InvalidStudy."""
     if preflight.study.search.hm3.start is None:
         return
@@ -82,7 +82,7 @@ def with_start(
     study_id = writer.job_id
     try:
         if store.document(study_id, POLICY_START) is None:
-            start = _found(preflight, open_study, artifacts.directory)
+            start = _found(preflight, open_study, artifacts.location)
             for number, content in enumerate(start.checkpoints):
                 store_policy(artifacts, study_id, _artifact(number), content)
             writer.set_document_named(POLICY_START, start.to_json())
@@ -102,7 +102,7 @@ def _artifact(number: int) -> str:
     return f"hm3-start-{number}"
 
 
-def _found(preflight: PreflightResult, open_study: OpenStudy, artifacts_in: Path) -> PolicyStart:
+def _found(preflight: PreflightResult, open_study: OpenStudy, artifacts_in: str | Path) -> PolicyStart:
     """Policies of the study that `search.hm3.start` names. Raises NotFound and Conflict."""
     start = preflight.study.search.hm3.start
     assert start is not None

@@ -82,14 +82,17 @@ class QuickPreflight:
 class ApiServer:
     """The application on a database in `data_dir`, over real HTTP, for as long as the context lasts."""
 
-    def __init__(self, data_dir: Path, *, preflight: Preflight | None = None) -> None:
+    def __init__(self, data_dir: Path, *, preflight: Preflight | None = None, files: str | Path | None = None) -> None:
         self.data_dir = data_dir
+        self.files = files
         self.cluster = FakeCluster()
         self.preflight = preflight or QuickPreflight()
 
     def __enter__(self) -> Self:
         self.store = Store(f"sqlite:///{self.data_dir / 'mergesearch.db'}")
-        self.app = create_app(self.store, cluster=self.cluster, data_dir=self.data_dir, preflight=self.preflight)
+        self.app = create_app(
+            self.store, cluster=self.cluster, data_dir=self.data_dir, preflight=self.preflight, files=self.files
+        )
         self._http = HttpServer(lambda: self.app, grace_s=1)
         self.url = self._http.url
         self._http.start()

@@ -22,6 +22,7 @@ from service.disk import alignments_dir, job_dir
 from service.results.load import run_record
 from service.results.preference import choices
 from service.store import Store
+from service.store.blobs import StoredFile
 from service.studies.export import export_trial
 from service.studies.preflight.examine import examine
 from service.types import (
@@ -291,7 +292,7 @@ def test_an_archive_is_as_long_as_it_said(tmp_path: Path, sizes: list[int]) -> N
     for index, size in enumerate(sizes):
         name = f"file-{index}-{'long' * 60 if index == 1 else ''}"
         (directory / name).write_bytes(expected.setdefault(f"model/{name}", bytes([index + 65]) * size))
-    files = {file.name: file for file in directory.iterdir()}
+    files = {file.name: StoredFile.of(file) for file in directory.iterdir()}
     archive = Tar(directory.name, files, modified_at=1_760_000_000.7)
     content = b"".join(archive.chunks())
     assert archive.size == len(content)

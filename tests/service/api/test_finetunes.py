@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import tarfile
@@ -20,7 +19,8 @@ from service.errors import StaleAttempt
 from service.jobs.base import RequestContext
 from service.jobs.finetune.request import accept
 from service.jobs.finetune.study import collect_sources
-from service.store.artifacts import BLOBS, ArtifactStore
+from service.store.artifacts import ArtifactStore
+from service.store.blobs import BLOBS, open_blobs
 from service.studies.chains import SOURCES
 from service.types import EventKind, JobState
 from tests.builders import tiny_llama
@@ -297,7 +297,8 @@ def test_deleting_removes_what_no_other_has(http: httpx.Client, server: ApiServe
     assert "is being downloaded" in http.delete(f"/v1/finetunes/{record.id}").json()["detail"]
     assert list(chunks) == [b"2"]
     assert http.delete(f"/v1/finetunes/{record.id}").json() == {"deleted": record.id}
-    assert not weights.exists()
+    assert isinstance(weights.source, Path)
+    assert not weights.source.exists()
     assert not job_dir(server.data_dir, record.id).exists()
     assert http.get(f"/v1/finetunes/{kept.id}/experts/math/download").status_code == 200
     assert http.get(f"/v1/finetunes/{record.id}").status_code == 404
@@ -315,7 +316,7 @@ def test_copies_of_experts_go_with_the_study_that_reads_them(http: httpx.Client,
     assert http.delete(f"/v1/finetunes/{record.id}").status_code == 200
     assert len(list(sources.iterdir())) == 3, "a pipeline may be about to use them"
     server.store.open_attempt(begun.id).set_state(JobState.CANCELLED, "")
-    collect_sources(server.store, ArtifactStore(server.store, artifacts_dir(server.data_dir)))
+    collect_sources(server.store, server.data_dir)
     assert {place.name for place in sources.iterdir()} == {"expert-4567", "89ab-float32"}
     server.store.open_attempt(study.id).set_state(JobState.CANCELLED, "")
     assert http.delete(f"/v1/studies/{study.id}").status_code == 200
@@ -326,6 +327,6 @@ def test_nothing_is_collected_while_an_artifact_is_stored(server: ApiServer) -> 
     record = finished_finetune(server.store, server.data_dir)
     artifacts = ArtifactStore(server.store, artifacts_dir(server.data_dir))
     server.store.delete_job(record.id)
-    with artifacts._locked(fcntl.LOCK_SH):
+    with open_blobs(artifacts_dir(server.data_dir)).storing():
         assert artifacts.collect() == 0
     assert artifacts.collect() > 8000

@@ -1,8 +1,13 @@
-"""Artifacts: what was stored comes back or is refused, and equal files take their room once."""
+"""Artifacts, in a directory and in an object store.
+
+What was stored comes back or is refused, equal files take their room once, and no used file is deleted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,10 +15,23 @@ import pytest
 from service.errors import Conflict, NotFound
 from service.resolved_study import ResolvedStudy
 from service.store import Store
-from service.store.artifacts import BLOBS, ArtifactStore
+from service.store.artifacts import ArtifactStore
+from service.store.blobs import BLOBS, GRACE_S, open_blobs
 from service.types import JobState
+from tests.s3_server import S3, failing
+from workers.object_store import ObjectStore, ObjectStoreError
 
 NOTHING = ResolvedStudy({}, 0, {}, {}, (), 0, (), "0")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of artifacts: its location, all stored files by digest, and functions that replace and delete one."""
+
+    location: str | Path
+    files: Callable[[], dict[str, bytes]]
+    write: Callable[[str, bytes], object]
+    delete: Callable[[str], object]
 
 
 @pytest.fixture
@@ -28,9 +46,49 @@ def study(store: Store) -> str:
     return store.create_job(kind="search", name="a", document={}, accepted=NOTHING.to_json()).id
 
 
+@pytest.fixture(params=["directory", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    if request.param == "directory":
+        root = tmp_path / "artifacts"
+
+        def files() -> dict[str, bytes]:
+            return {file.parent.name + file.name: file.read_bytes() for file in (root / BLOBS).glob("*/*")}
+
+        def of(digest: str) -> Path:
+            return root / BLOBS / digest[:2] / digest[2:]
+
+        return Place(root, files, lambda digest, content: of(digest).write_bytes(content), lambda d: of(d).unlink())
+    s3: S3 = request.getfixturevalue("s3")
+    objects = ObjectStore(f"{s3.bucket()}/mergesearch")
+
+    def listed() -> dict[str, bytes]:
+        return {path.removeprefix(f"{BLOBS}/").replace("/", ""): objects.read(path) for path in objects.list(BLOBS)}
+
+    def key(digest: str) -> str:
+        return f"{BLOBS}/{digest[:2]}/{digest[2:]}"
+
+    return Place(
+        objects.url,
+        listed,
+        lambda digest, content: objects.write(key(digest), content),
+        lambda digest: objects.delete(key(digest)),
+    )
+
+
 @pytest.fixture
-def artifacts(store: Store, tmp_path: Path) -> ArtifactStore:
-    return ArtifactStore(store, tmp_path / "artifacts")
+def artifacts(store: Store, place: Place) -> ArtifactStore:
+    return ArtifactStore(store, place.location)
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Moves the clock by seconds."""
+
+    def move(seconds: float) -> None:
+        now = time.time() + seconds
+        monkeypatch.setattr("service.store.blobs.time.time", lambda: now)
+
+    return move
 
 
 def model(directory: Path, weights: bytes, *, tokenizer: bytes = b"tokens") -> Path:
@@ -40,29 +98,29 @@ def model(directory: Path, weights: bytes, *, tokenizer: bytes = b"tokens") -> P
     return directory
 
 
-def blobs(tmp_path: Path) -> list[Path]:
-    return sorted((tmp_path / "artifacts" / BLOBS).glob("*/*"))
-
-
 def test_a_directory_comes_back_as_it_was(artifacts: ArtifactStore, study: str, tmp_path: Path) -> None:
     source = model(tmp_path / "model", b"123")
     record = artifacts.put(study, "expert", source, facts={"steps": 3})
     assert artifacts.get(study, "expert") == record
     assert (record.num_bytes, record.facts) == (9, {"steps": 3})
     out = artifacts.write_to(record, tmp_path / "copy")
-    assert {p.relative_to(out).as_posix(): p.read_bytes() for p in out.rglob("*") if p.is_file()} == {
-        "weights": b"123",
-        "sub/tokenizer": b"tokens",
-    }
+    content = {"weights": b"123", "sub/tokenizer": b"tokens"}
+    assert {p.relative_to(out).as_posix(): p.read_bytes() for p in out.rglob("*") if p.is_file()} == content
+    files = artifacts.files(record)
+    assert {path: file.num_bytes for path, file in files.items()} == {"weights": 3, "sub/tokenizer": 6}
+    for path, file in files.items():
+        with file.open() as stream:
+            assert stream.read() == content[path]
 
 
-def test_equal_files_are_stored_once(artifacts: ArtifactStore, study: str, tmp_path: Path) -> None:
+def test_equal_files_are_stored_once(artifacts: ArtifactStore, place: Place, study: str, tmp_path: Path) -> None:
     """Equal files are stored once, and equal directories have one digest."""
     one = artifacts.put(study, "one", model(tmp_path / "1", b"123"))
     artifacts.put(study, "two", model(tmp_path / "2", b"456"))
     same = artifacts.put(study, "three", model(tmp_path / "3", b"123"))
     assert one.digest == same.digest
-    assert len(blobs(tmp_path)) == 5  # one tokenizer, two weights, two manifests
+    assert len(place.files()) == 5  # one tokenizer, two weights, two manifests
+    assert artifacts.num_bytes() == sum(map(len, place.files().values()))
     assert [record.name for record in artifacts.of(study)] == ["one", "three", "two"]
 
 
@@ -73,24 +131,36 @@ def test_storing_again_replaces(artifacts: ArtifactStore, study: str, tmp_path: 
 
 
 def test_a_changed_or_missing_file_is_refused_and_leaves_nothing(
-    artifacts: ArtifactStore, study: str, tmp_path: Path
+    artifacts: ArtifactStore, place: Place, study: str, tmp_path: Path
 ) -> None:
     record = artifacts.put(study, "expert", model(tmp_path / "model", b"123"))
-    weights = next(file for file in blobs(tmp_path) if file.read_bytes() == b"123")
-    weights.write_bytes(b"124")
+    weights = next(digest for digest, content in place.files().items() if content == b"123")
+    place.write(weights, b"124")
     with pytest.raises(Conflict, match="weights has changed since it was stored"):
         artifacts.write_to(record, tmp_path / "copy")
-    weights.unlink()
+    place.delete(weights)
     with pytest.raises(Conflict, match="is gone"):
         artifacts.write_to(record, tmp_path / "copy")
+    with pytest.raises(Conflict, match="weights is gone"):
+        artifacts.files(record)
     assert not (tmp_path / "copy").exists()
-    manifest = tmp_path / "artifacts" / BLOBS / record.digest[:2] / record.digest[2:]
-    manifest.write_bytes(manifest.read_bytes() + b" ")
+    place.write(record.digest, place.files()[record.digest] + b" ")
     with pytest.raises(Conflict, match="its manifest has changed"):
+        artifacts.write_to(record, tmp_path / "copy")
+    place.delete(record.digest)
+    with pytest.raises(Conflict, match="its files are gone"):
         artifacts.write_to(record, tmp_path / "copy")
 
 
-def test_what_no_artifact_has_is_collected(artifacts: ArtifactStore, store: Store, study: str, tmp_path: Path) -> None:
+def test_unused_files_are_deleted(
+    artifacts: ArtifactStore,
+    store: Store,
+    place: Place,
+    study: str,
+    tmp_path: Path,
+    later: Callable[[float], None],
+) -> None:
+    """Files that no artifact uses are deleted, in an object store once they are old; used files stay."""
     other = store.create_job(kind="search", name="b", document={}, accepted=NOTHING.to_json()).id
     artifacts.put(study, "expert", model(tmp_path / "1", b"123"))
     kept = artifacts.put(other, "expert", model(tmp_path / "2", b"456"))
@@ -98,9 +168,68 @@ def test_what_no_artifact_has_is_collected(artifacts: ArtifactStore, store: Stor
     store.open_attempt(study).set_state(JobState.COMPLETE)
     store.delete_job(study)
     assert artifacts.of(study) == ()
+    if isinstance(place.location, str):
+        assert artifacts.collect() == 0, "another process may be about to name them"
+        later(GRACE_S + 60)
     assert artifacts.collect() > 3
-    assert len(blobs(tmp_path)) == 3
+    assert len(place.files()) == 3
     artifacts.write_to(kept, tmp_path / "copy")
+
+
+def test_a_file_about_to_be_named_is_not_deleted(
+    artifacts: ArtifactStore, place: Place, tmp_path: Path, later: Callable[[float], None]
+) -> None:
+    """Unused files stay while a writer may be about to name them in SQL."""
+    files = open_blobs(place.location)
+    (tmp_path / "weights").write_bytes(b"123")
+    with files.storing():
+        digest, _ = files.add(tmp_path / "weights")
+        if isinstance(place.location, str):
+            later(0.9 * GRACE_S)
+        assert artifacts.collect() == 0
+        assert files.read(digest) == b"123"
+
+
+def test_an_old_object_is_written_again(s3: S3, tmp_path: Path, later: Callable[[float], None]) -> None:
+    """An object that may soon be deleted as unused is written anew when it is stored again, a new one is not."""
+    files = open_blobs(s3.bucket())
+    (tmp_path / "weights").write_bytes(b"123")
+    written = []
+    for age_s in (0.0, 0.4 * GRACE_S, 0.6 * GRACE_S):
+        later(age_s)
+        before = s3.num("PUT")
+        files.add(tmp_path / "weights")
+        written.append(s3.num("PUT") - before)
+    assert written == [1, 0, 1]
+
+
+def test_what_is_stored_is_not_sent_again(store: Store, study: str, s3: S3, tmp_path: Path) -> None:
+    """A writer that was interrupted continues with the files that are not stored yet."""
+    artifacts = ArtifactStore(store, f"{s3.bucket()}/x")
+    source = model(tmp_path / "model", b"123")
+    with (
+        failing(s3, lambda method, path: (403, "AccessDenied") if method == "PUT" and _is_second(s3) else None),
+        pytest.raises(ObjectStoreError, match="cannot write it"),
+    ):
+        artifacts.put(study, "expert", source)
+    assert artifacts.of(study) == ()
+    before = s3.num("PUT")
+    artifacts.put(study, "expert", source)
+    assert s3.num("PUT") - before == 2, "weights and manifest; the tokenizer was stored"
+
+
+def _is_second(s3: S3) -> bool:
+    """Whether the latest request is the second PUT into its bucket."""
+    bucket = s3.requests[-1][1].split("/")[1]
+    return sum(method == "PUT" and path.startswith(f"/{bucket}/") for method, path in s3.requests) == 2
+
+
+def test_locations_are_checked(store: Store, tmp_path: Path) -> None:
+    assert open_blobs(f"file://{tmp_path}/x%20y").place == str(tmp_path / "x y" / BLOBS)
+    with pytest.raises(Conflict, match="expected a directory, file:///DIRECTORY, s3://BUCKET/FOLDER or gs://"):
+        open_blobs("ftp://host/x")
+    with pytest.raises(Conflict, match="credentials do not belong in a URL"):
+        open_blobs("s3://key:secret@bucket/x")
 
 
 def test_what_is_not_there_is_refused(artifacts: ArtifactStore, study: str, tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import tarfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from service.cluster.session import RaySession
@@ -30,6 +33,8 @@ from service.store.artifacts import ArtifactStore
 from service.studies.chains import SOURCES
 from service.types import EventKind, JobRecord, JobState
 from tests.builders import tiny_llama
+from tests.s3_server import S3
+from tests.service.api.harness import ApiServer
 from workers.errors import InvalidTask, TrainingFailed
 from workers.file_access import FileAccess
 from workers.training.finetuning.fleet import Analysis, Pipeline, parse_pipeline
@@ -112,6 +117,23 @@ def test_a_driver_trains_the_expert_and_stores_it(store: Store, tmp_path: Path) 
     assert not (work_dir / CHECKPOINTS).exists()
 
 
+def test_an_object_store_holds_the_expert(store: Store, tmp_path: Path, s3: S3) -> None:
+    """A driver stores the trained expert in an object store, and the server sends it from there."""
+    record, files = stored(store, pipeline_of(tmp_path)), f"{s3.bucket()}/mergesearch"
+    assert drive(store, record.id, work_dir=job_dir(tmp_path, record.id), files=files, resources=HERE) == 0
+    assert not artifacts_dir(tmp_path).exists()
+    artifacts = ArtifactStore(store, files)
+    out = artifacts.write_to(artifacts.get(record.id, "sums"), tmp_path / "copy")
+    with ApiServer(tmp_path, files=files) as server, httpx.Client(base_url=server.url) as http:
+        expert = http.get(f"/v1/finetunes/{record.id}").json()["experts"]["sums"]
+        answer = http.get(expert["links"]["download"])
+    with tarfile.open(fileobj=io.BytesIO(answer.content)) as archive:
+        found = {member.name.partition("/")[2]: archive.extractfile(member) for member in archive}
+        assert {name: file.read() for name, file in found.items() if file} == {
+            file.name: file.read_bytes() for file in out.iterdir()
+        }
+
+
 def test_trained_expert_is_an_artifact(store: Store, tmp_path: Path) -> None:
     """A fleet has an artifact for each expert as soon as it is trained."""
     spec = spec_of(tmp_path).canonical()
@@ -169,7 +191,7 @@ def test_pipeline_study_follows_its_experts(store: Store, tmp_path: Path) -> Non
         (str(tmp_path / "base"), str(tmp_path / "data.jsonl"), str(tmp_path / SOURCES))
     )
     artifacts = ArtifactStore(store, artifacts_dir(tmp_path))
-    assert begin_study(store, store.open_attempt(record.id), pipeline, artifacts) == merging
+    assert begin_study(store, store.open_attempt(record.id), pipeline, artifacts, tmp_path) == merging
     assert [event.payload["study"] for event in store.events(record.id, kinds=[EventKind.STUDY])] == [merging.id]
 
 

@@ -1,0 +1,294 @@
+"""Files stored by their content: each is named by its sha256 (hex) and never changes.
+
+A file appears under its name once it is complete. Storing the same content again stores nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+from urllib.parse import unquote, urlsplit
+
+from service.disk import existing
+from service.errors import Conflict
+from workers.directories import replacing, write_file
+from workers.object_store import ObjectStore, is_object_url, object_url_problem
+
+__all__ = [
+    "BLOBS",
+    "BlobStore",
+    "DirectoryBlobs",
+    "ObjectBlobs",
+    "StoredFile",
+    "check_location",
+    "digest_of",
+    "open_blobs",
+]
+
+# Folder of the stored files in a directory or object store.
+BLOBS, LOCK = "blobs", ".lock"
+
+# Unused objects are deleted this many seconds after they were written. Until then a writer may be about to name them.
+GRACE_S = 24 * 3600.0
+
+
+class BlobStore(Protocol):
+    """Files stored by content. Every process may use it.
+
+    `place` names the store in messages.
+    """
+
+    @property
+    def place(self) -> str: ...
+
+    def add(self, file: Path) -> tuple[str, int]:
+        """Store a file and return its digest and its size in bytes. Raises Conflict if the file changes meanwhile."""
+
+    def add_bytes(self, content: bytes) -> str:
+        """Store `content` and return its digest."""
+
+    def read(self, digest: str) -> bytes:
+        """Return the content of a stored file. Raises FileNotFoundError."""
+
+    def copy(self, digest: str, target: Path) -> None:
+        """Write a stored file to the new file `target`. Raises FileNotFoundError."""
+
+    def stored(self, digest: str) -> StoredFile | None:
+        """Return a stored file for reading; None if it does not exist."""
+
+    def num_bytes(self) -> int:
+        """Size of all stored files together."""
+
+    def capacity(self) -> int | None:
+        """Bytes of the disk that holds the files; None for an object store, which has no end."""
+
+    def check(self) -> None:
+        """Check that files can be stored, listed, read and deleted. Raises OSError."""
+
+    def storing(self) -> AbstractContextManager[None]:
+        """Context in which files are stored and then named in SQL; `collect` deletes none of them."""
+
+    def collect(self, used: Callable[[], Collection[str]]) -> int:
+        """Delete the files whose digests `used` does not return, and return the number of bytes that were freed.
+
+        Files that another process may be about to use stay until a later call.
+        """
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """Size in bytes of a stored file, and the place that it is read from."""
+
+    num_bytes: int
+    source: Path | tuple[ObjectStore, str]
+
+    @classmethod
+    def of(cls, file: Path) -> StoredFile:
+        """The stored file that is `file`."""
+        return cls(file.stat().st_size, file)
+
+    def open(self) -> BinaryIO:
+        """Open the file for reading in order."""
+        if isinstance(self.source, Path):
+            return self.source.open("rb")
+        objects, path = self.source
+        return objects.open(path)
+
+
+def open_blobs(location: str | Path) -> BlobStore:
+    """Return the store at `location`: a directory, a file URL, or the URL of an object store.
+
+    Raises Conflict if it is neither.
+    """
+    text = str(location)
+    if is_object_url(text):
+        if problem := object_url_problem(text):
+            raise Conflict(problem)
+        return ObjectBlobs(ObjectStore(text))
+    if text.startswith("file://"):
+        return DirectoryBlobs(Path(unquote(urlsplit(text).path)))
+    if "://" in text:
+        raise Conflict(f"{text!r}: expected a directory, file:///DIRECTORY, s3://BUCKET/FOLDER or gs://BUCKET/FOLDER")
+    return DirectoryBlobs(Path(location))
+
+
+def check_location(location: str | Path) -> None:
+    """Check that files at `location` can be stored, listed, read and deleted.
+
+    Raises:
+        Conflict: The location is none, or refuses one of these; the message says which.
+    """
+    blobs = open_blobs(location)
+    try:
+        blobs.check()
+    except OSError as error:
+        raise Conflict(f"files at {location}: {error}") from error
+
+
+class DirectoryBlobs:
+    """Files in a directory of this machine, or of a file system that all machines share.
+
+    DIR/blobs/ab/cdef... is the file with the digest abcdef.... DIR/.lock is locked, shared, while files are stored, and
+    exclusively while unused files are deleted.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._blobs = directory / BLOBS
+
+    @property
+    def place(self) -> str:
+        return str(self._blobs)
+
+    def add(self, file: Path) -> tuple[str, int]:
+        digest = digest_of(file)
+        if not self._file(digest).exists():
+            with replacing(self._file(digest)) as new:
+                shutil.copyfile(file, new)
+                _check_unchanged(file, digest_of(new), digest)
+        return digest, file.stat().st_size
+
+    def add_bytes(self, content: bytes) -> str:
+        digest = hashlib.sha256(content).hexdigest()
+        write_file(self._file(digest), content)
+        return digest
+
+    def read(self, digest: str) -> bytes:
+        return self._file(digest).read_bytes()
+
+    def copy(self, digest: str, target: Path) -> None:
+        shutil.copyfile(self._file(digest), target)
+
+    def stored(self, digest: str) -> StoredFile | None:
+        file = self._file(digest)
+        return StoredFile.of(file) if file.is_file() else None
+
+    def num_bytes(self) -> int:
+        found = 0
+        for file in self._blobs.glob("*/*"):
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                found += file.stat().st_size
+        return found
+
+    def capacity(self) -> int | None:
+        return shutil.disk_usage(existing(self._directory)).total
+
+    def check(self) -> None:
+        self._blobs.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self._directory):
+            pass
+
+    def storing(self) -> AbstractContextManager[None]:
+        return self._locked(fcntl.LOCK_SH)
+
+    def collect(self, used: Callable[[], Collection[str]]) -> int:
+        try:
+            with self._locked(fcntl.LOCK_EX | fcntl.LOCK_NB):
+                return self._collect(used())
+        except BlockingIOError:  # files are being stored
+            return 0
+
+    def _collect(self, used: Collection[str]) -> int:
+        freed = 0
+        for file in list(self._blobs.glob("*/*")):
+            if file.parent.name + file.name not in used:
+                freed += file.stat().st_size
+                file.unlink(missing_ok=True)
+        return freed
+
+    @contextmanager
+    def _locked(self, operation: int) -> Iterator[None]:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with (self._directory / LOCK).open("a") as file:
+            fcntl.flock(file, operation)
+            yield
+
+    def _file(self, digest: str) -> Path:
+        return self._blobs / digest[:2] / digest[2:]
+
+
+class ObjectBlobs:
+    """Files in an object store. URL/blobs/ab/cdef... is the file with the digest abcdef....
+
+    An object store has no locks. Unused files are therefore deleted only `GRACE_S` after they were written, and a file
+    that is stored again is written again once half of that time has passed.
+    """
+
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
+
+    @property
+    def place(self) -> str:
+        return f"{self._objects.url}/{BLOBS}"
+
+    def add(self, file: Path) -> tuple[str, int]:
+        digest, num_bytes = digest_of(file), file.stat().st_size
+        if not self._is_fresh(digest):
+            self._objects.upload(file, _path(digest))
+            _check_unchanged(file, digest_of(file), digest)
+        return digest, num_bytes
+
+    def add_bytes(self, content: bytes) -> str:
+        digest = hashlib.sha256(content).hexdigest()
+        if not self._is_fresh(digest):
+            self._objects.write(_path(digest), content)
+        return digest
+
+    def read(self, digest: str) -> bytes:
+        return self._objects.read(_path(digest))
+
+    def copy(self, digest: str, target: Path) -> None:
+        self._objects.download(_path(digest), target)
+
+    def stored(self, digest: str) -> StoredFile | None:
+        info = self._objects.info(_path(digest))
+        return None if info is None else StoredFile(info.num_bytes, (self._objects, _path(digest)))
+
+    def num_bytes(self) -> int:
+        return sum(info.num_bytes for info in self._objects.list(BLOBS).values())
+
+    def capacity(self) -> int | None:
+        return None
+
+    def check(self) -> None:
+        self._objects.check()
+
+    def storing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def collect(self, used: Callable[[], Collection[str]]) -> int:
+        listed = self._objects.list(BLOBS)  # before SQL is read: files stored since are not in this list
+        kept, now, freed = used(), time.time(), 0
+        for path, info in listed.items():
+            digest = path.removeprefix(f"{BLOBS}/").replace("/", "")
+            if digest not in kept and now - info.modified_at > GRACE_S:
+                self._objects.delete(path)
+                freed += info.num_bytes
+        return freed
+
+    def _is_fresh(self, digest: str) -> bool:
+        info = self._objects.info(_path(digest))
+        return info is not None and time.time() - info.modified_at < GRACE_S / 2
+
+
+def digest_of(file: Path) -> str:
+    """The sha256 (hex) of a file's content."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _path(digest: str) -> str:
+    return f"{BLOBS}/{digest[:2]}/{digest[2:]}"
+
+
+def _check_unchanged(file: Path, now: str, digest: str) -> None:
+    if now != digest:
+        raise Conflict(f"{file}: changed while it was stored")

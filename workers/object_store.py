@@ -1,0 +1,197 @@
+"""Objects in S3, Google Cloud Storage and compatible stores, by URL, through fsspec.
+
+Credentials, regions and endpoints are those of the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_ENDPOINT_URL,
+GOOGLE_APPLICATION_CREDENTIALS, ...), never part of a URL. The drivers s3fs and gcsfs are optional packages.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+__all__ = ["SCHEMES", "ObjectInfo", "ObjectStore", "ObjectStoreError", "is_object_url", "object_url_problem"]
+
+# Schemes of URLs, each with the extra of this package that installs its driver.
+SCHEMES: Mapping[str, str] = {"s3": "s3", "gs": "gs"}
+
+# Files of more than twice this size are sent in parts of this size.
+PART_BYTES = 32 * 2**20
+
+# Bytes that `ObjectStore.open` reads with one request.
+BLOCK_BYTES = 8 * 2**20
+
+
+class ObjectStoreError(OSError):
+    """An object store did not do what was asked. The message names the URL, the operation and the store's answer."""
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """Size of an object in bytes, time of its last write (seconds since the epoch), and the store's version tag.
+
+    The tag changes whenever the object's content changes. It is no hash of the content.
+    """
+
+    num_bytes: int
+    modified_at: float
+    tag: str
+
+
+def is_object_url(text: str) -> bool:
+    """Whether `text` is the URL of an object store, such as s3://bucket/folder."""
+    return text.partition("://")[0] in SCHEMES and "://" in text
+
+
+def object_url_problem(url: str) -> str | None:
+    """Reason why `url` cannot be used as the URL of objects; None if it can."""
+    scheme, _, rest = url.partition("://")
+    bucket = rest.partition("/")[0]
+    if scheme not in SCHEMES or not bucket:
+        return f"{url!r}: is no URL of an object store; expected {' or '.join(f'{s}://BUCKET/FOLDER' for s in SCHEMES)}"
+    if "@" in bucket:
+        return (
+            f"{scheme}://***@{bucket.rpartition('@')[2]}: credentials do not belong in a URL; set them in the "
+            "environment, as the store's own tools read them"
+        )
+    return None
+
+
+class ObjectStore:
+    """Objects whose keys begin with one URL; paths are relative to it.
+
+    Every process and thread may use it. Nothing is read when it is created. Every method raises ObjectStoreError if
+    the store does not answer or refuses, and FileNotFoundError for an absent object or bucket.
+
+    Raises:
+        ValueError: The URL is not that of an object store, or holds credentials.
+        ObjectStoreError: The driver of the scheme is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        if problem := object_url_problem(url):
+            raise ValueError(problem)
+        self.url = url.rstrip("/")
+        self._fs, self._root = _file_system(self.url)
+
+    def read(self, path: str, *, start: int | None = None, stop: int | None = None) -> bytes:
+        """Return the bytes [start, stop) of an object, by default all of them."""
+        with self._asking("read", path):
+            content: bytes = self._fs.cat_file(self._key(path), start=start, end=stop)
+        return content
+
+    def write(self, path: str, content: bytes) -> None:
+        """Store an object; it replaces one of the same path."""
+        with self._asking("write", path):
+            self._fs.pipe_file(self._key(path), content)
+
+    def create(self, path: str, content: bytes) -> bool:
+        """Store an object unless the path is taken, and return whether it was stored.
+
+        The store compares and writes in one step (a conditional put), so of several writers exactly one succeeds.
+        """
+        try:
+            with self._asking("create", path):
+                self._fs.pipe_file(self._key(path), content, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+    def upload(self, file: Path, path: str) -> None:
+        """Store a file, in several parts if it is large. The object appears once it is complete."""
+        with self._asking("write", path):
+            self._fs.put_file(str(file), self._key(path), chunksize=PART_BYTES)
+
+    def download(self, path: str, file: Path) -> None:
+        """Write an object to the new file `file`."""
+        with self._asking("read", path):
+            self._fs.get_file(self._key(path), str(file))
+
+    def open(self, path: str) -> BinaryIO:
+        """Open an object for reading in order; it is read in blocks while it is used."""
+        with self._asking("read", path):
+            stream: BinaryIO = self._fs.open(self._key(path), "rb", block_size=BLOCK_BYTES, cache_type="readahead")
+        return stream
+
+    def info(self, path: str) -> ObjectInfo | None:
+        """Return size, time and tag of an object; None if it does not exist."""
+        try:
+            with self._asking("look up", path):
+                return _info(self._fs.info(self._key(path)))
+        except FileNotFoundError:
+            return None
+
+    def list(self, path: str = "") -> dict[str, ObjectInfo]:
+        """All objects whose paths begin with the folder `path`, by their paths."""
+        key = self._key(path) if path else self._root
+        with self._asking("list", path):
+            found = self._fs.find(key, detail=True, withdirs=False)
+        return {name.removeprefix(f"{self._root}/"): _info(entry) for name, entry in sorted(found.items())}
+
+    def delete(self, path: str) -> None:
+        """Delete an object; an absent one is no error."""
+        with self._asking("delete", path), suppress(FileNotFoundError):
+            self._fs.rm_file(self._key(path))
+
+    def check(self) -> None:
+        """Write, list, read and delete a small object, to find missing rights before they are needed."""
+        path, content = f".check-{uuid.uuid4().hex}", b"mergesearch"
+        try:
+            self.write(path, content)
+            self.list()
+            found = self.read(path)
+            self.delete(path)
+        except FileNotFoundError as error:
+            raise ObjectStoreError(f"{self.url}: {_line(error)}; create the bucket first") from error
+        if found != content:
+            raise ObjectStoreError(f"{self.url}/{path}: read other bytes than were written")
+
+    def _key(self, path: str) -> str:
+        return f"{self._root}/{path}"
+
+    @contextmanager
+    def _asking(self, what: str, path: str) -> Iterator[None]:
+        """Context that turns the driver's errors into ObjectStoreError."""
+        try:
+            yield
+        except (FileNotFoundError, FileExistsError, ObjectStoreError):
+            raise
+        except Exception as error:  # the drivers raise errors of botocore, aiohttp and google-auth
+            place = f"{self.url}/{path}" if path else self.url
+            raise ObjectStoreError(f"{place}: cannot {what} it: {_line(error)}") from error
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system for `url`, and the bucket and folder in it."""
+    from fsspec.core import url_to_fs
+
+    scheme = url.partition("://")[0]
+    try:
+        # Listings that others have changed since would be stale.
+        fs, root = url_to_fs(url, use_listings_cache=False)
+    except ImportError as error:
+        command = f"pip install 'mergesearch[{SCHEMES[scheme]}]'"
+        raise ObjectStoreError(
+            f"{url}: needs the driver {error.name or scheme}; install it with `{command}`"
+        ) from error
+    return fs, root.rstrip("/")
+
+
+def _info(entry: Mapping[str, Any]) -> ObjectInfo:
+    modified: Any = entry.get("LastModified") or entry.get("mtime") or entry.get("updated")
+    seconds = modified.timestamp() if hasattr(modified, "timestamp") else _seconds(modified)
+    tag = entry.get("ETag") or entry.get("etag") or entry.get("generation") or ""
+    return ObjectInfo(int(entry["size"]), seconds, str(tag).strip('"'))
+
+
+def _seconds(text: Any) -> float:
+    from datetime import datetime
+
+    return datetime.fromisoformat(text).timestamp() if isinstance(text, str) else float(text or 0.0)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
