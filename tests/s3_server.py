@@ -45,6 +45,7 @@ class S3:
 @contextmanager
 def serving_s3() -> Iterator[S3]:
     """Serve S3 until the end of the context, with the environment that makes S3's clients use it."""
+    import fsspec
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
@@ -64,12 +65,15 @@ def serving_s3() -> Iterator[S3]:
     s3 = S3(f"http://127.0.0.1:{server.port}")
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
+    clients = fsspec.get_filesystem_class("s3")
+    clients.clear_instance_cache()  # clients keep the address that they were made with
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": s3.url}.items():
             patch.setenv(name, value)
         try:
             yield s3
         finally:
+            clients.clear_instance_cache()
             server.shutdown()
             thread.join()
 
