@@ -114,7 +114,7 @@ class ResolvedStudy:
                 for o in document["objectives"]
             ),
             version=document["version"],
-            access=access and FileAccess(tuple(access["readable"]), tuple(access["trusted"])),
+            access=access and FileAccess.of(access),
             algorithm=document.get("algorithm"),
             algorithm_reason=document.get("algorithm_reason"),
             chained={alias: ChainedSource(**own) for alias, own in document.get("chained", {}).items()},

@@ -17,6 +17,7 @@ from service.disk import artifacts_dir, database_url, locked
 from service.errors import Conflict
 from service.jobs.base import RequestContext
 from workers.file_access import FileAccess
+from workers.object_store import object_url_problem
 
 __all__ = ["bind", "serve"]
 
@@ -33,6 +34,7 @@ def serve(
     dashboard_port: int | None = None,
     allow_dirs: Sequence[Path] = (),
     trust_dirs: Sequence[Path] = (),
+    allow_urls: Sequence[str] = (),
     allow_hosts: Sequence[str] = (),
     export_days: float = 7.0,
     export_quota_bytes: int | None = None,
@@ -42,7 +44,8 @@ def serve(
     """Serve until SIGTERM or SIGINT.
 
     Jobs may read files in `allow_dirs` (none: the data directory, the working directory and the hub's cache) and in
-    `trust_dirs`, where task files may also name Python functions. `allow_hosts` are the server's names besides the
+    `trust_dirs`, where task files may also name Python functions, and models in the folders `allow_urls` of object
+    stores. `allow_hosts` are the server's names besides the
     loopback names, `host` and the address that it listens on. Exports are removed after `export_days`, and earlier if
     they take more than `export_quota_bytes` (None: a tenth of the disk). Experts and policies are stored at `files`, a
     directory or the URL of an object store (None: in the data directory). A fine-tuning is refused if they would take
@@ -63,7 +66,7 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     data_dir = data_dir.resolve()
     readable, trusted = _directories("--allow-dir", allow_dirs), _directories("--trust-dir", trust_dirs)
-    access = FileAccess(readable or default_access(data_dir).readable, trusted)
+    access = FileAccess(readable or default_access(data_dir).readable, trusted, _urls(allow_urls))
     with locked(data_dir), bind(host, port) as listener:
         check_location(files or artifacts_dir(data_dir))
         store = Store(database_url(data_dir))
@@ -98,6 +101,14 @@ def _directories(option: str, directories: Sequence[Path]) -> tuple[str, ...]:
         if not directory.is_dir():
             raise Conflict(f"{option} {directory}: is not a directory; give one that exists")
     return tuple(str(directory.resolve()) for directory in directories)
+
+
+def _urls(urls: Sequence[str]) -> tuple[str, ...]:
+    """The `urls` unchanged. Raises Conflict if one is not the URL of an object store."""
+    for url in urls:
+        if problem := object_url_problem(url):
+            raise Conflict(f"--allow-url {problem}")
+    return tuple(urls)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -6,7 +6,7 @@
 - `file_access`: which files a study may name when it is sent over HTTP
 - `directories`: files and directories that appear once they are complete
 - `object_store`: objects in S3, Google Cloud Storage and compatible stores, by URL
-- `models`: checkpoints on disk and on the hub: opened, checked, fingerprinted
+- `models`: checkpoints on disk, on the hub and in object stores: opened, checked, fingerprinted
 - `merging`: from a recipe to merged tensors
 - `alignments`: HM3's maps between layers of a path: learned, stored, applied, exported
 - `evaluation`: tasks, prompts and scores, with lm-eval

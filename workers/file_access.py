@@ -1,4 +1,4 @@
-"""Which files a study may name when it is sent over HTTP: those below configured directories.
+"""Which files a study may name when it is sent over HTTP: those below configured directories and URLs.
 
 Nothing is opened here. Code that opens a file which a study names checks it first.
 """
@@ -6,24 +6,32 @@ Nothing is opened here. Code that opens a file which a study names checks it fir
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 __all__ = ["FileAccess"]
 
 
 @dataclass(frozen=True)
 class FileAccess:
-    """The directories from which a study may read files.
+    """The directories and object stores from which a study may read files.
 
     Files below `readable` and `trusted` may be read; task files below `trusted` may also name Python functions. Both
-    are lists of absolute directories. Symbolic links are resolved before a path is compared with them.
+    are lists of absolute directories. Symbolic links are resolved before a path is compared with them. Models below
+    `urls`, folders in object stores, may be read too.
     """
 
     readable: tuple[str, ...]
     trusted: tuple[str, ...] = ()
+    urls: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> FileAccess:
+        """The access that `dataclasses.asdict` turned into a document, which may be of an earlier version."""
+        return cls(**{name: tuple(values) for name, values in document.items()})
 
     def refusal(self, path: str | Path) -> str | None:
         """The reason why the file or directory `path` must not be read; None if it may be read."""
@@ -40,6 +48,17 @@ class FileAccess:
         Files in the directory may be links to other places.
         """
         return next(filter(None, map(self.refusal, _with_entries(path))), None)
+
+    def url_refusal(self, url: str) -> str | None:
+        """The reason why the model in the folder `url` of an object store must not be read; None if it may be read."""
+        parts = url.partition("://")[2].split("/")
+        is_below = any(f"{url.rstrip('/')}/".startswith(f"{allowed.rstrip('/')}/") for allowed in self.urls)
+        if is_below and not {".", ".."} & {*parts}:
+            return None
+        return (
+            f"{url}: is not below a URL that studies may read ({', '.join(self.urls) or 'there is none'}); the "
+            "server's operator can add its folder with --allow-url"
+        )
 
     def distrust(self, directory: str | Path) -> str | None:
         """The reason why Python functions named by task files in `directory` must not be run; None if they may."""

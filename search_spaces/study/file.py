@@ -211,11 +211,13 @@ def _resolved(study: Study, directory: Path) -> Study:
 
 
 def resolved_model(value: str, directory: Path) -> str:
-    """The absolute directory that a model's name in a study file stands for, or the unchanged name if it is a hub id.
+    """The absolute directory that a model's name in a study file stands for, or the unchanged name of a remote model.
 
-    A hub id has the form `name` or `owner/name`, and there is no such directory. A relative directory is relative to
-    `directory`.
+    A name with "://" is the URL of a folder in an object store. A hub id has the form `name` or `owner/name`, and there
+    is no such directory. A relative directory is relative to `directory`.
     """
+    if "://" in value:
+        return value
     file = _absolute(value, directory)
     looks_like_path = value.startswith(("/", ".", "~")) or value.endswith("/") or value.count("/") > 1
     return file if looks_like_path or os.path.isdir(file) else value

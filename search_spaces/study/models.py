@@ -48,7 +48,8 @@ else:
         Discriminator(
             _tag_of_expert,
             custom_error_type="union",
-            custom_error_message="give a directory, a hub id or {from_study: {dir: DIR, trial: best}}",
+            custom_error_message="give a directory, a hub id, s3://BUCKET/FOLDER "
+            "or {from_study: {dir: DIR, trial: best}}",
         ),
     ]
 

@@ -25,7 +25,7 @@ from service.jobs.registry import kind_of
 from service.studies.preflight.dtype import engine_dtype
 from service.worker_process import CallLimits, LimitExceeded, ProcessDied, WorkerProcess, lift_limits
 from workers.file_access import FileAccess
-from workers.models.hub import hub_cache
+from workers.models.remote import hub_cache
 
 __all__ = ["Limits", "Preflight", "PreflightProcess", "accept_here", "accepted", "default_access"]
 

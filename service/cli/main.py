@@ -122,6 +122,13 @@ def _parser() -> argparse.ArgumentParser:
         help="as --allow-dir, and lm-eval task files below DIR may run Python functions; repeatable",
     )
     command.add_argument(
+        "--allow-url",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="jobs may read models below s3://BUCKET/FOLDER or gs://BUCKET/FOLDER; repeatable",
+    )
+    command.add_argument(
         "--allow-host",
         action="append",
         default=[],

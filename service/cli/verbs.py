@@ -119,6 +119,7 @@ def serve(options: argparse.Namespace) -> int:
         dashboard_port=options.dashboard_port,
         allow_dirs=options.allow_dir,
         trust_dirs=options.trust_dir,
+        allow_urls=options.allow_url,
         allow_hosts=options.allow_host,
         export_days=options.export_days,
         export_quota_bytes=options.export_quota,

@@ -35,8 +35,8 @@ from workers.mergekit.config import DTYPES, split_adapter
 from workers.mergekit.importer import to_recipe
 from workers.mergekit.reader import read_configuration, shown
 from workers.models.family import ResolvedFamily, resolve_family, resolve_model
-from workers.models.hub import named
 from workers.models.merged_files import merged_config
+from workers.models.remote import named
 
 if TYPE_CHECKING:
     from workers.merging.bank import Bank
@@ -72,7 +72,7 @@ class DiskBytes:
     """Disk space of a planned merge in bytes.
 
     `export` is the size of the merged model, `available` the free space on its disk, and `download` the size of the
-    weights that must be downloaded from the hub.
+    weights that must be downloaded.
     """
 
     export: int
@@ -131,7 +131,7 @@ class MergePlan:
         num_bytes = self.disk_bytes.download
         if not num_bytes:
             return ()
-        return (f"download  {gib(num_bytes)} of weights from the hub; they are checked for NaN and infinity then",)
+        return (f"download  {gib(num_bytes)} of weights; they are checked for NaN and infinity then",)
 
 
 def check_merge(
@@ -442,7 +442,8 @@ def _resolved(
 def _bank(sources: ResolvedFamily, *, downloads: bool = True, note: Callable[[str], None] = logger.info) -> Bank:
     """Open the weights of models whose headers were checked, as a bank of merge sources.
 
-    With `downloads`, models on the hub are downloaded first. Raises InvalidModel if weights cannot be used.
+    With `downloads`, models that are not on this machine are downloaded first. Raises InvalidModel if weights cannot be
+    used.
     """
     from workers.merging.bank import Bank
 

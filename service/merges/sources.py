@@ -11,7 +11,8 @@ from search_spaces.errors import InvalidRecipe
 from workers.mergekit.config import MergekitConfig, split_adapter
 from workers.models.chat_templates import NAMED, most_common
 from workers.models.family import ResolvedFamily
-from workers.models.hub import HUB_ID
+from workers.models.remote import HUB_ID
+from workers.object_store import is_object_url
 
 __all__ = [
     "aliases_of",
@@ -26,14 +27,16 @@ __all__ = [
 
 
 def place_of(name: str, directories: Mapping[str, Path], file: Path, warn: Callable[[str], None]) -> str | Path:
-    """Directory or hub id of the model or adapter that a mergekit configuration calls `name`.
+    """Directory, hub id or URL of the model or adapter that a mergekit configuration calls `name`.
 
-    The result is the entry in `directories`, else an existing directory with the path `name`, relative to the folder of
-    `file` or to the current directory, else `name` as a hub id. `warn` is called if a revision in the name has no
-    effect. Raises InvalidRecipe if none of these fits.
+    The result is the entry in `directories`, else `name` if it is the URL of a folder in an object store, else an
+    existing directory with the path `name`, relative to the folder of `file` or to the current directory, else `name`
+    as a hub id. `warn` is called if a revision in the name has no effect. Raises InvalidRecipe if none of these fits.
     """
     if name in directories:
         return directories[name]
+    if is_object_url(name):
+        return name
     without_revision, at, _ = name.rpartition("@")
     for text in (name, without_revision) if at else (name,):
         path = Path(text).expanduser()

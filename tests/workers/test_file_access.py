@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,24 @@ def test_trusted_directories_may_be_read_and_others_run_no_code(place: Path) -> 
     assert access.refusal(place / "ab" / "x") is None
     assert access.distrust(place / "ab") is None
     assert "--trust-dir" in (access.distrust(place / "a") or "")
+
+
+@pytest.mark.parametrize(
+    ("url", "may_be_read"),
+    [
+        ("s3://bucket/models/math", True),
+        ("s3://bucket/models/", True),
+        ("s3://bucket/models", True),
+        ("s3://bucket/models2/math", False),
+        ("s3://bucket/models/../private", False),
+        ("s3://bucket", False),
+        ("gs://bucket/models/math", False),
+    ],
+)
+def test_models_below_a_url_may_be_read(url: str, may_be_read: bool) -> None:
+    """Only folders below an allowed URL may be read; access of earlier versions allows none."""
+    access = FileAccess(("/data",), urls=("s3://bucket/models/",))
+    assert (access.url_refusal(url) is None) is may_be_read
+    assert FileAccess.of(json.loads(json.dumps(asdict(access)))) == access
+    old = FileAccess.of({"readable": ["/data"], "trusted": []})
+    assert "there is none" in (old.url_refusal(url) or "")

@@ -19,7 +19,7 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from workers.errors import InvalidTask
 from workers.file_access import FileAccess
-from workers.models.hub import without_waiting
+from workers.models.remote import without_waiting
 
 __all__ = ["guarded_loading"]
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import yaml
 
 from search_spaces.recipe import COMPONENTS, Merge, Recipe, Source
-from workers.models.hub import commit_of, id_of
+from workers.models.remote import commit_of, id_of
 from workers.types import Family
 
 __all__ = ["Score", "licence", "lineage", "model_card", "recipe_rows", "source_name"]

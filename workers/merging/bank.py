@@ -34,7 +34,7 @@ from workers.models.components import Layout
 from workers.models.computed_tensors import SourceTensor
 from workers.models.family import ResolvedFamily, open_sources
 from workers.models.headers import TensorInfo
-from workers.models.hub import is_metadata_only
+from workers.models.remote import is_metadata_only
 from workers.models.vocabulary import TokenAlignment
 from workers.types import Family, Placement
 

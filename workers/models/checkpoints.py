@@ -19,7 +19,7 @@ from workers.models.components import IGNORED, Layout, layout
 from workers.models.computed_tensors import SourceTensor, Stacked
 from workers.models.config import in_common_names
 from workers.models.headers import TensorInfo, read_headers
-from workers.models.hub import is_metadata_only, locate, named
+from workers.models.remote import is_metadata_only, locate, named
 from workers.models.tokenizers import TOKENIZER_FILES
 from workers.models.vocabulary import NO_OPTIONS, TokenAlignment, Vocabulary, VocabularyOptions, align, token_ids
 
@@ -85,7 +85,7 @@ class Checkpoint:
 
         if info.file not in self._open:
             if is_metadata_only(info.file.parent):
-                raise InvalidModel((f"{named(str(info.file))}: its weights are on the hub, not here",))
+                raise InvalidModel((f"{named(str(info.file))}: its weights are not on this machine",))
             self._open[info.file] = safe_open(info.file, framework="pt")
         tensor: torch.Tensor = self._open[info.file].get_tensor(info.name)
         return tensor

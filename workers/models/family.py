@@ -21,8 +21,8 @@ from workers.models.checkpoints import Checkpoint, aligned, read_checkpoint, rea
 from workers.models.compatibility import differences, foreign_adapters
 from workers.models.components import Layout
 from workers.models.fingerprints import FileState, content_problems, file_states, fingerprint
-from workers.models.hub import absent_bytes, commit_of, fetched, lack_of_space, locate, named
 from workers.models.merged_files import make_result_dir
+from workers.models.remote import absent_bytes, commit_of, fetched, lack_of_space, locate, named
 from workers.models.vocabulary import BASE, EMBEDDING_NAMES, UNION, TokenAlignment, VocabularyOptions, token_ids
 from workers.types import Family, ModelSource
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from workers.cache import cached
 from workers.models.adapters import ADAPTER_CONFIG
 from workers.models.checkpoints import Checkpoint
-from workers.models.hub import stated_hash
+from workers.models.remote import stated_hash
 from workers.models.tokenizers import TOKENIZER_FILES
 from workers.models.vocabulary import EMBEDDING_NAMES
 

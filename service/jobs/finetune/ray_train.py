@@ -79,7 +79,7 @@ def _in_worker(config: Mapping[str, Any]) -> None:
 
     is_writer = ray.train.get_context().get_world_rank() == 0
     spec, directory = parse_spec(config["spec"]), Path(config["directory"])
-    access = None if config["access"] is None else FileAccess(**config["access"])
+    access = None if config["access"] is None else FileAccess.of(config["access"])
     # Ray chooses the device: GPUs may be visible to a worker that did not receive one.
     train_here(spec, directory, report=_report, is_writer=is_writer, device=get_device(), access=access)
 

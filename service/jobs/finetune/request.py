@@ -25,7 +25,7 @@ from service.types import JobRecord
 from workers.errors import InvalidModel, InvalidTask
 from workers.file_access import FileAccess
 from workers.models.checkpoints import open_checkpoint
-from workers.models.hub import locate
+from workers.models.remote import locate
 from workers.training.finetuning.fleet import STUDY, Pipeline, parse_pipeline
 from workers.training.finetuning.spec import FinetuneSpec, task_of
 
@@ -122,7 +122,7 @@ def artifact_bytes(pipeline: Pipeline) -> int:
 def access_of(job: JobRecord) -> FileAccess | None:
     """Files that a stored fine-tuning may read, as stored when it was created; None if it may read all files."""
     access = job.accepted.get("access")
-    return access and FileAccess(tuple(access["readable"]), tuple(access["trusted"]))
+    return access and FileAccess.of(access)
 
 
 def _files(spec: FinetuneSpec) -> Iterator[tuple[str, str]]:

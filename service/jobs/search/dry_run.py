@@ -17,7 +17,7 @@ from service.studies.preflight.durations import expected_time
 from service.studies.preflight.examine import EXPORT
 from service.studies.preflight.result import ExpectedSamples, PreflightResult
 from service.tune.searchers.descents import descents_of
-from workers.models.hub import is_metadata_only, named
+from workers.models.remote import is_metadata_only, named
 
 __all__ = ["CheckedPlan", "check"]
 
@@ -98,7 +98,7 @@ class CheckedPlan:
         if not self.absent_models:
             return ()
         return (
-            f"download  {gib(self.disk_bytes['download'])} of weights from the hub before it starts: "
+            f"download  {gib(self.disk_bytes['download'])} of weights before it starts: "
             f"{', '.join(self.absent_models)}; they are checked for NaN and infinity then",
         )
 

@@ -15,7 +15,7 @@ from service.schemas.api import AnalysisDocument, FleetAnalysisDocument
 from service.store import Store
 from service.types import EventKind
 from workers.file_access import FileAccess
-from workers.models.hub import locate
+from workers.models.remote import locate
 from workers.training.finetuning.fleet import Pipeline
 from workers.training.finetuning.history import EXPERT
 from workers.training.finetuning.spec import FinetuneSpec

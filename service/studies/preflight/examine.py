@@ -61,8 +61,8 @@ def examine(
 
     - `available_bytes`: the memory of one machine; None for that of this machine
     - `export_dir`: the directory to which the best merge will be exported, whose disk must have room for it
-    - `downloads`: whether weights that are only on the hub are downloaded once all other checks have passed; otherwise
-      they are not checked
+    - `downloads`: whether weights that are not on this machine are downloaded once all other checks have passed;
+      otherwise they are not checked
     - `access`: the files that may be read, or None for all; if the study names others, nothing is opened
     - `chained`: the sources that were exported from other studies for this one (`service.studies.chains`)
     - `before_weights`: called once only the weights are left to check

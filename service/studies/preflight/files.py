@@ -13,7 +13,8 @@ from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.study.file import Study
 from search_spaces.study.objectives import InlineTask
 from workers.file_access import FileAccess
-from workers.models.hub import hub_cache
+from workers.models.remote import hub_cache
+from workers.object_store import is_object_url
 
 __all__ = [
     "FilesRefused",
@@ -57,7 +58,9 @@ def _problems(study: Study, access: FileAccess) -> Iterator[Problem]:
 
 
 def model_refusal(model: str, access: FileAccess) -> str | None:
-    """Reason why a model, given as directory or hub id, must not be read, or None if it may be read."""
+    """Reason why a model, given as directory, hub id or URL, must not be read, or None if it may be read."""
+    if is_object_url(model):
+        return access.url_refusal(model)
     if os.path.isabs(model) or os.path.exists(model):
         return access.refusal_of_all(model)
     reason = access.refusal(hub_cache())
@@ -76,8 +79,10 @@ def task_files(study: Study) -> Iterator[tuple[str, str]]:
 def model_path_problem(model: str) -> str | None:
     """Reason why a server does not accept a directory as the name of a model, or None if it does.
 
-    Hub ids are always accepted.
+    Hub ids and URLs of object stores are always accepted.
     """
+    if is_object_url(model):
+        return None
     # As in a study file: `name` and `owner/name` are hub ids unless a directory has that name.
     is_path = model.startswith((".", "~")) or model.endswith("/") or model.count("/") > 1 or os.path.exists(model)
     return _relative(model) if is_path and not os.path.isabs(model) else None

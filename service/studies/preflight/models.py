@@ -21,7 +21,7 @@ from workers.engines.vllm.support import CapabilityProbe
 from workers.errors import InvalidModel
 from workers.merging.residual_scales import SCALABLE
 from workers.models.family import LocatedFamily, ResolvedFamily
-from workers.models.hub import named
+from workers.models.remote import named
 from workers.models.tokenizers import check_tokenizer
 
 __all__ = [

@@ -54,7 +54,7 @@ class StudyModels:
         num_parameters: Parameters of one model.
         export_bytes: Size of the weights of an exported merge; of the largest, where merges differ in layers.
         commits: Commits of hub models, by the names in the study file.
-        absent_bytes: Size of the weights that are still on the hub, and were not checked.
+        absent_bytes: Size of the weights that are not on this machine yet, and were not checked.
         engine_note: A message for the user about how vLLM runs the models; "" if there is none.
         chained: The sources that are merges of other studies, by alias.
         size: Parameters by layer and component, from which costs of recipes are computed; None if all merges have the

@@ -19,7 +19,7 @@ from workers.models.checkpoints import BY_CONFIG, open_checkpoint
 from workers.models.family import open_family, resolve_family
 from workers.models.fingerprints import content_problems, fingerprint
 from workers.models.headers import TensorInfo
-from workers.models.hub import locate
+from workers.models.remote import locate
 from workers.models.tokenizers import check_tokenizer, load_tokenizer, stated_directory
 from workers.types import Family
 

@@ -18,8 +18,8 @@ from workers.errors import InvalidModel
 from workers.models.checkpoints import open_checkpoint
 from workers.models.family import open_family, open_sources, resolve_family
 from workers.models.fingerprints import fingerprint
-from workers.models.hub import absent_bytes, commit_of, fetched, id_of, is_metadata_only, locate
-from workers.models.hub.metadata import FIRST_BYTES
+from workers.models.remote import absent_bytes, commit_of, fetched, id_of, is_metadata_only, locate
+from workers.models.remote.snapshots import FIRST_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_a_check_leaves_what_the_cache_has_of_a_model(hub: Hub, models: Path, mo
 
 def test_weights_of_a_stand_in_cannot_be_read(hub: Hub) -> None:
     checkpoint = open_checkpoint("owner/base")
-    with pytest.raises(InvalidModel, match=r"^owner/base@\w{40}/model.safetensors: its weights are on the hub, not he"):
+    with pytest.raises(InvalidModel, match=r"^owner/base@\w{40}/model.safetensors: its weights are not on this machine"):
         checkpoint.read("model.norm.weight")
 
 
@@ -207,7 +207,7 @@ def test_a_truncated_file_is_seen_from_its_header(hub: Hub) -> None:
 
 
 def test_a_download_that_has_no_room_is_not_begun(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.models.hub.downloads.shutil.disk_usage", lambda _: SimpleNamespace(free=2**30))
+    monkeypatch.setattr("workers.models.remote.downloads.shutil.disk_usage", lambda _: SimpleNamespace(free=2**30))
     (problem,) = problems_of("owner/base", math="owner/math")
     assert problem.startswith("owner/base, owner/math: 2")
     assert "whose disk has 1.0 GiB free; make room, or set HF_HUB_CACHE" in problem
@@ -234,7 +234,7 @@ def test_broken_download_continues(hub: Hub) -> None:
 
 
 def test_how_far_a_download_is_can_be_heard(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.models.hub.downloads.INTERVAL_S", 0.0)
+    monkeypatch.setattr("workers.models.remote.hub.INTERVAL_S", 0.0)
     notes: list[str] = []
     fetched([locate("owner/base")], note=notes.append)
     assert notes[0].startswith(f"Downloading owner/base@{hub.repositories['owner/base'].head[:12]} from the hub: ")
@@ -248,7 +248,7 @@ def test_unhashed_weights_come_whole(hub: Hub, models: Path, tmp_path: Path, mon
     place = locate("owner/math")
     assert not is_metadata_only(place)
     assert fingerprint(open_checkpoint(place)) == fingerprint(open_checkpoint(models / "math"), cache=tmp_path)
-    monkeypatch.setattr("workers.models.hub.locations.MAX_PLAIN_BYTES", 2**10)
+    monkeypatch.setattr("workers.models.remote.hub.MAX_PLAIN_BYTES", 2**10)
     hub.sends_ranges = False
     with pytest.raises(InvalidModel, match="it does not send parts of files"):
         locate("owner/base")

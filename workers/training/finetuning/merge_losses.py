@@ -26,7 +26,7 @@ from workers.file_access import FileAccess
 from workers.merging.bank import Bank
 from workers.merging.materialize import merge_into
 from workers.models.family import open_family
-from workers.models.hub import locate
+from workers.models.remote import locate
 from workers.training.finetuning.spec import FinetuneSpec, task_of
 from workers.training.losses import minibatches, sample_losses
 from workers.training.model import TrainableModel

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from workers.models.hub import locate
+from workers.models.remote import locate
 from workers.training.finetuning.spec import Method
 from workers.training.mergopt.fit import Fit, fit, sample_of
 from workers.training.mergopt.noise import Gaussian, Laplace, Noise

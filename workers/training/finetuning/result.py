@@ -16,7 +16,7 @@ from workers.directories import appearing
 from workers.evaluation.tasks import content_hash
 from workers.models.checkpoints import open_checkpoint
 from workers.models.fingerprints import fingerprint
-from workers.models.hub import commit_of, id_of
+from workers.models.remote import commit_of, id_of
 from workers.models.tokenizers import TOKENIZER_FILES
 from workers.training.finetuning.spec import FinetuneSpec
 

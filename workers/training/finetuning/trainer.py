@@ -26,7 +26,7 @@ from workers.evaluation.prompts import Prompts
 from workers.evaluation.tasks import check_task
 from workers.file_access import FileAccess
 from workers.models.checkpoints import open_checkpoint
-from workers.models.hub import locate
+from workers.models.remote import locate
 from workers.training.finetuning import checkpoints
 from workers.training.finetuning.data import IGNORED, Document, batch_rows, pack, read_documents, tensors_of
 from workers.training.finetuning.history import CHECKPOINTS, EXPERT, METRICS, History, Report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -25,8 +26,12 @@ from service.studies.preflight.examine import examine
 from service.studies.preflight.models import with_revisions
 from tests.builders import lora_adapter, tiny_llama
 from tests.hub_server import Hub, only_hub
+from tests.s3_server import S3
+from workers.cache import CACHE_VARIABLE
 from workers.engines.vllm.support import CapabilityProbe
-from workers.models.hub.metadata import FIRST_BYTES
+from workers.file_access import FileAccess
+from workers.models.remote.snapshots import FIRST_BYTES
+from workers.object_store import ObjectStore
 
 pytestmark = pytest.mark.slow  # vLLM is asked about the models, in a process of its own
 
@@ -80,10 +85,7 @@ def test_check_downloads_nothing(hub: Hub, root: Path) -> None:
     assert plan.disk_bytes["download"] == size_of(hub, "math") + size_of(hub, "text")
     absent = [f"owner/{name}@{hub.repositories[f'owner/{name}'].head}" for name in EXPERTS]
     assert list(plan.absent_models) == absent
-    assert (
-        f"of weights from the hub before it starts: {', '.join(absent)}; they are checked for NaN and infinity"
-        in plan.to_text()
-    )
+    assert f"of weights before it starts: {', '.join(absent)}; they are checked for NaN and infinity" in plan.to_text()
     assert hub.sent == {f"owner/{name}/model.safetensors": FIRST_BYTES for name in EXPERTS}
     examine(study_of(root))
     plan = check(study_of(root), root)
@@ -127,7 +129,7 @@ def test_what_only_weights_tell_is_told_once_they_are_here(hub: Hub, root: Path,
 def test_no_room_for_a_download_is_told_with_all_other_problems(
     hub: Hub, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.models.hub.downloads.shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
+    monkeypatch.setattr("workers.models.remote.downloads.shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
     study = study_of(root)
     wrong = study.model_copy(update={"fidelity": study.fidelity.model_copy(update={"rungs": (3, 90)})})
     with pytest.raises(InvalidStudy) as caught:
@@ -152,7 +154,7 @@ def test_hub_merge_is_checked_early(hub: Hub, root: Path, tmp_path: Path) -> Non
     assert [model.directory for model in plan.models] == [
         f"owner/{name}@{hub.repositories[f'owner/{name}'].head}" for name in ("base", "math")
     ]
-    assert "of weights from the hub; they are checked for NaN and infinity" in plan.to_text()
+    assert "of weights; they are checked for NaN and infinity" in plan.to_text()
     assert hub.sent
     assert max(hub.sent.values()) <= FIRST_BYTES
     notes: list[str] = []
@@ -180,3 +182,32 @@ def test_an_adapter_here_to_a_base_that_is_not_is_checked(hub: Hub, root: Path) 
     study = study_of(root)
     plan = check(study.model_copy(update={"models": type(study.models).model_validate(models)}), root)
     assert plan.disk_bytes["download"] == size_of(hub, "base")
+
+
+def test_posted_study_reads_allowed_stores_only(
+    root: Path, tmp_path: Path, s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A posted study may have models below an allowed URL, which its check does not download but its driver does."""
+    shutil.copytree(root / "cache", tmp_path / "cache")
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    bucket = s3.bucket()
+    for name in ("base", *EXPERTS):
+        sums = "".join(
+            f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in (root / name).iterdir()
+        )
+        objects = ObjectStore(f"{bucket}/{name}")
+        objects.write("SHA256SUMS", sums.encode())
+        for file in (root / name).iterdir():
+            objects.upload(file, file.name)
+    document = study_of(root).canonical()
+    document["models"]["experts"] = {name: f"{bucket}/{name}" for name in EXPERTS}
+    local = {**document, "models": {**document["models"], "experts": {name: str(root / name) for name in EXPERTS}}}
+    with pytest.raises(InvalidStudy, match=f"{bucket}/math: is not below a URL .* with --allow-url"):
+        accept(document, RequestContext(FileAccess((str(root),))))
+    context = RequestContext(FileAccess((str(root),), urls=(bucket,)))
+    resolved = ResolvedStudy.from_json(accept(document, context).facts)
+    assert resolved.fingerprints == ResolvedStudy.from_json(accept(local, context).facts).fingerprints
+    found = examine(with_revisions(Study.model_validate(document), resolved), access=resolved.access)
+    assert found.resolved().fingerprints == resolved.fingerprints
+    downloaded = sorted(file.parent.name.partition("@")[0] for file in tmp_path.glob("cache/models/**/*.safetensors"))
+    assert downloaded == sorted(EXPERTS)

@@ -1,4 +1,4 @@
-"""Metadata-only snapshots: the files of a hub model without the contents of its weights.
+"""Metadata-only snapshots: the files of a model on the hub or in an object store, without its weights.
 
 A snapshot is a directory with the model's small files and, for each file of weights, one that begins with the real
 file's header, has its size, and is sparse after the header. Code that reads configurations and headers works on it as
@@ -9,45 +9,55 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from workers.cache import cache_dir
 from workers.errors import InvalidModel
 from workers.models.headers import MAX_HEADER_BYTES
-from workers.models.hub.errors import HubUnusable
+from workers.object_store import is_object_url
 
 __all__ = [
-    "TIMEOUT_S",
+    "SUMS",
     "SnapshotRecord",
+    "has_size",
     "is_metadata_only",
     "make_snapshot",
     "named",
     "read_record",
+    "size_text",
     "stated_hash",
 ]
 
 # The file in a snapshot that holds its SnapshotRecord.
 RECORD = "hub.json"
 
+# The file in a folder of an object store that states the sha256 of the others, in the form of the program sha256sum.
+SUMS = "SHA256SUMS"
+
 # Most headers fit into this; a longer one takes a second request.
 FIRST_BYTES = 2**16
 
-# How long a request waits for the hub, and how many headers are requested at once.
-TIMEOUT_S = 10.0
+# Headers that are requested at once.
 CONNECTIONS = 8
+
+# The URL of an object store, where it is part of the path of a directory.
+_URL_IN_PATH = re.compile(r"\b(s3|gs):/(?=[^/])")
 
 
 @dataclass(frozen=True)
 class SnapshotRecord:
     """Description of a metadata-only snapshot: the model's files, and the sizes and sha256 (hex) of its weights.
 
-    The sizes and hashes are those that the hub states.
+    `name` is a hub id or the URL of a folder in an object store, `revision` the branch, tag or commit that was asked
+    for, `commit` the version of the files. The sizes and hashes are those that the hub or the object store states.
     """
 
     name: str
@@ -64,23 +74,26 @@ def is_metadata_only(directory: Path) -> bool:
 
 
 def stated_hash(file: Path) -> str | None:
-    """The sha256 (hex) that the hub states for a weights file of a metadata-only snapshot; None for real files.
+    """The sha256 (hex) that is stated for a weights file of a metadata-only snapshot; None for real files.
 
-    Raises InvalidModel if the hub states no hash.
+    Raises InvalidModel if no hash is stated.
     """
     if not is_metadata_only(file.parent):
         return None
     record = read_record(file.parent)
     if file.name in record.sizes and file.name not in record.hashes:
-        raise InvalidModel(
-            (f"{named(str(file))}: the hub does not state its sha256; download it with `hf download {record.name}`",)
-        )
+        if is_object_url(record.name):
+            lack = f"no sha256 is stated for it; add the output of `sha256sum *` to the folder as the file {SUMS}"
+        else:
+            lack = f"the hub does not state its sha256; download it with `hf download {record.name}`"
+        raise InvalidModel((f"{named(str(file))}: {lack}",))
     return record.hashes.get(file.name)
 
 
 def named(text: str) -> str:
     """Replace the directories of metadata-only snapshots in a text by their model and commit, owner/name@commit."""
-    return text.replace(f"{snapshots_dir()}{os.sep}", "")
+    replaced = text.replace(f"{snapshots_dir()}{os.sep}", "")
+    return text if replaced == text else _URL_IN_PATH.sub(r"\1://", replaced)
 
 
 def snapshots_dir() -> Path:
@@ -91,19 +104,25 @@ def read_record(directory: Path) -> SnapshotRecord:
     return SnapshotRecord(**json.loads((directory / RECORD).read_bytes()))
 
 
-def make_snapshot(record: SnapshotRecord, snapshot: Path, pickles: Iterable[str]) -> Path:
-    """Create the metadata-only snapshot that `record` describes, if it does not exist yet, and return its directory."""
+def make_snapshot(
+    record: SnapshotRecord, small: Path, pickles: Iterable[str], read: Callable[[str, int, int], bytes]
+) -> Path:
+    """Create the metadata-only snapshot that `record` describes, if it does not exist yet, and return its directory.
+
+    `small` is a directory with the small files, `pickles` are names of further files. `read(file, begin, end)` returns
+    the bytes [begin, end) of a weights file.
+    """
     place = snapshots_dir() / f"{record.name}@{record.commit}"
     if is_metadata_only(place):
         return place
     with ThreadPoolExecutor(CONNECTIONS) as pool:
-        headers = list(pool.map(lambda file: _header(record, file), record.sizes))
+        headers = list(pool.map(lambda file: _header(record.sizes[file], partial(read, file)), record.sizes))
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=".", ignore_cleanup_errors=True) as temporary:
         made = Path(temporary) / place.name
         made.mkdir()
         for file in record.small_files:
-            shutil.copyfile(snapshot / file, made / file)
+            shutil.copyfile(small / file, made / file)
         for file in pickles:
             (made / file).touch()
         for (file, size), header in zip(record.sizes.items(), headers, strict=True):
@@ -117,40 +136,24 @@ def make_snapshot(record: SnapshotRecord, snapshot: Path, pickles: Iterable[str]
     return place
 
 
-def _header(record: SnapshotRecord, file: str) -> bytes:
-    """Download the safetensors header of a file, with the length in front of it.
+def _header(size: int, read: Callable[[int, int], bytes]) -> bytes:
+    """Read the safetensors header of a file of `size` bytes, with the length in front of it.
 
-    Returns only the first bytes if the file cannot be a safetensors file.
+    `read` returns the bytes [begin, end) of the file. Returns only the first bytes if the file cannot be a safetensors
+    file.
     """
-    size = record.sizes[file]
-    start = _range(record, file, 0, min(size, FIRST_BYTES))
+    start = read(0, min(size, FIRST_BYTES))
     end = 8 + int.from_bytes(start[:8], "little")
     if end > size or end > 8 + MAX_HEADER_BYTES:
         return start[:8]
-    return start[:end] + _range(record, file, len(start), end)
+    return start[:end] + (read(len(start), end) if end > len(start) else b"")
 
 
-def _range(record: SnapshotRecord, file: str, begin: int, end: int) -> bytes:
-    """Download only the bytes [begin, end) of a file on the hub."""
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+def has_size(file: Path, size: int | None) -> bool:
+    """Whether a file exists and has `size` bytes."""
+    return file.is_file() and file.stat().st_size == size
 
-    if begin >= end:
-        return b""
-    headers = {**build_hf_headers(), "range": f"bytes={begin}-{end - 1}", "accept-encoding": "identity"}
-    url = hf_hub_url(record.name, file, revision=record.commit)
-    with http_stream_backoff("GET", url, headers=headers, timeout=TIMEOUT_S) as response:
-        hf_raise_for_status(response)
-        if response.status_code != 206:
-            raise HubUnusable(
-                f"it does not send parts of files (status {response.status_code} for a range of {file}), so weights "
-                f"cannot be checked before they are downloaded; download them with `hf download {record.name}`"
-            )
-        found = bytearray()
-        for part in response.iter_bytes():
-            found += part
-            if len(found) >= end - begin:
-                break
-    if len(found) < end - begin:
-        raise HubUnusable(f"it sent {len(found)} of the bytes {begin} to {end - 1} of {file}")
-    return bytes(found[: end - begin])
+
+def size_text(num_bytes: float) -> str:
+    """Format a number of bytes as text in MiB or GiB."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,32 @@
+"""Models on the Hugging Face hub and in object stores: located, checked without their weights, downloaded.
+
+- `locations`: `locate`: the directory of a model; which commit of the hub a directory holds
+- `snapshots`: metadata-only snapshots: small files, and headers in place of weights
+- `model_files`: the files that a model consists of
+- `downloads`: the weights: what is missing, whether there is room, `fetched`
+- `hub`: the hub as the origin of models
+- `objects`: object stores as the origin of models
+- `reachability`: no waiting for a hub that does not answer
+- `errors`: why a hub model cannot be used, for messages
+"""
+
+from workers.models.remote.downloads import absent_bytes, fetched, lack_of_space
+from workers.models.remote.hub import hub_cache
+from workers.models.remote.locations import HUB_ID, commit_of, id_of, locate
+from workers.models.remote.reachability import without_waiting
+from workers.models.remote.snapshots import is_metadata_only, named, stated_hash
+
+__all__ = [
+    "HUB_ID",
+    "absent_bytes",
+    "commit_of",
+    "fetched",
+    "hub_cache",
+    "id_of",
+    "is_metadata_only",
+    "lack_of_space",
+    "locate",
+    "named",
+    "stated_hash",
+    "without_waiting",
+]

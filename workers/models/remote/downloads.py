@@ -1,0 +1,114 @@
+"""Downloads of models: how much is missing, whether the disk has room for it, and the download itself."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from workers.errors import InvalidModel
+from workers.models.remote.hub import Hub
+from workers.models.remote.objects import Objects
+from workers.models.remote.snapshots import SnapshotRecord, has_size, is_metadata_only, read_record, size_text
+from workers.object_store import is_object_url
+
+__all__ = ["Origin", "absent_bytes", "fetched", "lack_of_space"]
+
+log = logging.getLogger(__name__)
+
+# Free disk space that a download leaves.
+MARGIN_BYTES = 2**30
+
+
+class Origin(Protocol):
+    """Place that models come from.
+
+    `title` names it in messages. `variable` is the environment variable that chooses the directory of `cache`.
+    """
+
+    title: str
+    variable: str
+
+    def cache(self) -> Path:
+        """The directory to which models are downloaded."""
+
+    def place(self, record: SnapshotRecord) -> Path:
+        """The directory of the downloaded model that `record` describes."""
+
+    def download(self, record: SnapshotRecord, note: Callable[[str], None], total: int) -> None:
+        """Download the files that are missing. `note` is called with lines about the progress of `total` bytes."""
+
+    def reason(self, error: Exception, record: SnapshotRecord) -> str:
+        """The reason, in one line, why a download failed with `error`."""
+
+
+def absent_bytes(directories: Iterable[Path]) -> int:
+    """Bytes that `fetched` would download for these models; a model that is listed twice counts once."""
+    return sum(
+        sum(_absent_files(read_record(directory)).values())
+        for directory in {*directories}
+        if is_metadata_only(directory)
+    )
+
+
+def fetched(directories: Sequence[Path], *, note: Callable[[str], None] = log.info) -> tuple[Path, ...]:
+    """Download the models whose directories are metadata-only snapshots, at the snapshots' commits.
+
+    Returns the directories, with the downloaded ones in place of the snapshots. Complete files are kept if a download
+    is interrupted. `note` is called with lines about the progress. Raises InvalidModel if a download fails, or if the
+    cache's disk is too small, in which case nothing is downloaded.
+    """
+    if lack := lack_of_space(directories):
+        raise InvalidModel((lack,))
+    records = {directory: read_record(directory) for directory in directories if is_metadata_only(directory)}
+    found = {directory: _fetch(record, note) for directory, record in records.items()}
+    return tuple(found.get(directory, directory) for directory in directories)
+
+
+def _fetch(record: SnapshotRecord, note: Callable[[str], None]) -> Path:
+    origin = _origin(record)
+    total = sum(_absent_files(record).values())
+    if total:
+        note(f"Downloading {record.name}@{record.commit[:12]} from {origin.title}: {size_text(total)} ...")
+    try:
+        origin.download(record, note, total)
+    except Exception as error:
+        reason = origin.reason(error, record)
+        raise InvalidModel(
+            (
+                f"{record.name}: its weights cannot be downloaded: {reason}; complete files are kept, the same command "
+                "downloads the others",
+            )
+        ) from error
+    return origin.place(record)
+
+
+def _absent_files(record: SnapshotRecord) -> dict[str, int]:
+    """The sizes in bytes, by file, of the weights that are not on this machine."""
+    place = _origin(record).place(record)
+    return {file: size for file, size in record.sizes.items() if not has_size(place / file, size)}
+
+
+def _origin(record: SnapshotRecord) -> Origin:
+    return Objects() if is_object_url(record.name) else Hub()
+
+
+def lack_of_space(directories: Iterable[Path]) -> str | None:
+    """The reason why a disk has no room for the weights that must be downloaded; None if all have room."""
+    records = [read_record(directory) for directory in sorted({*directories}) if is_metadata_only(directory)]
+    for origin in (Hub(), Objects()):
+        absent = [record for record in records if type(_origin(record)) is type(origin)]
+        num_bytes = sum(sum(_absent_files(record).values()) for record in absent)
+        place = origin.cache()
+        while not place.exists():
+            place = place.parent
+        free = shutil.disk_usage(place).free
+        if num_bytes and num_bytes + MARGIN_BYTES > free:
+            names = ", ".join(record.name for record in absent)
+            return (
+                f"{names}: {size_text(num_bytes)} are to be downloaded to {origin.cache()}, whose disk has "
+                f"{size_text(free)} free; make room, or set {origin.variable} to a directory on another disk"
+            )
+    return None

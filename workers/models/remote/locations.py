@@ -1,0 +1,78 @@
+"""The directory of a model: its own, that of a downloaded model, or of a metadata-only snapshot.
+
+A model on the hub or in an object store whose weights are not on this machine is checked as a metadata-only snapshot,
+so that whether a family can be merged is known before its weights are downloaded. A snapshot is of one commit, and so
+is the download that replaces it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from workers.errors import InvalidModel
+from workers.models.remote.errors import reason_of
+from workers.models.remote.hub import COMMIT, cached, looked_up
+from workers.models.remote.objects import located
+from workers.models.remote.snapshots import is_metadata_only, read_record
+from workers.object_store import is_object_url
+
+__all__ = ["HUB_ID", "commit_of", "id_of", "locate"]
+
+DIRECTORY = "a directory with config.json, tokenizer files and *.safetensors"
+
+# `name` or `owner/name`, with an optional branch, tag or commit.
+HUB_ID = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:@(\w[\w.-]*))?")
+
+
+def locate(model: str | Path) -> Path:
+    """Find the directory of a model that is given as a directory, a hub id, or the URL of a folder in an object store.
+
+    For a model that is not on this machine's file systems it is the directory of the downloaded model, or a
+    metadata-only snapshot; no weights are downloaded. A downloaded hub model is used without asking the hub if a commit
+    is given. A downloaded model is also used if its origin cannot be reached (or HF_HUB_OFFLINE is set). Raises
+    InvalidModel.
+    """
+    if is_object_url(str(model)):
+        return located(str(model))
+    path = Path(model)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise InvalidModel((f"{path}: is a file; expected {DIRECTORY}",))
+    parts = HUB_ID.fullmatch(str(model))
+    if parts is None:
+        raise InvalidModel((f"{path}: does not exist; expected {DIRECTORY}",))
+    name, revision = parts[1], parts[2] or "main"
+    found = cached(name, revision)
+    if found and COMMIT.fullmatch(revision):
+        return found
+    try:
+        return looked_up(name, revision)
+    except Exception as error:  # raised by the hub's client, by its HTTP library, or by the system
+        if found:
+            return found
+        reason = reason_of(error, name, revision)
+        raise InvalidModel(
+            (
+                f"{model}: neither a directory nor a hub model that can be loaded here: {reason}; expected "
+                f"{DIRECTORY}, or the id of a hub model that is in the hub's cache or can be downloaded",
+            )
+        ) from error
+
+
+def commit_of(directory: Path) -> str | None:
+    """The commit of the hub model in a directory that `locate` returned; None for other directories."""
+    if is_metadata_only(directory):
+        record = read_record(directory)
+        return None if is_object_url(record.name) else record.commit
+    return directory.name if directory.parent.name == "snapshots" and COMMIT.fullmatch(directory.name) else None
+
+
+def id_of(directory: Path) -> str | None:
+    """The hub id (owner/name) of the model in a directory that `locate` returned; None for other directories."""
+    if is_metadata_only(directory):
+        name = read_record(directory).name
+        return None if is_object_url(name) else name
+    owner, _, name = directory.parent.parent.name.removeprefix("models--").rpartition("--")
+    return (f"{owner}/{name}" if owner else name) if commit_of(directory) else None

@@ -1,0 +1,52 @@
+"""The files that a model consists of, among the names that a hub or an object store lists."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from workers.models.headers import PICKLES
+from workers.models.tokenizers import TOKENIZER_FILES
+
+__all__ = ["NEEDED_FILES", "SMALL_FILES", "pickles", "weight_files"]
+
+# What the names of the files of whole models and of adapters begin with.
+STEMS = ("model", "adapter_model")
+
+INDEX = "{}.safetensors.index.json"
+
+# What is downloaded of a model besides its weights: no pickles and no code.
+NEEDED_FILES = (
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    *(INDEX.format(stem) for stem in STEMS),
+    *TOKENIZER_FILES,
+)
+
+# The needed files, and the model card, which states the licence.
+SMALL_FILES = (*NEEDED_FILES, "README.md")
+
+
+def weight_files(directory: Path, names: Collection[str]) -> list[str]:
+    """The names, among `names`, of the safetensors files with the weights of a model.
+
+    `directory` has the model's small files. A second copy in another format is not included. The result is empty if an
+    index cannot be read.
+    """
+    for stem in STEMS:
+        if (single := f"{stem}.safetensors") in names:
+            return [single]
+        if (index := INDEX.format(stem)) in names:
+            try:
+                files = json.loads((directory / index).read_bytes())["weight_map"].values()
+                return sorted({file for file in files if Path(file).name == file and file.endswith(".safetensors")})
+            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                return []  # `headers` reports why
+    return []
+
+
+def pickles(names: Iterable[str]) -> list[str]:
+    """Those of `names` that are files of pickled weights, which are never read."""
+    return [name for name in names if any(Path(name).match(pattern) for pattern in PICKLES)]
