@@ -106,7 +106,7 @@ def _samples(store: Store, study_id: str, trial: TrialRecord, spans: Sequence[Sp
 
 
 def _is_verified(report: Report, trial: TrialRecord, digest: str) -> bool:
-    """Whether a stored report says that transformers reproduced a trial's samples, whose hash is `digest`.
+    """Whether a stored report found the samples of a trial's merge equal; `digest` is the hash of the samples.
 
     Reports of earlier versions do not say which samples they compared. Such trials count as not verified.
     """
