@@ -145,7 +145,7 @@ def search_line(document: SearchDocument) -> Text:
 
 
 def verification_line(document: VerificationDocument) -> Text:
-    """Line about a study's verification: whether plain transformers gave the stored samples too.
+    """Line about a study's verification: whether plain transformers reproduced the engine's samples.
 
     If trials were not verified, the line has the reason.
     """

@@ -81,7 +81,7 @@ class Heartbeat:
         self._send(self.wall_clock_s)
 
     def discount(self) -> None:
-        """Store the seconds worked without those since the last scored chunk, in which the driver only waited."""
+        """Store the time that the driver has worked, without the time since the last scored chunk, when it waited."""
         self._send(self._worked_s + max(self._writer.scored_at - self._started_at, 0.0))
 
     def check(self) -> None:

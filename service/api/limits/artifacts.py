@@ -23,7 +23,7 @@ Made = TypeVar("Made")
 class ArtifactQuota:
     """Limit on the total size of the artifacts of all jobs, in bytes.
 
-    Without `quota_bytes` it is a tenth of the disk, or none in an object store.
+    By default the limit `quota_bytes` is a tenth of the disk. Artifacts in an object store have no limit by default.
     """
 
     def __init__(self, store: Store, artifacts: ArtifactStore, quota_bytes: int | None = None) -> None:

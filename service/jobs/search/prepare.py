@@ -35,12 +35,19 @@ def prepared(
     note: Callable[[str], None] = logger.info,
     **options: Any,
 ) -> PreflightResult:
-    """Export the study's sources that are merges of other studies, and check the study with their directories.
+    """Prepare a study to run: export its sources that are merges of other studies, then run every check.
 
-    `open_study` opens the other studies. `directory` is that of the run or of the server; merges are exported below it.
-    `artifacts_in` has the policies of other studies (None: the artifacts of `directory`). `before` is what a study that
-    continues was resolved to: its hub models keep their commits. `options` are those of `examine`. Raises InvalidStudy
-    with every problem.
+    Args:
+        study: The study file.
+        open_study: Opens the other studies, whose merges or policies the study uses.
+        directory: Directory of the run or of the server, to which merges of other studies are exported.
+        artifacts_in: Directory with the policies of other studies; by default that of the artifacts in `directory`.
+        before: For a study that continues, what it resolved to before, so that hub models keep their commits.
+        note: Called with messages about the progress.
+        **options: Further arguments of `service.studies.preflight.examine.examine`.
+
+    Raises:
+        InvalidStudy: The study has problems; the error has every one.
     """
     exported, chained = with_exported_sources(
         study, open_study=open_study, directory=directory, before=before, note=note
