@@ -79,9 +79,8 @@ class RangedMethod:
     def _encode_model(self, cell: ComponentGroup, operands: tuple[str, ...], model: str) -> dict[str, Any] | None:
         """Parameter values for which the method gives the unchanged model `model`, or None if there are none.
 
-        The base results if the coefficient is zero at whose zero the method gives the base. An expert results if it is
-        the only operand. The first model of an ordered pair results if the coefficient is zero at whose zero the method
-        gives the first source.
+        The method gives the base if its coefficient `base_at_zero` is 0, the first model of an ordered pair if its
+        coefficient `first_at_zero` is 0, and an expert if the expert is the only operand.
         """
         method = self.method
         leaves_base = (method.base_at_zero, None if method.is_itself_alone else method.drops_zeros)

@@ -102,9 +102,9 @@ def problems_of(errors: Sequence[ErrorDetails], schema: Mapping[str, Any], hints
 
 
 def at_most(problems: Iterable[Problem]) -> Iterator[Problem]:
-    """The first MAX_PROBLEMS of `problems`, and one more that says that there are others, if there are.
+    """The first MAX_PROBLEMS of `problems`. If there are more, one further problem says so.
 
-    The others are not computed.
+    The problems that are left out are not computed.
     """
     found = iter(problems)
     yield from itertools.islice(found, MAX_PROBLEMS)

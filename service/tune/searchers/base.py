@@ -131,7 +131,7 @@ class ProposalContext:
 
 
 class Searcher(Protocol):
-    """The interface of a search algorithm."""
+    """The interface of a search algorithm, which proposes configurations."""
 
     def advance(self, context: ProposalContext, /) -> StepRequest | dict[str, Any]:
         """The configuration of trial `context.number`, or a request for a step that must be computed first.
