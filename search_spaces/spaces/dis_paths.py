@@ -235,7 +235,7 @@ class DisPaths:
         return blocks if has_room and in_range and self.layers(blocks) == list(layers) else None
 
     def depth(self, blocks: Sequence[Block]) -> int:
-        """The number of layers of the merge with these blocks."""
+        """The number of layers of the merge that consists of these blocks."""
         return sum(map(self._depth, blocks))
 
     def _number(self, model: str, layer: int, block: int) -> int | None:

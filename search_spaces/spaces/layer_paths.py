@@ -72,7 +72,7 @@ class LayerPaths:
         """The number of layers of the shortest path."""
         if self.max_jump is None:
             return self.min_length
-        # From where a path begins at the latest to where it ends at the earliest.
+        # The distance from the last layer at which a path may begin to the first at which it may end.
         way = self.num_layers - 1 - 2 * self.max_jump
         return max(self.min_length, 1 + math.ceil(max(way, 0) / (self.max_jump + 1)))
 

@@ -115,7 +115,10 @@ class RangedMethod:
         return {c.name: c.searched for c in self.method.coefficients if isinstance(c.searched, Range)}
 
     def _counts(self, num_operands: int) -> dict[str, float]:
-        """The values of the method's coefficients that count sources; each is at most the number of operands."""
+        """The values of the method's coefficients that are numbers of sources, such as how many sources must agree.
+
+        Each is at most the number of merged models.
+        """
         return {
             c.name: min(c.searched.value, num_operands)
             for c in self.method.coefficients

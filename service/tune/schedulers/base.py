@@ -134,14 +134,14 @@ class RungTable(ABC):
         self._is_search_over = False
         self._num_proposed = 0
         self._num_finished = 0
-        self._num_ended = 0  # of the first trials, without one that has not ended between them
+        self._num_ended = 0  # how many trials have ended, up to the first one that has not
         self._runnable: set[int] = set()
         self._waiting: set[int] = set()
         # What the newest proposal may know.
         self._visible: list[tuple[int, int]] = []
         self._failed: list[int] = []
-        self._num_known = 0  # of the first trials, whose first results are visible
-        self._num_seen = 0  # of the first trials, all of whose results are visible
+        self._num_known = 0  # how many trials have a visible first result, up to the first one that has none
+        self._num_seen = 0  # how many trials have visible results only, up to the first one that has others
 
     # -- what a scheduler decides ---------------------------------------------------------------------------------
 
