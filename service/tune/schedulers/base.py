@@ -154,10 +154,10 @@ class RungTable(ABC):
 
     @abstractmethod
     def _see_later(self, number: int, bracket: int) -> bool:
-        """Make visible all evaluations that proposal `number` of `bracket` must know beside each trial's first.
+        """Make visible the results that proposal `number` of `bracket` must know in addition to each trial's first one.
 
-        An implementation calls `_see` for each of them. Returns False while one of them is not done; those that were
-        made visible stay visible for all later proposals.
+        An implementation calls `_see` for each of these results. Returns False while one of them is missing. A result
+        that was made visible stays visible for all later proposals.
         """
 
     @abstractmethod
