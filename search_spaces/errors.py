@@ -17,12 +17,15 @@ __all__ = ["InvalidConfiguration", "InvalidPreference", "InvalidRecipe", "Invali
 
 
 class SearchSpaceError(Exception):
-    """The base class of this package's errors."""
+    """The base class of the errors of the package `search_spaces`."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of a study. `field` is the dotted path of the field in the file ("objectives.1.metric")."""
+    """One problem of a study: a message, and the field of the study file that has the problem.
+
+    `field` is the field's dotted path, such as "objectives.1.metric".
+    """
 
     field: str
     message: str

@@ -48,8 +48,8 @@ def fidelities(rungs: Sequence[int]) -> tuple[float, ...]:
 class Bracket:
     """A bracket of successive halving, one ladder of rungs on which configurations are promoted.
 
-    It starts `num_configurations` at rung `first_rung` (0-based); the best of them reach rung `num_rungs` - 1. `eta` is
-    the reduction factor.
+    It starts `num_configurations` configurations at rung `first_rung` (0-based); the best of them reach rung
+    `num_rungs` - 1. `eta` is the reduction factor.
     """
 
     num_configurations: int

@@ -101,7 +101,7 @@ class Merge:
             raise InvalidRecipe(f"merge: {self.method}: {broken}")
 
     def base_in(self, recipe_base: str) -> Source:
-        """The source that methods on task vectors subtract, in a recipe whose base model is `recipe_base`."""
+        """The source that the merge subtracts to get task vectors, in a recipe whose base model is `recipe_base`."""
         return self.base or Source(recipe_base, self.sources[0].layer)
 
     def at_layer(self, layer: int | None) -> Self:
@@ -158,7 +158,7 @@ class Merge:
 
 
 def _whole(value: Any) -> int | None:
-    """`value` itself, if it is a whole number or None. Raises TypeError for any other value."""
+    """Check that `value` is a whole number or None, and return it. Raises TypeError for any other value."""
     return None if value is None else operator.index(value)
 
 

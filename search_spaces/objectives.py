@@ -147,8 +147,8 @@ def constrained_dominates(candidate: Candidate, other: Candidate) -> bool:
 def constrained_front(candidates: Sequence[Candidate]) -> tuple[bool, ...]:
     """Whether each candidate is on the front, which means that no other candidate dominates it.
 
-    `constrained_dominates` is the rule. If some candidates meet all constraints, only those can be on the front. No
-    candidate may have failed.
+    Dominance is that of `constrained_dominates`. If some candidates meet all constraints, only those can be on the
+    front. No candidate may have failed.
     """
     least = min((candidate.violation for candidate in candidates), default=0.0)
     kept = [c.costs for c in candidates if c.costs is not None and c.violation == least]
@@ -194,11 +194,11 @@ def crowding_distances(costs: Sequence[Costs]) -> tuple[float, ...]:
 
 
 def promotion_order(candidates: Sequence[Candidate]) -> tuple[int, ...]:
-    """Trial numbers in order of promotion.
+    """The order in which candidates are promoted, as trial numbers.
 
     Candidates that meet all constraints come first: by non-dominated rank, then crowding distance (larger first), then
-    number. Those that violate constraints follow, the least violation first. Failed candidates are last. With one
-    objective and no constraints this is the order of cost, then number.
+    trial number. Candidates that violate constraints follow, the least violation first. Failed candidates are last.
+    With one objective and no constraints this is the order of cost, then trial number.
     """
     scored = [candidate for candidate in candidates if candidate.costs is not None and candidate.violation == 0]
     costs = [candidate.costs for candidate in scored if candidate.costs is not None]

@@ -69,15 +69,15 @@ def lattice(num_objectives: int, *, divisions: int, corners: bool = True) -> Vec
 
 
 def lattice_size(num_objectives: int, *, divisions: int, corners: bool = True) -> int:
-    """The number of preference vectors that `lattice` gives."""
+    """The number of preference vectors in the lattice that the function `lattice` gives for the same arguments."""
     return math.comb(divisions + num_objectives - 1, num_objectives - 1) - (0 if corners else num_objectives)
 
 
 def dirichlet(num_objectives: int, *, num_vectors: int, rng: np.random.Generator, alpha: float = 1.0) -> Vectors:
-    """Preference vectors drawn from the symmetric Dirichlet distribution.
+    """Random preference vectors, drawn from the symmetric Dirichlet distribution with concentration `alpha`.
 
-    With `alpha` 1 they are uniform over all preference vectors; larger values give more equal weights, smaller ones
-    favour single objectives.
+    With `alpha` 1 they are uniform over all preference vectors. Larger values of `alpha` give more equal weights;
+    smaller ones favour single objectives.
     """
     return rng.dirichlet(np.full(num_objectives, alpha), num_vectors)
 

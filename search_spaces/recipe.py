@@ -245,7 +245,10 @@ class Recipe:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The recipe that `to_json` gave as `document`. Raises InvalidRecipe for any other document."""
+        """Read a recipe from a document that `to_json` made.
+
+        Raises InvalidRecipe for any other document.
+        """
         found = document.get("format") if isinstance(document, Mapping) else document
         if found not in (FORMAT, FORMAT_OF_CUTS):
             raise InvalidRecipe(f"recipe: format is {found!r}; this version reads {FORMAT!r} and {FORMAT_OF_CUTS!r}")

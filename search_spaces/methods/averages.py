@@ -26,7 +26,7 @@ MULTISLERP_PARAMETERS = (
 # Added to the norms by which multislerp divides.
 EPS = Coefficient("eps", 0, 0.01, default=1e-8, decimals=12)
 MODEL_STOCK_PARAMETERS = (Parameter("filter_wise", default=False),)
-# 1: the ratio is used even where it is out of range, as in mergekit.
+# With 1, a ratio outside its range is used as it is, as in mergekit.
 UNBOUNDED = Coefficient("unbounded", 0, 1, default=0, is_whole=True)
 
 

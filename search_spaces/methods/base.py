@@ -120,9 +120,9 @@ class MergeMethod:
     - `takes_seed`: the method draws random masks
     - `cuts_at_rank`: the method treats an element by the rank of its magnitude or variance, so elements with equal
       values need a defined order
-    - `drops_zeros`: the coefficient of a source that removes the source's influence where it is zero
-    - `base_at_zero`: the coefficient at whose zero the merge is the base model
-    - `first_at_zero`: the coefficient at whose zero the merge is the first source
+    - `drops_zeros`: the name of a coefficient; a source for which it is 0 has no influence on the merge
+    - `base_at_zero`: the name of a coefficient; if it is 0, the merge is the base model
+    - `first_at_zero`: the name of a coefficient; if it is 0, the merge is the first source
     - `is_itself_alone`: a merge of a single source is that source
     - `constraint`: a function that says what is wrong with coefficients that are each in their range; it returns None
       if nothing is wrong

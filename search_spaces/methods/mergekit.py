@@ -50,9 +50,10 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Values:
-    """The values that a mergekit configuration gives to a method's parameters for one tensor, by the parameters' names.
+    """The values that a mergekit configuration gives to a method's parameters, for one tensor.
 
-    A tuple has one value per source, in the order of the sources.
+    `by_name` has the value of each parameter: a number, true or false, or a tuple with one number per source, in the
+    order of the sources.
     """
 
     by_name: Mapping[str, Scalar | tuple[float, ...]]

@@ -37,7 +37,7 @@ EPSILONS = Coefficient("epsilon", 0, 0.5, per_model=True).searched_in(0.0, 0.2)
 BREADCRUMBS_DENSITIES = DENSITIES.searched_in(0.1, 0.9)
 GAMMAS = Coefficient("gamma", 0, 1, per_model=True).searched_in(0.0, 0.05)
 
-# 0: the elements kept are not rescaled.
+# With 0, the elements that are kept are not rescaled.
 RESCALE = Coefficient("rescale", 0, 1, default=1, is_whole=True)
 
 MERGEKIT_EPSILON = Parameter("epsilon", "expert", 0.15)

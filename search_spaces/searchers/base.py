@@ -11,7 +11,7 @@ __all__ = ["Feature", "SearcherDeclaration", "needed_features"]
 
 
 class Feature(StrEnum):
-    """A feature of a search that not every searcher can handle."""
+    """A feature of a search that not every searcher can handle, such as several objectives or constraints."""
 
     CONDITIONS = "conditional parameters"
     CHOICES = "categorical parameters"
@@ -54,7 +54,7 @@ class SearcherDeclaration:
 def needed_features(parameters: Parameters, *, num_objectives: int, num_constraints: int) -> frozenset[Feature]:
     """The features that a searcher must handle to search a space with these parameters.
 
-    Pending proposals are always needed: the driver asks for proposals ahead of results.
+    PENDING is always one of them, because the driver asks for proposals before earlier ones have results.
     """
     needed = {
         Feature.CONDITIONS: any(parameter.conditions for parameter in parameters),

@@ -77,34 +77,43 @@ class DisPaths:
 
     @property
     def num_candidates(self) -> int:
-        """The number of different candidates of a block: layers of a block times models."""
+        """The number of different candidates of a block, which are the layers that the block may use.
+
+        It is the number of layers in a block times the number of models.
+        """
         return self.depth_granularity * len(self.models)
 
     @property
     def num_copies(self) -> int:
-        """The number of candidates of a block in which each candidate is counted as often as it may be repeated."""
+        """The number of copies of candidates in a block.
+
+        A candidate is a layer that the block may use. It has as many copies as it may be used times.
+        """
         return self.num_candidates * self.repeats
 
     @property
     def num_orders(self) -> int:
-        """The number of different orders of a block's candidates.
+        """The number of different orders of a block's candidates, which are the layers that the block may use.
 
-        Each candidate occurs in an order as often as it may be repeated.
+        Each candidate occurs in an order as often as the block may use it.
         """
         return num_orders(self.num_candidates, self.repeats)
 
     def model_of(self, candidate: int) -> str:
-        """The alias of the model whose layer a candidate is."""
+        """The alias of the model that a candidate comes from. A candidate is a layer that a block may use."""
         return self.models[candidate % len(self.models)]
 
     def layer_of(self, candidate: int, block: int) -> int:
-        """The number, in its model, of the layer that a candidate is in the block with index `block`."""
+        """The layer number, in its model, of a candidate of the block with index `block`.
+
+        A candidate is a layer that the block may use.
+        """
         return block * self.depth_granularity + candidate // len(self.models)
 
     def own(self, model: str) -> tuple[int, ...]:
         """The path through one block that uses the layers of `model` in their original order.
 
-        It consists of numbers of candidates, which stand for layers.
+        A path is a sequence of candidates, numbers that stand for layers that the block may use.
         """
         first = self.models.index(model)
         return tuple(range(first, self.num_candidates, len(self.models)))
@@ -114,8 +123,9 @@ class DisPaths:
     def parameters(self) -> Iterator[Parameter]:
         """The parameters of all blocks.
 
-        A block has a bit for each copy of each candidate, which says whether the path uses it; a number that is the
-        order of all copies, or a sort key for each copy if there are too many orders; and a scale.
+        A block has one bit for each copy of each layer that it may use; the bit says whether the path has this copy.
+        All copies together have an order, which is one number or, if there are too many orders, a sort key for each
+        copy. The block's scale is a further parameter.
         """
         for block in range(self.num_blocks):
             names = self._names[block]
@@ -225,7 +235,7 @@ class DisPaths:
         return blocks if has_room and in_range and self.layers(blocks) == list(layers) else None
 
     def depth(self, blocks: Sequence[Block]) -> int:
-        """The number of layers of the merge with these blocks."""
+        """The number of layers of the merge that consists of these blocks."""
         return sum(map(self._depth, blocks))
 
     def _number(self, model: str, layer: int, block: int) -> int | None:
@@ -237,7 +247,7 @@ class DisPaths:
         return len(block.path) or (self.depth_granularity if self.retains else 0)
 
     def _keys(self, order: Sequence[int]) -> list[float]:
-        """The sort keys of a block's copies of candidates that sort the copies into `order`."""
+        """Sort keys, one for each copy of each layer that a block may use, which sort the copies into `order`."""
         next_copy = [candidate * self.repeats for candidate in range(self.num_candidates)]
         keys = [0.0] * self.num_copies
         for place, candidate in enumerate(order):
@@ -289,9 +299,9 @@ class DisPaths:
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
         """The configuration of a random path near one source's own order.
 
-        Between one and all blocks are changed, few more often than many. First the total number of layers is drawn,
-        then how the changed blocks share it, then the candidates that each uses. Blocks that are not changed have scale
-        1. The published search starts from the source models too (section 4.1).
+        Between one and all blocks are changed; few changed blocks are likelier than many. First the total number of
+        layers is drawn, then how the changed blocks share it, then the layers that each block uses. Blocks that are not
+        changed have scale 1. The published search starts from the source models too (section 4.1).
         """
         source = int(rng.integers(len(self.models) + self.retains))
         own = self.own(self.models[source]) if source < len(self.models) else ()
@@ -317,9 +327,9 @@ class DisPaths:
         return sizes
 
     def _drawn_path(self, size: int, rng: np.random.Generator) -> tuple[int, ...]:
-        """`size` random candidates in random order.
+        """A random path of `size` layers through one block, as numbers of candidates.
 
-        Where a block without candidates has just as many layers of the base, the empty path is drawn in some cases.
+        In some cases the empty path is drawn, if a block with an empty path has `size` layers of the base.
         """
         if self.retains and size == self.depth_granularity and rng.integers(len(self.models) + 1) == 0:
             return ()
@@ -351,7 +361,7 @@ def num_orders(num_candidates: int, repeats: int) -> int:
 
 
 def order_at(place: int, num_candidates: int, repeats: int) -> tuple[int, ...]:
-    """The order of candidates at `place` (from 0) in the lexicographic order of all orders.
+    """The order of candidates at index `place` in the lexicographic list of all their orders.
 
     It is a tuple in which each of the candidates 0 to `num_candidates` - 1 occurs `repeats` times.
     """
@@ -368,7 +378,7 @@ def order_at(place: int, num_candidates: int, repeats: int) -> tuple[int, ...]:
 
 
 def place_of(order: Sequence[int], num_candidates: int, repeats: int) -> int:
-    """The place (from 0) of an order of candidates in lexicographic order: the inverse of `order_at`."""
+    """The index of an order of candidates in the lexicographic list of all their orders: the inverse of `order_at`."""
     left = [repeats] * num_candidates
     place = 0
     for candidate in order:
@@ -404,9 +414,9 @@ def first_order(path: Sequence[int], num_candidates: int, repeats: int) -> tuple
 def _spelling(
     path: tuple[int, ...], num_candidates: int, repeats: int
 ) -> tuple[tuple[bool, ...], tuple[int, ...], int]:
-    """The bits and the order that are stored for a path through one block, and the place of the order.
+    """The bits and the order that are stored for a path through one block, and the index of the order.
 
-    The place is that in the lexicographic order of all orders.
+    The index is that in the lexicographic list of all orders.
     """
     bits, order = first_order(path, num_candidates, repeats)
     return bits, order, place_of(order, num_candidates, repeats)
@@ -414,7 +424,10 @@ def _spelling(
 
 @lru_cache(maxsize=100_000)
 def _used(bits: tuple[bool, ...], place: int, num_candidates: int, repeats: int) -> tuple[int, ...]:
-    """The path through one block that its bits and the place of its order describe, as numbers of candidates."""
+    """The path through one block that is described by bits and by the index `place` of an order.
+
+    It is a sequence of candidates, numbers that stand for layers. The bits say which copies of candidates the path has.
+    """
     copies = [0] * num_candidates
     path = []
     for candidate in order_at(place, num_candidates, repeats):
@@ -425,7 +438,7 @@ def _used(bits: tuple[bool, ...], place: int, num_candidates: int, repeats: int)
 
 
 def _num_starting_with(candidate: int, left: Sequence[int]) -> int:
-    """The number of orders of the remaining copies that start with `candidate`.
+    """The number of different orders of the remaining copies of candidates that start with `candidate`.
 
     `left` is the number of remaining copies of each candidate.
     """

@@ -285,7 +285,7 @@ class Hm3Space:
 
     @cached_property
     def _names(self) -> dict[str, tuple[str, int | None]]:
-        """The models of the pool, by name: each is a model's alias and the number of a preference vector.
+        """The models whose layers are used in paths, by name: each is an alias and the number of a preference vector.
 
         The number is None for a model whose layers are not merged.
         """
@@ -297,7 +297,7 @@ class Hm3Space:
 
     @cached_property
     def _digests(self) -> dict[str, str]:
-        """The recipe digest of each model in the pool, by name.
+        """The recipe digest of each model whose layers are used in paths, by the model's name.
 
         Models that are merged with equal weights have equal digests.
         """
@@ -309,7 +309,10 @@ class Hm3Space:
 
     @cached_property
     def _wholes(self) -> dict[tuple[str, int], Recipe]:
-        """A cache of the pool's models as recipes, by the model's name and the number of its preference vector."""
+        """A cache of recipes of the models whose layers are used in paths.
+
+        Its keys are a model's name and the number of the preference vector by which the model is merged.
+        """
         return {}
 
     def _model(self, name: str, number: int | None) -> Recipe:
@@ -328,10 +331,10 @@ class Hm3Space:
         return self._wholes[key]
 
     def _steps(self, number: int) -> dict[LayerRecipe, int]:
-        """The number of the step that stands for a layer, for all layers of the models in the pool.
+        """The step of a path that each layer stands for, as its number; keys are recipes of layers.
 
-        Merged layers are those of preference vector `number`. If models have an equal layer, its step is that of the
-        first of these models.
+        Merged layers are those of the preference vector with the given number. If several models have an equal layer,
+        the step is that of the first model.
         """
         paths = self.paths
         found: dict[LayerRecipe, int] = {}

@@ -64,7 +64,7 @@ class LayerPaths:
 
     @property
     def num_steps(self) -> int:
-        """The number of different steps: every layer of every model."""
+        """The number of different steps that paths may have: one for every layer of every model."""
         return len(self.models) * self.num_layers
 
     @property
@@ -72,7 +72,7 @@ class LayerPaths:
         """The number of layers of the shortest path."""
         if self.max_jump is None:
             return self.min_length
-        # From where a path begins at the latest to where it ends at the earliest.
+        # The distance from the last layer at which a path may begin to the first at which it may end.
         way = self.num_layers - 1 - 2 * self.max_jump
         return max(self.min_length, 1 + math.ceil(max(way, 0) / (self.max_jump + 1)))
 
@@ -82,15 +82,18 @@ class LayerPaths:
         return self.num_layers if self.max_jump == 0 else self.max_length
 
     def step(self, model: int, layer: int) -> int:
-        """The number of the step that stands for layer `layer` of the model with index `model` in `models`."""
+        """The number by which paths name layer `layer` of the model with index `model` in `models`.
+
+        A path is a sequence of such numbers, its steps.
+        """
         return model * self.num_layers + layer
 
     def model_of(self, step: int) -> int:
-        """The index, in `models`, of the model whose layer the step is."""
+        """The index, in `models`, of the model to which the layer of a step belongs."""
         return step // self.num_layers
 
     def layer_of(self, step: int) -> int:
-        """The number of the step's layer in its model."""
+        """The layer number, in its model, of a step of a path."""
         return step % self.num_layers
 
     def layers_after(self, layer: int) -> range:
@@ -178,8 +181,8 @@ class LayerPaths:
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
         """The configuration of a random path near one model's own order.
 
-        Up to all of the model's layers are changed, few more often than many. A change takes a layer from another
-        model, repeats a layer, or leaves a layer out.
+        Up to all of the model's layers are changed; few changes are likelier than many. A change takes a layer from
+        another model, repeats a layer, or leaves a layer out.
         """
         own = int(rng.integers(len(self.models)))
         layers = [(own, layer) for layer in range(self.num_layers)]

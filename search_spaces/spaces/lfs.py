@@ -323,7 +323,7 @@ class LfsSpace:
             others = [expert for expert in self._experts if expert not in named] if self._is_directed else []
             more = (extra for size in range(len(others) + 1) for extra in itertools.combinations(others, size))
             return [tuple(e for e in self._experts if e in named or e in extra) for extra in more]
-        # Base layers: task vectors times 0, or (linear) one expert with weight 0.
+        # The base itself: all task vectors times 0 or, with linear, a single expert of weight 0.
         return [self._experts, self._experts[:1]]
 
     def _encode_with(

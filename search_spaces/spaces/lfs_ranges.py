@@ -79,9 +79,8 @@ class RangedMethod:
     def _encode_model(self, cell: ComponentGroup, operands: tuple[str, ...], model: str) -> dict[str, Any] | None:
         """Parameter values for which the method gives the unchanged model `model`, or None if there are none.
 
-        The base results if the coefficient is zero at whose zero the method gives the base. An expert results if it is
-        the only operand. The first model of an ordered pair results if the coefficient is zero at whose zero the method
-        gives the first source.
+        The method gives the base if its coefficient `base_at_zero` is 0, the first model of an ordered pair if its
+        coefficient `first_at_zero` is 0, and an expert if the expert is the only operand.
         """
         method = self.method
         leaves_base = (method.base_at_zero, None if method.is_itself_alone else method.drops_zeros)
@@ -116,7 +115,10 @@ class RangedMethod:
         return {c.name: c.searched for c in self.method.coefficients if isinstance(c.searched, Range)}
 
     def _counts(self, num_operands: int) -> dict[str, float]:
-        """The values of the method's coefficients that count sources; each is at most the number of operands."""
+        """The values of the method's coefficients that are numbers of sources, such as how many sources must agree.
+
+        Each is at most the number of merged models.
+        """
         return {
             c.name: min(c.searched.value, num_operands)
             for c in self.method.coefficients

@@ -211,9 +211,9 @@ class M3Space:
                 yield {**chosen, **direction, **({} if method == "linear" else {"scale": scale})}
 
     def _numbers(self, method: str, merge: Merge) -> _Numbers | None:
-        """The numbers that `method` has for each expert in `merge`: its shares, or its shares times the scale.
+        """The numbers that `method` has for each expert in `merge`: its share, or its share times the scale.
 
-        Returns None if the merge cannot come from this method.
+        A share is an expert's part of the sum of task vectors. Returns None if the merge cannot come from this method.
         """
         models = [source.model for source in merge.sources]
         if merge.method == "passthrough" and not merge.coefficients:
@@ -259,8 +259,8 @@ class M3Space:
 class _Numbers:
     """The coefficients of the experts in a recipe, one for each expert.
 
-    `scale` is the scale of the task vectors. If it is None, the scale is not known, and `numbers` are the shares times
-    the scale. Otherwise `numbers` are the shares.
+    If `scale`, the scale of the task vectors, is known, `numbers` are the experts' shares of the sum of task vectors.
+    If `scale` is None, `numbers` are the shares times an unknown scale.
     """
 
     numbers: tuple[float, ...]

@@ -102,9 +102,9 @@ def problems_of(errors: Sequence[ErrorDetails], schema: Mapping[str, Any], hints
 
 
 def at_most(problems: Iterable[Problem]) -> Iterator[Problem]:
-    """The first MAX_PROBLEMS of `problems`, and one more that says that there are others, if there are.
+    """The first MAX_PROBLEMS of `problems`. If there are more, one further problem says so.
 
-    The others are not computed.
+    The problems that are left out are not computed.
     """
     found = iter(problems)
     yield from itertools.islice(found, MAX_PROBLEMS)
@@ -195,7 +195,7 @@ def _shown(value: Any) -> str:
 
 
 def _node(schema: Mapping[str, Any], place: Sequence[str | int]) -> Mapping[str, Any]:
-    """The part of a JSON Schema that describes the value at a location of a validation error.
+    """The part of a JSON Schema that describes the value at `place`, the location of a validation error.
 
     Returns an empty mapping if there is none.
     """
@@ -205,10 +205,10 @@ def _node(schema: Mapping[str, Any], place: Sequence[str | int]) -> Mapping[str,
 
 
 def _nodes(schema: Mapping[str, Any], place: Sequence[str | int]) -> list[Mapping[str, Any]]:
-    """All parts of a JSON Schema that may describe the value at a location of a validation error.
+    """All parts of a JSON Schema that may describe the value at `place`, the location of a validation error.
 
-    The location `place` may contain tags. A tag selects the branch of a union whose `kind` is the tag, or that has a
-    key with the tag's name.
+    A location is a sequence of keys, list positions and tags. A tag selects the branch of a union whose `kind` is the
+    tag, or that has a key with the tag's name.
     """
     found = list(_branches(schema, schema))
     for part in place:

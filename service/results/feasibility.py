@@ -27,7 +27,7 @@ Values = Mapping[str, float]
 
 
 def has_constraints(objectives: Sequence[Objective]) -> bool:
-    """Whether any objective has constraints."""
+    """Tell whether any of the objectives has constraints."""
     return any(objective.constraints for objective in objectives)
 
 
@@ -128,9 +128,10 @@ def constraint_documents(objectives: Sequence[Objective], trials: Sequence[Trial
 
 
 def total_violation(excess: Mapping[Constraint, float], objectives: Sequence[Objective]) -> float:
-    """Sum of the excesses above 0, each as a share of its objective's range.
+    """Sum up by how much constraints are violated, each as a share of its objective's range.
 
-    The sum is 0 where all constraints hold.
+    `excess` has that amount for each constraint, negative if the constraint holds. The sum is 0 if all constraints
+    hold.
     """
     widths = {objective.name: objective.bounds[1] - objective.bounds[0] for objective in objectives}
     return sum(max(0.0, value) / widths[constraint.objective] for constraint, value in excess.items())

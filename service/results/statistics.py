@@ -51,7 +51,7 @@ NUM_RESAMPLES = 1000
 def estimate(values: ArrayLike, *, bounds: Bounds | None = None) -> Estimate:
     """Estimate the mean of a metric, with its standard error and 95 % interval.
 
-    The interval is Wilson's if every value lies on a bound (as exact match does), else Student's t, cut to the bounds.
+    The interval is Wilson's if every value lies on a bound (as with exact match), else Student's t, cut to the bounds.
     The standard error is the sample standard deviation over sqrt(n). It is 0 where all values are equal: only the
     interval is meaningful there. A single sample has no spread; its standard error is half of the distance between the
     bounds.
@@ -199,7 +199,8 @@ def correlations(samples: Sequence[ArrayLike], documents: Sequence[str]) -> Samp
 
 def _correlation(first: Samples, second: Samples) -> float:
     shared = min(len(first), len(second))
-    # The means' covariance is that of the shared documents, shared / (n1 n2) times; their variances are s^2 / n.
+    # The covariance of the means is that of the values on shared documents, times shared / (n1 n2); the variance of a
+    # mean is s^2 / n.
     share = shared / math.sqrt(len(first) * len(second))
     first, second = first[:shared], second[:shared]
     if shared < 2 or np.ptp(first) == 0 or np.ptp(second) == 0:

@@ -85,7 +85,7 @@ class Coordinator:
 
     @property
     def trials(self) -> tuple[TrialRecord, ...]:
-        """Every trial in its present state, by number."""
+        """The trials of the study in their present state, by number."""
         return tuple(self._trials.values())
 
     @property
@@ -273,7 +273,7 @@ class Coordinator:
         self._in_flight.pop(evaluation.trial, None)
 
     def _finish(self, evaluation: Evaluation) -> None:
-        """Finish an evaluation whose samples are all stored."""
+        """Finish an evaluation whose samples are all stored, in the held-out stage or in the search."""
         self._release(evaluation)
         if evaluation.is_again:
             return

@@ -24,7 +24,8 @@ __all__ = ["Crashes"]
 
 log = logging.getLogger(__name__)
 
-# Crashes with the same chunk that make the candidate their cause, by kind. Shares of several kinds are added.
+# The number of crashes with the same chunk from which the candidate counts as their cause, by kind of crash. Crashes of
+# several kinds count as shares of these numbers, which are added.
 ENOUGH: Mapping[CrashKind, int] = {CrashKind.ERROR: 2, CrashKind.HANG: 3, CrashKind.EXIT: 6}
 
 # After this many crashes with a chunk, on engines that had scored nothing else, no engine is considered available.

@@ -81,7 +81,7 @@ class Feasibility:
 
     @cached_property
     def _references(self) -> dict[Constraint, int]:
-        """The trial number of the source model on which each relative bound depends, by constraint.
+        """The number of the source model's trial on which each relative bound depends, by constraint.
 
         It may be read only once all source models are scored.
         """

@@ -31,13 +31,13 @@ __all__ = ["run_evaluations"]
 
 logger = logging.getLogger(__name__)
 
-# Seconds of one wait for the searcher: while nothing is in flight, and else. The short wait is for quick proposals,
-# because Tune's loop may take 0.1 s until it asks again.
+# Longest wait for the searcher in seconds: with no evaluation in flight, and with some. The short wait is for quick
+# proposals, because Tune's loop may take 0.1 s until it asks again.
 SEARCHER_WAIT_S = 5.0
 SEARCHER_SOON_S = 0.03
 
-# Seconds that chunks wait for further trial actors after the last one has started: without a free CPU for one, and
-# with.
+# Seconds that chunks wait for further trial actors after the last one has started: without a free CPU for another
+# actor, and with one.
 CPU_WAIT_S = 10.0
 ACTOR_START_S = 60.0
 

@@ -38,7 +38,7 @@ class Trials(Mapping[int, TrialRecord]):
         return self._trials[self._first[digest]]
 
     def num_duplicates_in_a_row(self) -> int:
-        """The number of newest trials, without a gap, that are proposals with the recipe of an earlier trial."""
+        """The number of newest trials in a row that are proposals with the recipe of an earlier trial."""
         count = 0
         for trial in reversed(self._trials.values()):
             if trial.origin is not Origin.SEARCH or self._first[trial.recipe.digest] == trial.number:

@@ -47,7 +47,7 @@ def _score(row: HoldoutDocument) -> EstimateDocument | None:
 
 
 def headline(document: SummaryDocument) -> str:
-    """State the result of the run in two sentences."""
+    """State the result of a run in two sentences, from its summary."""
     best = document["best"]
     if best is None:
         return "No trial has reached the full budget yet."

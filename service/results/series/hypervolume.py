@@ -71,9 +71,9 @@ def _front(found: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _spent(run: RunRecord) -> dict[int, int]:
-    """Number of samples spent before and with each trial, by trial number.
+    """Number of samples spent up to each trial, that trial included, by trial number.
 
-    Samples that were scored and samples that steps for proposals were charged both count.
+    Both scored samples and samples that steps for proposals were charged count.
     """
     trials = sorted(run.trials, key=lambda trial: trial.number)
     each = [trial.samples_scored + run.search.charges.get(trial.number, 0) for trial in trials]

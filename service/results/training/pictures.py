@@ -70,7 +70,7 @@ def analysis_context(document: AnalysisDocument) -> dict[str, Any]:
 
 
 def merge_text(row: MergeLossDocument) -> str:
-    """Format the loss of a merge, with the merge's coefficient."""
+    """Format the loss of a merge as text, with the coefficient at which the merge has this loss."""
     at = "" if row["coefficient"] is None else f" at {row['coefficient']:g}"
     return f"{_loss_text(row['mean'])}{at}"
 

@@ -71,7 +71,7 @@ def _warning_of_policy(study: Study, space: SearchSpace) -> str:
 
 
 def _problems_of_policy(study: Study, space: SearchSpace) -> Iterator[Problem]:
-    """Find problems of a study whose searcher trains a policy for layer paths."""
+    """Find problems of a study whose searcher trains a policy for layer paths, such as a space without paths."""
     if not isinstance(space.parameters.structure, LayerPaths):
         message = f"hm3 learns layer paths; a space of kind {space.kind} has none; write kind: hm3"
         yield Problem("search_space.kind", message)

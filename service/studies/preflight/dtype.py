@@ -13,7 +13,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def engine_dtype(study: Study) -> str:
-    """Dtype that the option `engine.dtype` of a study means on this machine, where it may be "auto"."""
+    """The dtype in which a study's engines compute on this machine, where the study file may say "auto"."""
     import torch
 
     if study.engine.dtype != "auto":

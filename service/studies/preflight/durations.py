@@ -24,8 +24,8 @@ __all__ = ["ExpectedTime", "expected_time"]
 # The share of its matrix-product speed that a device reaches while an engine scores (vLLM on CPU, the shipped family).
 EFFICIENCY = 0.15
 
-# Of one engine, and of everything else that an evaluation takes: its swap, its proposal, what is stored (the shipped
-# family on 2 cores, docs/measurements.md).
+# Seconds to start an engine, and seconds of an evaluation beside scoring: swap, proposal, storing (the shipped family
+# on 2 cores, docs/measurements.md).
 ENGINE_START_S = 20.0
 EVALUATION_S = 0.12
 

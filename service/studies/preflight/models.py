@@ -197,9 +197,9 @@ def start_probe(located: LocatedFamily) -> CapabilityProbe | None:
 
 
 def check_engine(study: Study, probe: CapabilityProbe | None, problems: list[Problem]) -> str:
-    """Check that engines can run the models, with the answer of `probe`.
+    """Check that engines can run the models.
 
-    Returns a message for the user, or "" if there is none.
+    `probe` gives the answer of vLLM about the base model. Returns a message for the user, or "" if there is none.
     """
     if probe is None:
         return ""

@@ -163,7 +163,7 @@ class PreflightResult:
         return min(max(staleness, episodes // 2), episodes)
 
     def search_setting(self, *, num_baselines: int) -> SearchSetting:
-        """The parts of the study that some searchers need beside parameters and results.
+        """The parts of the study that some searchers need in addition to parameters and results.
 
         `num_baselines` is the number of trials before the first proposal.
         """

@@ -20,12 +20,13 @@ __all__ = ["Asking", "Observations", "Proposer"]
 
 
 class Proposer(Protocol):
-    """The interface of what computes proposals while the driver works."""
+    """The interface of objects that compute proposals while the driver works."""
 
     def submit(self, *, number: int, observations: Sequence[Observation], pending: Sequence[Mapping[str, Any]]) -> None:
         """Start to compute the proposal of trial `number`.
 
-        `observations` are the results that it may know, `pending` the configurations of trials without such results.
+        `observations` are the results that the proposal may use. `pending` are the configurations of earlier trials
+        whose results it may not use.
         """
         ...
 
@@ -56,11 +57,10 @@ class Asking:
         self._proposer.submit(number=proposal.number, observations=found, pending=pending)
 
     def result(self, *, timeout_s: float) -> tuple[Proposal, dict[str, Any], float] | None:
-        """The proposal with its configuration and the seconds that it took.
+        """The proposal with its configuration and the seconds that it took, or None if it is not ready in time.
 
-        Returns None if it is not ready within `timeout_s`.
-
-        Steps that are ready are stored. Raises StaleAttempt if another driver has replaced this one.
+        It waits up to `timeout_s` seconds. Steps that are ready are stored. Raises StaleAttempt if another driver has
+        replaced this one.
         """
         assert self.proposal is not None
         deadline = time.monotonic() + timeout_s

@@ -32,9 +32,8 @@ class ProvenanceCheck:
     def check(self, evaluation: Evaluation, result: ScoreResult) -> ScoreResult:
         """Check the evidence of a result, and return the result with new names for its prompt hashes.
 
-        A name has the form "split objective[start:stop]".
-
-        Raises EvidenceMismatch if the evidence does not agree.
+        A name has the form "split objective[start:stop]". Raises EvidenceMismatch if the evidence does not agree with
+        the request or with earlier evidence.
         """
         evidence, digest = result.evidence, evaluation.recipe.digest
         where = f"trial {evaluation.trial}, replica {evidence.replica}"

@@ -33,9 +33,9 @@ Key = tuple[str, int]  # objective, position
 
 
 class Rescoring:
-    """The void samples of one study, which are those that an engine scored before it failed a check.
+    """The void samples of one study: those that an engine scored between its last passed check and a failed one.
 
-    The old value of such a sample stays in the store until a sample with the same value replaces it. If the sample has
+    The old value of a void sample stays in the store until a sample with the same value replaces it. If the sample has
     another value when it is scored again, that value is never stored and the study fails. It fails again if it is
     resumed.
     """
@@ -60,7 +60,7 @@ class Rescoring:
         return bool(self._void)
 
     def is_void(self, replica: str, canaries: int | None) -> bool:
-        """Whether samples are void that the engine `replica` scored after it had passed `canaries` canaries."""
+        """Whether samples are void that the engine `replica` scored after it had passed its check `canaries` times."""
         fault = self._faults.get(replica)
         return fault is not None and canaries is not None and canaries >= fault.canaries
 

@@ -28,7 +28,7 @@ class SampleCache:
 
     def __init__(self, plan: Plan, store: Store) -> None:
         self._plan = plan
-        self._void: dict[tuple[str, str, int], float] = {}  # of the search split, until they are added again
+        self._void: dict[tuple[str, str, int], float] = {}  # removed search samples, until they are added again
         self._values = {split: store.sample_values(plan.study_id, split) for split in Split}
         self.num_scored = sum(len(p) for by in self._values.values() for o in by.values() for p in o.values())
 

@@ -21,7 +21,7 @@ __all__ = ["ScoredChunks"]
 
 
 class ScoredChunks:
-    """Stores the results of engines after checking them, and removes those of engines that failed a check.
+    """Checks and stores the results of engines, and removes results of engines that failed a check of themselves.
 
     `observer` is called with the name of every step.
     """
@@ -77,9 +77,9 @@ class ScoredChunks:
     def add(self, evaluation: Evaluation, result: ScoreResult) -> bool:
         """Store a result of an engine.
 
-        Returns False, and stores nothing, if the engine has failed a check. Raises EvidenceMismatch if the result is
-        not of the requested recipe, sources or prompts, StudyFailed if samples have other values when they are scored
-        again.
+        Returns False, and stores nothing, if the result is void because the engine has failed a check. Raises
+        EvidenceMismatch if the result is not of the requested recipe, sources or prompts, StudyFailed if samples have
+        other values when they are scored again.
         """
         trial, split = evaluation.trial, evaluation.split
         if self._rescoring.is_void(result.evidence.replica, result.evidence.canaries):

@@ -47,9 +47,9 @@ class Entry:
 class Rung:
     """A rung of one bracket.
 
-    `members` maps its trials, in the order of their arrival, to the newest trial whose first result was needed to
-    promote them; the latter never decrease along `order`, which has the same trials. Decisions on the first
-    `num_decided` members are made; `ranking` has those of them that did not fail.
+    `order` has its trials, the members, in the order of their arrival. `members` maps each of them to the newest trial
+    whose first result was needed to promote it, which never decreases along `order`. Decisions have been made on the
+    first `num_decided` members; `ranking` has those of them that did not fail.
     """
 
     index: int
@@ -134,14 +134,14 @@ class RungTable(ABC):
         self._is_search_over = False
         self._num_proposed = 0
         self._num_finished = 0
-        self._num_ended = 0  # of the first trials, without one that has not ended between them
+        self._num_ended = 0  # how many trials have ended, up to the first one that has not
         self._runnable: set[int] = set()
         self._waiting: set[int] = set()
         # What the newest proposal may know.
         self._visible: list[tuple[int, int]] = []
         self._failed: list[int] = []
-        self._num_known = 0  # of the first trials, whose first results are visible
-        self._num_seen = 0  # of the first trials, all of whose results are visible
+        self._num_known = 0  # how many trials have a visible first result, up to the first one that has none
+        self._num_seen = 0  # how many trials have visible results only, up to the first one that has others
 
     # -- what a scheduler decides ---------------------------------------------------------------------------------
 
@@ -154,9 +154,10 @@ class RungTable(ABC):
 
     @abstractmethod
     def _see_later(self, number: int, bracket: int) -> bool:
-        """Make visible what proposal `number` of `bracket` must know beside first evaluations, by `_see`.
+        """Make visible the results that proposal `number` of `bracket` must know in addition to each trial's first one.
 
-        Returns False while some of it is not evaluated. What was made visible until then is so for all later proposals.
+        An implementation calls `_see` for each of these results. Returns False while one of them is missing. A result
+        that was made visible stays visible for all later proposals.
         """
 
     @abstractmethod
@@ -180,7 +181,7 @@ class RungTable(ABC):
             self._rungs[bracket][0].add(number, cause=number)
 
     def record(self, number: int, rung: int, costs: tuple[float, ...]) -> tuple[Decision, ...]:
-        """Record that a trial was evaluated at a rung. Returns the decisions that follow."""
+        """Record the costs of a trial at a rung, and return the decisions that follow."""
         entry = self._entries[number]
         entry.costs[rung] = costs
         entry.next_rung = rung
@@ -200,7 +201,7 @@ class RungTable(ABC):
         self._at_looks[number] = dict(costs)
 
     def fail(self, number: int) -> tuple[Decision, ...]:
-        """Record that the trial failed. Returns the decisions that follow."""
+        """Record that trial `number` failed, and return the decisions that follow."""
         entry = self._entries[number]
         entry.is_failed = True
         self._end(entry)
@@ -242,7 +243,10 @@ class RungTable(ABC):
         return tuple(decisions)
 
     def ready(self) -> Iterator[tuple[int, int]]:
-        """Evaluations that may run now: later rungs before first ones, then by trial number."""
+        """The evaluations that may run now, as (trial number, rung).
+
+        Evaluations at later rungs come before first ones; then they are ordered by trial number.
+        """
         runnable = [self._entries[number] for number in self._runnable]
         runnable.sort(key=lambda entry: (entry.bracket is not None and not entry.costs, entry.number))
         for entry in runnable:
@@ -282,7 +286,7 @@ class RungTable(ABC):
 
     @property
     def is_finished(self) -> bool:
-        """True once every trial has ended and no proposal will come."""
+        """Whether every trial has ended and no further proposal will be made."""
         return self.is_search_over and self._num_finished == len(self._entries)
 
     @property
@@ -290,13 +294,13 @@ class RungTable(ABC):
         return self._num_proposed
 
     def waiting(self) -> Mapping[int, int]:
-        """Trials that are evaluated at a rung and whose promotion is undecided: number -> rung."""
+        """The trials that wait for a decision on their promotion, each with the rung at which it was evaluated."""
         return {number: self._entries[number].next_rung for number in sorted(self._waiting)}
 
     # -- internal --------------------------------------------------------------------------------------------------
 
     def _bracket_of_next(self) -> tuple[int, Bracket | None]:
-        """The bracket of the next proposal, and its shape if it is not open yet."""
+        """The number of the next proposal's bracket, and the bracket itself if it must be opened first, else None."""
         newest = next(reversed(self._brackets), -1)
         if newest >= 0 and not self._is_full(newest):
             return newest, None
@@ -314,7 +318,10 @@ class RungTable(ABC):
         return () if entry.bracket is None else self.decide(entry.bracket)
 
     def _see_first(self, last: int) -> bool:
-        """Make the first results of all trials up to `last` visible; False while one is missing."""
+        """Make the first results of all trials up to number `last` visible to proposals.
+
+        Returns False while one of these results is missing.
+        """
         while self._num_known <= last:
             entry = self._entries[self._num_known]
             if entry.costs:
@@ -327,21 +334,27 @@ class RungTable(ABC):
         return True
 
     def _see(self, number: int, rung: int) -> bool:
-        """Make an evaluation visible; False if it is not done. Nothing is visible of one that failed."""
+        """Make the result of a trial at a rung visible to proposals, and tell whether the trial was evaluated there.
+
+        A trial that failed counts as evaluated, but has no result to make visible.
+        """
         entry = self._entries[number]
         if rung in entry.costs:
             insort(self._visible, (number, rung))
         return entry.is_evaluated(rung)
 
     def _see_ended(self, last: int) -> None:
-        """Make the later evaluations of all trials up to `last` visible, which have ended, as the first ones are."""
+        """Make all results of the trials up to number `last` visible to proposals.
+
+        The trials must have ended, and their first results must be visible already.
+        """
         while self._num_seen <= last:
             for rung in sorted(self._entries[self._num_seen].costs)[1:]:
                 self._see(self._num_seen, rung)
             self._num_seen += 1
 
     def _end(self, entry: Entry) -> None:
-        """End a trial: it is complete, pruned or failed."""
+        """Mark a trial as ended, because it is complete, pruned or failed."""
         self._num_finished += not entry.is_finished
         entry.is_finished, entry.is_waiting = True, False
         self._runnable.discard(entry.number)
@@ -350,7 +363,7 @@ class RungTable(ABC):
             self._num_ended += 1
 
     def _continue(self, entry: Entry, rung: int) -> None:
-        """Let a trial that waits run at a higher rung."""
+        """Let a trial that waits for a decision run at the higher rung `rung`."""
         entry.is_waiting, entry.next_rung = False, rung
         self._waiting.discard(entry.number)
         self._runnable.add(entry.number)
@@ -383,7 +396,11 @@ class RungTable(ABC):
         return tuple(self._promote(rung, above, num_best, cause=self._members[bracket][-1]))
 
     def _promote(self, rung: Rung, above: Rung, num_best: int, cause: int) -> list[int]:
-        """Promote the `num_best` best of the decided members, except those promoted before."""
+        """Promote the best `num_best` of the members of `rung` on which decisions have been made.
+
+        Returns the trials that were not promoted before. `cause` is the newest trial whose first result was needed for
+        this decision.
+        """
         promoted = rung.ranking.take(num_best)
         for number in promoted:
             above.add(number, cause=cause)

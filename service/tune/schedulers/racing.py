@@ -73,11 +73,11 @@ class RacingTable(RungTable):
         return tuple(decisions)
 
     def _are_known(self, number: int) -> bool:
-        """Whether all trials that may be rivals have ended."""
+        """Whether all trials that may be rivals of trial `number` have ended."""
         return self._num_ended > number - self._max_staleness
 
     def _rivals(self, number: int, rung: int) -> Iterator[Candidate]:
-        """The rivals of a trial, with their costs at the rung."""
+        """The rivals of trial `number`, with their costs at the rung."""
         for rival in self._front_of(max(0, number - self._max_staleness + 1)):
             entry = self._entries[rival.number]
             costs = {**self._at_looks.get(rival.number, {}), **entry.costs}
@@ -85,7 +85,7 @@ class RacingTable(RungTable):
                 yield self._candidate(entry, rung, costs[rung])
 
     def _front_of(self, num_trials: int) -> tuple[Candidate, ...]:
-        """The front of the first trials, all of which have ended."""
+        """The front of the first `num_trials` trials, by their costs at the last rung; these trials must have ended."""
         for entry in (self._entries[number] for number in range(len(self._fronts) - 1, num_trials)):
             front = self._fronts[-1]
             if self.last_rung in entry.costs:

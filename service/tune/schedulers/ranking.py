@@ -22,9 +22,9 @@ Points: TypeAlias = NDArray[np.float64]
 
 
 class Ranking:
-    """The candidates of one rung, in the order of promotion: feasible ones, then those that violate constraints.
+    """The candidates of one rung in the order in which they are promoted.
 
-    No candidate may have failed.
+    Candidates that meet all constraints come first, then those that violate constraints. No candidate may have failed.
     """
 
     def __init__(self) -> None:
@@ -41,14 +41,14 @@ class Ranking:
         self._feasible.add(candidate.number, candidate.costs)
 
     def take(self, count: int) -> list[int]:
-        """The numbers of the `count` best candidates, the best first, without those that an earlier call returned."""
+        """The trial numbers of the best `count` candidates, the best first, without those that were returned before."""
         if self._feasible is None:
             return self._infeasible.take(count)
         return self._feasible.take(count) + self._infeasible.take(count - len(self._feasible))
 
 
 class _Order(Protocol):
-    """Candidates in their order; `take` is that of `Ranking`."""
+    """The interface of candidates in an order; `take` returns the best ones that it has not returned before."""
 
     def __len__(self) -> int: ...
 
@@ -58,7 +58,7 @@ class _Order(Protocol):
 
 
 class _Line:
-    """Candidates with one cost, by cost, then number."""
+    """Candidates with one cost each, ordered by cost, then trial number."""
 
     def __init__(self) -> None:
         self._all: list[tuple[float, int]] = []
@@ -81,10 +81,10 @@ class _Line:
 
 
 class _Fronts:
-    """Candidates with several costs: by non-dominated rank, then crowding distance (larger first), then number.
+    """Candidates with several costs, ordered by non-dominated rank, then crowding distance, then trial number.
 
-    Candidates are known by their position in the order of arrival. `_fronts` are the first fronts, `_rest` are the
-    candidates behind them.
+    A larger crowding distance comes first. A candidate is known by its index in the order of arrival. `_fronts` are the
+    first fronts, `_rest` are the candidates behind them.
     """
 
     def __init__(self, num_costs: int) -> None:
@@ -134,7 +134,10 @@ class _Fronts:
         return [self._numbers[place] for place in new.tolist()]
 
     def _num_fronts(self, rank: int) -> int:
-        """The number of fronts that are kept apart; one more than before if `rank` is the next one."""
+        """The number of fronts that are stored separately.
+
+        If `rank` is the index of the next front and there are further candidates, that front is stored first.
+        """
         if rank == len(self._fronts) and len(self._rest):
             is_first = np.array(non_dominated([tuple(costs) for costs in self._costs[self._rest].tolist()]))
             self._fronts.append(self._rest[is_first])
@@ -142,7 +145,10 @@ class _Fronts:
         return len(self._fronts)
 
     def _first_undominated(self, costs: Costs) -> int:
-        """The first front that has no point that dominates `costs`; all fronts before it have one."""
+        """The index of the first front in which no point dominates `costs`.
+
+        In each front before it, some point does.
+        """
         low, high = 0, len(self._fronts)
         while low < high:
             middle = (low + high) // 2

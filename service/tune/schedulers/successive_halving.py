@@ -25,7 +25,7 @@ class HyperbandTable(RungTable):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self._num_closed = 0  # of the first brackets
+        self._num_closed = 0  # how many brackets are closed, up to the first open one
 
     def _num_promoted_early(self, num_decided: int) -> int:
         return 0

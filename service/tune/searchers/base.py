@@ -56,7 +56,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class SearchSetting:
-    """The parts of a study that some searchers need beside parameters and results.
+    """The parts of a study that some searchers need in addition to parameters and results.
 
     - `objectives`: the names of the objectives, in order
     - `num_samples`: the number of search samples of each objective
@@ -131,7 +131,7 @@ class ProposalContext:
 
 
 class Searcher(Protocol):
-    """The interface of a search algorithm."""
+    """The interface of a search algorithm, which proposes configurations."""
 
     def advance(self, context: ProposalContext, /) -> StepRequest | dict[str, Any]:
         """The configuration of trial `context.number`, or a request for a step that must be computed first.

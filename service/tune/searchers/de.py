@@ -49,7 +49,7 @@ class DifferentialEvolution:
         return context.sample_unseen(rng) if child is None else encoding.decode(child)
 
     def _members(self, trials: Sequence[Observation]) -> dict[int, Observation]:
-        """The current members of the population, by their place.
+        """The current members of the population, by their place in it.
 
         A place in which no trial has succeeded has no member.
         """

@@ -84,7 +84,7 @@ def _order(vectors: np.ndarray) -> list[tuple[int, tuple[int, ...]]]:
     """
     apart = np.linalg.norm(vectors[:, None] - vectors[None], axis=2).round(DECIMALS)
     equal = equal_preference(vectors.shape[1])
-    # The distance to equal weights at first, then that to the nearest vector in the order.
+    # For the first descent, the distance to equal weights; later, the distance to the nearest vector in the order.
     nearest = np.linalg.norm(vectors - np.array(equal), axis=1).round(DECIMALS)
     order: list[int] = []
     found: list[tuple[int, tuple[int, ...]]] = []

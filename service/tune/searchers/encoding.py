@@ -64,7 +64,7 @@ class Encoding:
         return values
 
     def _encoded(self, condition: Condition) -> Rows:
-        """The encoded values of the parent of a condition for which the condition holds."""
+        """The encoded values of a condition's parent parameter for which the condition holds."""
         column = self._names.index(condition.parent)
         values = [value for value in condition.values if self._parameters[column].contains(value)]
         return self.encode({condition.parent: value} for value in values)[:, column]
@@ -103,10 +103,10 @@ class Encoding:
         return next((row for row, key in zip(rows, self.keys(rows), strict=True) if key not in seen), None)
 
     def values_by_role(self, num_levels: int) -> list[Rows]:
-        """A few encoded values for each role, in the order of roles that `tied` uses.
+        """A few encoded values for each role, that is, for all parameters that share it.
 
         A role of categorical parameters, or of few whole numbers, has all its values. Any other role has `num_levels`
-        numbers from one end of the range to the other.
+        numbers from one end of the range to the other. Roles are in the order that `tied` uses.
         """
         levels = np.linspace(0.0, 1.0, num_levels)
         first = [column for column, role in enumerate(self._role) if column == role]

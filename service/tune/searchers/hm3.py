@@ -128,9 +128,9 @@ class Hm3Searcher:
         return [paths.configuration(path) for path in found]
 
     def _training_of(self, context: ProposalContext) -> PolicyTraining:
-        """The training of the policies, with the checkpoints in the context.
+        """The object that trains the policies, with the checkpoints in the context.
 
-        The training object of the last call is used again if the search is the same.
+        The object of the last call is used again if the search is the same.
         """
         parameters, seed, setting = context.parameters, context.seed, context.setting
         last = self._last

@@ -61,9 +61,10 @@ class MoeadSearcher:
         return context.sample_unseen(rng) if child is None else encoding.decode(child)
 
     def _replay(self, scored: Sequence[Observation], *, seed: int) -> tuple[list[Observation], NDArray[np.intp]]:
-        """The member at each place of the population after all trials, and for each place the places nearest to it.
+        """The member at each place of the population after all trials, and the neighbours of each place.
 
-        A place is its own nearest place and comes first.
+        Neighbours are the places with the most similar weights of the objectives, the nearest first; each place is its
+        own first neighbour.
         """
         costs = np.array([trial.costs for trial in scored])
         lattice = simplex_lattice(costs.shape[1], max_vectors=self.population_size)
