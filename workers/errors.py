@@ -135,8 +135,8 @@ class EvidenceMismatch(WorkerError, RuntimeError):
 class EngineFault(EvidenceMismatch):
     """An engine failed a check of its weights or results; it is not used again.
 
-    `replica` names the engine's replica. `canaries` is the number of canaries that the engine had passed before. What
-    it scored after the last of these, or since its start if there are none, is void.
+    `replica` names the engine's replica. `canaries` is the number of comparisons with transformers that the engine had
+    passed before. What it scored after the last of these, or since its start if there are none, is void.
     """
 
     def __init__(self, message: str, replica: str = "", canaries: int = 0) -> None:

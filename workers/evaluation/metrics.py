@@ -51,7 +51,10 @@ class Metrics(Protocol):
 
 
 class LocalMetrics:
-    """Computes the metric's values of samples in this process, in whose main thread it must be called."""
+    """Computes the metric's values of samples in this process.
+
+    It must be called in the main thread, because metrics may set timers.
+    """
 
     def __init__(self) -> None:
         self._tasks: dict[str, tuple[BuiltTask, Documents]] = {}

@@ -152,7 +152,7 @@ NOTHING = Trim.at(Threshold(float("inf"), LARGEST_MARK))
 
 
 class Ranked(Protocol):
-    """Interface for finding the threshold of any rank of a tensor's magnitudes, from a table or by selection."""
+    """Interface of objects that give the n-th largest magnitude of a tensor, from a table or by selection."""
 
     @property
     def num_not_zero(self) -> int: ...
@@ -171,7 +171,7 @@ class Ranked(Protocol):
 
 @dataclass(frozen=True)
 class Selection:
-    """The magnitudes of a tensor, whose thresholds are found by selection, without a table.
+    """The magnitudes of a tensor, of which the n-th largest is found by selection, without a table.
 
     `select` takes a number of elements, and returns the threshold of the element that so many precede in ascending
     order, and how many elements have its magnitude. `num_zeros` counts the elements that are zero.
@@ -196,7 +196,7 @@ class Selection:
 
 
 class MagnitudeTable:
-    """Table of a tensor's magnitudes that narrows the threshold of any rank to a few elements.
+    """Table of a tensor's magnitudes that narrows the n-th largest to a few elements.
 
     It has every 128th element of the tensor in ascending order, and the last: `magnitudes`, and the tie-breaking
     `marks`. The tensor has `num_elements` elements, of which `num_zeros` are zero.

@@ -36,7 +36,7 @@ BY_CONFIG = "(by config.json, or transformers' default where it is silent)"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk, whose configuration and safetensors headers were read.
+    """A checkpoint on disk, with its configuration and safetensors headers read.
 
     If it is an adapter, `base` is the model that it changes, and its tensors are those of the base after the change.
     `files` are the checkpoint's own safetensors files, in order of name. What `read` returns must not be written to;

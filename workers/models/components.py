@@ -197,9 +197,9 @@ def some_of(names: Iterable[str]) -> str:
 
 
 def _component(suffix: str) -> Component | None:
-    """The component of a tensor, from the innermost of its modules whose name tells.
+    """The component of a tensor, by the names of the modules that contain it.
 
-    For example, `norm_attn_norm.attn.Wqkv.weight` is attention.
+    The innermost module whose name tells a component decides: `norm_attn_norm.attn.Wqkv.weight` is attention.
     """
     modules = suffix.split(".")[:-1]
     return next((kind for module in reversed(modules) for kind, name in COMPONENT_OF if name.search(module)), None)

@@ -120,7 +120,10 @@ class Canary:
 
     @property
     def report(self) -> CanaryReport:
-        """The number of canaries that the engine passed so far, and the reason if the last one was skipped."""
+        """The number of canaries (comparisons with transformers) that the engine passed so far.
+
+        It also has the reason if the last one was skipped.
+        """
         return CanaryReport(self._replica, self.num_passed, self._skipped)
 
     def is_due(self, swap_count: int) -> bool:

@@ -273,8 +273,8 @@ def marked(i: Any, factor: Any) -> Any:
 def turned_mark(i: Any, factor: Any) -> Any:
     """The tie-breaking mark of element i with its top bit flipped, as a signed number for comparisons.
 
-    These signed numbers have the order of the unsigned marks; AVX2 compares only signed numbers. As the factor is odd,
-    the top bit can be flipped before the multiplication, once for all sources.
+    These signed numbers have the order of the unsigned marks; AVX2 compares only signed numbers. A mark is a hash times
+    an odd factor; as the factor is odd, the top bit can be flipped before the multiplication, once for all sources.
     """
     return I32(U32(U32(hashed(i, U32(0), U32(0)) ^ TOP) * factor))
 

@@ -184,10 +184,10 @@ def _kept_norms(alone: Any, base: Any, xs: Any, sums: Any, start: int, stop: int
 
 @compiled
 def _variable_squares(spread: Any, base: Any, xs: Any, sums: Any, found: Any, start: int, stop: int) -> int:
-    """Add the squares of elements at or above a threshold of variance, block by block, from `start` to `stop`.
+    """Add the squares of elements whose variance is at a threshold or above, block by block, from `start` to `stop`.
 
-    The sums are written to `sums`. The positions of elements that the bounds leave undecided are written to `found`;
-    their number is returned.
+    The sums are written to `sums`. The positions of elements between the bounds of the threshold, which are not decided
+    yet, are written to `found`; their number is returned.
     """
     num_found, taus, lanes = 0, np.empty((len(xs), LANES), np.float32), np.empty((len(xs), LANES))
     for begin in range(U64(start), U64(stop), U64(SUMMED)):

@@ -91,7 +91,7 @@ def ranks_in_rows(source: torch.Tensor, base: torch.Tensor, factor: int, ranks: 
 
 
 def selected_magnitudes(source: torch.Tensor, base: torch.Tensor, factor: int) -> Selection:
-    """The magnitudes |source - base| of two tensors on CPU, as an object that finds the threshold of any rank.
+    """The magnitudes |source - base| of two tensors on CPU, in an object that gives the n-th largest.
 
     They are ordered as in `ascending_magnitudes`.
     """
@@ -99,7 +99,7 @@ def selected_magnitudes(source: torch.Tensor, base: torch.Tensor, factor: int) -
 
 
 def selected_variances(sources: Sequence[torch.Tensor], base: torch.Tensor, factor: int) -> Selection:
-    """The variances between task vectors, as an object that finds the threshold of any rank.
+    """The variances between task vectors, in an object that gives the n-th largest.
 
     They are ordered as in `ascending_variances`.
     """

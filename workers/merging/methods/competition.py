@@ -333,9 +333,10 @@ def _ram(
 
 
 def ramplus_factor(r: float, alpha: float, num_changed: int, num_alone: int) -> float:
-    """The factor in RAM+ for the elements that only one model changed.
+    """The factor in RAM+ for the elements that only one model changed: 1 + r min(alpha, shared / alone).
 
-    The model changed `num_changed` elements, of which `num_alone` were changed by no other model.
+    Of the `num_changed` elements that the model changed, `num_alone` were changed by no other model, and the others are
+    shared.
     """
     return 1 + r * min(alpha, (num_changed - num_alone) / num_alone) if num_alone else 1.0
 
