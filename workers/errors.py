@@ -65,14 +65,14 @@ class InvalidTask(WorkerError, ValueError):
 
 
 class TrialFailed(WorkerError, RuntimeError):
-    """A candidate that cannot be scored (NaN or infinite logits, for example).
+    """A trial's merge cannot be scored, for example because its logits are NaN or infinite.
 
     The message becomes the trial's reason.
     """
 
 
 class MetricFailed(TrialFailed):
-    """A task's metric or filter raised on this candidate's answers, gave no number, or did not end in time.
+    """A task's metric or filter raised an error on a trial's answers, gave no number, or did not end in time.
 
     The message names task, metric and document.
     """

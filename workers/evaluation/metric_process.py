@@ -72,7 +72,7 @@ class MetricProcess:
             self._send(pickle.dumps(("close", digest)))
 
     def values(self, digest: str, answers: Sequence[Answers]) -> list[float]:
-        """The metric's value for each sample of a task; all values are finite.
+        """The values of a task's metric for samples; all are finite.
 
         `digest` names the task. Raises MetricFailed if the metric fails, InvalidTask if the process cannot build the
         task, and EngineUnavailable if the process ends or hangs twice while it builds the task.

@@ -94,7 +94,7 @@ class Checkpoint:
     def is_here(self) -> bool:
         """Whether the weights of the checkpoint, and for an adapter of its base, are on this machine.
 
-        They are not if the directory is a metadata-only snapshot of a hub model.
+        Of a hub model, only configuration and headers may have been downloaded.
         """
         return not is_metadata_only(self.directory) and (self.base is None or self.base.is_here)
 

@@ -292,7 +292,7 @@ class Engine:
         return report
 
     def check_against_transformers(self, recipe: Recipe) -> float | None:
-        """Compare the engine with transformers on the merge of `recipe`, whatever recipe the engine should hold.
+        """Compare the engine with transformers on the merge of `recipe`, whatever recipe the engine reports to hold.
 
         Returns what `canary.Canary.compare` returns: the typical difference of log-probabilities, or None if skipped.
         """

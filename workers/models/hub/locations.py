@@ -52,9 +52,9 @@ MAX_PLAIN_BYTES = 10 * 2**20
 def locate(model: str | Path) -> Path:
     """Find the directory of a model that is given as a directory or a hub id.
 
-    For a hub model it is a directory in the hub's cache, or a metadata-only snapshot; no weights are downloaded. A
-    complete model in the cache is used without asking the hub if a commit is given, and if the hub cannot be reached
-    (or HF_HUB_OFFLINE is set). Raises InvalidModel.
+    For a hub model it is a directory in the hub's cache, or a metadata-only snapshot, which has the model's files
+    without the contents of the weights. No weights are downloaded. A complete model in the cache is used without asking
+    the hub if a commit is given, and if the hub cannot be reached (or HF_HUB_OFFLINE is set). Raises InvalidModel.
     """
     path = Path(model)
     if path.is_dir():
@@ -114,7 +114,8 @@ def _cached(name: str, revision: str) -> Path | None:
 def _looked_up(name: str, revision: str) -> Path:
     """Ask the hub for a model's present commit, and return a directory for it.
 
-    It is the commit's directory in the cache if all files are there, else a metadata-only snapshot.
+    It is the commit's directory in the cache if all files are there, else a metadata-only snapshot, which has the files
+    without the contents of the weights.
     """
     from huggingface_hub import HfApi
 
@@ -143,8 +144,8 @@ def _looked_up(name: str, revision: str) -> Path:
 def _weights(directory: Path, names: Collection[str]) -> list[str]:
     """The names, among `names`, of the safetensors files with the weights of a model.
 
-    `directory` has the model's small files. A second copy in another format is not included. The result is empty if an
-    index cannot be read.
+    `directory` has the model's small files. A second copy of the weights in another format is not included. The result
+    is empty if an index cannot be read.
     """
     for stem in STEMS:
         if (single := f"{stem}.safetensors") in names:

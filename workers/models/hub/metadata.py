@@ -45,9 +45,9 @@ CONNECTIONS = 8
 
 @dataclass(frozen=True)
 class SnapshotRecord:
-    """Description of a metadata-only snapshot: the model's files, and the sizes and sha256 (hex) of its weights.
+    """Description of a metadata-only snapshot, which has a hub model's files without the contents of the weights.
 
-    The sizes and hashes are those that the hub states.
+    It lists the model's files, and the sizes and sha256 (hex) of the weights as the hub states them.
     """
 
     name: str
@@ -64,9 +64,9 @@ def is_metadata_only(directory: Path) -> bool:
 
 
 def stated_hash(file: Path) -> str | None:
-    """The sha256 (hex) that the hub states for a weights file of a metadata-only snapshot; None for real files.
+    """The sha256 (hex) that the hub states for a weights file of which only the header was downloaded.
 
-    Raises InvalidModel if the hub states no hash.
+    Returns None for files that are complete. Raises InvalidModel if the hub states no hash.
     """
     if not is_metadata_only(file.parent):
         return None
@@ -79,7 +79,10 @@ def stated_hash(file: Path) -> str | None:
 
 
 def named(text: str) -> str:
-    """Replace the directories of metadata-only snapshots in a text by their model and commit, owner/name@commit."""
+    """Replace directories of hub models without weights, in a text, by model and commit (owner/name@commit).
+
+    Such directories, metadata-only snapshots, have names that mean nothing to users.
+    """
     return text.replace(f"{snapshots_dir()}{os.sep}", "")
 
 
@@ -92,7 +95,10 @@ def read_record(directory: Path) -> SnapshotRecord:
 
 
 def make_snapshot(record: SnapshotRecord, snapshot: Path, pickles: Iterable[str]) -> Path:
-    """Create the metadata-only snapshot that `record` describes, if it does not exist yet, and return its directory."""
+    """Create the metadata-only snapshot that `record` describes, if it does not exist yet, and return its directory.
+
+    It has the model's files without the contents of the weights.
+    """
     place = snapshots_dir() / f"{record.name}@{record.commit}"
     if is_metadata_only(place):
         return place
