@@ -116,9 +116,10 @@ class TieOrder:
 class Trim:
     """The bounds `low` and `high` between which the exact threshold of a rank is.
 
-    If the bounds are equal, they are the threshold. Otherwise it is at an element strictly between them; fewer than
-    `SPACING` elements are there, of which `num_smaller` precede it in ascending order. `is_tied` is true if more than
-    `MOST_LEFT` elements may have magnitudes from that of `low` to that of `high`.
+    The threshold of rank n is the position of the n-th largest element. If the bounds are equal, they are the
+    threshold. Otherwise it is at an element strictly between them; fewer than `SPACING` elements are there, of which
+    `num_smaller` precede it in ascending order. `is_tied` is true if more than `MOST_LEFT` elements may have magnitudes
+    from that of `low` to that of `high`.
     """
 
     low: Threshold

@@ -60,7 +60,7 @@ def projections(direction: torch.Tensor, tensors: Tensors, base: torch.Tensor) -
 def kept_norms(
     sparse: rules.Whole | rules.Dropped | rules.Sampled, tensors: Tensors, base: torch.Tensor
 ) -> list[float]:
-    """The sum of the magnitudes of those elements of source - base that `sparse` keeps, for each source."""
+    """For each source, the sum of the magnitudes of those elements of source - base that the sparsification keeps."""
     fields = sparse._asdict().items()
     alone = tuple(typed(sparse._replace(**{name: (each[s],) for name, each in fields})) for s in range(len(tensors)))
     b, xs = as_array(base), as_arrays(tensors)

@@ -54,7 +54,7 @@ Doubles = tuple[np.float64, ...]
 
 
 class Whole(NamedTuple):
-    """Sparsity that keeps every element of every task vector."""
+    """Sparsification of task vectors that keeps every element."""
 
 
 class ByMark(NamedTuple):
@@ -80,12 +80,12 @@ Comparison = ByMark | ByMagnitude
 
 
 class Trimmed(NamedTuple):
-    """Sparsity that keeps the elements at a threshold or above, one threshold for each source.
+    """Sparsification that keeps the elements of each task vector at a threshold or above.
 
-    A threshold is a magnitude with a tie-breaking mark (`order_statistics.Threshold`). It is known by two bounds:
-    `lows` with `low_marks`, and `highs` with `high_marks`. If the bounds are equal, they are the threshold. Otherwise
-    it is at an element strictly between them: the one with the index `ranks` among the elements there, from 0 in
-    ascending order. `factors` determine the marks. All fields but `by` have a number for each source.
+    Each source has a threshold: a magnitude with a tie-breaking mark (`order_statistics.Threshold`). It is known by two
+    bounds: `lows` with `low_marks`, and `highs` with `high_marks`. If the bounds are equal, they are the threshold.
+    Otherwise it is at an element strictly between them: the one with the index `ranks` among the elements there, from 0
+    in ascending order. `factors` determine the marks. All fields but `by` have a number for each source.
     """
 
     by: Comparison
@@ -98,7 +98,7 @@ class Trimmed(NamedTuple):
 
 
 class Between(NamedTuple):
-    """Sparsity that keeps the elements between two thresholds, both included, for each source.
+    """Sparsification that keeps the elements of each task vector between two thresholds, both included.
 
     The fields of the lower threshold are those of `Trimmed`. The fields of the upper threshold begin with `top_`.
     """
@@ -119,10 +119,10 @@ class Between(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """Sparsity that keeps elements at random and multiplies them by `scales`, a number for each source.
+    """Sparsification that keeps elements of task vectors at random, and multiplies them by `scales`.
 
     The random masks are those of `workers.merging.masks`. `k0s` and `k1s` are the words of their keys, `bounds` their
-    thresholds minus one.
+    thresholds minus one. All fields have a number for each source.
     """
 
     k0s: Words
@@ -132,7 +132,7 @@ class Dropped(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Sparsity that keeps elements at random, with a probability that depends on the rank of their magnitude.
+    """Sparsification that keeps elements at random, with a probability that depends on the rank of their magnitude.
 
     The probability is start + |rank - origin| step, in float64, with start, origin and step for each source. The random
     masks are those of `workers.merging.masks`; `k0s` and `k1s` are the words of their keys. Elements that are kept are

@@ -59,7 +59,7 @@ def _passes_threshold(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any,
 
 
 def kept(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
-    """The value that a sparsity gives to `tau`, element i of the task vector of source s: 0 if it is dropped.
+    """The value that a sparsification gives to `tau`, element i of the task vector of source s: 0 if it is dropped.
 
     Callable only in compiled code.
     """

@@ -45,7 +45,7 @@ def weighted_sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> t
 
 
 def total(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> float:
-    """The sum of `function` over the elements of tensors, in float64.
+    """The sum of an elementwise function over the elements of tensors, in float64.
 
     `function` receives chunks of the tensors, converted to float64.
     """

@@ -292,7 +292,7 @@ def variance(tensors: Sequence[torch.Tensor], base: torch.Tensor) -> torch.Tenso
 def _most_variable(taus: Sequence[torch.Tensor], share: float, order: TieOrder, known: Ranked | None) -> torch.Tensor:
     """Mask (bool) of the elements with the largest variances between task vectors.
 
-    `share` is the share of those elements whose variance is not zero.
+    `share` is their share of the elements whose variance is not zero. `known` is the table of variances, if known.
     """
     variances = _variance(taus)
     count = num_selected(share, int(torch.count_nonzero(variances)))

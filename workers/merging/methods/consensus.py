@@ -81,10 +81,10 @@ def disjoint_weighted_mean(taus: Sequence[torch.Tensor], weights: Sequence[float
 
 
 def disjoint_interpolation(taus: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """For each element, the weighted mean of the task vectors that have the sign of the sum of all (M3, appendix H).
+    """For each element, the weighted mean of the task vectors that have the sign of the sum of all.
 
     The weights are divided by the sum of the weights of the task vectors that have the sign. If only one has the sign,
-    it is used as it is.
+    it is used as it is. This is the interpolation of Mixup Model Merge (M3), appendix H.
     """
     elected = _sum(taus).sign_()
     alone, mixed = torch.zeros_like(elected), torch.zeros_like(elected)

@@ -80,7 +80,7 @@ def importance_of(first: torch.Tensor, second: torch.Tensor, select: Importances
 
 
 def _divergences(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The Kullback-Leibler divergence between corresponding rows of two tensors, of their softmaxes.
+    """The Kullback-Leibler divergence between the softmaxes of corresponding rows of two tensors.
 
     Rounding may make the divergence of nearly equal rows slightly negative.
     """

@@ -34,13 +34,13 @@ class PolicyTrainingOptions:
     """Options for training the policies of a search.
 
     An iteration has `episodes` episodes. In the first `warm_up` iterations of each policy nothing is learned, and every
-    step is drawn from all allowed ones. `k` is the number of neighbours of a proto-action that are candidates. The
-    probability of drawing a step at random decreases linearly from 1 to `exploration` over the `explored` iterations of
-    a policy after its warm-up. With `draws_paths` whole paths are drawn at random instead, as the space draws them: all
-    in the warm-up, then a share that decreases to zero over the `explored` iterations; single steps are drawn with the
-    probability `exploration`. With `is_conditioned` one policy has the preference vector as an input; otherwise there
-    is a policy for each vector. With `learns` false, the policies that a search begins with play all episodes, and the
-    vectors take turns.
+    step is drawn from all allowed ones. `k` is the number of candidates for each step. The probability of drawing a
+    step at random decreases linearly from 1 to `exploration` over the `explored` iterations of a policy after its
+    warm-up. With `draws_paths` whole paths are drawn at random instead, as the space draws them: all in the warm-up,
+    then a share that decreases to zero over the `explored` iterations; single steps are drawn with the probability
+    `exploration`. With `is_conditioned` one policy has the preference vector as an input; otherwise there is a policy
+    for each vector. With `learns` false, the policies that a search begins with play all episodes, and the vectors take
+    turns.
     """
 
     episodes: int = 16

@@ -179,7 +179,8 @@ class MergOPT(OptimizerWrapper):
         """Update the parameters by gradients that were computed at the offset.
 
         If `closure` is given, it is called to compute the gradients, and its result is returned. Otherwise they must
-        have been computed within `offset` before. Raises RuntimeError if they were not, and within `offset`.
+        have been computed within `offset` before. Raises RuntimeError if they were not, or if `step` is called within
+        `offset`.
         """
         if self._is_offset:
             raise RuntimeError("mergopt: step() within offset(); the update belongs to theta, so leave offset() first")
