@@ -122,7 +122,7 @@ def write_shards(
 
 
 def _complete_shards(shards: Sequence[Shard], directory: Path, state: Path) -> dict[str, str]:
-    """Checksums of the files that an earlier, killed export finished and that have not changed since."""
+    """Checksums, by file name, of the files that an earlier, killed export finished and that have not changed since."""
     try:
         checksums = dict(json.loads(state.read_text()))
     except (OSError, ValueError, TypeError):

@@ -202,7 +202,7 @@ class ScoringReplica:
     # -- in the engine's thread ------------------------------------------------------------------------------------
 
     def _run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a function in the engine's thread, and turn its errors into those that callers expect.
+        """Run a function in the engine's thread, and turn its errors into errors of this package.
 
         Only an error of the engine ends the replica.
         """

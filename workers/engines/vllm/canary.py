@@ -115,7 +115,7 @@ class Canary:
         self._dtype = dtype
         self._prompts = canary_prompts(vocabulary=vocabulary, max_length=max_length)
         self._calibration: Calibration | None = None
-        self._passed_at = 0  # the number of swaps then
+        self._passed_at = 0  # the number of swaps when a canary last passed
         self._skipped = ""
 
     @property

@@ -202,7 +202,7 @@ class Engine:
     def fault(self, reason: str) -> EngineFault:
         """Make the engine refuse all further calls, and return the error to raise.
 
-        It is called when the engine's evidence is wrong, with the reason.
+        `reason` is what is wrong with the engine's evidence.
         """
         self._fault = EngineFault(f"engine {self.name}: {reason}", self.name, self.canary.num_passed)
         log.error("%s; this engine is not used again", self._fault)

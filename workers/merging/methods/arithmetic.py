@@ -83,7 +83,7 @@ def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = 
 
 
 def cosine_of(products: Products, first: int, second: int) -> float:
-    """The cosine between two tensors, from the inner products of all pairs of tensors.
+    """The cosine between two tensors, looked up in the inner products of all pairs of tensors.
 
     `first` and `second` are the indices of the two tensors.
     """

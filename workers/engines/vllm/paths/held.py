@@ -52,7 +52,7 @@ class HeldPath(HeldWeights):
                 self._of_layer.setdefault(int(name.split(".")[2]), []).append(name)
             else:
                 self._outside.append(name)
-        # Computed from sums of the time of writing.
+        # Digests, computed from the sums of parameters at the time of writing.
         self._digests: dict[int, str] = {}  # of the layers of the pool
         self._outside_digest = ""
         self._outside_held: Hashable = None

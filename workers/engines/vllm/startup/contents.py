@@ -59,7 +59,7 @@ class WeightContents:
         return self.prompts.config
 
     def model_options(self) -> dict[str, Any]:
-        """Options of vLLM that depend on the model."""
+        """Options of vLLM that depend on the model: how weights are loaded, and whether it is compiled."""
         # The first swap overwrites what is loaded. Weights with another vocabulary than the base's cannot be loaded.
         is_base = self.prompts.directory == str(self.sources.base.directory)
         return {
