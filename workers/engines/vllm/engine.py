@@ -257,7 +257,7 @@ class Engine:
             self._state = state
             self._held = recipe
             started = time.perf_counter()
-            # vLLM never resets it, and blocks of earlier weights give wrong scores.
+            # vLLM never resets the prefix cache itself, and blocks computed with earlier weights give wrong scores.
             if not self._llm.reset_prefix_cache():
                 raise EvidenceMismatch("vLLM did not reset its prefix cache after a swap: blocks are still in use")
             timings["materialise_s"] = float(self._state["materialise_s"])
