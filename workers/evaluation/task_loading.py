@@ -144,9 +144,10 @@ def _data_guard(access: FileAccess | None) -> Wrapper:
 
 
 def _local_files(path: str, options: Mapping[str, Any], *, is_format: bool) -> Iterator[Path]:
-    """The files and directories on this machine that `datasets.load_dataset` would read or write for these arguments.
+    """The files and directories on this machine that a call of `datasets.load_dataset` would read or write.
 
-    Raises InvalidTask for addresses that are neither files, nor on the web or the hub.
+    `path` and `options` are the arguments of the call. Raises InvalidTask for addresses that are neither files, nor on
+    the web or the hub.
     """
     for key in DIRECTORIES:
         if directory := options.get(key):

@@ -144,7 +144,10 @@ class Bank:
         return self.base.layout
 
     def alias(self, fingerprint: str) -> str | None:
-        """The bank's alias for the model with this fingerprint; None if the bank does not hold the model."""
+        """The bank's alias for the model with the content fingerprint `fingerprint`.
+
+        Returns None if the bank does not hold the model.
+        """
         return self._aliases.get(fingerprint)
 
     def get(self, alias: str, name: str) -> torch.Tensor:

@@ -121,7 +121,7 @@ class MergOPT(OptimizerWrapper):
 
     @property
     def draw(self) -> Draw:
-        """The draw of the next update: the merge that it simulates."""
+        """The merge that the next update simulates."""
         return draw_of(self._seed, self._step, coefficients=self._coefficients, max_models=self._max_models)
 
     @contextmanager
