@@ -83,8 +83,8 @@ class Layout:
     def stacks(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
         """The stacks of experts in all layers, by the name that transformers has for each.
 
-        A stack joins a matrix of all experts of a layer. Its value has, for each expert, the names of the stored
-        tensors that are joined.
+        A stack joins a matrix of all experts of a layer. It is given as a tuple that has, for each expert, the names of
+        the stored tensors that are joined.
         """
         mixtures: dict[str, dict[int, set[str]]] = {}
         for name in self.places:

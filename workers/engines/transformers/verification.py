@@ -135,7 +135,10 @@ def texts_to_read(
 
 @dataclass(frozen=True)
 class _Pair:
-    """A sample as stored by the engine and as computed by transformers (`expected`), with the requests of both."""
+    """One sample in two versions: as the engine scored it (`stored`), and as transformers scores it (`expected`).
+
+    `requests` are the sample's tokenized requests.
+    """
 
     stored: SampleResult
     expected: SampleResult

@@ -187,7 +187,8 @@ def _ascending(numbers: Any) -> Iterator[np.ndarray]:
 def _groups(counts: np.ndarray, size: int) -> list[tuple[int, int]]:
     """Divide adjacent buckets into groups of about `size` elements, each of at least one bucket.
 
-    `counts` has the number of elements in each bucket. Returns (first bucket, bucket after the last) for each group.
+    A bucket has the elements whose numbers begin with the same bits; `counts` has the number of elements in each
+    bucket. Returns (first bucket, bucket after the last) for each group.
     """
     groups = (np.cumsum(counts) - 1) // size
     occupied = np.flatnonzero(counts)

@@ -66,9 +66,9 @@ def importances_at(
 
 
 def importance_of(first: torch.Tensor, second: torch.Tensor, select: ImportancesAt = importances_at) -> Importance:
-    """The importance that `arcee_fusion` needs, of two tensors on CPU with at least one element.
+    """The criterion by which `arcee_fusion` takes elements, for two tensors on CPU with at least one element.
 
-    `select` is a function that returns importances at given ranks.
+    `select` is a function that returns the importances at given ranks.
     """
     width = first.shape[-1] if first.dim() else 1
     parts = (torch.split(tensor.reshape(-1, width), max(1, CHUNK // width)) for tensor in (second, first))

@@ -32,7 +32,7 @@ MARGIN_BYTES = 2**30
 
 
 def absent_bytes(directories: Iterable[Path]) -> int:
-    """Bytes that `fetched` would download for these models; a model that is listed twice counts once."""
+    """Bytes that `fetched` would download for the models in `directories`; a model that is listed twice counts once."""
     return sum(
         sum(_absent_files(read_record(directory)).values())
         for directory in {*directories}

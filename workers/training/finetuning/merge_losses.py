@@ -183,7 +183,7 @@ def losses_of_experts(
 ) -> MergeLosses:
     """Prepare to measure the losses of merges of a fleet's trained experts.
 
-    Raises InvalidTask if an expert has no evaluation, and as `MergeLosses`.
+    Raises InvalidTask if an expert has no evaluation, and the errors of `MergeLosses`.
     """
     tasks = {}
     for alias, spec in experts.items():

@@ -42,9 +42,9 @@ class Episode:
     """A layer path that a policy built step by step, and the data that the policy learns from.
 
     `steps` [T] are the indices of the T steps, including the end of the path if the policy chose it; `path` is without
-    the end. `protos` [T, D] are the proto-actions: for each step, the point in the D-dimensional space of embeddings
-    from which the nearest steps were candidates. `log_densities` [T] are the log densities of these points under the
-    policy that played.
+    the end. `protos` [T, D] are the proto-actions: for each step a point in the D-dimensional space of embeddings,
+    whose nearest steps were the candidates. `log_densities` [T] are the log densities of these points under the policy
+    that played.
     """
 
     number: int
