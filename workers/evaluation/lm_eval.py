@@ -292,7 +292,7 @@ class TaskEvaluator:
         prepared = self._prepare(span.task)
         if not 0 <= span.start <= span.stop <= len(prepared.task.order):
             raise InvalidTask(
-                f"objective {span.objective}: samples {span.start}-{span.stop} asked of a task with "
+                f"objective {span.objective}: samples {span.start}-{span.stop} requested of a task with "
                 f"{len(prepared.task.order)} samples"
             )
         return [(position, prepared.at(position)) for position in range(span.start, span.stop)]

@@ -151,7 +151,7 @@ class _Builder:
                 given = ", ".join(condition.text for condition in source.settings[name])
                 self.warnings.append(
                     f"{source.place}.parameters.{name}: {given} has no effect: {base} is the base, and {name} "
-                    "is read of the models that are merged into it"
+                    "is read only for the models that are merged into it"
                 )
 
     def _range(self, source: ModelInput) -> tuple[int, int]:

@@ -121,7 +121,7 @@ def _looked_up(name: str, revision: str) -> Path:
 
     info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=TIMEOUT_S)
     if not COMMIT.fullmatch(info.sha or ""):
-        raise HubUnusable(f"the hub says that it has the commit {info.sha!r:.80}")
+        raise HubUnusable(f"the hub states the commit {info.sha!r:.80}; expected 40 hex digits")
     files = {file.rfilename: file for file in info.siblings or () if "/" not in file.rfilename}
     small = sorted(files.keys() & {*SMALL_FILES})
     snapshot = download(name, info.sha, small)

@@ -88,7 +88,7 @@ class PolicyTraining:
         self.saved = dict(saved or {})
         self._start = tuple(start)
         if len(self._start) not in ((0, self.num_policies) if options.learns else (self.num_policies,)):
-            raise ValueError(f"{len(self._start)} policies to begin with; there are {self.num_policies}")
+            raise ValueError(f"{len(self._start)} policies to begin with; expected {self.num_policies}")
         self._seed = seed
         self._descriptors = descriptors
         self._played: dict[int, _Played] = {}
