@@ -152,8 +152,8 @@ class MetricProcess:
 def serve() -> None:
     """Main function of the metric process, which runs until the other end of its pipe closes.
 
-    The only argument on the command line is the file descriptor of this process's end of the pipe. The reply to
-    "values" is None once the task is built, and then lists of values. An error ends the process.
+    The only argument on the command line is the file descriptor of this process's end of the pipe. The first reply to a
+    request "values" is None once the task is built; the next replies are lists of values. An error ends the process.
     """
     _prepare_signals()
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))

@@ -88,8 +88,8 @@ def write_shards(
 ) -> None:
     """Write the tensors of a merge to safetensors files, except files that are complete, and then the index.
 
-    The tensors in `added` come after those of the merge. A file counts as complete if it has the checksum that the
-    state file has for it, which is written once the file is on disk.
+    The tensors in `added` come after those of the merge. A file is complete if it has the checksum that the state file
+    records for it. The checksum is recorded once the file is on disk.
     """
     state = directory.parent / STATE
     checksums = _complete_shards(shards, directory, state)

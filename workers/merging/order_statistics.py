@@ -103,9 +103,10 @@ class TieOrder:
         return Threshold(threshold.magnitude, 0) if self.keeps_equal else threshold
 
     def above(self, threshold: Threshold) -> Threshold:
-        """The lowest threshold that the elements at `threshold` do not reach.
+        """The threshold just above `threshold`: the lowest one that elements at `threshold` do not reach.
 
-        If elements of equal magnitude have the same rank (`keeps_equal`), none of these reach it either.
+        With `keeps_equal`, elements of equal magnitude have the same rank, and the result has the next larger
+        magnitude.
         """
         if self.keeps_equal or threshold.mark == LARGEST_MARK:
             return Threshold(float(np.nextafter(np.float32(threshold.magnitude), np.float32(np.inf))), 0)
@@ -174,8 +175,8 @@ class Ranked(Protocol):
 class Selection:
     """The magnitudes of a tensor, of which the n-th largest is found by selection, without a table.
 
-    `select` takes a number of elements, and returns the threshold of the element that so many precede in ascending
-    order, and how many elements have its magnitude. `num_zeros` counts the elements that are zero.
+    `select(n)` returns the threshold of the element that comes after n others in ascending order, and the number of
+    elements that have its magnitude. `num_zeros` counts the elements that are zero.
     """
 
     num_elements: int

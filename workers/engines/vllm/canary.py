@@ -101,7 +101,7 @@ class Calibration:
 class Canary:
     """Compares one engine with transformers from time to time, and counts the comparisons (canaries) that it passed.
 
-    The reason is kept if the last canary was skipped.
+    If the last comparison was skipped, the reason is kept.
     """
 
     def __init__(

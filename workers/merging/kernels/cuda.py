@@ -262,7 +262,10 @@ def _floats(numbers: Sequence[float], like: torch.Tensor) -> torch.Tensor:
 
 
 def _thresholds(sparse: rules.Trimmed, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The bounds of each source's threshold as tensors: magnitudes, tie-breaking marks, and the factors of marks."""
+    """The bounds of each source's threshold as tensors, and the factors that give the tie-breaking marks of elements.
+
+    The result is (low magnitudes, low marks, high magnitudes, high marks, factors), with a number for each source.
+    """
     low_marks, high_marks, factors = (
         torch.tensor(words, dtype=torch.int64, device=like.device)
         for words in (sparse.low_marks, sparse.high_marks, sparse.factors)

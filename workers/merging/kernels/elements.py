@@ -195,7 +195,7 @@ def variance_of(base: Any, xs: Any, i: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def either(first: Any, second: Any) -> Any:
-    """SOME if at least one of two flags is SOME, else NONE; the result has 32 bits.
+    """Whether at least one of two flags is set, as a 32-bit flag: SOME (1) or NONE (0).
 
     Numba's `|` gives 64 bits, and a loop with a number of 64 bits computes half as many elements at a time.
     """

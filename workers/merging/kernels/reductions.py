@@ -75,8 +75,8 @@ def variable_squares(
     """Find the exact threshold of a rank among variances, and each source's sum of squares at this threshold or above.
 
     The variance of an element is that between the task vectors; `trim` has the bounds of the threshold. Returns three
-    values: how variances are compared with the threshold, such that no element is undecided; the exact threshold; and
-    for each source the sum of squares of its task vector over the elements at the threshold or above.
+    values: a comparison that tells for every element whether its variance reaches the threshold; the exact threshold;
+    and for each source the sum of squares of its task vector over the elements at the threshold or above.
     """
     b, xs = as_array(base), as_arrays(tensors)
     sums = np.empty((len(xs), -(-b.size // SUMMED)))
@@ -98,7 +98,7 @@ def variable_squares(
 
 
 class _Spread(NamedTuple):
-    """The bounds of a threshold among variances, in the form that compiled code takes."""
+    """The lower and the upper bound of a threshold among variances, in the form that compiled code takes."""
 
     by: Any
     low: Any

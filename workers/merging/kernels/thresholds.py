@@ -24,9 +24,9 @@ U32, U64 = np.uint32, np.uint64
 
 
 def undecided(rule: Any, base: Any, xs: Any, i: Any) -> Any:
-    """SOME if element i is between the bounds of a threshold of `rule`, else NONE.
+    """SOME (1) if element i is between the bounds of a threshold of `rule`, else NONE (0).
 
-    Such an element can be decided only when the exact threshold is known. Callable only in compiled code.
+    Whether such an element is kept depends on the exact threshold. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 

@@ -60,7 +60,11 @@ def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | No
 def importances_at(
     indices: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The importances at the given indices, from 0, of all importances in ascending order, selected by torch."""
+    """The importances that have the ranks `indices`, from 0, the smallest.
+
+    The importance of an element is the absolute difference of `first` and `second`, times the number of its row in
+    `rows`.
+    """
     importances = ((second.float() - first.float()).abs_() * rows).flatten()
     return [torch.kthvalue(importances, index + 1).values for index in indices]
 

@@ -127,10 +127,11 @@ def play(networks: Networks, roles: Sequence[Role], *, seed: int, k: int) -> lis
 
 
 def _random_numbers(networks: Networks, roles: Sequence[Role], *, seed: int) -> tuple[Tensor, Tensor]:
-    """The random numbers of B episodes of at most T steps, with proto-actions of dimension D.
+    """The random numbers of B episodes of at most T steps, for embeddings of dimension D.
 
-    They are normal numbers [B, T, D], times each episode's noise, and uniform numbers [B, T, 2], which decide whether a
-    step is drawn at random, and which step.
+    They are normal numbers [B, T, D], times each episode's noise, and uniform numbers [B, T, 2]. The normal numbers
+    displace the points that the policy chooses among the embeddings. The uniform ones decide whether a step is drawn at
+    random, and which step.
     """
     longest, size = networks.paths.longest, len(networks.log_std)
     noise, draws = [], []

@@ -215,8 +215,8 @@ class PolicyTraining:
     def proposals(self, content: bytes, *, preference: tuple[float, ...], count: int) -> list[Path]:
         """Up to `count` different paths that a saved policy builds for a preference vector, without learning.
 
-        `content` is the policy's checkpoint. The first path is the one that the policy prefers. For the others, steps
-        are drawn at random as rarely as at the end of a search.
+        `content` is the policy's checkpoint. The first path is the one that the policy prefers. In the others, steps
+        are drawn at random with the probability that the search has at its end (`exploration`).
         """
         learner = self._new(0)
         learner.restore(content)

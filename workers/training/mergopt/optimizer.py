@@ -166,9 +166,9 @@ class MergOPT(OptimizerWrapper):
                 torch._foreach_copy_(tensors, self._copies)
 
     def _scaled_quantiles(self, factor: float) -> dict[torch.device, torch.Tensor]:
-        """The quantiles of the offset (K alpha - 1) z on each device, for the draw's K, alpha and noise z.
+        """The quantiles of the noise times `factor`, on each device that has parameters.
 
-        They are rounded here, so that the same numbers are added everywhere.
+        They are rounded here, so that the same numbers are added to the parameters on every device.
         """
         devices = {part.tensor.device for part in self._parts}
         for device in devices - self._tables.keys():
