@@ -65,14 +65,14 @@ class InvalidTask(WorkerError, ValueError):
 
 
 class TrialFailed(WorkerError, RuntimeError):
-    """A candidate that cannot be scored (NaN or infinite logits, for example).
+    """A trial's merge cannot be scored, for example because its logits are NaN or infinite.
 
     The message becomes the trial's reason.
     """
 
 
 class MetricFailed(TrialFailed):
-    """A task's metric or filter raised on this candidate's answers, gave no number, or did not end in time.
+    """A task's metric or filter raised an error on a trial's answers, gave no number, or did not end in time.
 
     The message names task, metric and document.
     """
@@ -135,8 +135,8 @@ class EvidenceMismatch(WorkerError, RuntimeError):
 class EngineFault(EvidenceMismatch):
     """An engine failed a check of its weights or results; it is not used again.
 
-    `replica` names the engine's replica. `canaries` is the number of canaries that the engine had passed before. What
-    it scored after the last of these, or since its start if there are none, is void.
+    `replica` names the engine's replica. `canaries` is the number of comparisons with transformers that the engine had
+    passed before. What it scored after the last of these, or since its start if there are none, is void.
     """
 
     def __init__(self, message: str, replica: str = "", canaries: int = 0) -> None:

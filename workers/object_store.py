@@ -61,7 +61,7 @@ def object_url_problem(url: str) -> str | None:
 
 
 class ObjectStore:
-    """Objects whose keys begin with one URL; paths are relative to it.
+    """The objects of an S3 or compatible store below one URL; paths of objects are relative to the URL.
 
     Every process and thread may use it. Nothing is read when it is created. Every method raises ObjectStoreError if
     the store does not answer or refuses, and FileNotFoundError for an absent object or bucket.
@@ -84,7 +84,7 @@ class ObjectStore:
         return content
 
     def write(self, path: str, content: bytes) -> None:
-        """Store an object; it replaces one of the same path."""
+        """Store an object; an existing object of the same path is replaced."""
         with self._asking("write", path):
             self._fs.pipe_file(self._key(path), content)
 
@@ -154,7 +154,10 @@ class ObjectStore:
 
     @contextmanager
     def _asking(self, what: str, path: str) -> Iterator[None]:
-        """Context that turns the driver's errors into ObjectStoreError."""
+        """Context manager that turns errors of the store's driver into ObjectStoreError.
+
+        `what` names the operation, and `path` the object, for the message.
+        """
         try:
             yield
         except (FileNotFoundError, FileExistsError, ObjectStoreError):

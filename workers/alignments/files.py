@@ -49,11 +49,11 @@ def is_stored(directory: str | Path, digest: str) -> bool:
 
 
 def read_alignment(directory: str | Path, digest: str, *, layer: int, hidden_size: int) -> Alignment:
-    """Read the alignment `digest` from a directory, in float32.
+    """Read the alignment with the digest `digest` from a directory, in float32.
 
-    `layer` is the index of the layer whose recipe names the alignment, for messages. Raises InvalidRecipe, with the
-    layer and the file, if the file is missing, its content has another digest, or it is not an alignment of
-    `hidden_size` channels.
+    `layer` is the index of the layer that names the alignment, for messages. Raises InvalidRecipe, with the layer and
+    the file, if the file is missing, its content has another digest, or it is not an alignment of `hidden_size`
+    channels.
     """
     try:
         return _read(directory, digest, hidden_size)

@@ -52,8 +52,9 @@ SMALLEST_DEVIATION = 1e-3
 class FittedAlignment:
     """An alignment, and how well it matches the activations of held-out texts.
 
-    Three values of `discrepancy` (0 is best) are on held-out rows: `before` without an alignment, `moments` with the
-    alignment of that kind, `after` with this alignment. `epochs` is the number of epochs of training, 0 for `moments`.
+    Three numbers are the `discrepancy` of held-out rows, 0 being best: `before` without an alignment, `moments` with an
+    alignment fitted by moments, and `after` with this alignment. `epochs` is the number of epochs of training, 0 for an
+    alignment fitted by moments.
     """
 
     alignment: Alignment
@@ -63,7 +64,10 @@ class FittedAlignment:
     epochs: int = 0
 
     def to_bytes(self) -> bytes:
-        """Content of the safetensors file of the alignment and its figures; equal objects give equal bytes."""
+        """Content of a safetensors file with the alignment and the numbers that describe its fit.
+
+        Equal objects give equal bytes.
+        """
         numbers = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "alignment"}
         content: bytes = safetensors.torch.save(
             self.alignment.tensors(), {"alignment": json.dumps(numbers, sort_keys=True)}

@@ -62,7 +62,7 @@ class AlignmentInputs:
 
 
 def alignment_file(digest: str) -> Path:
-    """The path of the safetensors file, in the cache, of the alignment with this digest."""
+    """The path, in the cache, of the safetensors file of the alignment with the digest `digest`."""
     return _directory() / f"{digest}.safetensors"
 
 

@@ -16,7 +16,7 @@ def base_recipe(family: Family) -> Recipe:
 
 
 def source_recipe(family: Family, alias: str, *, num_layers: int) -> Recipe:
-    """The recipe whose merge is the source model with this alias, unchanged."""
+    """The recipe whose merge is the source model with the alias `alias`, unchanged."""
     return Recipe.of_model(
         alias,
         models=family.fingerprints,

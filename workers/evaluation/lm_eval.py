@@ -222,9 +222,9 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
 class TaskEvaluator:
     """Scores samples of tasks with one backend.
 
-    `backend` may be None if nothing is scored. `metrics` computes the values; by default this happens in this process,
-    whose main thread must then call `score`. Tokenized tasks are kept, the most recently used first, up to
-    MAX_KEPT_TOKENS prompt tokens together. The tasks of one call of `score` are always kept.
+    `backend` may be None if nothing is scored. `metrics` computes the values. By default they are computed in this
+    process; then `score` must be called in the main thread. Tokenized tasks are kept, the most recently used first, up
+    to MAX_KEPT_TOKENS prompt tokens together. The tasks of one call of `score` are always kept.
     """
 
     def __init__(self, backend: Backend | None, prompts: Prompts, *, metrics: Metrics | None = None) -> None:
@@ -292,7 +292,7 @@ class TaskEvaluator:
         prepared = self._prepare(span.task)
         if not 0 <= span.start <= span.stop <= len(prepared.task.order):
             raise InvalidTask(
-                f"objective {span.objective}: samples {span.start}-{span.stop} asked of a task with "
+                f"objective {span.objective}: samples {span.start}-{span.stop} requested of a task with "
                 f"{len(prepared.task.order)} samples"
             )
         return [(position, prepared.at(position)) for position in range(span.start, span.stop)]

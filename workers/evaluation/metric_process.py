@@ -72,7 +72,7 @@ class MetricProcess:
             self._send(pickle.dumps(("close", digest)))
 
     def values(self, digest: str, answers: Sequence[Answers]) -> list[float]:
-        """The metric's value for each sample of a task; all values are finite.
+        """The values of a task's metric for samples; all are finite.
 
         `digest` names the task. Raises MetricFailed if the metric fails, InvalidTask if the process cannot build the
         task, and EngineUnavailable if the process ends or hangs twice while it builds the task.
@@ -152,8 +152,8 @@ class MetricProcess:
 def serve() -> None:
     """Main function of the metric process, which runs until the other end of its pipe closes.
 
-    The only argument on the command line is the file descriptor of this process's end of the pipe. The reply to
-    "values" is None once the task is built, and then lists of values. An error ends the process.
+    The only argument on the command line is the file descriptor of this process's end of the pipe. The first reply to a
+    request "values" is None once the task is built; the next replies are lists of values. An error ends the process.
     """
     _prepare_signals()
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))

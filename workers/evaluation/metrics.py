@@ -36,9 +36,9 @@ class Answers:
 
 
 class Metrics(Protocol):
-    """Interface for computing the metric's values of samples, for tasks that were opened before.
+    """Interface for computing the values of a task's metric for samples.
 
-    A task is named by the digest of its TaskSpec.
+    A task must have been opened before, and is named by the digest of its TaskSpec.
     """
 
     def open(self, task: BuiltTask, documents: Documents) -> None: ...
@@ -46,12 +46,18 @@ class Metrics(Protocol):
     def close(self, digest: str) -> None: ...
 
     def values(self, digest: str, answers: Sequence[Answers]) -> list[float]:
-        """The metric's value for each sample of the task `digest`; all are finite. Raises MetricFailed."""
+        """The values of a task's metric for samples; all are finite.
+
+        `digest` names the task. Raises MetricFailed if the metric fails.
+        """
         ...
 
 
 class LocalMetrics:
-    """Computes the metric's values of samples in this process, in whose main thread it must be called."""
+    """Computes the values of tasks' metrics in this process.
+
+    It must be called in the main thread, because metrics may set timers.
+    """
 
     def __init__(self) -> None:
         self._tasks: dict[str, tuple[BuiltTask, Documents]] = {}
@@ -66,7 +72,7 @@ class LocalMetrics:
         return [self.value(digest, each) for each in answers]
 
     def value(self, digest: str, answers: Answers) -> float:
-        """The metric's value for one sample.
+        """The value of a task's metric for one sample; `digest` names the task.
 
         Raises MetricFailed for an error of the metric or of a filter, and for a result that is not a finite number.
         """

@@ -147,7 +147,10 @@ class References:
         return Reading((*request.tokens, *tokens[: request.max_tokens]), len(request.tokens), ends)
 
     def _ends(self, stops: Sequence[str]) -> tuple[int, ...]:
-        """The ids of all tokens that end a completion: end of text, and those of `stops` that are a single token."""
+        """The ids of all tokens that end a completion.
+
+        They are the end-of-text tokens, and the strings of `stops` that are a single token.
+        """
         prompts = self._evaluator.lm.prompts
         encoded = [prompts.encode(stop, special_tokens=False) for stop in stops]
         return tuple(sorted({*prompts.stop_token_ids, *(ids[0] for ids in encoded if len(ids) == 1)}))

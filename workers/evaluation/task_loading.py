@@ -36,9 +36,10 @@ DIRECTORIES = ("data_dir", "cache_dir")
 def guarded_loading(directory: Path | None, access: FileAccess | None) -> Iterator[None]:
     """Context manager that limits what lm-eval may read while it builds a task.
 
-    Relative paths of data files start at `directory`, or at the current directory if it is None. Files outside `access`
-    are refused, unless it is None (no limit). So are data sets without files, for which `datasets` would search the
-    disk. Waiting for a hub that cannot be reached is avoided. Refusals are raised as InvalidTask inside the context.
+    Files outside `access` are refused, unless `access` is None (no limit). Data sets without files are refused too,
+    because `datasets` would search the disk for them. Refusals are raised as InvalidTask inside the context. Relative
+    paths of data files start at `directory`, or at the current directory if it is None. A hub that cannot be reached is
+    not waited for.
     """
     import datasets
     from lm_eval.tasks import _yaml_loader
@@ -143,9 +144,10 @@ def _data_guard(access: FileAccess | None) -> Wrapper:
 
 
 def _local_files(path: str, options: Mapping[str, Any], *, is_format: bool) -> Iterator[Path]:
-    """The files and directories on this machine that `datasets.load_dataset` would read or write for these arguments.
+    """The files and directories on this machine that a call of `datasets.load_dataset` would read or write.
 
-    Raises InvalidTask for addresses that are neither files, nor on the web or the hub.
+    `path` and `options` are the arguments of the call. Raises InvalidTask for addresses that are neither files, nor on
+    the web or the hub.
     """
     for key in DIRECTORIES:
         if directory := options.get(key):

@@ -59,8 +59,8 @@ def export(
     mergekit_config.yml. A merge with alignments also has their tensors and the file of the model class that computes
     them, which transformers loads with trust_remote_code.
 
-    The tensors are bit for bit those of `merged_tensors` for `dtype`; the tokenizer is that of the bank's family.
-    `scores` maps an objective to its held-out value. `study` names the study in the model card. `chat_template`
+    The tensors are bit for bit those of `merged_tensors` for `dtype`; the tokenizer is that of the source models'
+    family. `scores` maps an objective to its held-out value. `study` names the study in the model card. `chat_template`
     replaces the tokenizer's. `progress` is called for every tensor. An existing export of the same recipe, dtype and
     template is left unchanged. Complete shards of an export that was killed or interrupted are checked and kept.
 

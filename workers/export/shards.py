@@ -88,8 +88,8 @@ def write_shards(
 ) -> None:
     """Write the tensors of a merge to safetensors files, except files that are complete, and then the index.
 
-    The tensors in `added` come after those of the merge. A file counts as complete if it has the checksum that the
-    state file has for it, which is written once the file is on disk.
+    The tensors in `added` come after those of the merge. A file is complete if it has the checksum that the state file
+    records for it. The checksum is recorded once the file is on disk.
     """
     state = directory.parent / STATE
     checksums = _complete_shards(shards, directory, state)
@@ -122,7 +122,7 @@ def write_shards(
 
 
 def _complete_shards(shards: Sequence[Shard], directory: Path, state: Path) -> dict[str, str]:
-    """Checksums of the files that an earlier, killed export finished and that have not changed since."""
+    """Checksums, by file name, of the files that an earlier, killed export finished and that have not changed since."""
     try:
         checksums = dict(json.loads(state.read_text()))
     except (OSError, ValueError, TypeError):

@@ -60,7 +60,7 @@ def mergekit_config(
     if any(layer.scale != 1 or layer.alignment is not None for layer in recipe.layers):
         raise Inexpressible("layers are scaled or aligned")
     if any(merge.base is not None for merge in merges):
-        raise Inexpressible("task vectors are of several bases, or of another layer than the base's")
+        raise Inexpressible("task vectors are relative to several bases, or to another layer of the base")
     methods = {merge.method for merge in merges}
     if (path := _path_slices(recipe)) is not None:
         method, slices = "passthrough", path

@@ -91,7 +91,10 @@ class _Builder:
         self._names = {"lm_head.weight"} if layout.is_tied else set[str]()
 
     def parts(self) -> Parts:
-        """The recipe's layers, embedding and head, and the merges of single tensors that differ from the rest."""
+        """The recipe's layers, embedding and head, and its merges of single tensors.
+
+        Single tensors are those whose merge differs from that of their component.
+        """
         slices = [self._with_all_inputs(slice_) for slice_ in self._configuration.slices]
         if self.problems:
             return (), _placeholder(), _placeholder(), {}
@@ -148,7 +151,7 @@ class _Builder:
                 given = ", ".join(condition.text for condition in source.settings[name])
                 self.warnings.append(
                     f"{source.place}.parameters.{name}: {given} has no effect: {base} is the base, and {name} "
-                    "is read of the models that are merged into it"
+                    "is read only for the models that are merged into it"
                 )
 
     def _range(self, source: ModelInput) -> tuple[int, int]:

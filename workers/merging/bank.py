@@ -111,7 +111,7 @@ class Bank:
 
     @property
     def family(self) -> Family:
-        """Description of the models that the bank holds."""
+        """Description of the models whose weights the bank holds."""
         return self.sources.family
 
     @property
@@ -132,9 +132,10 @@ class Bank:
         return self._checkpoints[alias]
 
     def views(self, models: Mapping[str, str]) -> dict[str, Checkpoint]:
-        """The models of a recipe that the bank holds, in the family's vocabulary, by the recipe's aliases.
+        """The models of a recipe that the bank has, by the recipe's aliases.
 
-        `models` maps the recipe's aliases to fingerprints.
+        `models` maps the recipe's aliases to content fingerprints. The rows of embeddings and output heads are in the
+        order of the family's vocabulary.
         """
         return {name: self._checkpoints[held] for name, print_ in models.items() if (held := self.alias(print_))}
 
@@ -143,7 +144,10 @@ class Bank:
         return self.base.layout
 
     def alias(self, fingerprint: str) -> str | None:
-        """The bank's alias for the model with this fingerprint; None if the bank does not hold the model."""
+        """The bank's alias for the model with the content fingerprint `fingerprint`.
+
+        Returns None if the bank does not hold the model.
+        """
         return self._aliases.get(fingerprint)
 
     def get(self, alias: str, name: str) -> torch.Tensor:
@@ -199,10 +203,10 @@ class Bank:
         return self._recent.value(("importance", first, second), made, lambda known: known.rows.nbytes)
 
     def variances(self, sources: Sequence[Key], base: Key) -> Ranked | None:
-        """The variances of elements between task vectors, for finding thresholds of ranks; None for empty tensors.
+        """The variances of elements between task vectors, in an object that gives the n-th largest.
 
-        They are a table, which is cached while it is recently used. With `keeps_statistics=False` there is no table,
-        and each rank is selected when needed.
+        It is a table, which is cached while it is recently used. With `keeps_statistics=False` there is no table, and
+        the n-th largest is selected when needed. Returns None for empty tensors.
         """
 
         def made() -> MagnitudeTable:
@@ -217,10 +221,10 @@ class Bank:
         return self._recent.value(("variances", *sources, base), made, lambda table: table.num_bytes)
 
     def magnitudes(self, sources: Sequence[Key], base: Key) -> tuple[Ranked | None, ...]:
-        """The magnitudes |source - base| of each source, for finding thresholds of ranks; None for empty tensors.
+        """The magnitudes |source - base| of each source, in objects that give the n-th largest.
 
-        They are tables, each computed once and then cached. With `keeps_statistics=False` there are no tables, and each
-        rank is selected when needed.
+        They are tables, each computed once and then cached. With `keeps_statistics=False` there are no tables, and the
+        n-th largest is selected when needed. The result is None for empty tensors.
         """
         if 0 in self._source(*base).shape:
             return (None,) * len(sources)
@@ -297,7 +301,7 @@ class Bank:
         return tuple(known)
 
     def keep_ranks(self) -> None:
-        """Cache the ranks that `ranks` computes from now on, in host memory.
+        """Cache the ranks of magnitudes (`Bank.ranks`) from now on, in host memory.
 
         They take two bytes for each element of a source, or four in rows longer than 65536.
         """

@@ -64,7 +64,7 @@ def threshold(probability: float) -> int:
 
 
 def hashes(key: int, index: torch.Tensor) -> torch.Tensor:
-    """Hashes in [0, 2^32) of elements with the indices `index`, by a key; both are int64.
+    """Hashes (int64) in [0, 2^32) of elements, from a key and the elements' indices (int64).
 
     No two elements below index 2^32 have the same hash.
     """

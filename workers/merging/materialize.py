@@ -62,7 +62,8 @@ def merged_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Compute a recipe's merged model tensor by tensor: embedding, layers in order, head.
 
-    A tied output head is left out. With `names`, only the tensors of these names are computed.
+    `bank` has the source weights. A tied output head is left out. With `names`, only the tensors of these names are
+    computed.
 
     Each tensor is computed in float32 and rounded once, to `dtype`. Equal digests give equal bits. A tensor may share
     memory with the bank and must not be written to. `into` may provide the memory for a tensor of a name and shape:
@@ -101,7 +102,7 @@ def merge_into(recipe: Recipe | TensorPlan, bank: Bank, destinations: Mapping[st
     """Compute the merged tensors named in `destinations`, and write them to the memory given there.
 
     This is the fastest way to merge, because several tensors are computed at a time. The memory is contiguous, of one
-    dtype, on the bank's device. Raises as `plan_tensors` does.
+    dtype, and on the same device as the source weights (`bank`). Raises as `plan_tensors` does.
     """
     plan = plan_tensors(recipe, bank)
     together = []
@@ -151,7 +152,7 @@ def operands_of(tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> Operands:
 
 @dataclass(frozen=True)
 class _Computation:
-    """A merged tensor to compute, with the names of its operands in the bank and the statistics of its sources."""
+    """A merged tensor to compute, with the names of the source tensors that it is made of, and their statistics."""
 
     tensor: MergedTensor
     sources: tuple[Key, ...]
@@ -168,7 +169,7 @@ class _Computation:
 
     @classmethod
     def of(cls, tensor: MergedTensor, plan: TensorPlan, bank: Bank, *, compiles: bool = True) -> Self:
-        """Look up in the bank what the computation of a planned tensor needs.
+        """Prepare the computation of a planned tensor: look up its source tensors and their statistics in the bank.
 
         With `compiles=False` no statistics are taken from the bank: the plain method computes them.
         """

@@ -103,9 +103,10 @@ class TieOrder:
         return Threshold(threshold.magnitude, 0) if self.keeps_equal else threshold
 
     def above(self, threshold: Threshold) -> Threshold:
-        """The lowest threshold that the elements at `threshold` do not reach.
+        """The threshold just above `threshold`: the lowest one that elements at `threshold` do not reach.
 
-        If elements of equal magnitude have the same rank (`keeps_equal`), none of these reach it either.
+        With `keeps_equal`, elements of equal magnitude have the same rank, and the result has the next larger
+        magnitude.
         """
         if self.keeps_equal or threshold.mark == LARGEST_MARK:
             return Threshold(float(np.nextafter(np.float32(threshold.magnitude), np.float32(np.inf))), 0)
@@ -116,9 +117,10 @@ class TieOrder:
 class Trim:
     """The bounds `low` and `high` between which the exact threshold of a rank is.
 
-    If the bounds are equal, they are the threshold. Otherwise it is at an element strictly between them; fewer than
-    `SPACING` elements are there, of which `num_smaller` precede it in ascending order. `is_tied` is true if more than
-    `MOST_LEFT` elements may have magnitudes from that of `low` to that of `high`.
+    The threshold of rank n is the position of the n-th largest element. If the bounds are equal, they are the
+    threshold. Otherwise it is at an element strictly between them; fewer than `SPACING` elements are there, of which
+    `num_smaller` precede it in ascending order. `is_tied` is true if more than `MOST_LEFT` elements may have magnitudes
+    from that of `low` to that of `high`.
     """
 
     low: Threshold
@@ -152,7 +154,7 @@ NOTHING = Trim.at(Threshold(float("inf"), LARGEST_MARK))
 
 
 class Ranked(Protocol):
-    """Interface for finding the threshold of any rank of a tensor's magnitudes, from a table or by selection."""
+    """Interface of objects that give the n-th largest magnitude of a tensor, from a table or by selection."""
 
     @property
     def num_not_zero(self) -> int: ...
@@ -171,10 +173,10 @@ class Ranked(Protocol):
 
 @dataclass(frozen=True)
 class Selection:
-    """The magnitudes of a tensor, whose thresholds are found by selection, without a table.
+    """The magnitudes of a tensor, of which the n-th largest is found by selection, without a table.
 
-    `select` takes a number of elements, and returns the threshold of the element that so many precede in ascending
-    order, and how many elements have its magnitude. `num_zeros` counts the elements that are zero.
+    `select(n)` returns the threshold of the element that comes after n others in ascending order, and the number of
+    elements that have its magnitude. `num_zeros` counts the elements that are zero.
     """
 
     num_elements: int
@@ -196,7 +198,7 @@ class Selection:
 
 
 class MagnitudeTable:
-    """Table of a tensor's magnitudes that narrows the threshold of any rank to a few elements.
+    """Table of a tensor's magnitudes that narrows the n-th largest to a few elements.
 
     It has every 128th element of the tensor in ascending order, and the last: `magnitudes`, and the tie-breaking
     `marks`. The tensor has `num_elements` elements, of which `num_zeros` are zero.

@@ -31,10 +31,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """A recipe that was checked against the models of a bank, with the list of all tensors to compute, in order.
+    """A recipe that was checked against the source models, with the list of all tensors to compute, in order.
 
-    Functions that take a recipe also take its plan for the same bank, so that a swap of several steps plans once.
-    `aliases` maps the recipe's aliases to those of the bank.
+    Functions that take a recipe also take its plan for the same bank of source weights, so that a swap of several steps
+    plans once. `aliases` maps the recipe's aliases to those of the bank.
     """
 
     recipe: Recipe
@@ -62,7 +62,7 @@ def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]
 
 
 def check_recipe(recipe: Recipe, bank: Bank) -> None:
-    """Check that a recipe can be merged from the models of a bank.
+    """Check that a recipe can be merged from the source models in `bank`.
 
     Raises InvalidRecipe, InvalidModel or EvidenceMismatch if not.
     """
@@ -70,10 +70,10 @@ def check_recipe(recipe: Recipe, bank: Bank) -> None:
 
 
 def plan_tensors(recipe: Recipe | TensorPlan, bank: Bank) -> TensorPlan:
-    """Check a recipe against the models of a bank, and list the tensors to compute; a plan is returned as it is.
+    """Check a recipe against the source models in `bank`, and list the tensors to compute.
 
-    Raises InvalidRecipe, InvalidModel, and EvidenceMismatch if files of the sources have changed since they were
-    opened.
+    A plan is returned as it is. Raises InvalidRecipe, InvalidModel, and EvidenceMismatch if files of the sources have
+    changed since they were opened.
     """
     return recipe if isinstance(recipe, TensorPlan) else _plan(recipe, recipe.canonical(), bank)
 

@@ -61,14 +61,14 @@ class Recent:
 
 
 def recent_bytes(sources: ResolvedFamily) -> int:
-    """Bytes of host memory in which a bank may cache statistics of several sources."""
+    """Bytes of host memory in which statistics of several sources of a family may be cached."""
     base = sources.base.tensors.values()
     stored = sum(math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor in base)
     return int(RECENT_SHARE * stored * len(sources.checkpoints))
 
 
 def statistics_bytes(sources: ResolvedFamily) -> int:
-    """Bytes of host memory that all statistics of a bank may take, except ranks.
+    """Bytes of host memory that all statistics of a family's sources may take, except ranks.
 
     They are the statistics of each expert, which are always kept, and `recent_bytes` for those of several sources.
     """

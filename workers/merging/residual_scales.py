@@ -72,5 +72,8 @@ def branch_factors(layers: Sequence[LayerRecipe], *, model_type: str) -> tuple[f
 
 
 def ends_a_branch(suffix: str) -> bool:
-    """Whether the tensor with this name within its layer is the last weight or bias of a branch (attention, MLP)."""
+    """Whether a tensor is the last weight or bias of a branch (attention, MLP) of its layer.
+
+    `suffix` is the tensor's name within the layer.
+    """
     return BRANCH_END.match(suffix) is not None

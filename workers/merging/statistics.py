@@ -69,9 +69,9 @@ def magnitude_table(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -
 
 
 def magnitude_selection(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> Ranked:
-    """The magnitudes |source - base|, in float32, as an object that finds the threshold of any rank.
+    """The magnitudes |source - base|, in float32, in an object that gives the n-th largest.
 
-    Ranks are selected without a table where that is possible. The tensors have at least one element.
+    It is selected without a table where that is possible. The tensors have at least one element.
     """
     if source.is_cuda or source.numel() >= 2**32:
         return magnitude_table(source, base, order)
@@ -81,9 +81,9 @@ def magnitude_selection(source: torch.Tensor, base: torch.Tensor, order: TieOrde
 
 
 def variance_selection(sources: Sequence[torch.Tensor], base: torch.Tensor, order: TieOrder) -> Ranked:
-    """The variances of elements between task vectors, as an object that finds the threshold of any rank.
+    """The variances of elements between task vectors, in an object that gives the n-th largest.
 
-    Ranks are selected without a table where that is possible. The tensors have at least one element.
+    It is selected without a table where that is possible. The tensors have at least one element.
     """
     if base.is_cuda or base.numel() >= 2**32:
         return variance_table(sources, base, order)

@@ -36,7 +36,7 @@ BY_CONFIG = "(by config.json, or transformers' default where it is silent)"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk, whose configuration and safetensors headers were read.
+    """A checkpoint on disk, with its configuration and safetensors headers read.
 
     If it is an adapter, `base` is the model that it changes, and its tensors are those of the base after the change.
     `files` are the checkpoint's own safetensors files, in order of name. What `read` returns must not be written to;
@@ -66,7 +66,7 @@ class Checkpoint:
         return self.directory if has_own or self.base is None else self.base.directory
 
     def tensor(self, name: str) -> SourceTensor | None:
-        """The tensor, or the stack of a layer's experts (`Layout.stacks`), with this name; None if there is neither."""
+        """The tensor, or the stack of a layer's experts (`Layout.stacks`), called `name`; None if there is neither."""
         stack = None if name in self.tensors else self.layout.stacks.get(name)
         if stack is None:
             return self.tensors.get(name)
@@ -94,7 +94,7 @@ class Checkpoint:
     def is_here(self) -> bool:
         """Whether the weights of the checkpoint, and for an adapter of its base, are on this machine.
 
-        They are not if the directory is a metadata-only snapshot of a hub model.
+        Of a hub model, only configuration and headers may have been downloaded.
         """
         return not is_metadata_only(self.directory) and (self.base is None or self.base.is_here)
 

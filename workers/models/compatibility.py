@@ -107,7 +107,7 @@ def differences(base: Checkpoint, expert: Checkpoint, *, any_depth: bool = False
 def _structure(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a configuration that must be equal for two models to be merged.
 
-    They include the rotary embeddings, because merges run with those of the base.
+    They include the settings of the rotary embeddings, because merges run with those of the base.
     """
     rope = settings.get("rope_parameters") or settings.get("rope_scaling")
     rope = rope if isinstance(rope, Mapping) else {}

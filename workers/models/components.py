@@ -83,8 +83,8 @@ class Layout:
     def stacks(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
         """The stacks of experts in all layers, by the name that transformers has for each.
 
-        A stack joins a matrix of all experts of a layer. Its value has, for each expert, the names of the stored
-        tensors that are joined.
+        A stack joins a matrix of all experts of a layer. It is given as a tuple that has, for each expert, the names of
+        the stored tensors that are joined.
         """
         mixtures: dict[str, dict[int, set[str]]] = {}
         for name in self.places:
@@ -197,9 +197,9 @@ def some_of(names: Iterable[str]) -> str:
 
 
 def _component(suffix: str) -> Component | None:
-    """The component of a tensor, from the innermost of its modules whose name tells.
+    """The component of a tensor, by the names of the modules that contain it.
 
-    For example, `norm_attn_norm.attn.Wqkv.weight` is attention.
+    The innermost module whose name tells a component decides: `norm_attn_norm.attn.Wqkv.weight` is attention.
     """
     modules = suffix.split(".")[:-1]
     return next((kind for module in reversed(modules) for kind, name in COMPONENT_OF if name.search(module)), None)

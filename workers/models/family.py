@@ -367,7 +367,7 @@ def resolve_family(
 
     The models are given as directories or hub ids. They must have the same structure, and their embeddings must be
     alignable to the vocabulary `tokenizer` with the details in `vocabulary`, as in a recipe. Only configurations,
-    headers and tokenizers are read; for hub models whose weights are not on this machine, metadata-only snapshots.
+    headers and tokenizers are read, and of hub models downloaded; weights are not.
 
     `adapted` has, for adapters of other models than the base, that model, by the adapter's alias. With `any_depth` the
     models may have different numbers of layers, and recipes must name layers that exist. `names` has what messages call

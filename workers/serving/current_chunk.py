@@ -45,7 +45,7 @@ def chunk_id(request: ScoreRequest) -> str:
 
 
 def note_chunk(current: CurrentChunk) -> None:
-    """Note the replica's current chunk, with the Ray node, in Ray's key-value store.
+    """Note the chunk of samples that a replica begins, with the Ray node, in Ray's key-value store.
 
     This is called in the replica. Nothing is noted without Ray, or while Ray's head node does not answer.
     """

@@ -150,9 +150,9 @@ def _scaling(replicas: int, options: EngineOptions, keep_idle_s: float | None) -
 def _deploying(deadline: float) -> Iterator[None]:
     """Context manager that holds a lock, across the Ray cluster, while a process deploys replicas.
 
-    Without it, one of two processes that start Serve at once fails, and deploying an application a second time restarts
-    its replicas. The lock is the name of a Ray actor. Ray frees the name when the process that holds it ends, however
-    it ends.
+    Without the lock, one of two processes that start Serve at once fails, and deploying an application a second time
+    restarts its replicas. The lock is the name of a Ray actor. Ray frees the name when the process that holds it ends,
+    however it ends.
     """
     import ray
 

@@ -202,7 +202,7 @@ class ScoringReplica:
     # -- in the engine's thread ------------------------------------------------------------------------------------
 
     def _run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a function in the engine's thread, and turn its errors into those that callers expect.
+        """Run a function in the engine's thread, and turn its errors into errors of this package.
 
         Only an error of the engine ends the replica.
         """
@@ -260,8 +260,8 @@ class ScoringReplica:
     def _try_the_base(self, request: ScoreRequest) -> None:
         """Score one sample of the base model, to find out whether the engine works at all.
 
-        If the engine crashes on the chunk after this, the chunk is the cause. Raises EngineUnavailable if it crashes
-        now.
+        If it does, and the engine then crashes on the request, the request is the cause. Raises EngineUnavailable if
+        the engine crashes on the base model.
         """
         recipe = _base_alone(request.recipe)
         if recipe.digest == request.recipe.digest:

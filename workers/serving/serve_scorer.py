@@ -172,7 +172,7 @@ class ServeScorer:
 
 
 def _raise_if_scoring(request: ScoreRequest, error: RayActorError) -> None:
-    """Raise EngineCrashed if the replica that died was scoring the chunk of this request."""
+    """Raise EngineCrashed if the replica that died was scoring this request; return if the request only waited."""
     current = current_chunk(error.actor_id)
     if current is None or current.chunk != chunk_id(request):
         return

@@ -49,9 +49,10 @@ def sample_losses(model: TrainableModel, targets: Sequence[Target]) -> torch.Ten
 
 @dataclass(frozen=True)
 class _ScoredPositions:
-    """The positions whose log-probabilities count, in logits [rows, num_columns, vocabulary] with flattened positions.
+    """The positions in a batch of texts at which a token's log-probability counts for the loss.
 
-    `index` are the positions, `row` their rows, and `accepted` the tokens that count as right at each.
+    For logits [rows, num_columns, vocabulary], `index` has these positions in the flattened rows and columns, and `row`
+    the row of each. `accepted` has the tokens that count as right at each position.
     """
 
     num_columns: int

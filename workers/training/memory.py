@@ -21,7 +21,7 @@ def keep_freed_memory() -> bool:
     A training step that frees each gradient when it was used leaves nothing at the end of the heap. Therefore glibc
     returns the memory of the step's activations to the system, and the next step faults in every page again. This takes
     about a tenth of a step of a model with 1M parameters. Allocations larger than 32 MB are always returned. Nothing
-    changes if the environment already sets this, or without glibc.
+    changes without glibc, or if environment variables already set these limits of glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(variable in os.environ for variable in VARIABLES):

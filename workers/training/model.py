@@ -45,11 +45,11 @@ Leaves = Sequence[tuple[torch.nn.Parameter, Mapping[str, ParameterPart]]]
 class TrainableModel:
     """A transformers model that merges are written into, with gradients of its parameters.
 
-    It is a model of the bank's family, in `dtype` on `device`, with one copy of its weights. `memory` has the merged
-    tensors by name. `leaves` has the parameters, each with the merged tensors that it contains. A tied output head is a
-    parameter of its own over the embedding's memory, so that the gradients of both appear, and can be freed, one after
-    the other. With `recomputes` activations within layers are computed again in the backward pass. Raises InvalidModel
-    for a model whose tensors transformers holds in another form.
+    It has the architecture of the family in `bank`, in `dtype` on `device`, with one copy of its weights. `memory` has
+    the merged tensors by name. `leaves` has the parameters, each with the merged tensors that it contains. A tied
+    output head is a parameter of its own over the embedding's memory, so that the gradients of both appear, and can be
+    freed, one after the other. With `recomputes` activations within layers are computed again in the backward pass.
+    Raises InvalidModel for a model whose tensors transformers holds in another form.
     """
 
     def __init__(self, bank: Bank, dtype: torch.dtype, *, device: torch.device, recomputes: bool = False) -> None:
@@ -74,7 +74,7 @@ class TrainableModel:
 
 
 def _loaded(bank: Bank, dtype: torch.dtype) -> Any:
-    """Load the base model from the bank's tensors.
+    """Make a transformers model of the base's tensors in `bank`.
 
     Its parameters are copies, because transformers would use the bank's memory otherwise.
     """

@@ -56,9 +56,9 @@ def stated_coefficients(tensor: MergedTensor) -> tuple[Coefficient, ...]:
 
 
 def derivatives(tensor: MergedTensor, plan: TensorPlan, bank: Bank, gradient: torch.Tensor) -> Derivatives:
-    """The derivatives of the loss by the coefficients of one merged tensor (`stated_coefficients`).
+    """The derivatives of the loss by the coefficients of one merged tensor.
 
-    `gradient` is the gradient of the loss by the merged tensor.
+    The coefficients are those of `stated_coefficients`; `gradient` is the gradient of the loss by the merged tensor.
     """
     fused = FUSED.get(tensor.merge.method)
     if fused is not None:
@@ -116,9 +116,10 @@ def _projections(gradient: torch.Tensor, tensors: Tensors, base: torch.Tensor) -
 def _through_the_function(
     operands: Operands, merge: Merge, gradient: torch.Tensor, per_model: Mapping[str, bool]
 ) -> Derivatives:
-    """The derivatives by coefficients, by automatic differentiation of the method's plain function.
+    """The derivatives of the loss by the coefficients of a merge, by automatic differentiation of its plain function.
 
-    `per_model` says for each coefficient whether it has a value for each source.
+    `gradient` is the gradient of the loss by the merged tensor. `per_model` says for each coefficient whether it has a
+    value for each source.
     """
     leaves = {
         name: [

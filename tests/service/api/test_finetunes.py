@@ -159,7 +159,7 @@ def test_check_keeps_to_allowed_directories(tmp_path: Path) -> None:
         assert "--trust-dir" in problems(allowed, data={"dataset": name})["data.dataset"]
     experts: dict[str, dict[str, Any]] = {name: {} for name in ("math", "text")}
     fleet = {**{key: value for key, value in whole.items() if key != "evaluation"}, "experts": experts, "analysis": {}}
-    with pytest.raises(InvalidStudy, match="has no evaluation, whose reference answers") as refused:
+    with pytest.raises(InvalidStudy, match="has no evaluation; losses of merges") as refused:
         accept(fleet, RequestContext(None))
     assert [problem.field for problem in refused.value.problems] == [f"experts.{name}.evaluation" for name in experts]
     data.write_text("{\n")

@@ -64,7 +64,7 @@ def test_an_analysis_is_printed_kept_and_in_the_report(
     objective = {"name": "n", "task": task, "metric": "exact_match"}
     out = ["--out", str(tmp_path / "out")]
     assert main(["finetune", str(fleet), "--analyse", *out]) == 2
-    assert "experts.math.evaluation: has no evaluation, whose reference answers" in capsys.readouterr().err
+    assert "experts.math.evaluation: has no evaluation; losses of merges" in capsys.readouterr().err
     assert not (tmp_path / "out").exists(), "told before anything is trained"
     fleet = changed(fleet, evaluation={"objectives": [objective], "samples": 1}, analysis={"samples": 2})
     write(tmp_path / "sgd.yaml", {**yaml.safe_load(fleet.read_text()), "method": {"kind": "sgd"}, "analysis": None})

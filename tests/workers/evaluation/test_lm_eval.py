@@ -128,7 +128,7 @@ def test_spans_are_one_batch(llama: str, sums: TaskSpec, choices: TaskSpec) -> N
     again = TaskEvaluator(Recorder(), Prompts(llama, OPTIONS))
     assert again.score([Span("a", sums, 0, 10)]).prompts["a"] == scored.prompts["a"]
     assert len(set(scored.prompts.values())) == 3
-    with pytest.raises(InvalidTask, match="objective a: samples 390-401 asked of a task with 400 samples"):
+    with pytest.raises(InvalidTask, match="objective a: samples 390-401 requested of a task with 400 samples"):
         evaluation.score([Span("a", sums, 390, 401)])
 
 

@@ -632,7 +632,7 @@ WARNINGS: list[tuple[Mapping[str, Any], str]] = [
     ),
     (
         {"slices.0.sources.0.parameters": {"weight": 1}},
-        "slices.0.sources.0.parameters.weight: 1 has no effect: BASE is the base, and weight is read of the models ",
+        "slices.0.sources.0.parameters.weight: 1 has no effect: BASE is the base, and weight is read only for the ",
     ),
 ]
 

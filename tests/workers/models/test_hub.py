@@ -149,7 +149,9 @@ def test_a_check_leaves_what_the_cache_has_of_a_model(hub: Hub, models: Path, mo
 
 def test_weights_of_a_stand_in_cannot_be_read(hub: Hub) -> None:
     checkpoint = open_checkpoint("owner/base")
-    with pytest.raises(InvalidModel, match=r"^owner/base@\w{40}/model.safetensors: its weights are not on this machine"):
+    with pytest.raises(
+        InvalidModel, match=r"^owner/base@\w{40}/model.safetensors: its weights are not on this machine"
+    ):
         checkpoint.read("model.norm.weight")
 
 

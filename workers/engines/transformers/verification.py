@@ -135,7 +135,10 @@ def texts_to_read(
 
 @dataclass(frozen=True)
 class _Pair:
-    """A sample as stored by the engine and as computed by transformers (`expected`), with the requests of both."""
+    """One sample in two versions: as the engine scored it (`stored`), and as transformers scores it (`expected`).
+
+    `requests` are the sample's tokenized requests.
+    """
 
     stored: SampleResult
     expected: SampleResult
@@ -234,7 +237,11 @@ class _Comparison:
         return _finite(max(choice_gaps(self.reference.model, prompt, completion)))
 
     def _gap_of_text(self, pair: _Pair) -> float:
-        """The gap between the two largest log-probabilities where transformers' text and the stored text part."""
+        """The gap between the two largest log-probabilities at the token where the two texts begin to differ.
+
+        The texts are the completion by transformers and the stored one; the log-probabilities are those of
+        transformers.
+        """
         steps = self.reference.gaps[pair.requests[0].tokens]
         gaps = (gap for text, gap in steps if not pair.stored.response.startswith(whole_characters(text)))
         return next(gaps, steps[-1][1])

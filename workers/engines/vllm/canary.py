@@ -101,7 +101,7 @@ class Calibration:
 class Canary:
     """Compares one engine with transformers from time to time, and counts the comparisons (canaries) that it passed.
 
-    The reason is kept if the last canary was skipped.
+    If the last comparison was skipped, the reason is kept.
     """
 
     def __init__(
@@ -115,12 +115,15 @@ class Canary:
         self._dtype = dtype
         self._prompts = canary_prompts(vocabulary=vocabulary, max_length=max_length)
         self._calibration: Calibration | None = None
-        self._passed_at = 0  # the number of swaps then
+        self._passed_at = 0  # the number of swaps when a canary last passed
         self._skipped = ""
 
     @property
     def report(self) -> CanaryReport:
-        """The number of canaries that the engine passed so far, and the reason if the last one was skipped."""
+        """The number of canaries (comparisons with transformers) that the engine passed so far.
+
+        It also has the reason if the last one was skipped.
+        """
         return CanaryReport(self._replica, self.num_passed, self._skipped)
 
     def is_due(self, swap_count: int) -> bool:

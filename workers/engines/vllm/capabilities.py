@@ -34,7 +34,7 @@ def main(questions: Path, answers: Path) -> None:
 
 
 def describe(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
-    """How vLLM would run the model with this configuration.
+    """How vLLM would run a model with the configuration `config`.
 
     The result has `asked`, the architecture in the configuration. If vLLM refuses the model it also has `error` and
     `knows`, whether vLLM knows the architecture. Otherwise it has the class that it `runs_as`, its `runner` ("generate"

@@ -202,7 +202,7 @@ class Engine:
     def fault(self, reason: str) -> EngineFault:
         """Make the engine refuse all further calls, and return the error to raise.
 
-        It is called when the engine's evidence is wrong, with the reason.
+        `reason` is what is wrong with the engine's evidence.
         """
         self._fault = EngineFault(f"engine {self.name}: {reason}", self.name, self.canary.num_passed)
         log.error("%s; this engine is not used again", self._fault)
@@ -257,7 +257,7 @@ class Engine:
             self._state = state
             self._held = recipe
             started = time.perf_counter()
-            # vLLM never resets it, and blocks of earlier weights give wrong scores.
+            # vLLM never resets the prefix cache itself, and blocks computed with earlier weights give wrong scores.
             if not self._llm.reset_prefix_cache():
                 raise EvidenceMismatch("vLLM did not reset its prefix cache after a swap: blocks are still in use")
             timings["materialise_s"] = float(self._state["materialise_s"])
@@ -292,7 +292,7 @@ class Engine:
         return report
 
     def check_against_transformers(self, recipe: Recipe) -> float | None:
-        """Compare the engine with transformers on the merge of `recipe`, whatever recipe the engine should hold.
+        """Compare the engine with transformers on the merge of `recipe`, whatever recipe the engine reports to hold.
 
         Returns what `canary.Canary.compare` returns: the typical difference of log-probabilities, or None if skipped.
         """

@@ -124,7 +124,7 @@ class HeldWeights:
             stale = _repack(self._packed, rewritten.values(), self._comparable)
             repack_s = time.perf_counter() - packing
             if stale:
-                raise NotPacked(f"the packed weights of {', '.join(stale)} are not the merge")
+                raise NotPacked(f"the packed weights of {', '.join(stale)} differ from the merge")
             for module in self._derived:
                 _derive_of(module)(self.dtype)
             sums |= {name: word_sum(parameter) for name, parameter in rewritten.items()}

@@ -31,7 +31,10 @@ class Destination:
         return first < end and begin < last
 
     def is_in(self, parameters: Mapping[str, torch.Tensor]) -> bool:
-        """Whether this memory still belongs to the parameter, to which vLLM may have given other memory."""
+        """Whether the destination's memory still belongs to its parameter.
+
+        vLLM may have given the parameter other memory.
+        """
         return _storage(parameters[self.parameter]) == _storage(self.memory)
 
 

@@ -67,7 +67,7 @@ class MemoryRequirements:
     statistics: int = 0
 
     def engine(self, num_texts: int) -> int:
-        """Bytes on each GPU for an engine that serves `num_texts` texts at once, without the bank."""
+        """Bytes on each GPU for an engine that serves `num_texts` texts at once, without the source weights."""
         num_tokens = max(self.max_length, num_texts * min(TEXT_TOKENS, self.max_length))
         return self.weights + ACTIVATION_BYTES + num_tokens * self.kv_token
 

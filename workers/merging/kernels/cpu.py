@@ -31,8 +31,8 @@ U64 = np.uint64
 def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: torch.Tensor) -> None:
     """Merge tensors on CPU by a rule, and write the result to `out`.
 
-    All tensors are contiguous and have fewer than 2^32 elements. Elements that the rule's bounds leave undecided are
-    collected and merged again with exact thresholds.
+    All tensors are contiguous and have fewer than 2^32 elements. Where the rule knows only bounds of a threshold, the
+    elements between the bounds are collected, and merged again once they have given the exact threshold.
     """
     xs, merged = as_arrays(tensors), as_array(out)
     if isinstance(rule, rules.Important):
@@ -52,9 +52,10 @@ def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: to
 
 @compiled
 def _merge(rule: Any, base: Any, xs: Any, out: Any, found: Any, start: int, stop: int) -> int:
-    """Merge the elements from `start` to `stop`.
+    """Merge the elements from `start` to `stop` by a rule, and write them to `out`.
 
-    The positions of undecided elements are written to `found`; their number is returned.
+    Elements between the bounds of a threshold cannot be decided yet: their positions are written to `found`, and their
+    number is returned.
     """
     num_found, block = 0, np.empty(BLOCK, out.dtype)
     for begin in range(U64(start), U64(stop), U64(BLOCK)):

@@ -65,8 +65,8 @@ def _ties_of(
 ) -> None:
     """Merge by TIES in two passes on a CUDA device.
 
-    The first pass collects the elements that the bounds of thresholds leave undecided. The second merges these again
-    with the exact thresholds.
+    The first pass collects the elements between the bounds of a threshold, which are not decided yet. These give the
+    exact thresholds, with which the second pass merges them again.
     """
     lambdas, thresholds = _floats([lambda_], out), _thresholds(sparse, out)
     found = torch.full((len(xs) * SPACING,), -1, dtype=torch.int64, device=out.device)
@@ -156,10 +156,11 @@ def _ties(  # type: ignore[no-untyped-def]
     base, xs, lows, low_marks, highs, high_marks, factors, lambdas, out, found, count, most, size,
     AT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel that merges elements by TIES, and writes the positions of undecided ones to `found`.
+    """Triton kernel that merges elements by TIES.
 
-    `found` has room for `most` positions. With `AT`, only the elements at those positions in `found` that are not
-    negative are merged.
+    The positions of elements between the bounds of a threshold, which are not decided yet, are written to `found`,
+    which has room for `most` of them. With `AT`, only the elements at those positions in `found` that are not negative
+    are merged.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size
@@ -261,7 +262,10 @@ def _floats(numbers: Sequence[float], like: torch.Tensor) -> torch.Tensor:
 
 
 def _thresholds(sparse: rules.Trimmed, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The bounds of each source's threshold as tensors: magnitudes, tie-breaking marks, and the factors of marks."""
+    """The bounds of each source's threshold as tensors, and the factors that give the tie-breaking marks of elements.
+
+    The result is (low magnitudes, low marks, high magnitudes, high marks, factors), with a number for each source.
+    """
     low_marks, high_marks, factors = (
         torch.tensor(words, dtype=torch.int64, device=like.device)
         for words in (sparse.low_marks, sparse.high_marks, sparse.factors)

@@ -195,7 +195,7 @@ def variance_of(base: Any, xs: Any, i: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def either(first: Any, second: Any) -> Any:
-    """SOME if at least one of two flags is SOME, else NONE; the result has 32 bits.
+    """Whether at least one of two flags is set, as a 32-bit flag: SOME (1) or NONE (0).
 
     Numba's `|` gives 64 bits, and a loop with a number of 64 bits computes half as many elements at a time.
     """
@@ -273,8 +273,8 @@ def marked(i: Any, factor: Any) -> Any:
 def turned_mark(i: Any, factor: Any) -> Any:
     """The tie-breaking mark of element i with its top bit flipped, as a signed number for comparisons.
 
-    These signed numbers have the order of the unsigned marks; AVX2 compares only signed numbers. As the factor is odd,
-    the top bit can be flipped before the multiplication, once for all sources.
+    These signed numbers have the order of the unsigned marks; AVX2 compares only signed numbers. A mark is a hash times
+    an odd factor; as the factor is odd, the top bit can be flipped before the multiplication, once for all sources.
     """
     return I32(U32(U32(hashed(i, U32(0), U32(0)) ^ TOP) * factor))
 

@@ -60,7 +60,7 @@ def projections(direction: torch.Tensor, tensors: Tensors, base: torch.Tensor) -
 def kept_norms(
     sparse: rules.Whole | rules.Dropped | rules.Sampled, tensors: Tensors, base: torch.Tensor
 ) -> list[float]:
-    """The sum of the magnitudes of those elements of source - base that `sparse` keeps, for each source."""
+    """For each source, the sum of the magnitudes of those elements of source - base that the sparsification keeps."""
     fields = sparse._asdict().items()
     alone = tuple(typed(sparse._replace(**{name: (each[s],) for name, each in fields})) for s in range(len(tensors)))
     b, xs = as_array(base), as_arrays(tensors)
@@ -75,8 +75,8 @@ def variable_squares(
     """Find the exact threshold of a rank among variances, and each source's sum of squares at this threshold or above.
 
     The variance of an element is that between the task vectors; `trim` has the bounds of the threshold. Returns three
-    values: how variances are compared with the threshold, such that no element is undecided; the exact threshold; and
-    for each source the sum of squares of its task vector over the elements at the threshold or above.
+    values: a comparison that tells for every element whether its variance reaches the threshold; the exact threshold;
+    and for each source the sum of squares of its task vector over the elements at the threshold or above.
     """
     b, xs = as_array(base), as_arrays(tensors)
     sums = np.empty((len(xs), -(-b.size // SUMMED)))
@@ -98,7 +98,7 @@ def variable_squares(
 
 
 class _Spread(NamedTuple):
-    """The bounds of a threshold among variances, in the form that compiled code takes."""
+    """The lower and the upper bound of a threshold among variances, in the form that compiled code takes."""
 
     by: Any
     low: Any
@@ -184,10 +184,10 @@ def _kept_norms(alone: Any, base: Any, xs: Any, sums: Any, start: int, stop: int
 
 @compiled
 def _variable_squares(spread: Any, base: Any, xs: Any, sums: Any, found: Any, start: int, stop: int) -> int:
-    """Add the squares of elements at or above a threshold of variance, block by block, from `start` to `stop`.
+    """Add the squares of elements whose variance is at a threshold or above, block by block, from `start` to `stop`.
 
-    The sums are written to `sums`. The positions of elements that the bounds leave undecided are written to `found`;
-    their number is returned.
+    The sums are written to `sums`. The positions of elements between the bounds of the threshold, which are not decided
+    yet, are written to `found`; their number is returned.
     """
     num_found, taus, lanes = 0, np.empty((len(xs), LANES), np.float32), np.empty((len(xs), LANES))
     for begin in range(U64(start), U64(stop), U64(SUMMED)):

@@ -54,7 +54,7 @@ Doubles = tuple[np.float64, ...]
 
 
 class Whole(NamedTuple):
-    """Sparsity that keeps every element of every task vector."""
+    """Sparsification of task vectors that keeps every element."""
 
 
 class ByMark(NamedTuple):
@@ -80,12 +80,12 @@ Comparison = ByMark | ByMagnitude
 
 
 class Trimmed(NamedTuple):
-    """Sparsity that keeps the elements at a threshold or above, one threshold for each source.
+    """Sparsification that keeps the elements of each task vector at a threshold or above.
 
-    A threshold is a magnitude with a tie-breaking mark (`order_statistics.Threshold`). It is known by two bounds:
-    `lows` with `low_marks`, and `highs` with `high_marks`. If the bounds are equal, they are the threshold. Otherwise
-    it is at an element strictly between them: the one with the index `ranks` among the elements there, from 0 in
-    ascending order. `factors` determine the marks. All fields but `by` have a number for each source.
+    Each source has a threshold: a magnitude with a tie-breaking mark (`order_statistics.Threshold`). It is known by two
+    bounds: `lows` with `low_marks`, and `highs` with `high_marks`. If the bounds are equal, they are the threshold.
+    Otherwise it is at an element strictly between them: the one with the index `ranks` among the elements there, from 0
+    in ascending order. `factors` determine the marks. All fields but `by` have a number for each source.
     """
 
     by: Comparison
@@ -98,7 +98,7 @@ class Trimmed(NamedTuple):
 
 
 class Between(NamedTuple):
-    """Sparsity that keeps the elements between two thresholds, both included, for each source.
+    """Sparsification that keeps the elements of each task vector between two thresholds, both included.
 
     The fields of the lower threshold are those of `Trimmed`. The fields of the upper threshold begin with `top_`.
     """
@@ -119,10 +119,10 @@ class Between(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """Sparsity that keeps elements at random and multiplies them by `scales`, a number for each source.
+    """Sparsification that keeps elements of task vectors at random, and multiplies them by `scales`.
 
     The random masks are those of `workers.merging.masks`. `k0s` and `k1s` are the words of their keys, `bounds` their
-    thresholds minus one.
+    thresholds minus one. All fields have a number for each source.
     """
 
     k0s: Words
@@ -132,7 +132,7 @@ class Dropped(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Sparsity that keeps elements at random, with a probability that depends on the rank of their magnitude.
+    """Sparsification that keeps elements at random, with a probability that depends on the rank of their magnitude.
 
     The probability is start + |rank - origin| step, in float64, with start, origin and step for each source. The random
     masks are those of `workers.merging.masks`; `k0s` and `k1s` are the words of their keys. Elements that are kept are
@@ -191,9 +191,10 @@ class Mean(NamedTuple):
 
 
 class AgreeingSum(NamedTuple):
-    """Rule: the base plus lambda times the sum of the sparse task vectors that have the sign of the sum of all.
+    """Rule: the base plus lambda times the sum of the sparse task vectors that have the elected sign.
 
-    This is computed for each element. Where the sum of all is zero, the result is the base.
+    This is computed for each element. The elected sign is that of the sum of all sparse task vectors. Where this sum is
+    zero, the result is the base.
     """
 
     sparse: Sparsity
@@ -201,10 +202,11 @@ class AgreeingSum(NamedTuple):
 
 
 class Weighted(NamedTuple):
-    """Rule: the base plus lambda times the sum of the weighted task vectors that have the sign of the sum of all.
+    """Rule: the base plus lambda times the sum of the weighted task vectors that have the elected sign.
 
-    This is computed for each element of the sparse task vectors times their weights. A sum of zero counts as positive.
-    If `normalize` is 1, the result is divided by the sum of the weights of the task vectors that have the sign.
+    This is computed for each element of the sparse task vectors times their weights. The elected sign is that of the
+    sum of all weighted task vectors, and + where this sum is zero. If `normalize` is 1, the sum is divided by the sum
+    of the weights of the task vectors that have the sign.
     """
 
     sparse: Sparsity
@@ -214,10 +216,10 @@ class Weighted(NamedTuple):
 
 
 class WeightedMean(NamedTuple):
-    """Rule: the base plus the weighted sum of the task vectors that have the sign of the sum of all, over their number.
+    """Rule: the base plus the weighted sum of the task vectors that have the elected sign, divided by their number.
 
-    This is computed for each element of the sparse task vectors. The sum of all is unweighted, and a sum of zero counts
-    as positive.
+    This is computed for each element of the sparse task vectors. The elected sign is that of the unweighted sum of all
+    task vectors, and + where this sum is zero.
     """
 
     sparse: Sparsity
@@ -225,10 +227,11 @@ class WeightedMean(NamedTuple):
 
 
 class Interpolation(NamedTuple):
-    """Rule: the base plus lambda times the weighted mean of the task vectors that have the sign of the sum of all.
+    """Rule: the base plus lambda times the weighted mean of the task vectors that have the elected sign.
 
-    This is computed for each element of the sparse task vectors. The weights are divided by the sum of the weights of
-    the task vectors that have the sign. If only one has the sign, it is used as it is.
+    This is computed for each element of the sparse task vectors. The elected sign is that of the sum of all of them.
+    The weights are divided by the sum of the weights of the task vectors that have this sign. If only one has it, that
+    one is used as it is.
     """
 
     sparse: Sparsity
@@ -264,8 +267,8 @@ class Variable(NamedTuple):
     """Rule: the base plus a weighted mean of task vectors where their variance reaches a threshold, else the base.
 
     The mean is over the task vectors that have the sign of their sum. The threshold is a variance (`threshold`) with
-    the tie-breaking `mark`. `by` is a comparison that leaves no element undecided; `factor` determines the marks of
-    elements.
+    the tie-breaking `mark`. `by` is a comparison that tells for every element whether its variance reaches the
+    threshold; `factor` determines the marks of elements.
     """
 
     by: Comparison
@@ -276,9 +279,11 @@ class Variable(NamedTuple):
 
 
 class VariableElection(NamedTuple):
-    """Rule `Variable` with two changes, as mergekit's SCE has them.
+    """Rule: as `Variable`, but for the sum of zero and for the divisor, as in mergekit's SCE.
 
-    A sum of zero counts as positive, and the divisor of the mean is at least `least`.
+    The result is the base plus a weighted mean of task vectors where their variance reaches a threshold, else the base.
+    The mean is over the task vectors that have the sign of their sum; a sum of zero counts as positive. The divisor of
+    the mean, a sum of weights, is at least `least`.
     """
 
     by: Comparison
@@ -317,7 +322,10 @@ def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
 
 
 def bounds(trims: Iterable[Trim]) -> tuple[Numbers, Words, Numbers, Words, Words]:
-    """The bounds of each source's threshold as fields of `Trimmed`: lows, low_marks, highs, high_marks, ranks."""
+    """The bounds of each source's threshold, as the fields of `Trimmed`: lows, low_marks, highs, high_marks, ranks.
+
+    Each field has a number for each source. The lower and the upper bounds are magnitudes with tie-breaking marks.
+    """
     rows = [
         (trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller) for trim in trims
     ]

@@ -91,7 +91,7 @@ def ranks_in_rows(source: torch.Tensor, base: torch.Tensor, factor: int, ranks: 
 
 
 def selected_magnitudes(source: torch.Tensor, base: torch.Tensor, factor: int) -> Selection:
-    """The magnitudes |source - base| of two tensors on CPU, as an object that finds the threshold of any rank.
+    """The magnitudes |source - base| of two tensors on CPU, in an object that gives the n-th largest.
 
     They are ordered as in `ascending_magnitudes`.
     """
@@ -99,7 +99,7 @@ def selected_magnitudes(source: torch.Tensor, base: torch.Tensor, factor: int) -
 
 
 def selected_variances(sources: Sequence[torch.Tensor], base: torch.Tensor, factor: int) -> Selection:
-    """The variances between task vectors, as an object that finds the threshold of any rank.
+    """The variances between task vectors, in an object that gives the n-th largest.
 
     They are ordered as in `ascending_variances`.
     """
@@ -141,7 +141,10 @@ def _selected(numbers: Any, num_smaller: int) -> tuple[Threshold, int]:
 
 
 def _split(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split sorted words of 64 bits into the numbers in the upper and the tie-breaking marks in the lower halves."""
+    """Split sorted words of 64 bits into the numbers in their upper halves and the marks in their lower halves.
+
+    A mark is a number that orders elements whose numbers are equal.
+    """
     return (words >> U64(32)).astype(np.uint32).view(np.float32), words.astype(np.uint32)
 
 
@@ -182,9 +185,10 @@ def _ascending(numbers: Any) -> Iterator[np.ndarray]:
 
 
 def _groups(counts: np.ndarray, size: int) -> list[tuple[int, int]]:
-    """Divide adjacent buckets into groups of about `size` elements, each of at least one bucket: (first, stop) of each.
+    """Divide adjacent buckets into groups of about `size` elements, each of at least one bucket.
 
-    `counts` has the number of elements in each bucket.
+    A bucket has the elements whose numbers begin with the same bits; `counts` has the number of elements in each
+    bucket. Returns (first bucket, bucket after the last) for each group.
     """
     groups = (np.cumsum(counts) - 1) // size
     occupied = np.flatnonzero(counts)
@@ -245,7 +249,8 @@ def _bucket_counts(numbers: Any) -> Any:
 def _digit_counts(numbers: Any, prefix: Any, shift: Any, start: int, stop: int) -> Any:
     """Count words that begin with `prefix` by their next LOWER bits, which are the bits above `shift`.
 
-    Returns a count for each value of these bits.
+    A word of 64 bits is an element's number above its tie-breaking mark. Returns a count for each value of the LOWER
+    bits.
     """
     counts, mask = np.zeros(1 << LOWER, np.int64), U64((1 << LOWER) - 1)
     above = shift + U64(LOWER)
@@ -259,7 +264,10 @@ def _digit_counts(numbers: Any, prefix: Any, shift: Any, start: int, stop: int) 
 
 @compiled
 def _collect(numbers: Any, prefix: Any, shift: Any, words: Any, start: int, stop: int) -> Any:
-    """Write the words that have `prefix` above their last `shift` bits to `words`, and return how many there are."""
+    """Write the words that have `prefix` above their last `shift` bits to `words`, and return how many there are.
+
+    A word of 64 bits is an element's number above its tie-breaking mark.
+    """
     count = U64(0)
     for i in range(U64(start), U64(stop)):
         if _has_prefix(numbers, i, prefix, shift):
@@ -277,8 +285,8 @@ def _word(numbers: Any, i: Any) -> Any:
 def _has_prefix(numbers: Any, i: Any, prefix: Any, shift: Any) -> Any:
     """Whether the word of element i has `prefix` above its last `shift` bits, which are at most 48.
 
-    For most words the answer is no and follows from the number alone, so that the element's tie-breaking mark is not
-    computed.
+    A word of 64 bits is an element's number above its tie-breaking mark. For most words the answer is no and follows
+    from the number alone, so that the mark is not computed.
     """
     if shift >= U64(32):
         return U64(_bits(numbers, i)) >> (shift - U64(32)) == prefix
@@ -297,9 +305,11 @@ def _zeros(numbers: Any, start: int, stop: int) -> int:
 
 @compiled
 def _partition(numbers: Any, first: int, range_of: Any, starts: Any, words: Any) -> Any:
-    """Write the words of all numbers in some adjacent buckets to `words`, ordered by range of buckets.
+    """Write the elements of some adjacent buckets to `words`, grouped by ranges of buckets.
 
-    The buckets begin with `first`; `range_of` has the range of each. `starts` has the place of each range in `words`.
+    A bucket has the elements whose numbers begin with the same bits; the buckets are those from `first` on. An element
+    is written as a word of 64 bits: its number above its tie-breaking mark. `range_of` has the range that each bucket
+    belongs to, and `starts` the place of each range in `words`.
     """
     places = starts.astype(np.uint64)
     for i in range(U64(0), U64(numbers.like.size)):
@@ -358,9 +368,9 @@ def _ranks_in_rows(x: Any, b: Any, factor: Any, ranks: Any, width: int, start: i
 
 @compiled
 def _radix_sorted(words: Any, other: Any) -> Any:
-    """Sort words in ascending order; the result is in the memory of one of the two arrays.
+    """Sort integers of 64 bits in ascending order; the result is in the memory of one of the two arrays.
 
-    A digit that is the same in all words needs no pass.
+    The sort goes digit by digit. A digit that is the same in all integers needs no pass.
     """
     size = U64(words.size)
     mask = U64((1 << DIGIT) - 1)

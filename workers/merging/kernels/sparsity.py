@@ -21,8 +21,8 @@ HASHES = 2.0**32  # number of different hashes
 def is_at_or_above(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, low_mark: Any) -> Any:
     """Whether element i of source s, of magnitude `size`, is at a threshold or above.
 
-    `by` is the kind of comparison; with `ByMagnitude`, undecided elements count as below. Callable only in compiled
-    code.
+    `by` is the kind of comparison; with `ByMagnitude`, elements that it cannot decide count as below. Callable only in
+    compiled code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -59,7 +59,7 @@ def _passes_threshold(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any,
 
 
 def kept(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
-    """The value that a sparsity gives to `tau`, element i of the task vector of source s: 0 if it is dropped.
+    """The value that a sparsification gives to `tau`, element i of the task vector of source s: 0 if it is dropped.
 
     Callable only in compiled code.
     """

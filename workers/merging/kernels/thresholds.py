@@ -24,9 +24,9 @@ U32, U64 = np.uint32, np.uint64
 
 
 def undecided(rule: Any, base: Any, xs: Any, i: Any) -> Any:
-    """SOME if element i is between the bounds of a threshold of `rule`, else NONE.
+    """SOME (1) if element i is between the bounds of a threshold of `rule`, else NONE (0).
 
-    Such an element can be decided only when the exact threshold is known. Callable only in compiled code.
+    Whether such an element is kept depends on the exact threshold. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -87,7 +87,7 @@ UNDECIDED: dict[type, Callable[..., Any]] = {rules.Trimmed: _undecided_trim, rul
 
 
 def most_undecided(rule: Any) -> int:
-    """The largest number of a tensor's elements that a rule can leave undecided.
+    """The largest number of a tensor's elements that can be between the bounds of a rule's thresholds.
 
     It is `MOST_LEFT` for each threshold of the rule.
     """
@@ -98,9 +98,9 @@ def most_undecided(rule: Any) -> int:
 
 
 def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray) -> Any:
-    """A copy of the rule with exact thresholds.
+    """A copy of the rule with exact thresholds in place of bounds.
 
-    The thresholds are found among all elements that the rule leaves undecided; `positions` has their indices.
+    The thresholds are found among all elements between the bounds; `positions` has the indices of these.
     """
     sparse = rule.sparse
     sizes = [_magnitudes_at(base, x, positions) for x in xs]

@@ -45,7 +45,7 @@ def weighted_sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> t
 
 
 def total(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> float:
-    """The sum of `function` over the elements of tensors, in float64.
+    """The sum of an elementwise function over the elements of tensors, in float64.
 
     `function` receives chunks of the tensors, converted to float64.
     """
@@ -83,7 +83,7 @@ def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = 
 
 
 def cosine_of(products: Products, first: int, second: int) -> float:
-    """The cosine between two tensors, from the inner products of all pairs of tensors.
+    """The cosine between two tensors, looked up in the inner products of all pairs of tensors.
 
     `first` and `second` are the indices of the two tensors.
     """

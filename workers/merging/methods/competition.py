@@ -292,7 +292,7 @@ def variance(tensors: Sequence[torch.Tensor], base: torch.Tensor) -> torch.Tenso
 def _most_variable(taus: Sequence[torch.Tensor], share: float, order: TieOrder, known: Ranked | None) -> torch.Tensor:
     """Mask (bool) of the elements with the largest variances between task vectors.
 
-    `share` is the share of those elements whose variance is not zero.
+    `share` is their share of the elements whose variance is not zero. `known` is the table of variances, if known.
     """
     variances = _variance(taus)
     count = num_selected(share, int(torch.count_nonzero(variances)))
@@ -333,9 +333,10 @@ def _ram(
 
 
 def ramplus_factor(r: float, alpha: float, num_changed: int, num_alone: int) -> float:
-    """The factor in RAM+ for the elements that only one model changed.
+    """The factor in RAM+ for the elements that only one model changed: 1 + r min(alpha, shared / alone).
 
-    The model changed `num_changed` elements, of which `num_alone` were changed by no other model.
+    Of the `num_changed` elements that the model changed, `num_alone` were changed by no other model, and the others are
+    shared.
     """
     return 1 + r * min(alpha, (num_changed - num_alone) / num_alone) if num_alone else 1.0
 

@@ -39,7 +39,7 @@ def disjoint_majority_mean(taus: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def disjoint_sum(taus: Sequence[torch.Tensor]) -> torch.Tensor:
-    """For each element, the sum of the task vectors that have the sign of the sum of all (MergeBench)."""
+    """For each element, the sum of the task vectors that have the elected sign, that of the sum of all (MergeBench)."""
     elected = _sum(taus).sign_()
     merged = torch.zeros_like(elected)
     for tau in taus:
@@ -48,10 +48,10 @@ def disjoint_sum(taus: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def disjoint_weighted(taus: Sequence[torch.Tensor], weights: Sequence[float], *, normalize: bool) -> torch.Tensor:
-    """For each element, the weighted sum of the task vectors that have the sign of the weighted sum of all (mergekit).
+    """For each element, the weighted sum of the task vectors that have the elected sign (mergekit).
 
-    The sign is + where the weighted sum of all is zero. With `normalize`, the result is divided by the sum of the
-    weights of the task vectors that have the sign, unless this sum is zero.
+    The elected sign is that of the weighted sum of all task vectors, and + where this sum is zero. With `normalize`,
+    the result is divided by the sum of the weights of the task vectors that have the sign, unless their sum is zero.
     """
     taus = [tau.mul_(weight) for tau, weight in zip(taus, weights, strict=True)]
     is_positive = _sum(taus) >= 0
@@ -66,9 +66,9 @@ def disjoint_weighted(taus: Sequence[torch.Tensor], weights: Sequence[float], *,
 
 
 def disjoint_weighted_mean(taus: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """For each element, the weighted sum of the task vectors that have the sign of the sum of all, over their number.
+    """For each element, the weighted sum of the task vectors that have the elected sign, divided by their number.
 
-    The sum of all is unweighted; the sign is + where it is zero (PEFT).
+    The elected sign is that of the unweighted sum of all task vectors, and + where this sum is zero (PEFT).
     """
     is_positive = _sum(taus) >= 0
     merged = torch.zeros_like(taus[0])
@@ -81,10 +81,11 @@ def disjoint_weighted_mean(taus: Sequence[torch.Tensor], weights: Sequence[float
 
 
 def disjoint_interpolation(taus: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """For each element, the weighted mean of the task vectors that have the sign of the sum of all (M3, appendix H).
+    """For each element, the weighted mean of the task vectors that have the elected sign.
 
-    The weights are divided by the sum of the weights of the task vectors that have the sign. If only one has the sign,
-    it is used as it is.
+    The elected sign is that of the sum of all task vectors. The weights are divided by the sum of the weights of the
+    task vectors that have this sign. If only one has it, that one is used as it is. This is the interpolation of Mixup
+    Model Merge (M3), appendix H.
     """
     elected = _sum(taus).sign_()
     alone, mixed = torch.zeros_like(elected), torch.zeros_like(elected)

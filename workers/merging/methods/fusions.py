@@ -60,15 +60,19 @@ def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | No
 def importances_at(
     indices: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The importances at the given indices, from 0, of all importances in ascending order, selected by torch."""
+    """The importances that have the ranks `indices`, from 0, the smallest.
+
+    The importance of an element is the absolute difference of `first` and `second`, times the number of its row in
+    `rows`.
+    """
     importances = ((second.float() - first.float()).abs_() * rows).flatten()
     return [torch.kthvalue(importances, index + 1).values for index in indices]
 
 
 def importance_of(first: torch.Tensor, second: torch.Tensor, select: ImportancesAt = importances_at) -> Importance:
-    """The importance that `arcee_fusion` needs, of two tensors on CPU with at least one element.
+    """The criterion by which `arcee_fusion` takes elements, for two tensors on CPU with at least one element.
 
-    `select` is a function that returns importances at given ranks.
+    `select` is a function that returns the importances at given ranks.
     """
     width = first.shape[-1] if first.dim() else 1
     parts = (torch.split(tensor.reshape(-1, width), max(1, CHUNK // width)) for tensor in (second, first))
@@ -80,7 +84,7 @@ def importance_of(first: torch.Tensor, second: torch.Tensor, select: Importances
 
 
 def _divergences(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The Kullback-Leibler divergence between corresponding rows of two tensors, of their softmaxes.
+    """The Kullback-Leibler divergence between the softmaxes of corresponding rows of two tensors.
 
     Rounding may make the divergence of nearly equal rows slightly negative.
     """

@@ -90,9 +90,10 @@ def ties_majority(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """TIES-Merging (`ties`) with another sign where the trimmed task vectors cancel: the tensor's majority (MergeLM).
+    """TIES-Merging (`ties`) with the tensor's majority sign where the trimmed task vectors cancel (MergeLM).
 
-    The elements with this sign are averaged there. "Automated Model Merging" and M3 build on this form.
+    The majority sign is the one elected for most elements of the tensor. Where the task vectors cancel, the elements
+    with this sign are averaged. "Automated Model Merging" and M3 (Mixup Model Merge) build on this form.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_majority_mean(taus).mul_(lambda_).add_(base)
@@ -212,9 +213,10 @@ def dare_linear_l1(
     rescale: bool = True,
     norms: Norms = None,
 ) -> torch.Tensor:
-    """DARE with task arithmetic, rescaled as in mergekit: to the sum of magnitudes of the whole task vector.
+    """DARE with task arithmetic, rescaled as in mergekit (dare_linear).
 
-    It is `dare_linear`, except that the elements that the random mask keeps are scaled in this way.
+    It is `dare_linear`, except that the elements that the random mask keeps are scaled to the sum of magnitudes of the
+    whole task vector, if `rescale` is true.
     """
     merged = base.clone()
     given = zip(densities, keys, _each(norms, tensors), strict=True)
@@ -257,7 +259,11 @@ def dare_ties_l1(
     rescale: bool = True,
     norms: Norms = None,
 ) -> torch.Tensor:
-    """DARE, scaled to the task vectors' sums of magnitudes, merged as in `ties_weighted` (mergekit's dare_ties)."""
+    """DARE, then the merge of `ties_weighted` (mergekit's dare_ties).
+
+    DARE drops elements of each task vector at random. With `rescale`, what is left is scaled to the sum of magnitudes
+    of the whole task vector.
+    """
     taus = [
         _dropped_l1(tensor - base, density, key, norm, rescale=rescale)
         for tensor, density, key, norm in zip(tensors, densities, keys, _each(norms, tensors), strict=True)
@@ -331,9 +337,11 @@ def della_l1(
     ranks: Ranks = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """DELLA as in mergekit: MagPrune, scaled to the task vectors' sums of magnitudes, merged as in `ties_weighted`.
+    """MagPrune, then the merge of `ties_weighted` (mergekit's della).
 
-    MagPrune's probabilities are symmetric about the density.
+    MagPrune (`sparsify.magnitude_sampled`) drops elements of each task vector at random, here with probabilities that
+    are symmetric about the density. With `rescale`, what is left is scaled to the sum of magnitudes of the whole task
+    vector.
     """
     taus = [
         _sampled_l1(tensor - base, density, epsilon, key, order, known, rescale=rescale)

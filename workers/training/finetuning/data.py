@@ -29,9 +29,9 @@ MESSAGES = "messages"
 
 @dataclass(frozen=True)
 class Document:
-    """A training text as token ids, with a flag for each token whose loss counts (`has_loss`).
+    """A training text as token ids.
 
-    `origin` says where the text comes from, for messages.
+    `has_loss` says for each token whether its loss counts. `origin` says where the text comes from, for messages.
     """
 
     tokens: tuple[int, ...]

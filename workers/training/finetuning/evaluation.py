@@ -37,7 +37,7 @@ class Evaluator:
     ) -> None:
         reference = Reference(str(base), EngineOptions(max_model_len=max_length), model=_OnDevice(model))
         self._model = model
-        # Ray Train calls a training in a thread, with which the process ends.
+        # Ray Train runs a training in a thread; a metric process ends when the thread that started it ends.
         is_main = threading.current_thread() is threading.main_thread()
         self._evaluator = TaskEvaluator(reference, reference.prompts, metrics=None if is_main else MetricProcess())
         self._spans = []

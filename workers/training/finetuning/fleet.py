@@ -193,7 +193,7 @@ def _analysis(given: Any, problems: list[Problem]) -> Analysis | None:
 
 
 def _laid_over(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections that all experts share, with the options that one expert overrides."""
+    """The options of one expert: the sections that all experts share, with the expert's own options in their place."""
     merged = dict(shared)
     for key, value in own.items():
         below = shared.get(key)

@@ -160,7 +160,7 @@ def lack_of_losses(
     """
     for alias, spec in experts.items() if len(experts) > 1 else ():
         if spec.evaluation is None:
-            yield alias, "has no evaluation, whose reference answers would give the losses of merges"
+            yield alias, "has no evaluation; losses of merges are those of its reference answers"
             continue
         for each in spec.evaluation.objectives:
             try:
@@ -183,12 +183,12 @@ def losses_of_experts(
 ) -> MergeLosses:
     """Prepare to measure the losses of merges of a fleet's trained experts.
 
-    Raises InvalidTask if an expert has no evaluation, and as `MergeLosses`.
+    Raises InvalidTask if an expert has no evaluation, and the errors of `MergeLosses`.
     """
     tasks = {}
     for alias, spec in experts.items():
         if spec.evaluation is None:
-            raise InvalidTask(f"{alias}: has no evaluation, whose reference answers would give the losses of merges")
+            raise InvalidTask(f"{alias}: has no evaluation; losses of merges are those of its reference answers")
         tasks[alias] = [task_of(each, seed=spec.seed, access=access) for each in spec.evaluation.objectives]
     first = next(iter(experts.values()))
     longest = max(spec.data.max_length for spec in experts.values())

@@ -93,7 +93,7 @@ class Method(Section):
 
 
 class Training(Section):
-    """Length and settings of the training, whose length is given as either `steps` or `epochs`."""
+    """Length and settings of the training; the length is given as either `steps` or `epochs`."""
 
     steps: Count | None = None
     """The number of updates."""

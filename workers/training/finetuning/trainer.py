@@ -151,7 +151,10 @@ def check_data(spec: FinetuneSpec) -> None:
 
 
 def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
-    """The learning rate of update number `step`, from 0: a linear warm-up, then a decay to 0 after the last update."""
+    """The learning rate of update number `step`, from 0.
+
+    It is a linear warm-up, then a decay to 0 after the last update, or with the schedule "constant" no decay.
+    """
     warmup = training.warmup_steps
     if step < warmup:
         return training.learning_rate * (step + 1) / warmup

@@ -25,8 +25,9 @@ __all__ = ["Episode", "Role", "generator_of", "play"]
 class Role:
     """The conditions under which an episode is played.
 
-    `exploration` is the probability, in [0, 1], that a step is drawn at random. `noise` is the noise of proto-actions
-    in standard deviations. `path` is a given path to follow; None lets the policy choose.
+    `exploration` is the probability, in [0, 1], that a step is drawn at random. `noise` multiplies the standard
+    deviation of the point that the policy draws for each step. `path` is a given path to follow; None lets the policy
+    choose.
     """
 
     number: int
@@ -41,8 +42,9 @@ class Episode:
     """A layer path that a policy built step by step, and the data that the policy learns from.
 
     `steps` [T] are the indices of the T steps, including the end of the path if the policy chose it; `path` is without
-    the end. `protos` [T, D] are the proto-actions, the points of dimension D that a step is the nearest to.
-    `log_densities` [T] are their log densities under the policy that played.
+    the end. `protos` [T, D] are the proto-actions: for each step a point in the D-dimensional space of embeddings,
+    whose nearest steps were the candidates. `log_densities` [T] are the log densities of these points under the policy
+    that played.
     """
 
     number: int
@@ -63,11 +65,14 @@ def generator_of(seed: int, number: int) -> torch.Generator:
 def play(networks: Networks, roles: Sequence[Role], *, seed: int, k: int) -> list[Episode]:
     """Build several layer paths with a policy, side by side; each path is an episode.
 
-    `k` is the number of candidates for each step. A step is drawn at random with the probability `exploration` of its
-    role, and the noise of proto-actions is multiplied by `noise`. Without both, the path is the one that the policy
-    prefers. A step without an alternative is taken without the policy; the end of a path of maximal length is such a
-    step and no part of the episode. If a role gives the path, its proto-actions are the embeddings of the path's steps,
-    which certainly lead to these steps, so that the policy learns which of them were good.
+    For each step the policy draws a proto-action, a point in the space of the steps' embeddings. The `k` nearest
+    allowed steps are the candidates, of which the one with the best expected outcome is taken. With the probability
+    `exploration` of the role a candidate is drawn at random instead. `noise` multiplies the deviation of proto-actions.
+    If both are 0, the path is the one that the policy prefers.
+
+    A step without an alternative is taken without the policy; the end of a path of maximal length is such a step and no
+    part of the episode. If a role gives the path, its proto-actions are the embeddings of the path's steps, which
+    certainly lead to these steps, so that the policy learns which of them were good.
 
     An episode has random numbers of its own. Its rounding depends on all episodes that are played with it, so that
     repeating it means playing the same episodes together.
@@ -122,10 +127,11 @@ def play(networks: Networks, roles: Sequence[Role], *, seed: int, k: int) -> lis
 
 
 def _random_numbers(networks: Networks, roles: Sequence[Role], *, seed: int) -> tuple[Tensor, Tensor]:
-    """The random numbers of B episodes of at most T steps, with proto-actions of dimension D.
+    """The random numbers of B episodes of at most T steps, for embeddings of dimension D.
 
-    They are normal numbers [B, T, D], times each episode's noise, and uniform numbers [B, T, 2], which decide whether a
-    step is drawn at random, and which step.
+    They are normal numbers [B, T, D], times each episode's noise, and uniform numbers [B, T, 2]. The normal numbers
+    displace the points that the policy chooses among the embeddings. The uniform ones decide whether a step is drawn at
+    random, and which step.
     """
     longest, size = networks.paths.longest, len(networks.log_std)
     noise, draws = [], []

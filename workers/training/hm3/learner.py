@@ -22,7 +22,7 @@ FIRST_NETWORKS, MINI_BATCHES = -1, -2
 
 @dataclass(frozen=True)
 class LearnerOptions:
-    """Options for updating the networks.
+    """Options for updating the policy network and the value network.
 
     The options `clip`, `gamma` and the lambda of GAE have the values that HM3's authors state; the others were chosen
     here. `recalled` is the number of earlier episodes that the value network learns from in each mini-batch.

@@ -20,7 +20,7 @@ SMALLEST_SPREAD = 1e-3
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """Sizes and inputs of the networks.
+    """Sizes and inputs of the encoder, the policy network and the value network.
 
     With `by_index` models have embeddings of their own, beside the statistics of their layers. Without, the networks
     can be used for other models with the same number of layers. With `sees_preference` the preference vector is an
@@ -108,7 +108,7 @@ class Networks(nn.Module):
     def proto(self, states: Tensor, preference_K: Tensor) -> Tensor:
         """The mean of the proto-action [..., D] that the policy network gives for each state [..., H].
 
-        A proto-action is a point among the embeddings of steps, of dimension D; a state has H numbers.
+        A proto-action is a point in the D-dimensional space of the steps' embeddings; a state has H numbers.
         """
         found: Tensor = self.policy(self._seen(states, preference_K))
         return found

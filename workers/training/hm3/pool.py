@@ -20,7 +20,7 @@ def stop_of(paths: LayerPaths) -> int:
 def allowed_steps(paths: LayerPaths, path: Sequence[int]) -> Tensor:
     """Which steps may follow the steps of `path`: bool [num_steps + 1], the last for the end of the path.
 
-    At least one step is allowed. After a path of maximal length it is the end only.
+    At least one step is allowed. After a path of maximal length only the end is allowed.
     """
     mask = torch.zeros(len(paths.models), paths.num_layers, dtype=torch.bool)
     mask[:, list(paths.next_layers(path))] = True

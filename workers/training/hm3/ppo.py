@@ -52,7 +52,10 @@ def remaining_shares(num_steps: int, *, gamma: float) -> Tensor:
 
 
 def log_density(proto: Tensor, mean: Tensor, log_std_D: Tensor) -> Tensor:
-    """The log density [...] of proto-actions [..., D] under normal distributions, independent in each dimension."""
+    """The log density [...] of points [..., D] under normal distributions that are independent in each dimension.
+
+    `mean` has the means, and `log_std_D` the logarithms of the D standard deviations.
+    """
     z = (proto - mean) * torch.exp(-log_std_D)
     return (-0.5 * z**2 - log_std_D - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
 

@@ -34,13 +34,13 @@ class PolicyTrainingOptions:
     """Options for training the policies of a search.
 
     An iteration has `episodes` episodes. In the first `warm_up` iterations of each policy nothing is learned, and every
-    step is drawn from all allowed ones. `k` is the number of neighbours of a proto-action that are candidates. The
-    probability of drawing a step at random decreases linearly from 1 to `exploration` over the `explored` iterations of
-    a policy after its warm-up. With `draws_paths` whole paths are drawn at random instead, as the space draws them: all
-    in the warm-up, then a share that decreases to zero over the `explored` iterations; single steps are drawn with the
-    probability `exploration`. With `is_conditioned` one policy has the preference vector as an input; otherwise there
-    is a policy for each vector. With `learns` false, the policies that a search begins with play all episodes, and the
-    vectors take turns.
+    step is drawn from all allowed ones. `k` is the number of candidates for each step. The probability of drawing a
+    step at random decreases linearly from 1 to `exploration` over the `explored` iterations of a policy after its
+    warm-up. With `draws_paths` whole paths are drawn at random instead, as the space draws them: all in the warm-up,
+    then a share that decreases to zero over the `explored` iterations; single steps are drawn with the probability
+    `exploration`. With `is_conditioned` one policy has the preference vector as an input; otherwise there is a policy
+    for each vector. With `learns` false, the policies that a search begins with play all episodes, and the vectors take
+    turns.
     """
 
     episodes: int = 16
@@ -88,7 +88,7 @@ class PolicyTraining:
         self.saved = dict(saved or {})
         self._start = tuple(start)
         if len(self._start) not in ((0, self.num_policies) if options.learns else (self.num_policies,)):
-            raise ValueError(f"{len(self._start)} policies to begin with; there are {self.num_policies}")
+            raise ValueError(f"{len(self._start)} policies to begin with; expected {self.num_policies}")
         self._seed = seed
         self._descriptors = descriptors
         self._played: dict[int, _Played] = {}
@@ -215,8 +215,8 @@ class PolicyTraining:
     def proposals(self, content: bytes, *, preference: tuple[float, ...], count: int) -> list[Path]:
         """Up to `count` different paths that a saved policy builds for a preference vector, without learning.
 
-        `content` is the policy's checkpoint. The first path is the one that the policy prefers. For the others, steps
-        are drawn at random as rarely as at the end of a search.
+        `content` is the policy's checkpoint. The first path is the one that the policy prefers. In the others, steps
+        are drawn at random with the probability that the search has at its end (`exploration`).
         """
         learner = self._new(0)
         learner.restore(content)

@@ -13,10 +13,10 @@ __all__ = ["choose", "nearest"]
 
 
 def nearest(protos_BD: Tensor, embeddings_AD: Tensor, allowed_BA: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
-    """The allowed steps whose embeddings are nearest to each proto-action, as indices [B, C], and which are candidates.
+    """The allowed steps whose embeddings are nearest to given points (proto-actions), as indices [B, C].
 
-    There are B proto-actions. Distances are Euclidean; the nearest step comes first, and of equally near ones that with
-    the smaller index. C is the smaller of `k` and the number of all steps. If fewer than C steps are allowed, the last
+    There are B points. Distances are Euclidean; the nearest step comes first, and of equally near ones that with the
+    smaller index. C is the smaller of `k` and the number of all steps. If fewer than C steps are allowed, the last
     indices of a row are not candidates; the second result, bool [B, C], says which are.
     """
     distances = torch.linalg.vector_norm(embeddings_AD - protos_BD[:, None], dim=2)

@@ -42,7 +42,7 @@ def offset_in_layers(
             owners.append((module, named))
     held = {id(part.parameter) for _, named in owners for part in named.values()}
     if missing := known.keys() - held:
-        raise ValueError(f"mergopt: the model has not {len(missing)} of the {len(known)} parameters")
+        raise ValueError(f"mergopt: the model lacks {len(missing)} of the {len(known)} parameters")
     draw = _Draw(tables, key)
     with ExitStack() as stack:
         for module, named in owners:

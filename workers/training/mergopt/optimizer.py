@@ -121,7 +121,7 @@ class MergOPT(OptimizerWrapper):
 
     @property
     def draw(self) -> Draw:
-        """The draw of the next update: the merge that it simulates."""
+        """The merge that the next update simulates."""
         return draw_of(self._seed, self._step, coefficients=self._coefficients, max_models=self._max_models)
 
     @contextmanager
@@ -166,9 +166,9 @@ class MergOPT(OptimizerWrapper):
                 torch._foreach_copy_(tensors, self._copies)
 
     def _scaled_quantiles(self, factor: float) -> dict[torch.device, torch.Tensor]:
-        """The quantiles of the offset (K alpha - 1) z on each device, for the draw's K, alpha and noise z.
+        """The quantiles of the noise times `factor`, on each device that has parameters.
 
-        They are rounded here, so that the same numbers are added everywhere.
+        They are rounded here, so that the same numbers are added to the parameters on every device.
         """
         devices = {part.tensor.device for part in self._parts}
         for device in devices - self._tables.keys():
@@ -179,7 +179,8 @@ class MergOPT(OptimizerWrapper):
         """Update the parameters by gradients that were computed at the offset.
 
         If `closure` is given, it is called to compute the gradients, and its result is returned. Otherwise they must
-        have been computed within `offset` before. Raises RuntimeError if they were not, and within `offset`.
+        have been computed within `offset` before. Raises RuntimeError if they were not, or if `step` is called within
+        `offset`.
         """
         if self._is_offset:
             raise RuntimeError("mergopt: step() within offset(); the update belongs to theta, so leave offset() first")

@@ -250,7 +250,7 @@ def test_a_layer_that_is_not_packed_again_fails_the_swap(faulty: Engine, untied_
     setattr(layer, PACK, lambda: None)
     try:
         with pytest.raises(
-            EvidenceMismatch, match=r"packed weights of model\.layers\.3\.self_attn\.qkv_proj are not the merge"
+            EvidenceMismatch, match=r"packed weights of model\.layers\.3\.self_attn\.qkv_proj differ from the merge"
         ):
             faulty.swap(arithmetic(untied_family, 0.3001, 0.3))
         assert faulty.held_digest is None

@@ -251,7 +251,7 @@ def test_a_copy_that_is_not_packed_again_is_seen_at_the_swap(extension: Extensio
     setattr(layer, PACK, lambda: None)
     answer = extension.apply(second)
     assert answer["digest"] is None
-    assert answer["mismatch"] == "the packed weights of model.layers.1.mlp.up_proj are not the merge"
+    assert answer["mismatch"] == "the packed weights of model.layers.1.mlp.up_proj differ from the merge"
     assert extension.mergesearch_held()["digest"] is None
     setattr(layer, PACK, pack)
     assert extension.apply(second)["tensors_written"] == len(extension.parameters)

@@ -232,7 +232,7 @@ def test_unfit_policies_are_refused() -> None:
     own = PolicyTraining(other, options, seed=7, preferences=VECTORS, start=(start,))
     with pytest.raises(ValueError, match=r"networks of other shapes: models\.weight \[2, 16\] instead of \[3, 16\]"):
         own.play(0)
-    with pytest.raises(ValueError, match="1 policies to begin with; there are 3"):
+    with pytest.raises(ValueError, match="1 policies to begin with; expected 3"):
         PolicyTraining(PATHS, training().options, seed=7, preferences=VECTORS, start=(start,))
-    with pytest.raises(ValueError, match="0 policies to begin with; there are 1"):
+    with pytest.raises(ValueError, match="0 policies to begin with; expected 1"):
         training(is_conditioned=True, learns=False)

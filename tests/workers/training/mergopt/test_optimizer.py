@@ -328,7 +328,7 @@ def test_misuse_is_refused() -> None:
         MergOPT(sgd, coefficients=())
     with refused("max_models 0; expected at least 1", ValueError):
         MergOPT(sgd, max_models=0)
-    with refused("the model has not 6 of the 7", ValueError):
+    with refused("the model lacks 6 of the 7", ValueError):
         other = MergOPT(torch.optim.SGD(model.parameters(), lr=0.1), model=model[5], seed=1)
         with other.offset():
             pass

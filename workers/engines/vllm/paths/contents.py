@@ -57,7 +57,8 @@ class PathContents(WeightContents):
         self.max_layers = options.max_layers
         if self.max_layers < (own := sources.layout.num_layers):
             raise EngineUnavailable(
-                f"limits.max_layers: {self.max_layers}; the models have {own} layers, and are scored as they are too"
+                f"limits.max_layers: {self.max_layers}; expected at least {own}, because the models themselves are "
+                f"scored too, and have {own} layers"
             )
         self._pool_size = 0
         self._made: TemporaryDirectory[str] | None = None

@@ -52,7 +52,7 @@ class HeldPath(HeldWeights):
                 self._of_layer.setdefault(int(name.split(".")[2]), []).append(name)
             else:
                 self._outside.append(name)
-        # Computed from sums of the time of writing.
+        # Digests, computed from the sums of parameters at the time of writing.
         self._digests: dict[int, str] = {}  # of the layers of the pool
         self._outside_digest = ""
         self._outside_held: Hashable = None
@@ -72,7 +72,7 @@ class HeldPath(HeldWeights):
         self._outside_digest, self._outside_held = "", None
 
     def fill(self, bank: Bank, into: Into) -> None:
-        """Write the layers of source models into the pool in advance, those of the base last.
+        """Write the layers of source models into the engine in advance, those of the base last.
 
         Only as many sources are written as fit beside the layers of the longest merge, but at least the base.
         """
@@ -120,7 +120,7 @@ class HeldPath(HeldWeights):
     def _write_path(self, plan: TensorPlan, bank: Bank, into: Into, recipe: Recipe) -> Writing:
         """Write the tensors of a plan, including the parameters outside layers (embedding, final norm and output head).
 
-        After a failure the content of the pool counts as unknown.
+        After a failure the content of all layers counts as unknown.
         """
         try:
             done = self._write(plan, bank, into)
@@ -277,11 +277,11 @@ def _merges(layer: LayerRecipe) -> tuple[Merge, ...]:
 
 
 def _combined(outside: str, path: Iterable[Hop], digests: Mapping[int, str], aligned: Mapping[str, str]) -> str:
-    """Checksum of a path: sha256 (hex) over the digests of all its parts.
+    """Checksum of a path, a sequence of layers: sha256 (hex) over the digests of all its parts.
 
     `outside` is the digest of the parameters outside layers. For each hop of the path follow the digest of its layer,
-    its factor and the digest of its alignment. The checksum does not depend on which layers of the pool are used, or in
-    which order they were written.
+    its factor and the digest of its alignment. The checksum does not depend on which of the engine's layers hold the
+    path, or in which order they were written.
     """
     total = hashlib.sha256(f"{outside}\n".encode())
     for number, hop in enumerate(path):

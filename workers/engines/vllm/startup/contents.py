@@ -59,7 +59,7 @@ class WeightContents:
         return self.prompts.config
 
     def model_options(self) -> dict[str, Any]:
-        """Options of vLLM that depend on the model."""
+        """Options of vLLM that depend on the model: how weights are loaded, and whether it is compiled."""
         # The first swap overwrites what is loaded. Weights with another vocabulary than the base's cannot be loaded.
         is_base = self.prompts.directory == str(self.sources.base.directory)
         return {
@@ -68,7 +68,7 @@ class WeightContents:
         }
 
     def refusal(self, recipe: Recipe) -> str | None:
-        """The reason why the engine cannot hold a merge with this number of layers; None if it can."""
+        """The reason why the engine cannot hold the merge of `recipe`, by its number of layers; None if it can."""
         layers = int(self.config["num_hidden_layers"])
         if len(recipe.layers) == layers:
             return None
@@ -127,7 +127,7 @@ class WeightContents:
 
 
 def _has_code_for(config: Mapping[str, Any]) -> bool:
-    """Whether vLLM has code of its own for the model with this configuration.
+    """Whether vLLM has code of its own for a model with the configuration `config`.
 
     vLLM runs other models through transformers' modules. It would change transformers' classes to compile these modules
     or to capture them as graphs, so that engines do neither (`plugin`).

@@ -63,7 +63,7 @@ def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Loweri
 
 
 def trimmed(stored: Operands, shares: Sequence[float]) -> Trimmed:
-    """Sparsity that keeps the elements of largest magnitude of each task vector.
+    """Make the part of a rule that keeps the elements of largest magnitude of each task vector.
 
     `shares` has the share of elements to keep for each source.
     """

@@ -57,9 +57,10 @@ def _consensus_ties(merge: Merge, stored: Operands) -> Rule:
 
 
 def _variable_squares(merge: Merge, stored: Operands) -> tuple[tuple[Comparison, float, int, int], list[float]]:
-    """The fields of a rule that selects elements as SCE does, and each source's sum of squares over these elements.
+    """The elements that SCE selects, and each source's sum of squares over these elements.
 
-    The fields are the kind of comparison, the threshold's variance and mark, and the factor of marks.
+    SCE (arXiv:2408.07990) selects the elements with the largest variance between the task vectors. They are returned as
+    (kind of comparison, threshold's variance, threshold's tie-breaking mark, factor that gives the elements' marks).
     """
     from workers.merging.kernels.reductions import variable_squares
 
