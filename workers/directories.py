@@ -22,15 +22,15 @@ MODEL = "model"
 
 
 @contextmanager
-def appearing(out: Path, job: str) -> Iterator[Path]:
+def appearing(out: Path, key: str) -> Iterator[Path]:
     """Context manager that gives a directory to write to, which gets the name `out` once it is complete and on disk.
 
     Until then the directory has a hidden name next to `out`. If this process is killed or interrupted, the next writer
-    with the same `job` continues in the hidden directory; if writing fails, the directory is removed. Raises
+    with the same `key` continues in the hidden directory; if writing fails, the directory is removed. Raises
     FileExistsError while another process writes to `out`, and if `out` was created meanwhile and is not empty.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    place = out.parent / f".{out.name}.{job}{PARTIAL}"
+    place = out.parent / f".{out.name}.{key}{PARTIAL}"
     _remove_abandoned(out, but=place)
     place.mkdir(exist_ok=True)
     with _opened(place) as lock:

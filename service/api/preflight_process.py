@@ -20,14 +20,13 @@ from search_spaces.study.file import Study
 from search_spaces.study.yaml import parse_document
 from service.api.limits.fair_queue import FairQueue
 from service.api.problems import Unavailable
-from service.jobs.base import Accepted, JobKind, RequestContext
-from service.jobs.registry import kind_of
+from service.jobs.base import Accept, Accepted, JobKind, RequestContext
 from service.studies.preflight.dtype import engine_dtype
 from service.worker_process import CallLimits, LimitExceeded, ProcessDied, WorkerProcess, lift_limits
 from workers.file_access import FileAccess
 from workers.models.remote import hub_cache
 
-__all__ = ["Limits", "Preflight", "PreflightProcess", "accept_here", "accepted", "default_access"]
+__all__ = ["Limits", "Preflight", "PreflightProcess", "check_request", "default_access"]
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +112,7 @@ class PreflightProcess:
             validator.stop()
 
     async def accept(self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "") -> Accepted:
-        return await self._call(client, accept_here, content, is_json=is_json, kind=kind.name, context=self._context)
+        return await self._call(client, check_request, content, kind.noun, kind.accept, self._context, is_json=is_json)
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
         return await self._call(client, _engine_dtype, document)
@@ -172,26 +171,21 @@ def _warm_up() -> None:
     del lm_eval, torch, transformers
 
 
-def accept_here(content: bytes, *, is_json: bool, kind: str, context: RequestContext) -> Accepted:
-    """Check, in this process, a request's body that describes a job of the kind with the name `kind`.
+def check_request(content: bytes, noun: str, accept: Accept, context: RequestContext, *, is_json: bool) -> Accepted:
+    """Check a request's body that describes a job: the `accept` of its kind, whose noun is `noun`, does the checks.
 
     Weights are read, and merges of other studies written, without limits of memory and processor time: their amount is
     not the sender's choice, and reading large weights maps all of their files. Raises InvalidStudy with every problem.
     """
-    return accepted(content, kind_of(kind), is_json=is_json, context=replace(context, lift_limits=lift_limits))
-
-
-def accepted(content: bytes, kind: JobKind, *, is_json: bool, context: RequestContext) -> Accepted:
-    """Check a request's body that describes a job of this `kind`. Raises InvalidStudy with every problem."""
     try:
-        return kind.accept(parse_document(content, BODY, is_json=is_json), context)
+        return accept(parse_document(content, BODY, is_json=is_json), replace(context, lift_limits=lift_limits))
     except (InvalidStudy, MemoryError):
         raise
     except RecursionError as error:
         raise InvalidStudy((Problem("", f"{BODY}: is nested too deeply"),)) from error
     except Exception as error:  # the job's driver runs the same checks and would fail too
-        logger.exception("a %s could not be checked", kind.noun)
-        message = f"the {kind.noun} could not be checked: {type(error).__name__}: {error}"
+        logger.exception("a %s could not be checked", noun)
+        message = f"the {noun} could not be checked: {type(error).__name__}: {error}"
         raise InvalidStudy((Problem("", message),)) from error
 
 

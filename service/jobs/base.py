@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from search_spaces.study.engine import EngineOptions
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from workers.training.finetuning.spec import FinetuneSpec
     from workers.types import Family, Scorer
 
-__all__ = ["Accepted", "Attempt", "JobKind", "RequestContext", "Resources", "View"]
+__all__ = ["Accept", "Accepted", "Attempt", "JobKind", "RequestContext", "Resources", "View"]
 
 
 def _nothing(*_: object) -> None:
@@ -65,6 +65,10 @@ class Accepted:
     def stored_facts(self) -> dict[str, Any]:
         """Findings of the checks as stored with the job: `facts`, and `artifact_bytes` if it is not 0."""
         return {**self.facts, **({"artifact_bytes": self.artifact_bytes} if self.artifact_bytes else {})}
+
+
+Accept: TypeAlias = Callable[[Mapping[str, Any], RequestContext], Accepted]
+"""The checks of a parsed document; they raise InvalidStudy with every problem."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,8 @@ class JobKind:
     - `example`: a submitted document, shown in the API's documentation.
     - `is_document`: whether a parsed document describes a job of this kind, for clients that know only the file.
     - `load`: reads a file that describes a job; returns its document in canonical form, with absolute paths.
-    - `accept`: checks a parsed document. Raises InvalidStudy with every problem.
+    - `accept`: checks a parsed document. Raises InvalidStudy with every problem. It is a function of a module, because
+      the server calls it in another process.
     - `work`: continues a stored job from its stored state to its end, and stores how the job ended.
     - `view`: returns one `View` for each of the given jobs.
     - `documents`: returns the TypedDict of the server's document of a job, and the one of the driver's progress.
@@ -153,7 +158,7 @@ class JobKind:
     schemas: Callable[[str], Mapping[str, Any]]
     is_document: Callable[[Mapping[str, Any]], bool]
     load: Callable[[Path], Mapping[str, Any]]
-    accept: Callable[[Mapping[str, Any], RequestContext], Accepted]
+    accept: Accept
     work: Callable[[Attempt], None]
     documents: Callable[[], tuple[type, type]]
     view: Callable[[Sequence[JobRecord], Store, ArtifactStore], Sequence[View]] = lambda jobs, *_: [View()] * len(jobs)

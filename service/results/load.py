@@ -7,40 +7,47 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
 
 import numpy as np
 
 from search_spaces.objectives import Objective
+from search_spaces.study.file import Study
+from search_spaces.study.objectives import InlineTask, ObjectiveSpec
 from service.resolved_study import ResolvedStudy
 from service.results.holdout import HeldOut, Samples, Scored, held_out_results
 from service.results.ranges import OutOfRange, out_of_range
 from service.results.record import EngineFigures, RunRecord, SearchFigures
 from service.results.selection import best_trial, held_out
 from service.store import EvidenceRecord, Store
-from service.store.documents import CANARIES, VERIFICATION, Canaries, read_canaries, read_verification
+from service.store.documents import (
+    CANARIES,
+    POLICY_START,
+    VERIFICATION,
+    Canaries,
+    read_canaries,
+    read_policy_start,
+    read_verification,
+)
 from service.store.steps import GradientStep, Step, UpdateStep
 from service.types import Estimate, EventKind, JobRecord, Origin, TrialRecord
 from workers.types import Split
 
-__all__ = ["POLICY_START", "held_out_estimates", "run_record"]
+__all__ = ["held_out_estimates", "run_record"]
 
 # Seconds without work that no engine has while a driver lives; a restart takes longer.
 PAUSE_S = 30.0
-
-# Name of the document about the policies with which a study began.
-POLICY_START = "policy_start"
 
 
 def run_record(store: Store, study_id: str) -> RunRecord:
     """The record of a study, as far as it is stored."""
     study = store.job(study_id)
+    file = Study.model_validate(study.document)
     objectives = ResolvedStudy.of(study).objectives
     trials = store.trials(study_id)
     evidence = store.evidence(study_id)
     verification = read_verification(store.document(study_id, VERIFICATION))
     searched = [row for row in evidence if row.is_of(Split.SEARCH)]
-    stage = _held_out(store, study, trials, objectives)
+    stage = _held_out(store, study_id, file, trials, objectives)
     steps = store.steps(study_id)
     return RunRecord(
         study=study,
@@ -60,7 +67,7 @@ def run_record(store: Store, study_id: str) -> RunRecord:
         engine=_engine(
             evidence,
             searched,
-            num_replicas=study.document["engine"]["replicas"],
+            num_replicas=file.engine.replicas,
             canaries=read_canaries(store.document(study_id, CANARIES)),
         ),
         search=_search(store, study, steps),
@@ -77,7 +84,8 @@ def held_out_estimates(
     store: Store, study_id: str, trial: int, *, trials: Sequence[TrialRecord], objectives: Sequence[Objective]
 ) -> dict[str, Estimate] | None:
     """The held-out values of one of `trials`, as in its row of the held-out table; None where it has no row."""
-    stage = _held_out(store, store.job(study_id), trials, objectives)
+    file = Study.model_validate(store.job(study_id).document)
+    stage = _held_out(store, study_id, file, trials, objectives)
     return next((dict(row.values) for row in stage.results.rows if row.trial == trial), None)
 
 
@@ -91,20 +99,20 @@ class _HeldOut:
 
 
 def _held_out(
-    store: Store, study: JobRecord, trials: Sequence[TrialRecord], objectives: Sequence[Objective]
+    store: Store, study_id: str, file: Study, trials: Sequence[TrialRecord], objectives: Sequence[Objective]
 ) -> _HeldOut:
     compared = [trial.recipe.digest for trial in held_out(trials, objectives)]
     winner = best_trial(trials, objectives)
     unselected = {trial.recipe.digest for trial in trials if trial.origin in (Origin.SOURCE, Origin.PUBLISHED)}
     needed = {*unselected, winner.recipe.digest} if winner is not None else set()
-    failed = store.events(study.id, kinds=(EventKind.HOLDOUT_FAILED,))
+    failed = store.events(study_id, kinds=(EventKind.HOLDOUT_FAILED,))
     search = Scored(
-        _arrays(store.sample_values(study.id, Split.SEARCH, recipes=sorted(needed & {*compared}))),
-        _documents(study.document.get("objectives", ())),
+        _arrays(store.sample_values(study_id, Split.SEARCH, recipes=sorted(needed & {*compared}))),
+        _data_of(file.scored_objectives.values()),
     )
     holdout = Scored(
-        _arrays(store.sample_values(study.id, Split.HOLDOUT, recipes=compared)),
-        _documents(study.document.get("holdout", ())),
+        _arrays(store.sample_values(study_id, Split.HOLDOUT, recipes=compared)),
+        _data_of(file.holdout),
     )
     results = held_out_results(
         trials,
@@ -112,19 +120,17 @@ def _held_out(
         search=search,
         holdout=holdout,
         failures={event.payload["trial"]: event.payload["reason"] for event in failed},
-        seed=int(study.document.get("search", {}).get("seed", 0)),
+        seed=file.search.seed,
     )
     return _HeldOut(results, search, holdout)
 
 
-def _documents(specs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """The data of each objective, from its section of the study file: equal text for the same documents."""
-    found = {}
-    for spec in specs:
-        if (task := spec.get("task")) is None:  # a cost, which is scored on nothing
-            continue
-        found[spec["name"]] = json.dumps([task["file"] if isinstance(task, Mapping) else task, spec.get("split")])
-    return found
+def _data_of(specs: Iterable[ObjectiveSpec]) -> dict[str, str]:
+    """The data of each objective, by the objective's name: equal text for the same documents."""
+    return {
+        spec.name: json.dumps([spec.task.file if isinstance(spec.task, InlineTask) else spec.task, spec.split])
+        for spec in specs
+    }
 
 
 def _arrays(values: Mapping[str, Mapping[str, Mapping[int, float]]]) -> dict[str, Samples]:
@@ -177,7 +183,7 @@ def _search(store: Store, study: JobRecord, steps: Sequence[Step]) -> SearchFigu
         algorithm=ResolvedStudy.of(study).algorithm,
         reason=ResolvedStudy.of(study).algorithm_reason,
         notes=tuple(event.payload["text"] for event in store.events(study.id, kinds=(EventKind.SEARCH_NOTE,))),
-        start=store.document(study.id, POLICY_START),
+        start=read_policy_start(store.document(study.id, POLICY_START)),
         steps=len(charged),
         charges=dict(charges),
     )

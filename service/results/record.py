@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from search_spaces.objectives import Objective
 from service.results.finding import RivalTest
 from service.results.holdout import FrontVolume
 from service.results.ranges import OutOfRange
+from service.store.documents import PolicyStart
 from service.store.steps import GradientStep, UpdateStep
 from service.types import Comparison, Estimate, JobRecord, TrialRecord
 from workers.types import VerificationReport
@@ -56,7 +56,7 @@ class SearchFigures:
     algorithm: str | None = None
     reason: str | None = None
     notes: tuple[str, ...] = ()
-    start: Mapping[str, Any] | None = None
+    start: PolicyStart | None = None
     steps: int = 0
     charges: Mapping[int, int] = field(default_factory=dict)
 

@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from service.schemas.files import (
     SummaryDocument,
     VerificationDocument,
 )
+from service.store.documents import PolicyStart
 from service.types import Estimate, Origin, TrialRecord, TrialState
 from workers.types import VerificationReport
 
@@ -120,11 +121,11 @@ def _search_document(run: RunRecord) -> SearchDocument:
     }
 
 
-def _start_document(start: Mapping[str, Any]) -> StartDocument:
+def _start_document(start: PolicyStart) -> StartDocument:
     policies: list[PolicyDocument] = [
-        {"iteration": policy["iteration"], "digest": policy["digest"]} for policy in start["policies"]
+        {"iteration": policy.iteration, "digest": policy.digest} for policy in start.policies
     ]
-    return {"study": start["study"], "name": start["name"], "policies": policies}
+    return {"study": start.study, "name": start.name, "policies": policies}
 
 
 def _engine_document(engine: EngineFigures) -> EngineDocument:

@@ -1,4 +1,7 @@
-"""Results of a study's closing stages, which the table `documents` has as JSON by name."""
+"""Documents of a study, which the table `documents` has as JSON by name: how it began, and its closing stages.
+
+A document is stored as the fields of its type (`dataclasses.asdict`).
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,41 @@ from pydantic import TypeAdapter
 
 from workers.types import VerificationReport
 
-__all__ = ["CANARIES", "VERIFICATION", "Canaries", "Verification", "read_canaries", "read_verification"]
+__all__ = [
+    "CANARIES",
+    "POLICY_START",
+    "VERIFICATION",
+    "Canaries",
+    "PolicyStart",
+    "StartPolicy",
+    "TrialVerification",
+    "Verification",
+    "read_canaries",
+    "read_policy_start",
+    "read_verification",
+]
 
-CANARIES, VERIFICATION = "canaries", "verification"
+CANARIES, POLICY_START, VERIFICATION = "canaries", "policy_start", "verification"
+
+
+@dataclass(frozen=True)
+class StartPolicy:
+    """Checkpoint of a policy: its sha256, and the last iteration from which the policy has learned."""
+
+    iteration: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class PolicyStart:
+    """Policies that a study begins with, in the order of its own policies.
+
+    `study` and `name` are the id and name of the study that trained them.
+    """
+
+    study: str
+    name: str
+    policies: tuple[StartPolicy, ...]
 
 
 @dataclass(frozen=True)
@@ -27,21 +62,38 @@ class Canaries:
     skipped: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrialVerification(VerificationReport):
+    """Report of the verification of one trial.
+
+    `samples` is a digest of the stored samples that were compared; None in reports of earlier versions.
+    """
+
+    trial: int
+    samples: str | None = None
+
+
 @dataclass(frozen=True)
 class Verification:
     """The reports of a verification; `reason` is why no trial was to be verified."""
 
-    reports: tuple[VerificationReport, ...] = ()
+    reports: tuple[TrialVerification, ...] = ()
     reason: str | None = None
 
 
 _CANARIES = TypeAdapter(Canaries)
+_POLICY_START = TypeAdapter(PolicyStart)
 _VERIFICATION = TypeAdapter(Verification)
 
 
 def read_canaries(document: Mapping[str, Any] | None) -> Canaries:
     """The stored canaries; None: nothing is stored."""
     return _CANARIES.validate_python(document or {})
+
+
+def read_policy_start(document: Mapping[str, Any] | None) -> PolicyStart | None:
+    """The stored start of a study's policies; None: nothing is stored."""
+    return None if document is None else _POLICY_START.validate_python(document)
 
 
 def read_verification(document: Mapping[str, Any] | None) -> Verification:

@@ -6,7 +6,7 @@
 - `samples`: scored samples, and the checks before new ones are stored
 - `plan`: what a study evaluates, fixed for all its attempts
 - `coordinator`: hands out evaluations and stores their results
-- `search`: what is proposed and evaluated next, and what follows from each evaluated rung
+- `ask_and_tell`: what is proposed and evaluated next, and what follows from each evaluated rung
 - `holdout_stage`: after the search, finalists and baselines on the holdout data
 - `trials`: the trials of one study, in memory and in the store
 - `crashes`: how often engines crashed with a chunk, and when its candidate is the cause

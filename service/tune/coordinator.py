@@ -1,8 +1,8 @@
 """The coordinator of one study: hands out evaluations and stores their results.
 
-It knows the evaluations in flight, and handles those that fail. `search` decides what is evaluated, `trials` keeps the
-trials, `samples` checks and stores results, `holdout_stage` follows the search. The coordinator does not know Ray:
-`ray_tune` runs its evaluations.
+It knows the evaluations in flight, and handles those that fail. `ask_and_tell` decides what is evaluated, `trials`
+keeps the trials, `samples` checks and stores results, `holdout_stage` follows the search. The coordinator does not know
+Ray: `ray_tune` runs its evaluations.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import replace
 from search_spaces.spaces.base import SearchSpace
 from service.errors import StudyFailed
 from service.store import JobWriter, Store
+from service.tune.ask_and_tell import AskAndTell
 from service.tune.crashes import Crashes
 from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
 from service.tune.holdout_stage import HoldoutStage
@@ -23,7 +24,6 @@ from service.tune.proposing.proposals import Proposer
 from service.tune.samples.sample_cache import SampleCache
 from service.tune.samples.scored_chunks import ScoredChunks
 from service.tune.schedulers.base import RungTable
-from service.tune.search import Search
 from service.tune.trials import Trials
 from service.types import EventKind, Origin, TrialRecord
 from workers.errors import EngineFault
@@ -67,7 +67,7 @@ class Coordinator:
         self._chunks = ScoredChunks(
             plan, trials=self._trials, samples=self._samples, store=store, writer=writer, observer=observer
         )
-        self._search = Search(
+        self._ask_and_tell = AskAndTell(
             plan,
             space=space,
             trials=self._trials,
@@ -91,12 +91,12 @@ class Coordinator:
     @property
     def table(self) -> RungTable:
         """The rungs of the search."""
-        return self._search.table
+        return self._ask_and_tell.table
 
     @property
     def end_of_search(self) -> str | None:
         """Why the search ended before all trials were proposed; None if it did not."""
-        return self._search.end_reason
+        return self._ask_and_tell.end_reason
 
     @property
     def is_holdout_stage(self) -> bool:
@@ -158,12 +158,12 @@ class Coordinator:
         return len(self._trials) > num_before
 
     def _ask(self, *, timeout_s: float) -> bool:
-        return not self._holdout.is_started and self._search.ask(timeout_s=timeout_s)
+        return not self._holdout.is_started and self._ask_and_tell.ask(timeout_s=timeout_s)
 
     def _ready(self) -> list[tuple[int, int, Split]]:
         if self._holdout.is_started:
             return [(number, 0, Split.HOLDOUT) for number in self._holdout.left]
-        return [(number, rung, Split.SEARCH) for number, rung in self._search.ready()]
+        return [(number, rung, Split.SEARCH) for number, rung in self._ask_and_tell.ready()]
 
     def _num_unstarted(self) -> int:
         """The number of proposed trials without a result whose recipe is not being evaluated."""
@@ -281,7 +281,7 @@ class Coordinator:
             self._holdout.finish(evaluation.trial)
             self._observer("holdout")
         else:
-            self._search.finish(evaluation.trial, evaluation.rung)
+            self._ask_and_tell.finish(evaluation.trial, evaluation.rung)
 
     def _fail(self, evaluation: Evaluation, reason: str) -> None:
         self._release(evaluation)
@@ -290,4 +290,4 @@ class Coordinator:
         if evaluation.split is Split.HOLDOUT:
             self._holdout.fail(evaluation.trial, reason)
         else:
-            self._search.fail(evaluation.trial, reason)
+            self._ask_and_tell.fail(evaluation.trial, reason)

@@ -330,9 +330,9 @@ class Bench:
     def _actor(self, preflight: PreflightResult) -> GradientActor | None:
         if preflight.algorithm.name != "gradient":
             return None
-        job = preflight.gradient_job()
-        assert job is not None
-        return GradientActor(job)
+        inputs = preflight.gradient_inputs()
+        assert inputs is not None
+        return GradientActor(inputs)
 
 
 def _newest_policy(run: Path) -> tuple[int, bytes]:

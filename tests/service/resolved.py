@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from search_spaces.objectives import Objective
+from search_spaces.study.file import parse_study
 from service.resolved_study import ResolvedStudy
 
-__all__ = ["resolved_study"]
+__all__ = ["resolved_study", "study_document"]
 
 
 def resolved_study(**changes: Any) -> ResolvedStudy:
@@ -24,3 +25,11 @@ def resolved_study(**changes: Any) -> ResolvedStudy:
         "version": "0",
     }
     return ResolvedStudy(**{**arguments, **changes})
+
+
+def study_document() -> dict[str, Any]:
+    """The study file of `resolved_study`, in canonical form; its models and data do not exist."""
+    objectives = [{"name": name, "task": f"task-{name}", "metric": "exact_match"} for name in ("math", "text")]
+    models = {"base": "/models/base", "experts": {name: f"/models/{name}" for name in ("math", "text")}}
+    fidelity = {"scheduler": "none"}
+    return parse_study({"name": "test", "models": models, "objectives": objectives, "fidelity": fidelity}).canonical()

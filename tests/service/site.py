@@ -12,7 +12,7 @@ from typing import Any
 
 from search_spaces.study.file import Study, parse_study
 from service.api import create_app
-from service.api.preflight_process import accepted
+from service.api.preflight_process import check_request
 from service.jobs.base import Accepted, JobKind, RequestContext
 from service.results.load import run_record
 from service.results.selection import held_out
@@ -70,7 +70,7 @@ class Preflight:
         pass
 
     async def accept(self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "") -> Accepted:
-        return accepted(content, kind, is_json=is_json, context=RequestContext())
+        return check_request(content, kind.noun, kind.accept, RequestContext(), is_json=is_json)
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
         return "float32"

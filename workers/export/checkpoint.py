@@ -79,7 +79,7 @@ def export(
     config = merged_config(plain, bank.base, bank.views(recipe.models), dtype=_name(dtype))
     if is_written(recipe, out, dtype, chat_template=chat_template):
         return out
-    with appearing(out, _job(recipe, bank, dtype, max_shard_bytes)) as directory:
+    with appearing(out, _content_key(recipe, bank, dtype, max_shard_bytes)) as directory:
         write_shards(shards, plain, bank, dtype, directory, progress, added=added)
         bank.sources.check_unchanged()  # a file may have changed while it was read
         _write_json(directory / "config.json", config if aligned is None else aligned.config(config))
@@ -210,7 +210,7 @@ def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] 
         return str(error)
 
 
-def _job(recipe: Recipe, bank: Bank, dtype: torch.dtype, max_shard_bytes: int) -> str:
+def _content_key(recipe: Recipe, bank: Bank, dtype: torch.dtype, max_shard_bytes: int) -> str:
     """A digest that is equal for two exports if one can continue from the incomplete files of the other."""
     return digest_of([recipe.digest, bank.fingerprint, _name(dtype), max_shard_bytes, version("mergesearch")])[:16]
 

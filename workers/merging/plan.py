@@ -15,7 +15,7 @@ from workers.errors import InvalidModel
 from workers.merging.bank import Bank
 from workers.merging.merged_tensor import MergedTensor, pieces_of
 from workers.merging.residual_scales import branch_factors, ends_a_branch
-from workers.models.components import some_of
+from workers.models.components import first_few
 from workers.models.vocabulary import BASE, UNION
 
 __all__ = [
@@ -104,7 +104,7 @@ def _plan(given: Recipe, recipe: Recipe, bank: Bank) -> TensorPlan:
         plan += of_layer
     plan += _part(recipe, recipe.head, "head", None, bank, aliases)
     if unknown := recipe.tensors.keys() - {tensor.name for tensor in plan}:
-        raise InvalidRecipe(f"tensors: the merged model has no {some_of(unknown)}")
+        raise InvalidRecipe(f"tensors: the merged model has no {first_few(unknown)}")
     return TensorPlan(given, tuple(plan), aliases)
 
 
@@ -134,7 +134,7 @@ def _part(
         keys = [(aliases[source.model], layout.name(suffix, source.layer)) for source in named_sources(own)]
         found = [bank.view(alias).tensor(key) for alias, key in keys]
         if missing := sorted({key for (_, key), tensor in zip(keys, found, strict=True) if tensor is None}):
-            raise InvalidRecipe(f"{where}: {name}: the models have no {some_of(missing)}")
+            raise InvalidRecipe(f"{where}: {name}: the models have no {first_few(missing)}")
         shapes = {tensor.shape for tensor in found if tensor is not None}
         if len(shapes) > 1:
             raise InvalidRecipe(f"{where}: {suffix} has different shapes in its source layers: {sorted(shapes)}")
@@ -189,7 +189,7 @@ def _bank_aliases(recipe: Recipe, bank: Bank) -> dict[str, str]:
         spare = {model.alias for model in family.models if model.fingerprint not in recipe.models.values()}
         if spare:
             problems.append(
-                f"recipe: with tokenizer {recipe.tokenizer!r} it must name every model; {some_of(spare)} is missing"
+                f"recipe: with tokenizer {recipe.tokenizer!r} it must name every model; {first_few(spare)} is missing"
             )
     if problems:
         raise InvalidModel(tuple(problems))

@@ -8,7 +8,7 @@ from typing import Any
 
 from workers.models.adapters import stated_base
 from workers.models.checkpoints import Checkpoint
-from workers.models.components import Layout, is_output_head, some_of
+from workers.models.components import Layout, first_few, is_output_head
 
 __all__ = ["differences", "foreign_adapters"]
 
@@ -91,9 +91,9 @@ def differences(base: Checkpoint, expert: Checkpoint, *, any_depth: bool = False
     depth = min(base.layout.num_layers, expert.layout.num_layers) if any_depth else None
     base_names, names_ = _comparable(base.layout, depth), _comparable(expert.layout, depth)
     if missing := base_names - names_:
-        yield f"{where}: lacks {len(missing)} tensors of the base: {some_of(missing)}"
+        yield f"{where}: lacks {len(missing)} tensors of the base: {first_few(missing)}"
     if extra := names_ - base_names:
-        yield f"{where}: has {len(extra)} tensors that the base lacks: {some_of(extra)}"
+        yield f"{where}: has {len(extra)} tensors that the base lacks: {first_few(extra)}"
     shapes = [
         f"tensor {name!r} has shape {list(theirs)}; the base has {list(ours)}"
         for name in sorted(base_names & names_)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from search_spaces.recipe import Component
 from workers.errors import InvalidModel
 
-__all__ = ["EMBEDDING", "IGNORED", "LAYER", "STACKS", "Layout", "TensorPlace", "is_output_head", "layout", "some_of"]
+__all__ = ["EMBEDDING", "IGNORED", "LAYER", "STACKS", "Layout", "TensorPlace", "first_few", "is_output_head", "layout"]
 
 # A report names this many tensors of one kind of problem, then counts the rest.
 MAX_NAMED = 5
@@ -135,7 +135,7 @@ def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
     unknown: list[str] = []
     inputs = [name for name in names if OTHER_INPUT.search(name)]
     if inputs:
-        raise InvalidModel((f"layout: a model that reads more than text, which is not merged: {some_of(inputs)}",))
+        raise InvalidModel((f"layout: a model that reads more than text, which is not merged: {first_few(inputs)}",))
     prefixes: set[str] = set()
     for name in names:
         if match := LAYER.match(name):
@@ -151,7 +151,7 @@ def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
         else:
             places[name] = place
     if unknown:
-        raise InvalidModel((f"layout: not a known part of a decoder-only model: {some_of(unknown)}",))
+        raise InvalidModel((f"layout: not a known part of a decoder-only model: {first_few(unknown)}",))
     layers = {place.layer for place in places.values() if place.layer is not None}
     if len(prefixes) != 1 or layers != set(range(len(layers))):
         raise InvalidModel(
@@ -189,7 +189,7 @@ def is_output_head(name: str) -> bool:
     return OUTPUT_HEAD.search(name) is not None
 
 
-def some_of(names: Iterable[str]) -> str:
+def first_few(names: Iterable[str]) -> str:
     """Text for messages: the first few of `names`, and how many more there are."""
     names = sorted(names)
     rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""

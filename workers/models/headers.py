@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from workers.models.components import IGNORED, some_of
+from workers.models.components import IGNORED, first_few
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +111,7 @@ def _shards(path: Path, stem: str, problems: list[str]) -> tuple[list[Path], Map
         problems.append(f"{path}: a PEFT adapter; expected a whole model: merge the adapter into its base first")
     elif pickles:
         problems.append(
-            f"{path}: only pickles ({some_of(pickles)}), which are never loaded, because they can run code; convert "
+            f"{path}: only pickles ({first_few(pickles)}), which are never loaded, because they can run code; convert "
             f"a model that you trust to safetensors: {CONVERSIONS[stem]} does so"
         )
     else:
@@ -135,7 +135,7 @@ def _indexed_shards(path: Path, index: Path, problems: list[str]) -> tuple[list[
         problems.append(f"{index}: not a safetensors index: {_reason(error)}")
         return [], None
     if missing := [file for file in files if not (path / file).is_file()]:
-        problems.append(f"{path}: {len(missing)} of {len(files)} shards are missing: {some_of(missing)}")
+        problems.append(f"{path}: {len(missing)} of {len(files)} shards are missing: {first_few(missing)}")
     return [path / file for file in files if (path / file).is_file()], weight_map
 
 
@@ -147,7 +147,7 @@ def _file_name(value: object) -> str:
 
 def _index_problems(path: Path, expected: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
     if missing := [name for name in expected if name not in tensors]:
-        yield f"{path}: the index names tensors that no shard holds: {some_of(missing)}"
+        yield f"{path}: the index names tensors that no shard holds: {first_few(missing)}"
     for name, file in expected.items():
         if name in tensors and tensors[name].file.name != file:
             yield f"{path}: tensor {name!r} is in {tensors[name].file.name}, the index says {file}"
@@ -247,7 +247,7 @@ def _dtype_problems(file: Path, tensors: Mapping[str, TensorInfo]) -> Iterator[s
             by_dtype.setdefault(info.dtype, []).append(name)
     accepted = ", ".join(DTYPE_BYTES)
     for dtype, names in by_dtype.items():
-        yield f"{file}: dtype {dtype:.20} of {some_of(names)} cannot be merged; expected one of {accepted}"
+        yield f"{file}: dtype {dtype:.20} of {first_few(names)} cannot be merged; expected one of {accepted}"
 
 
 # JSON
@@ -268,7 +268,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         counts = Counter(name for name, _ in pairs)
-        raise ValueError(f"given twice: {some_of(repr(name) for name, count in counts.items() if count > 1)}")
+        raise ValueError(f"given twice: {first_few(repr(name) for name, count in counts.items() if count > 1)}")
     return found
 
 

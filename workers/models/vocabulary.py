@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workers.errors import InvalidModel
-from workers.models.components import is_output_head, some_of
+from workers.models.components import first_few, is_output_head
 from workers.models.computed_tensors import Padded, Rows, RowsOfOthers, SourceTensor
 
 __all__ = [
@@ -263,7 +263,7 @@ def _added_by_others(
     if rowless := (models[base].tokens or {}).keys() - tokens[base].keys():
         problems.append(
             f"model {base!r}: {models[base].directory}: its tokenizer has {len(rowless)} tokens without a row "
-            f"({some_of(map(repr, rowless))}), so that a union has no ids for more"
+            f"({first_few(map(repr, rowless))}), so that a union has no ids for more"
         )
     added: set[str] = set()
     for alias in others:
@@ -272,7 +272,8 @@ def _added_by_others(
         if own:
             problems.append(
                 f"model {alias!r}: {models[alias].directory}: {len(own)} tokens of its tokenizer's own vocabulary are "
-                f"not the base's ({some_of(map(repr, own))}); a union can only have added ones: give {BASE} or {alias}"
+                f"not the base's ({first_few(map(repr, own))}); a union can only have added ones: give {BASE} or "
+                f"{alias}"
             )
         added |= new
     if problems:

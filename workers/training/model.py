@@ -14,7 +14,7 @@ import torch
 
 from workers.errors import InvalidModel
 from workers.merging.bank import Bank
-from workers.models.components import some_of
+from workers.models.components import first_few
 
 __all__ = ["ParameterPart", "TrainableModel"]
 
@@ -133,8 +133,8 @@ def _parts(module: Any, bank: Bank, dtype: torch.dtype) -> dict[str, ParameterPa
     if missing := bank.base.tensors.keys() - found.keys():
         raise InvalidModel(
             (
-                f"gradients: {type(module).__name__} holds {some_of(missing)} in another form than the model's files; "
-                "gradients by coefficients need a model without such tensors",
+                f"gradients: {type(module).__name__} holds {first_few(missing)} in another form than the model's "
+                "files; gradients by coefficients need a model without such tensors",
             )
         )
     return found

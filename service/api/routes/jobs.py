@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from inspect import cleandoc
 from typing import Annotated, Any, Literal
@@ -234,41 +235,28 @@ async def _created(
     """
     is_json = sent_as_json(request.headers, accepted=(*JSON_TYPES, *YAML_TYPES))
     content = await read_body(request)
-    if key is None:
-        record, is_new = await _stored(services, content, is_json, kind=kind, key=None, client=sender.name)
-    else:
-        lock = services.key_locks.setdefault(key, asyncio.Lock())
-        async with lock:
-            record, is_new = await _stored(services, content, is_json, kind=kind, key=key, client=sender.name)
-    if is_new:
-        services.cluster.wake()
-    return record, is_new
-
-
-async def _stored(
-    services: Services, content: bytes, is_json: bool, *, kind: JobKind, key: str | None, client: str
-) -> tuple[JobRecord, bool]:
     digest = hashlib.sha256(content).hexdigest()
-    found = await run_in_threadpool(services.store.job_of_key, key) if key is not None else None
-    if found is None:
-        accepted = await services.preflight.accept(content, is_json=is_json, kind=kind, client=client)
-        create = partial(
-            services.store.create_job,
-            kind=kind.name,
-            name=accepted.name,
-            document=accepted.document,
-            accepted=accepted.stored_facts(),
-            idempotency_key=key,
-            request_digest=digest,
-        )
-        record = await run_in_threadpool(services.quota.admit, accepted.artifact_bytes, create)
-    else:
-        record = found
+    async with services.key_locks.setdefault(key, asyncio.Lock()) if key is not None else nullcontext():
+        found = record = await run_in_threadpool(services.store.job_of_key, key) if key is not None else None
+        if record is None:
+            accepted = await services.preflight.accept(content, is_json=is_json, kind=kind, client=sender.name)
+            create = partial(
+                services.store.create_job,
+                kind=kind.name,
+                name=accepted.name,
+                document=accepted.document,
+                accepted=accepted.stored_facts(),
+                idempotency_key=key,
+                request_digest=digest,
+            )
+            record = await run_in_threadpool(services.quota.admit, accepted.artifact_bytes, create)
     if record.request_digest != digest or record.kind != kind.name:
         raise Conflict(
             f"Idempotency-Key {key!r} was sent before with another body, which created "
             f"{kind_of(record.kind).noun} {record.id}; use another key for another {kind.noun}"
         )
+    if found is None:
+        services.cluster.wake()
     return record, found is None
 
 

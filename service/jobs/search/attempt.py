@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from service.resolved_study import ResolvedStudy
 from service.results.selection import best_trial
 from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
+from service.store.documents import CANARIES, Canaries
 from service.studies.preflight.examine import examine
 from service.studies.preflight.files import FilesRefused
 from service.studies.preflight.models import check_unchanged
@@ -153,7 +154,7 @@ def execute(
                 seed=preflight.study.search.seed,
                 setting=setting,
                 steps=store.steps(study_id),
-                job=preflight.gradient_job(),
+                gradient_inputs=preflight.gradient_inputs(),
                 completions=SourceCompletions(store, study_id, preflight.tasks.objectives),
                 checkpoints=_checkpoints(algorithm, artifacts, study_id, setting),
             ),
@@ -338,4 +339,4 @@ def _check_engines(store: Store, writer: JobWriter, scorer: Scorer) -> None:
     passed = {report.replica: report.canaries for report in reports}
     skipped = {report.replica: report.skipped for report in reports if report.skipped}
     unchecked = store.num_unchecked(writer.job_id, passed)
-    writer.set_document_named("canaries", {"samples_not_checked": unchecked, "skipped": skipped})
+    writer.set_document_named(CANARIES, asdict(Canaries(unchecked, skipped)))

@@ -21,7 +21,7 @@ from service.jobs.heartbeat import Heartbeat
 from service.jobs.search.kind import SEARCH
 from service.jobs.search.prepare import prepared
 from service.jobs.search.progress import ProgressReporter
-from service.jobs.search.work import search
+from service.jobs.search.work import continue_study
 from service.resolved_study import ResolvedStudy
 from service.results.files import write_results
 from service.results.load import run_record
@@ -76,7 +76,7 @@ def run_study(
             record = _created_or_resumed(store, study, preflight, directory)
             try:
                 if record.state is not JobState.COMPLETE:
-                    _search(store, record, preflight, directory, resources=resources, view=view, observer=observer)
+                    _continue(store, record, preflight, directory, resources=resources, view=view, observer=observer)
             finally:
                 result = run_record(store, record.id)
                 write_results(directory, result, report=render_report(result))
@@ -85,7 +85,7 @@ def run_study(
             store.close()
 
 
-def _search(
+def _continue(
     store: Store,
     record: JobRecord,
     preflight: PreflightResult,
@@ -100,7 +100,7 @@ def _search(
         with Heartbeat(writer, record.wall_clock_s) as heartbeat:
             artifacts = ArtifactStore(store, artifacts_dir(directory))
             attempt = Attempt(store, writer, artifacts, directory, heartbeat, resources, view.note)
-            search(attempt, preflight, open_study=open_run, view=view, observer=observer)
+            continue_study(attempt, preflight, open_study=open_run, view=view, observer=observer)
     except EngineUnavailable as error:
         writer.set_state(JobState.STOPPED, str(error))
         raise

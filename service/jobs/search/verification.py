@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 
@@ -16,17 +15,13 @@ from search_spaces.study.engine import Verify
 from service.errors import StudyFailed
 from service.results.selection import best_trial, full_budget_trials
 from service.store import JobWriter, Store
+from service.store.documents import VERIFICATION, TrialVerification, Verification, read_verification
 from service.studies.preflight.result import PreflightResult
 from service.types import TrialRecord
 from workers.errors import TrialFailed
 from workers.types import SampleResult, Scorer, Span, Split, VerificationReport, digest_of
 
 __all__ = ["verify_trials"]
-
-DOCUMENT = "verification"
-
-Report = dict[str, Any]
-"""A stored report: the fields of a VerificationReport, the `trial`, and `samples`, a digest of what was compared."""
 
 
 def verify_trials(
@@ -50,34 +45,38 @@ def verify_trials(
         StudyFailed: Samples differ by more than rounding explains, or transformers cannot score what the engine scored.
     """
     options = preflight.study.engine.verify
-    document = store.document(writer.job_id, DOCUMENT) or {}
+    document = store.document(writer.job_id, VERIFICATION)
     if not options:
-        if not document:
-            writer.set_document_named(DOCUMENT, {"reports": [], "reason": "switched off in the study file"})
+        if document is None:
+            _store(writer, Verification(reason="switched off in the study file"))
         return None
-    known = {report["trial"]: report for report in document.get("reports", ())}
+    known = {report.trial: report for report in read_verification(document).reports}
     spans = _spans(preflight, options.samples)
     chosen = _chosen(preflight, options, trials, known)
     reports = {trial.number: known[trial.number] for trial in chosen if trial.number in known}
     for trial in chosen:
         samples = _samples(store, writer.job_id, trial, spans)
         digest = digest_of([asdict(sample) for sample in samples])
-        if _is_verified(reports.get(trial.number, {}), trial, digest):
+        if _is_verified(reports.get(trial.number), trial, digest):
             continue
         note(f"Verifying trial {trial.number} with transformers ...")
         try:
             found = scorer.verify(trial.recipe, samples, spans)
         except TrialFailed as error:
             raise StudyFailed(f"verification: transformers cannot score trial {trial.number}: {error}") from error
-        reports[trial.number] = {"trial": trial.number, "samples": digest, **asdict(found)}
-        writer.set_document_named(DOCUMENT, {"reports": list(reports.values())})
+        reports[trial.number] = TrialVerification(**vars(found), trial=trial.number, samples=digest)
+        _store(writer, Verification(tuple(reports.values())))
         if found.num_beyond:
             raise StudyFailed(_disagreement(trial, found))
     return _why_nothing(reports.values())
 
 
+def _store(writer: JobWriter, verification: Verification) -> None:
+    writer.set_document_named(VERIFICATION, asdict(verification))
+
+
 def _chosen(
-    preflight: PreflightResult, options: Verify, trials: Sequence[TrialRecord], known: Mapping[int, Report]
+    preflight: PreflightResult, options: Verify, trials: Sequence[TrialRecord], known: Mapping[int, TrialVerification]
 ) -> list[TrialRecord]:
     """Trials to verify: those whose samples differed before, the best trial, and others drawn at random.
 
@@ -90,7 +89,7 @@ def _chosen(
     others = [trial for trial in candidates if trial is not winner]
     drawn = np.random.default_rng(preflight.study.search.seed).permutation(len(others))
     chosen = [winner, *(others[i] for i in drawn)][: options.trials]
-    differed = [trial for trial in trials if known.get(trial.number, {}).get("num_beyond")]
+    differed = [trial for trial in trials if trial.number in known and known[trial.number].num_beyond]
     return [*differed, *(trial for trial in chosen if trial not in differed)]
 
 
@@ -105,23 +104,23 @@ def _samples(store: Store, study_id: str, trial: TrialRecord, spans: Sequence[Sp
     return tuple(sample for sample in stored if sample.position < stops[sample.objective])
 
 
-def _is_verified(report: Report, trial: TrialRecord, digest: str) -> bool:
+def _is_verified(report: TrialVerification | None, trial: TrialRecord, digest: str) -> bool:
     """Whether a stored report found the samples of a trial's merge equal; `digest` is the hash of the samples.
 
     Reports of earlier versions do not say which samples they compared. Such trials count as not verified.
     """
     return (
-        report.get("recipe_digest") == trial.recipe.digest
-        and report.get("samples") == digest
-        and report["num_samples"] > 0
-        and report["num_beyond"] == 0
+        report is not None
+        and report.recipe_digest == trial.recipe.digest
+        and report.samples == digest
+        and report.is_equal
     )
 
 
-def _why_nothing(reports: Iterable[Report]) -> str | None:
-    if any(report["num_samples"] for report in reports):
+def _why_nothing(reports: Iterable[VerificationReport]) -> str | None:
+    if any(report.num_samples for report in reports):
         return None
-    return next((f"not verified: {report['reason']}" for report in reports if report["reason"]), "not verified")
+    return next((f"not verified: {report.reason}" for report in reports if report.reason), "not verified")
 
 
 def _disagreement(trial: TrialRecord, report: VerificationReport) -> str:

@@ -18,14 +18,14 @@ from service.studies.policies.start import with_start
 from service.studies.preflight.models import check_unchanged
 from service.studies.preflight.result import PreflightResult
 
-__all__ = ["search", "work"]
+__all__ = ["continue_study", "work"]
 
 
 def work(attempt: Attempt) -> None:
     """Continue a study on a server from its stored state to its end.
 
     Raises InvalidStudy if the study's files cannot be used at the moment, Conflict if its models or tasks have changed
-    since it was created, and the errors of `search`.
+    since it was created, and the errors of `continue_study`.
     """
     job = attempt.job
     before = ResolvedStudy.of(job)
@@ -41,10 +41,10 @@ def work(attempt: Attempt) -> None:
     check_unchanged(job, preflight.resolved())
     attempt.progressed("The models are unchanged. Connecting to Ray ...")
     with ProgressLog() as view:
-        search(attempt, preflight, open_study=open_study, view=view)
+        continue_study(attempt, preflight, open_study=open_study, view=view)
 
 
-def search(
+def continue_study(
     attempt: Attempt,
     preflight: PreflightResult,
     *,

@@ -7,9 +7,8 @@ study, and their digests as one of its documents, so that it can be resumed what
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.spaces.layer_paths import MERGED
@@ -17,9 +16,9 @@ from search_spaces.study.file import Study
 from service.disk import artifacts_dir
 from service.errors import Conflict, NotFound, StudyFailed
 from service.resolved_study import ResolvedStudy
-from service.results.load import POLICY_START
 from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
+from service.store.documents import POLICY_START, PolicyStart, StartPolicy, read_policy_start
 from service.studies.chains import OpenStudy
 from service.studies.policies.stored import stored_policies
 from service.studies.preflight.result import PreflightResult
@@ -28,30 +27,7 @@ from service.tune.searchers.base import SearchSetting
 from service.tune.searchers.hm3 import SAME_WEIGHT, paths_of
 from service.types import JobRecord, JobState
 
-__all__ = ["PolicyStart", "check_start", "with_start"]
-
-
-@dataclass(frozen=True)
-class PolicyStart:
-    """Policies that a study begins with, in the order of its own policies.
-
-    `study` and `name` are the id and name of the study that trained them. `iterations` has the last iteration from
-    which each has learned.
-    """
-
-    study: str
-    name: str
-    iterations: tuple[int, ...]
-    checkpoints: tuple[bytes, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON document about these policies that is stored with the study; it has the sha256 of each checkpoint."""
-        digests = (hashlib.sha256(content).hexdigest() for content in self.checkpoints)
-        policies = [
-            {"iteration": iteration, "digest": digest}
-            for iteration, digest in zip(self.iterations, digests, strict=True)
-        ]
-        return {"study": self.study, "name": self.name, "policies": policies}
+__all__ = ["check_start", "with_start"]
 
 
 def check_start(preflight: PreflightResult, *, open_study: OpenStudy, artifacts_in: str | Path) -> None:
@@ -81,15 +57,15 @@ def with_start(
         return preflight
     study_id = writer.job_id
     try:
-        if store.document(study_id, POLICY_START) is None:
-            start = _found(preflight, open_study, artifacts.location)
-            for number, content in enumerate(start.checkpoints):
+        start = read_policy_start(store.document(study_id, POLICY_START))
+        if start is None:
+            start, checkpoints = _found(preflight, open_study, artifacts.location)
+            for number, content in enumerate(checkpoints):
                 store_policy(artifacts, study_id, _artifact(number), content)
-            writer.set_document_named(POLICY_START, start.to_json())
-        stored: dict[str, Any] = store.document(study_id, POLICY_START) or {}
+            writer.set_document_named(POLICY_START, asdict(start))
         kept = tuple(
-            read_policy(artifacts, study_id, _artifact(number), digest=policy["digest"])
-            for number, policy in enumerate(stored["policies"])
+            read_policy(artifacts, study_id, _artifact(number), digest=policy.digest)
+            for number, policy in enumerate(start.policies)
         )
     except (NotFound, Conflict) as error:
         reason = f"search.hm3.start: {error}"
@@ -102,8 +78,10 @@ def _artifact(number: int) -> str:
     return f"hm3-start-{number}"
 
 
-def _found(preflight: PreflightResult, open_study: OpenStudy, artifacts_in: str | Path) -> PolicyStart:
-    """Policies of the study that `search.hm3.start` names. Raises NotFound and Conflict."""
+def _found(
+    preflight: PreflightResult, open_study: OpenStudy, artifacts_in: str | Path
+) -> tuple[PolicyStart, tuple[bytes, ...]]:
+    """Policies of the study that `search.hm3.start` names, and their checkpoints. Raises NotFound and Conflict."""
     start = preflight.study.search.hm3.start
     assert start is not None
     with open_study(start) as (store, record):
@@ -114,8 +92,10 @@ def _found(preflight: PreflightResult, open_study: OpenStudy, artifacts_in: str 
         setting, checkpoints = stored_policies(store, record, other, ArtifactStore(store, place))
     if not checkpoints:
         raise Conflict(f"study {record.name!r}: no policy has been learned yet, or its files are gone from {place}")
-    iterations = tuple(_iterations(preflight, record, setting, checkpoints))
-    return PolicyStart(record.id, record.name, iterations, tuple(checkpoints[number] for number in iterations))
+    iterations = _iterations(preflight, record, setting, checkpoints)
+    kept = tuple(checkpoints[number] for number in iterations)
+    digests = (hashlib.sha256(content).hexdigest() for content in kept)
+    return PolicyStart(record.id, record.name, tuple(map(StartPolicy, iterations, digests))), kept
 
 
 def _iterations(

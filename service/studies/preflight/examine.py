@@ -83,8 +83,10 @@ def examine(
     algorithm: Algorithm | None = None
     size: ModelSize | None = None
     if sources is not None:
-        # Its problems belong to the others; its recipes need the fingerprints, which reading the weights gives.
-        unread = _examine_space(study, sources, dict.fromkeys(sources.checkpoints, ""), problems)
+        # Reading the weights takes minutes and gives the fingerprints that the space's recipes need. So the space is
+        # built before, with aliases in place of fingerprints, to report its problems and to choose the searcher, and
+        # again after, which takes milliseconds.
+        unread = _examine_space(study, sources, {alias: alias for alias in sources.checkpoints}, problems)
         max_layers = 0
         if isinstance(unread, LayeredSpace):
             max_layers = unread.max_layers

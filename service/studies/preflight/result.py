@@ -18,7 +18,7 @@ from service.resolved_study import ChainedSource, ResolvedStudy
 from service.studies.preflight.algorithm import Algorithm
 from service.studies.preflight.resources import MemoryPlan
 from service.tune.plan import PROPOSALS_AHEAD, Baseline, Plan
-from service.tune.proposing.gradient_actor import GradientJob
+from service.tune.proposing.gradient_actor import GradientInputs
 from service.tune.searchers.base import SearchSetting
 from service.types import Origin
 from workers.file_access import FileAccess
@@ -182,11 +182,11 @@ class PreflightResult:
             start=self.start,
         )
 
-    def gradient_job(self) -> GradientJob | None:
+    def gradient_inputs(self) -> GradientInputs | None:
         """Input of the gradient actor; None if the space is not differentiable."""
         if not isinstance(self.space, DifferentiableSpace):
             return None
-        return GradientJob(self.models.family, self.engine_options, dict(self.tasks.search), self.space)
+        return GradientInputs(self.models.family, self.engine_options, dict(self.tasks.search), self.space)
 
     @property
     def _num_repeated(self) -> int:

@@ -18,11 +18,11 @@ from workers.types import GradientResult as CoefficientDerivatives
 if TYPE_CHECKING:
     from workers.training.gradients import CoefficientGradients
 
-__all__ = ["GradientActor", "GradientJob"]
+__all__ = ["GradientActor", "GradientInputs"]
 
 
 @dataclass(frozen=True)
-class GradientJob:
+class GradientInputs:
     """Input of a gradient actor: the family, the objectives' tasks by name, and the space of the coefficients."""
 
     family: Family
@@ -38,8 +38,8 @@ class GradientActor:
     number of threads.
     """
 
-    def __init__(self, job: GradientJob) -> None:
-        self._job = job
+    def __init__(self, inputs: GradientInputs) -> None:
+        self._inputs = inputs
         self._opened: CoefficientGradients | None = None
         self._completions: Completions | None = None  # those that are not set yet
 
@@ -57,7 +57,7 @@ class GradientActor:
 
     def _losses(self, request: LossesRequest) -> LossesResult:
         gradients, recipe = self._gradients(), self._recipe(request.point)
-        held = LossesResult(recipe=recipe.digest, bank=self._job.family.fingerprint)
+        held = LossesResult(recipe=recipe.digest, bank=self._inputs.family.fingerprint)
         try:
             each = gradients.losses(recipe, request.positions, completions=request.completions)
         except TrialFailed as error:
@@ -65,9 +65,9 @@ class GradientActor:
         return replace(held, losses={name: sum(found) / len(found) for name, found in each.items()})
 
     def _gradient(self, request: GradientRequest) -> GradientResult:
-        gradients, space = self._gradients(), self._job.space
+        gradients, space = self._gradients(), self._inputs.space
         recipe = self._recipe(_with_stated_coefficients(space, request.point))
-        held = GradientResult(recipe=recipe.digest, bank=self._job.family.fingerprint)
+        held = GradientResult(recipe=recipe.digest, bank=self._inputs.family.fingerprint)
         try:
             result = gradients.loss_and_gradient(
                 recipe,
@@ -83,7 +83,7 @@ class GradientActor:
         return replace(held, losses=result.losses, gradient=gradient, seconds=result.seconds)
 
     def _recipe(self, point: tuple[float, ...]) -> Recipe:
-        space = self._job.space
+        space = self._inputs.space
         return space.to_recipe(dict(zip(space.parameters.names, point, strict=True)))
 
     def _gradients(self) -> CoefficientGradients:
@@ -97,10 +97,10 @@ class GradientActor:
 
             from workers.training.gradients import CoefficientGradients
 
-            job = self._job
-            if job.options.threads:
-                torch.set_num_threads(job.options.threads)
-            self._opened = CoefficientGradients(job.family, job.options, job.tasks)
+            inputs = self._inputs
+            if inputs.options.threads:
+                torch.set_num_threads(inputs.options.threads)
+            self._opened = CoefficientGradients(inputs.family, inputs.options, inputs.tasks)
         if self._completions is not None:
             self._opened.set_completions(self._completions)
             self._completions = None
@@ -108,7 +108,7 @@ class GradientActor:
 
     def _by_parameter(self, result: CoefficientDerivatives) -> dict[str, float]:
         """Derivatives by parameter name: each is the sum over the coefficients that the parameter sets."""
-        space = self._job.space
+        space = self._inputs.space
         slopes: dict[str, float] = {}
         for tensor, of_models in result.by_source.items():
             for model, parameter in space.slots(tensor):

@@ -28,7 +28,7 @@ from service.store.steps import (
 )
 from service.tune.proposing.checkpoints import PolicyCheckpoints
 from service.tune.proposing.completions import Chosen, SourceCompletions
-from service.tune.proposing.gradient_actor import GradientActor, GradientJob
+from service.tune.proposing.gradient_actor import GradientActor, GradientInputs
 from service.tune.proposing.searcher_state import SearcherState
 from service.tune.searchers.base import SearchSetting
 from workers.errors import EngineUnavailable, InvalidModel, InvalidTask
@@ -47,8 +47,9 @@ ACTOR_CPUS = 0.1
 class RayProposer:
     """`proposals.Proposer` on Ray actors: the searcher, which also learns, and the gradient actor.
 
-    `steps` are those that the study has. `job` is the input of the gradient actor, None for a searcher that needs none.
-    `completions` reads those of the study's sources. `checkpoints` stores the policies of a searcher that learns.
+    `steps` are those that the study has. `gradient_inputs` are the input of the gradient actor; None for a searcher
+    that needs none. `completions` reads those of the study's sources. `checkpoints` stores the policies of a searcher
+    that learns.
 
     `result` raises EngineUnavailable if an actor keeps dying or cannot read its files, InvalidModel and InvalidTask if
     an actor cannot use them, StudyFailed if an actor cannot work.
@@ -62,7 +63,7 @@ class RayProposer:
         seed: int,
         setting: SearchSetting,
         steps: Sequence[Step] = (),
-        job: GradientJob | None = None,
+        gradient_inputs: GradientInputs | None = None,
         completions: SourceCompletions | None = None,
         checkpoints: PolicyCheckpoints | None = None,
     ) -> None:
@@ -73,7 +74,7 @@ class RayProposer:
         self._checkpoints = checkpoints
         self._searcher = self._new_searcher()
         self._seed = seed
-        self._job = job
+        self._gradient_inputs = gradient_inputs
         self._completions = completions
         self._chosen: Chosen = {}
         for step in steps:
@@ -181,13 +182,13 @@ class RayProposer:
         if isinstance(request, UpdateRequest):
             self._pending = self._searcher.update.remote(request, **self._call)
             return
-        if self._job is None:
+        if self._gradient_inputs is None:
             raise AssertionError("the searcher asks for gradients, and the study has none")
         if self._gradients is None:
             # Where engines have all GPUs, the actor computes on the CPU: it would wait for a GPU forever.
             num_gpus = 1 if ray.available_resources().get("GPU", 0) >= 1 else 0
             kind: Any = ray.remote(GradientActor)
-            self._gradients = kind.options(num_cpus=ACTOR_CPUS, num_gpus=num_gpus).remote(self._job)
+            self._gradients = kind.options(num_cpus=ACTOR_CPUS, num_gpus=num_gpus).remote(self._gradient_inputs)
             self._send_completions()
         self._pending = self._gradients.run.remote(request)
 

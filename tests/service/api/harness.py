@@ -11,7 +11,7 @@ from search_spaces.objectives import Objective
 from search_spaces.study.file import Study
 from search_spaces.study.objectives import ObjectiveSpec
 from service.api import create_app
-from service.api.preflight_process import Preflight, accepted
+from service.api.preflight_process import Preflight, check_request
 from service.disk import artifacts_dir
 from service.jobs.base import Accepted, JobKind, RequestContext
 from service.jobs.finetune.request import check_finetune_files, check_server_paths
@@ -29,6 +29,7 @@ from service.schemas.api import (
 )
 from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
+from service.store.documents import VERIFICATION, TrialVerification, Verification
 from service.types import (
     EventKind,
     JobRecord,
@@ -72,8 +73,7 @@ class QuickPreflight:
         pass
 
     async def accept(self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "") -> Accepted:
-        quick = replace(kind, accept=QUICK[kind.name])
-        return accepted(content, quick, is_json=is_json, context=RequestContext())
+        return check_request(content, kind.noun, QUICK[kind.name], RequestContext(), is_json=is_json)
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
         return "float32"
@@ -164,8 +164,8 @@ def finished_study(store: Store, *, num_trials: int = 12, name: str = "math-text
         write_trial(writer, trial)
     for trial in held_out(made.trials, made.objectives):
         write_holdout(writer, trial)
-    reports = [asdict(report) for report in made.verifications]
-    writer.set_document_named("verification", {"reports": reports})
+    reports = tuple(TrialVerification(**vars(report), trial=number) for number, report in enumerate(made.verifications))
+    writer.set_document_named(VERIFICATION, asdict(Verification(reports)))
     writer.heartbeat(wall_clock_s=312.4, progress=snapshot(made).to_json())
     writer.set_state(JobState.COMPLETE)
     return store.job(record.id)

@@ -17,7 +17,7 @@ import pytest
 
 from search_spaces.errors import InvalidStudy
 from search_spaces.study.file import Study, load_study
-from service.api.preflight_process import PreflightProcess, accept_here
+from service.api.preflight_process import PreflightProcess, check_request
 from service.api.problems import Unavailable
 from service.jobs.base import Accepted, RequestContext
 from service.jobs.search.kind import SEARCH
@@ -173,4 +173,4 @@ def test_broken_preflight_refuses_the_study(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr("service.jobs.search.prepare.examine", broken)
     with pytest.raises(InvalidStudy, match=r"^the study could not be checked: ZeroDivisionError: by nothing$"):
-        accept_here(json.dumps(document()).encode(), is_json=True, kind="search", context=RequestContext())
+        check_request(json.dumps(document()).encode(), "study", SEARCH.accept, RequestContext(), is_json=True)

@@ -18,11 +18,12 @@ from search_spaces.errors import InvalidStudy
 from service.api.preflight_process import (
     Limits,
     PreflightProcess,
-    accept_here,
+    check_request,
     default_access,
 )
 from service.jobs.base import Accepted, RequestContext
 from service.jobs.driver import drive
+from service.jobs.search.kind import SEARCH
 from service.resolved_study import ResolvedStudy
 from service.studies.export import export_trial
 from service.types import JobState
@@ -52,7 +53,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 def refused(body: dict[str, Any], access: FileAccess) -> dict[str, str]:
     """The problems by field."""
     with pytest.raises(InvalidStudy) as caught:
-        accept_here(json.dumps(body).encode(), is_json=True, kind="search", context=RequestContext(access))
+        check_request(json.dumps(body).encode(), "study", SEARCH.accept, RequestContext(access), is_json=True)
     return {problem.field: problem.message for problem in caught.value.problems}
 
 
@@ -133,7 +134,7 @@ def test_later_checks_use_the_accepted_rules(server: ApiServer, tmp_path: Path) 
     shutil.copytree(FAMILY / "base", tmp_path / "models" / "base")
     access = FileAccess((str(FAMILY), str(tmp_path / "models")))
     body = changed("models.base", str(tmp_path / "models" / "base"))
-    outcome = accept_here(json.dumps(body).encode(), is_json=True, kind="search", context=RequestContext(access))
+    outcome = check_request(json.dumps(body).encode(), "study", SEARCH.accept, RequestContext(access), is_json=True)
     records = [
         server.store.create_job(kind="search", name=outcome.name, document=outcome.document, accepted=facts)
         for facts in (outcome.facts, family_study(server.store).accepted)
@@ -162,12 +163,8 @@ def test_functions_of_task_files_need_trust(tmp_path: Path) -> None:
     problems = refused(body, FileAccess((str(FAMILY), str(tmp_path))))
     assert set(problems) == {"objectives.0.task"}
     assert "--trust-dir" in problems["objectives.0.task"]
-    accept_here(
-        json.dumps(body).encode(),
-        is_json=True,
-        kind="search",
-        context=RequestContext(FileAccess((str(FAMILY),), (str(tmp_path),))),
-    )
+    trusted = RequestContext(FileAccess((str(FAMILY),), (str(tmp_path),)))
+    check_request(json.dumps(body).encode(), "study", SEARCH.accept, trusted, is_json=True)
 
 
 # Over HTTP.

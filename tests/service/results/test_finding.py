@@ -15,7 +15,7 @@ from service.results.report import render_report
 from service.store import Store
 from service.tune.coordinator import Coordinator
 from service.types import Origin, TrialRecord, TrialState
-from tests.service.resolved import resolved_study
+from tests.service.resolved import resolved_study, study_document
 from tests.service.results.test_holdout import Study, binary, both, recipe, store
 from tests.service.tune.harness import FINGERPRINTS, InlineProposer, drive, lfs_space, make_plan
 from workers.serving.fake import FakeScorer
@@ -198,7 +198,7 @@ def test_a_study_whose_experts_equal_the_base_finds_nothing(store: Store) -> Non
     """Every model has the base's skills: what the search selects is luck."""
     same = dict.fromkeys(FINGERPRINTS, FINGERPRINTS["base"])
     study = store.create_job(
-        kind="search", name="equal", document={"engine": {"replicas": 1}}, accepted=resolved_study().to_json()
+        kind="search", name="equal", document=study_document(), accepted=resolved_study().to_json()
     ).id
     plan = make_plan(study, scheduler="none", max_trials=30, holdout_samples={"math": 200, "text": 200})
     space = lfs_space(fingerprints=same)

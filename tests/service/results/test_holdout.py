@@ -26,7 +26,7 @@ from service.results.summary import summary
 from service.schemas.json_schemas import schemas
 from service.store import JobWriter, Store
 from service.types import EventKind, Origin, RungRecord, TrialRecord, TrialState
-from tests.service.resolved import resolved_study
+from tests.service.resolved import resolved_study, study_document
 from workers.types import Evidence, SampleResult, ScoreResult, Split
 
 pytestmark = pytest.mark.slow  # whole searches
@@ -51,10 +51,16 @@ class Study:
         self, store: Store, objectives: tuple[Objective, ...], *, files: Mapping[str, str] | None = None
     ) -> None:
         def section(split: str) -> list[dict[str, Any]]:
-            names = [objective.name for objective in objectives]
-            return [{"name": n, "task": {"file": f"{(files or {}).get(n, n)}_{split}.jsonl"}} for n in names]
+            return [
+                {
+                    "name": o.name,
+                    "metric": o.metric,
+                    "task": {"file": f"{(files or {}).get(o.name, o.name)}_{split}.jsonl"},
+                }
+                for o in objectives
+            ]
 
-        document = {"engine": {"replicas": 1}, "objectives": section("search"), "holdout": section("holdout")}
+        document = {**study_document(), "objectives": section("search"), "holdout": section("holdout")}
         full = dict.fromkeys((objective.name for objective in objectives), N)
         resolved = resolved_study(objectives=objectives, rung_samples=(full,))
         self.store, self.id = (

@@ -22,16 +22,15 @@ from service.store.steps import (
     UpdateStep,
 )
 from service.types import EventKind
-from tests.service.resolved import resolved_study
+from tests.service.resolved import resolved_study, study_document
 
 
 def test_searcher_record_is_the_stored_one(tmp_path: Path) -> None:
     """The searcher, its notes and the cost of its steps are those stored."""
     store = Store(f"sqlite:///{tmp_path / 'study.db'}")
     resolved = resolved_study(algorithm="gradient", algorithm_reason="all objectives have references")
-    document = {"engine": {"replicas": 1}}
     writer = store.open_attempt(
-        store.create_job(kind="search", name="test", document=document, accepted=resolved.to_json()).id
+        store.create_job(kind="search", name="test", document=study_document(), accepted=resolved.to_json()).id
     )
     positions = {"math": tuple(range(48))}
     losses = LossesRequest(label="trial 0", point=(0.5,), positions=positions)
@@ -49,9 +48,7 @@ def test_searcher_record_is_the_stored_one(tmp_path: Path) -> None:
 
 def test_gradients_and_updates_are_those_stored(tmp_path: Path) -> None:
     store = Store(f"sqlite:///{tmp_path / 'study.db'}")
-    study = store.create_job(
-        kind="search", name="test", document={"engine": {"replicas": 1}}, accepted=resolved_study().to_json()
-    )
+    study = store.create_job(kind="search", name="test", document=study_document(), accepted=resolved_study().to_json())
     writer = store.open_attempt(study.id)
     request = GradientRequest(label="descent 1", descent=1, point=(0.5,), positions={}, weights={"math": 2.0})
     steps = (

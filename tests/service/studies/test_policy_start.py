@@ -19,10 +19,11 @@ from service.disk import artifacts_dir
 from service.errors import StudyFailed
 from service.jobs.search.local_run import DATABASE, open_run, read_run
 from service.results.format import search_sentences
-from service.results.load import POLICY_START, run_record
+from service.results.load import run_record
 from service.results.summary import summary
 from service.store import Store
 from service.store.artifacts import ArtifactStore
+from service.store.documents import POLICY_START
 from service.store.steps import UpdateStep
 from service.studies.chains import on_server
 from service.studies.policies.start import check_start, with_start

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from workers.errors import InvalidModel
-from workers.models.components import TensorPlace, layout, some_of
+from workers.models.components import TensorPlace, first_few, layout
 
 NAMES = ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"]
 
@@ -157,5 +157,5 @@ def test_a_tensor_that_fits_nowhere_is_named() -> None:
 
 
 def test_messages_name_a_few_and_count_the_rest() -> None:
-    assert some_of(["b", "a"]) == "a, b"
-    assert some_of("gfedcba") == "a, b, c, d, e and 2 more"
+    assert first_few(["b", "a"]) == "a, b"
+    assert first_few("gfedcba") == "a, b, c, d, e and 2 more"

@@ -12,7 +12,7 @@ from workers.models.adapters.adapted_base import AdaptedBase
 from workers.models.adapters.experts import changed_stack, stack_at, stack_problems
 from workers.models.adapters.settings import ADAPTER_CONFIG, Settings, read_settings
 from workers.models.adapters.stored import Matrices, Parts, parts_of, unexpected
-from workers.models.components import EMBEDDING, is_output_head, some_of
+from workers.models.components import EMBEDDING, first_few, is_output_head
 from workers.models.computed_tensors import Dora, LowRank, ReplacedRows, Shifted, SourceTensor
 from workers.models.headers import read_headers
 
@@ -60,7 +60,7 @@ def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> A
         parts.unknown += unexpected(parts, settings)
     where = path / "adapter_model.safetensors"
     if parts.unknown:
-        problems.append(f"{where}: holds {some_of(parts.unknown)}; expected A and B of LoRA layers and whole tensors")
+        problems.append(f"{where}: holds {first_few(parts.unknown)}; expected A and B of LoRA layers and whole tensors")
     if len(problems) == before and not parts.matrices and not parts.whole and not parts.rows:
         problems.append(f"{where}: holds no tensors; expected A and B of LoRA layers and whole tensors")
     if settings is None or base is None:
@@ -115,7 +115,7 @@ def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> A
             tensors[name] = ReplacedRows(tensors[name], rows, numbers)
     if unknown:
         problems.append(
-            f"{where}: an adapter of another model: it changes {some_of(unknown)}, which the base {base.directory} "
+            f"{where}: an adapter of another model: it changes {first_few(unknown)}, which the base {base.directory} "
             "does not have"
         )
     if base.layout.is_tied:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from search_spaces.errors import InvalidStudy
+from search_spaces.spaces.base import AlignedSpace
 from search_spaces.study.file import parse_study
 from service.studies.preflight.examine import examine
 from service.studies.preflight.resources import ENGINE_OVERHEAD_BYTES
@@ -28,7 +29,13 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def examined(root: Path, *, available_bytes: int | None = None, **sections: Any) -> PreflightResult:
+def examined(
+    root: Path,
+    *,
+    available_bytes: int | None = None,
+    before_weights: Callable[[], None] = lambda: None,
+    **sections: Any,
+) -> PreflightResult:
     (root / "sums.jsonl").write_text("".join(json.dumps({"prompt": f"{i}", "answer": f"{i}"}) + "\n" for i in range(9)))
     document = {
         "name": "paths",
@@ -40,7 +47,8 @@ def examined(root: Path, *, available_bytes: int | None = None, **sections: Any)
         "engine": {"max_model_len": 64, "dtype": "float32"},
         "limits": {"max_layers": 5},
     }
-    return examine(parse_study({**document, **sections}, root), available_bytes=available_bytes)
+    study = parse_study({**document, **sections}, root)
+    return examine(study, available_bytes=available_bytes, before_weights=before_weights)
 
 
 def test_the_engine_has_room_for_the_longest_merge_of_the_space(root: Path) -> None:
@@ -199,3 +207,20 @@ def test_alignments_need_samples_to_learn_from_and_memory(root: Path) -> None:
     assert with_them.space.describe().text.endswith(" one of 20 alignments: mlp")
     if not torch.cuda.is_available():
         assert with_them.memory.engine_bytes > without.memory.engine_bytes
+
+
+def test_pairs_are_counted_before_the_weights(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A space with too many pairs of layers to align is refused before the weights are read."""
+    lines = (json.dumps({"prompt": f"{i}", "answer": f"{i}"}) + "\n" for i in range(100))
+    (root / "hundred.jsonl").write_text("".join(lines))
+    task = {"file": "hundred.jsonl", "max_tokens": 8}
+    sections: dict[str, Any] = {
+        "search_space": {"kind": "hm3", "alignment": "moments", "models": ["math", "text"]},
+        "objectives": [{"name": "sums", "task": task, "metric": "exact_match"}],
+        "limits": {},
+    }
+    space = examined(root, **sections).space
+    assert isinstance(space, AlignedSpace)
+    monkeypatch.setattr("search_spaces.spaces.hm3.MAX_PAIRS", len(space.pairs) - 1)
+    with pytest.raises(InvalidStudy, match=f"{len(space.pairs)} pairs of layers may be neighbours"):
+        examined(root, before_weights=lambda: pytest.fail("the weights are read"), **sections)

@@ -11,7 +11,7 @@ from search_spaces.spaces.base import DifferentiableSpace
 from search_spaces.spaces.sfs import SfsSection
 from service.store.steps import GradientRequest, GradientResult, LossesRequest
 from service.studies.preflight.models import searched_models
-from service.tune.proposing.gradient_actor import GradientActor, GradientJob
+from service.tune.proposing.gradient_actor import GradientActor, GradientInputs
 from tests.conftest import OPTIONS
 from workers.models.family import open_sources
 from workers.types import Family, TaskSpec
@@ -27,7 +27,7 @@ def test_scale_gradient_is_of_differences(tied_family: Family, tmp_path: Path) -
     space = SfsSection(kind="sfs", model="math").build(searched_models(sources, sources.fingerprints))
     assert isinstance(space, DifferentiableSpace)
     task = TaskSpec({"file": str(file), "max_tokens": 6}, "exact_match")
-    actor = GradientActor(GradientJob(tied_family, OPTIONS, {"sums": task}, space))
+    actor = GradientActor(GradientInputs(tied_family, OPTIONS, {"sums": task}, space))
 
     positions = {"sums": tuple(range(8))}
     # One factor is at its default, which recipes leave out.

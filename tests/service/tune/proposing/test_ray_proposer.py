@@ -38,7 +38,7 @@ from service.store.steps import (
 from service.studies.preflight.models import searched_models
 from service.tune.coordinator import Coordinator
 from service.tune.proposing.checkpoints import PolicyCheckpoints
-from service.tune.proposing.gradient_actor import GradientJob
+from service.tune.proposing.gradient_actor import GradientInputs
 from service.tune.proposing.ray_proposer import RayProposer
 from service.tune.searchers.base import Observation, ProposalContext, SearchSetting
 from service.tune.searchers.gradient import SEARCHER
@@ -158,7 +158,7 @@ def test_kill_at_any_step_repeats_no_step(
 
 
 @pytest.fixture
-def job(untied_family: Family, tmp_path: Path) -> GradientJob:
+def inputs(untied_family: Family, tmp_path: Path) -> GradientInputs:
     file = tmp_path / "sums.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) + "\n" for i in range(40)))
     tasks = {
@@ -166,20 +166,20 @@ def job(untied_family: Family, tmp_path: Path) -> GradientJob:
         for seed, name in enumerate(NAMES)
     }
     sources = open_sources(untied_family)
-    return GradientJob(untied_family, OPTIONS, tasks, differentiable(searched_models(sources, sources.fingerprints)))
+    return GradientInputs(untied_family, OPTIONS, tasks, differentiable(searched_models(sources, sources.fingerprints)))
 
 
 def steps_and_proposals(
-    job: GradientJob, *, kill_after: int | None = None, before: Sequence[Step] = (), completions: Any = None
+    inputs: GradientInputs, *, kill_after: int | None = None, before: Sequence[Step] = (), completions: Any = None
 ) -> tuple[list[Any], list[dict[str, Any]]]:
     """Two proposals of a study with the steps `before`; the gradient actor is killed after so many more."""
     proposer = RayProposer(
         algorithm="gradient",
-        parameters=job.space.parameters,
+        parameters=inputs.space.parameters,
         seed=3,
         setting=SearchSetting(NAMES, dict.fromkeys(NAMES, 40), 0, Search(gradient=GRADIENT)),
         steps=before,
-        job=job,
+        gradient_inputs=inputs,
         completions=completions,
     )
     steps: list[Any] = []
@@ -210,32 +210,32 @@ def without_seconds(step: Step) -> Step:
     return replace(step, result=replace(step.result, seconds=0.0)) if isinstance(step, GradientStep) else step
 
 
-def test_ray_gradients_survive_the_actor(ray_cluster: None, job: GradientJob) -> None:
+def test_ray_gradients_survive_the_actor(ray_cluster: None, inputs: GradientInputs) -> None:
     """Gradients on Ray are the same again and after the actor's death.
 
     With completions that the study had found before it went on.
     """
     found = CompletionsResult(completions={"math": tuple((position, position % 2) for position in range(10))})
     before = [CompletionsStep(0, 0, CompletionsRequest(label="", completions=("math",)), found)]
-    steps, proposals = steps_and_proposals(job, before=before, completions=KnownCompletions())
+    steps, proposals = steps_and_proposals(inputs, before=before, completions=KnownCompletions())
     assert [step.request.kind for step in steps] == ["note"] + ["gradient"] * 4
     assert [step.number for step in steps] == [1, 2, 3, 4, 5]
     assert all(step.request.completions == ("math",) for step in steps[1:])
     assert all(max(step.request.positions["math"]) < 10 for step in steps[1:])
-    again, same = steps_and_proposals(job, before=before, completions=KnownCompletions(), kill_after=3)
+    again, same = steps_and_proposals(inputs, before=before, completions=KnownCompletions(), kill_after=3)
     assert list(map(without_seconds, again)) == list(map(without_seconds, steps))
     assert same == proposals
     gradients = [step.result for step in steps if isinstance(step, GradientStep)]
-    assert all(any(result.gradient) and result.bank == job.family.fingerprint for result in gradients)
+    assert all(any(result.gradient) and result.bank == inputs.family.fingerprint for result in gradients)
     assert len({result.recipe for result in gradients}) == len(gradients)
 
 
-def test_actor_reads_requested_completions(job: GradientJob) -> None:
+def test_actor_reads_requested_completions(inputs: GradientInputs) -> None:
     """An actor reads completions only where a step asks for them."""
     from service.tune.proposing.gradient_actor import GradientActor
 
-    actor = GradientActor(job)
-    point = (0.5,) * len(job.space.parameters)
+    actor = GradientActor(inputs)
+    point = (0.5,) * len(inputs.space.parameters)
     request = LossesRequest(label="", point=point, positions={"math": (0, 3), "text": (1,)})
     expected = actor.run(request).losses
     actor.use_completions({"math": {0: (57,), 3: (60, 61)}})
@@ -245,11 +245,11 @@ def test_actor_reads_requested_completions(job: GradientJob) -> None:
     assert found["math"] != expected["math"]
 
 
-def test_unusable_models_are_named(ray_cluster: None, job: GradientJob, tmp_path: Path) -> None:
+def test_unusable_models_are_named(ray_cluster: None, inputs: GradientInputs, tmp_path: Path) -> None:
     """Models and tasks that the actor cannot use are named and not tried again."""
     (tmp_path / "sums.jsonl").write_text("{}\n")
     with pytest.raises(InvalidTask, match=r"sums\.jsonl"):
-        steps_and_proposals(job)
+        steps_and_proposals(inputs)
 
 
 def gradient(actor: Any, point: tuple[float, ...], positions: Any, weights: Any) -> tuple[float, ...]:
@@ -259,21 +259,21 @@ def gradient(actor: Any, point: tuple[float, ...], positions: Any, weights: Any)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
-def test_coefficients_of_zero_have_derivatives(job: GradientJob, value: float) -> None:
+def test_coefficients_of_zero_have_derivatives(inputs: GradientInputs, value: float) -> None:
     """A range that ends at 0 would keep them there; one expert at 1 and the others at 0 is that expert as it is."""
     from service.tune.proposing.gradient_actor import GradientActor
 
-    point = tuple(value if name.endswith("math") else 0.0 for name in job.space.parameters.names)
-    found = gradient(GradientActor(job), point, {"math": (0, 3)}, {"math": 1.0})
+    point = tuple(value if name.endswith("math") else 0.0 for name in inputs.space.parameters.names)
+    found = gradient(GradientActor(inputs), point, {"math": (0, 3)}, {"math": 1.0})
     assert all(found)
 
 
-def test_the_gradient_is_that_of_finite_differences(job: GradientJob) -> None:
+def test_the_gradient_is_that_of_finite_differences(inputs: GradientInputs) -> None:
     """By a whole parameter: over the tensors of a component, at the positions that are asked for."""
     from service.tune.proposing.gradient_actor import GradientActor
 
-    actor = GradientActor(job)
-    point = [0.5] * len(job.space.parameters)
+    actor = GradientActor(inputs)
+    point = [0.5] * len(inputs.space.parameters)
     positions = {"math": (0, 3, 5), "text": (1, 2)}
     weights = {"math": 0.7, "text": 0.3}
     found = gradient(actor, tuple(point), positions, weights)

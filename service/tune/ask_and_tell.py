@@ -24,10 +24,10 @@ from service.tune.trials import Trials
 from service.types import EventKind, Origin, TrialRecord, TrialState
 from workers.types import Split
 
-__all__ = ["Search"]
+__all__ = ["AskAndTell"]
 
 
-class Search:
+class AskAndTell:
     """The rung table (promotions) and the searcher (proposals) of one study.
 
     `brackets` are those of earlier attempts; their decisions are made again, and those that a crash prevented are
