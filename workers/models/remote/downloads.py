@@ -45,7 +45,7 @@ class Origin(Protocol):
 
 
 def absent_bytes(directories: Iterable[Path]) -> int:
-    """Bytes that `fetched` would download for these models; a model that is listed twice counts once."""
+    """Bytes that `fetched` would download for the models in `directories`; a model that is listed twice counts once."""
     return sum(
         sum(_absent_files(read_record(directory)).values())
         for directory in {*directories}
@@ -54,11 +54,11 @@ def absent_bytes(directories: Iterable[Path]) -> int:
 
 
 def fetched(directories: Sequence[Path], *, note: Callable[[str], None] = log.info) -> tuple[Path, ...]:
-    """Download the models whose directories are metadata-only snapshots, at the snapshots' commits.
+    """Download the weights of the models of which only metadata-only snapshots are on this machine.
 
-    Returns the directories, with the downloaded ones in place of the snapshots. Complete files are kept if a download
-    is interrupted. `note` is called with lines about the progress. Raises InvalidModel if a download fails, or if the
-    cache's disk is too small, in which case nothing is downloaded.
+    Returns the directories, with the downloaded ones in place of the snapshots, at the same commits. Complete files are
+    kept if a download is interrupted. `note` is called with lines about the progress. Raises InvalidModel if a download
+    fails, or if the cache's disk is too small, in which case nothing is downloaded.
     """
     if lack := lack_of_space(directories):
         raise InvalidModel((lack,))

@@ -72,13 +72,14 @@ def cached(name: str, revision: str) -> Path | None:
 def looked_up(name: str, revision: str) -> Path:
     """Ask the hub for a model's present commit, and return a directory for it.
 
-    It is the commit's directory in the cache if all files are there, else a metadata-only snapshot.
+    It is the commit's directory in the cache if all files are there, else a metadata-only snapshot, which has the files
+    without the contents of the weights.
     """
     from huggingface_hub import HfApi
 
     info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=TIMEOUT_S)
     if not COMMIT.fullmatch(info.sha or ""):
-        raise HubUnusable(f"the hub says that it has the commit {info.sha!r:.80}")
+        raise HubUnusable(f"the hub states the commit {info.sha!r:.80}; expected 40 hex digits")
     files = {file.rfilename: file for file in info.siblings or () if "/" not in file.rfilename}
     small = sorted(files.keys() & {*SMALL_FILES})
     snapshot = _download(name, info.sha, small)

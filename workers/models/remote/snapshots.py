@@ -54,14 +54,11 @@ _URL_IN_PATH = re.compile(r"\b(s3|gs):/(?=[^/])")
 
 @dataclass(frozen=True)
 class SnapshotRecord:
-    """Description of a metadata-only snapshot, which has a hub model's files without the contents of the weights.
+    """Description of a metadata-only snapshot, which has a model's files without the contents of the weights.
 
-<<<<<<< HEAD:workers/models/remote/snapshots.py
-    `name` is a hub id or the URL of a folder in an object store, `revision` the branch, tag or commit that was asked
-    for, `commit` the version of the files. The sizes and hashes are those that the hub or the object store states.
-=======
-    It lists the model's files, and the sizes and sha256 (hex) of the weights as the hub states them.
->>>>>>> words-c:workers/models/hub/metadata.py
+    It lists the model's files, and the sizes and sha256 (hex) of the weights as the hub or the object store states
+    them. `name` is a hub id or the URL of a folder in an object store, `revision` the branch, tag or commit that was
+    asked for, `commit` the version of the files.
     """
 
     name: str
@@ -78,15 +75,9 @@ def is_metadata_only(directory: Path) -> bool:
 
 
 def stated_hash(file: Path) -> str | None:
-<<<<<<< HEAD:workers/models/remote/snapshots.py
-    """The sha256 (hex) that is stated for a weights file of a metadata-only snapshot; None for real files.
+    """The sha256 (hex) that is stated for a weights file of which only the header was downloaded.
 
-    Raises InvalidModel if no hash is stated.
-=======
-    """The sha256 (hex) that the hub states for a weights file of which only the header was downloaded.
-
-    Returns None for files that are complete. Raises InvalidModel if the hub states no hash.
->>>>>>> words-c:workers/models/hub/metadata.py
+    Returns None for files that are complete. Raises InvalidModel if the hub or object store states no hash.
     """
     if not is_metadata_only(file.parent):
         return None
@@ -101,17 +92,12 @@ def stated_hash(file: Path) -> str | None:
 
 
 def named(text: str) -> str:
-<<<<<<< HEAD:workers/models/remote/snapshots.py
-    """Replace the directories of metadata-only snapshots in a text by their model and commit, owner/name@commit."""
-    replaced = text.replace(f"{snapshots_dir()}{os.sep}", "")
-    return text if replaced == text else _URL_IN_PATH.sub(r"\1://", replaced)
-=======
-    """Replace directories of hub models without weights, in a text, by model and commit (owner/name@commit).
+    """Replace directories of models without weights, in a text, by model and commit (owner/name@commit).
 
     Such directories, metadata-only snapshots, have names that mean nothing to users.
     """
-    return text.replace(f"{snapshots_dir()}{os.sep}", "")
->>>>>>> words-c:workers/models/hub/metadata.py
+    replaced = text.replace(f"{snapshots_dir()}{os.sep}", "")
+    return text if replaced == text else _URL_IN_PATH.sub(r"\1://", replaced)
 
 
 def snapshots_dir() -> Path:
@@ -122,20 +108,13 @@ def read_record(directory: Path) -> SnapshotRecord:
     return SnapshotRecord(**json.loads((directory / RECORD).read_bytes()))
 
 
-<<<<<<< HEAD:workers/models/remote/snapshots.py
 def make_snapshot(
     record: SnapshotRecord, small: Path, pickles: Iterable[str], read: Callable[[str, int, int], bytes]
 ) -> Path:
     """Create the metadata-only snapshot that `record` describes, if it does not exist yet, and return its directory.
 
-    `small` is a directory with the small files, `pickles` are names of further files. `read(file, begin, end)` returns
-    the bytes [begin, end) of a weights file.
-=======
-def make_snapshot(record: SnapshotRecord, snapshot: Path, pickles: Iterable[str]) -> Path:
-    """Create the metadata-only snapshot that `record` describes, if it does not exist yet, and return its directory.
-
-    It has the model's files without the contents of the weights.
->>>>>>> words-c:workers/models/hub/metadata.py
+    It has the model's files without the contents of the weights. `small` is a directory with the small files, `pickles`
+    are names of further files. `read(file, begin, end)` returns the bytes [begin, end) of a weights file.
     """
     place = snapshots_dir() / f"{record.name}@{record.commit}"
     if is_metadata_only(place):
