@@ -13,13 +13,14 @@ import sys
 from pathlib import Path
 
 from search_spaces.errors import InvalidStudy
-from service.disk import artifacts_dir, data_dir_of, database_url, job_dir
+from service.disk import artifacts_dir, data_dir_of, job_dir
 from service.errors import Conflict, InUse, NotFound, StaleAttempt, StudyFailed
 from service.jobs.base import Attempt, Resources
 from service.jobs.heartbeat import Heartbeat
 from service.jobs.registry import kind_of
 from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
+from service.store.database_url import database_url
 from service.studies.preflight.files import FilesRefused
 from service.types import JobState
 from workers.errors import EngineUnavailable
