@@ -106,9 +106,16 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 @pytest.fixture(scope="session")
-def postgresql() -> Iterator[PostgreSQL]:
-    """A PostgreSQL of this process's tests."""
+def _postgresql() -> Iterator[PostgreSQL]:
     yield from postgresql_server()
+
+
+@pytest.fixture
+def postgresql(_postgresql: PostgreSQL) -> PostgreSQL:
+    """A running PostgreSQL of this process's tests, which may stop and kill it."""
+    if not _postgresql.is_running:
+        _postgresql.start()
+    return _postgresql
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -11,6 +11,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,6 +45,8 @@ class PostgreSQL:
         self._user = user
         self._data = directory / "data"
         self._process: subprocess.Popen[bytes] | None = None
+        # The server ends with the thread that started it.
+        self._starter = ThreadPoolExecutor(1)
         (directory / "password").write_text(PASSWORD + "\n")
         for place in (directory, directory / "password"):
             if user is not None:
@@ -60,6 +63,10 @@ class PostgreSQL:
         return (self._directory / "log").read_text()
 
     @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
     def pid(self) -> int:
         """Process id of the postmaster."""
         return int((self._data / "postmaster.pid").read_text().split()[0])
@@ -67,8 +74,9 @@ class PostgreSQL:
     def start(self) -> None:
         """Start the server, and wait until it answers."""
         (self._data / "postmaster.pid").unlink(missing_ok=True)  # of a server that was killed
+        command = self._command("postgres", "-D", str(self._data))
         with (self._directory / "log").open("ab") as log:
-            self._process = subprocess.Popen(self._command("postgres", "-D", str(self._data)), stdout=log, stderr=log)
+            self._process = self._starter.submit(subprocess.Popen, command, stdout=log, stderr=log).result()
         self.wait()
 
     def wait(self) -> None:

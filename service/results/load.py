@@ -33,7 +33,12 @@ POLICY_START = "policy_start"
 
 
 def run_record(store: Store, study_id: str) -> RunRecord:
-    """The record of a study, as far as it is stored."""
+    """The record of a study, as far as it is stored, at one moment."""
+    with store.snapshot() as snapshot:
+        return _run_record(snapshot, study_id)
+
+
+def _run_record(store: Store, study_id: str) -> RunRecord:
     study = store.job(study_id)
     objectives = ResolvedStudy.of(study).objectives
     trials = store.trials(study_id)

@@ -9,6 +9,7 @@
 - `artifacts`: directories that drivers make, each with a row in SQL
 - `blobs`: files stored by content, in a directory or an object store
 - `database_url`: URLs of databases, and where servers and drivers find theirs
+- `availability`: whether the database answers, and calls that wait until it does
 - `connection`: how transactions begin and end, and the clock for stored times
 - `column_types`: types that store and sort the same on both databases
 - `schema`: the tables

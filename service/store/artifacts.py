@@ -19,6 +19,7 @@ import sqlalchemy as sa
 from service.errors import Conflict, NotFound
 from service.store import schema
 from service.store.attempt_writer import insert
+from service.store.availability import repeated
 from service.store.blobs import StoredFile, digest_of, open_blobs
 from service.store.connection import reading, transaction
 from service.store.sql import Store
@@ -28,6 +29,7 @@ from workers.directories import appearing
 __all__ = ["ArtifactStore"]
 
 
+@repeated
 class ArtifactStore:
     """Artifacts of the jobs in `store`, with their files at `location`: a directory or the URL of an object store.
 

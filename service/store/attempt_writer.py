@@ -11,6 +11,7 @@ import sqlalchemy as sa
 
 from service.errors import StaleAttempt
 from service.store import schema
+from service.store.availability import Outage, availability_of, is_waiting, repeated
 from service.store.connection import clock, transaction
 from service.store.records import BracketRecord, tokens_text
 from service.store.steps import Step, step_document
@@ -21,12 +22,14 @@ from workers.types import SampleResult, ScoreResult, Split
 __all__ = ["JobWriter", "insert", "insert_event", "lock_job"]
 
 
+@repeated
 class JobWriter:
     """The only writer of a job.
 
     Every method is one transaction, and raises StaleAttempt after another attempt has taken over.
 
-    Writing the same chunk, rung or bracket again changes nothing, so a driver may repeat a write after a crash.
+    Writing the same chunk, rung or bracket again changes nothing, so a driver may repeat a write after a crash. The
+    first write after a driver has waited for the database adds an event about that, and the time counts as progress.
 
     `stored_at` is the time at which this writer last stored anything but a heartbeat, `scored_at` that at which it last
     stored a chunk (time.monotonic(); 0: never). `longest_chunk_s` is the longest time that a replica took for a chunk,
@@ -43,14 +46,24 @@ class JobWriter:
 
     @contextmanager
     def _transaction(self, *, is_heartbeat: bool = False) -> Iterator[sa.Connection]:
-        with transaction(self._engine) as connection:
-            current = lock_job(connection, self.job_id)
-            if current != self.attempt:
-                raise StaleAttempt(
-                    f"job {self.job_id}: attempt {self.attempt} may not write, attempt {current} has taken over"
-                )
-            yield connection
-        if not is_heartbeat:
+        availability = availability_of(self._engine)
+        outage: Outage | None = None
+        try:
+            with transaction(self._engine) as connection:
+                outage = availability.take_ended() if is_waiting(self._engine) else None
+                current = lock_job(connection, self.job_id)
+                if current != self.attempt:
+                    raise StaleAttempt(
+                        f"job {self.job_id}: attempt {self.attempt} may not write, attempt {current} has taken over"
+                    )
+                if outage is not None:
+                    self._add_event(connection, EventKind.DATABASE, {"away_s": outage.until - outage.since})
+                yield connection
+        except BaseException:
+            if outage is not None:
+                availability.put_back(outage)
+            raise
+        if outage is not None or not is_heartbeat:
             self.stored_at = time.monotonic()
 
     def heartbeat(

@@ -14,9 +14,10 @@ import sqlalchemy as sa
 from sqlalchemy import event
 
 from service.errors import Conflict
+from service.store.availability import FIRST_WAIT_S, Availability, is_away, is_waiting
 from service.store.database_url import shown
 
-__all__ = ["clock", "connect", "is_away", "reading", "transaction"]
+__all__ = ["clock", "connect", "reading", "transaction"]
 
 # Seconds that a writer waits for another transaction on SQLite before it fails.
 BUSY_TIMEOUT_S = 60
@@ -35,10 +36,6 @@ POSTGRESQL_SETTINGS = {
 
 # Seconds after which a connection of the pool is replaced.
 RECYCLE_S = 1800
-
-# Classes of PostgreSQL's error codes that say that the server cannot work now: lost connections, too few resources, and
-# ends by an operator or a crash. Transactions that the server rolled back (40) may be repeated too.
-AWAY = ("08", "53", "57P", "40")
 
 
 def connect(url: sa.URL) -> sa.Engine:
@@ -67,7 +64,7 @@ def connect(url: sa.URL) -> sa.Engine:
     if not is_postgresql:
         event.listen(engine, "connect", _prepare_sqlite)
         event.listen(engine, "begin", _begin)
-    return engine
+    return Availability(shown(url)).watch(engine)
 
 
 def reading(engine: sa.Engine) -> sa.Engine:
@@ -102,24 +99,19 @@ def _number_of(connection: sa.Connection) -> int | None:
 
 
 def _is_committed(engine: sa.Engine, number: int) -> bool:
-    """Whether a transaction was committed; waits until the database knows."""
+    """Whether a transaction was committed; waits until the database knows, if the engine waits for the database."""
     query = sa.text("SELECT pg_xact_status(CAST(:number AS text)::xid8)")
     while True:
-        with engine.connect() as connection:
-            status = connection.execute(query, {"number": str(number)}).scalar()
-        if status != "in progress":  # the server has not noticed yet that the connection is gone
-            return bool(status == "committed")
-        time.sleep(0.1)
-
-
-def is_away(error: BaseException) -> bool:
-    """Whether the database did not answer, or gave up the transaction: the same transaction may succeed later."""
-    if not isinstance(error, sa.exc.DBAPIError) or not type(error.orig).__module__.startswith("psycopg"):
-        return False
-    code = getattr(error.orig, "sqlstate", None)
-    if code is None:
-        return bool(error.connection_invalidated) or isinstance(error, sa.exc.OperationalError)
-    return bool(code.startswith(AWAY))
+        try:
+            with engine.connect() as connection:
+                status = connection.execute(query, {"number": str(number)}).scalar()
+        except sa.exc.DBAPIError as error:
+            if not is_waiting(engine) or not is_away(error):
+                raise
+        else:
+            if status != "in progress":  # the server has not noticed yet that the connection is gone
+                return bool(status == "committed")
+        time.sleep(FIRST_WAIT_S)
 
 
 def clock(connection: sa.Connection) -> Any:

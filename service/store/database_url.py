@@ -71,9 +71,9 @@ def _sqlite(url: sa.URL) -> sa.URL:
 
 
 def shown(url: sa.URL) -> str:
-    """The URL as messages show it: without passwords."""
+    """The URL as messages show it: without passwords, and as users write it."""
     hidden = {name: "hidden" for name in SECRETS if name in url.query}
-    return url.update_query_dict(hidden).render_as_string() if hidden else url.render_as_string()
+    return url.set(drivername=url.get_backend_name()).update_query_dict(hidden).render_as_string()
 
 
 def has_password(url: sa.URL) -> bool:

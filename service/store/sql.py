@@ -6,6 +6,7 @@ checks its attempt number inside every transaction: a driver that was replaced c
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
@@ -20,7 +21,8 @@ import sqlalchemy as sa
 from service.errors import Conflict, DatabaseUnavailable, NotFound, StaleAttempt
 from service.store import schema
 from service.store.attempt_writer import JobWriter, insert, insert_event, lock_job
-from service.store.connection import clock, connect, is_away, reading, transaction
+from service.store.availability import MAX_WAIT_S, availability_of, is_away, is_waiting, repeated, waiting
+from service.store.connection import clock, connect, reading, transaction
 from service.store.database_url import parse_url, shown
 from service.store.records import (
     BracketRecord,
@@ -83,27 +85,39 @@ class _OneConnection:
         return nullcontext(self.connection)
 
 
+@repeated
 class Store:
     """All jobs of one database; thread-safe, to be closed after use.
 
     Creates or migrates the database at `url`, which is as `parse_url` accepts it.
+
+    Calls of a store that `waits`, and of its writers, wait while the database does not answer, and are then repeated.
 
     Raises:
         Conflict: It is not a database, one of a newer version, or one that this user may not use.
         DatabaseUnavailable: The database does not answer.
     """
 
-    def __init__(self, url: str | sa.URL) -> None:
-        self._engine = connect(parse_url(url))
+    def __init__(self, url: str | sa.URL, *, waits: bool = False) -> None:
+        self._engine = waiting(connect(parse_url(url)), waits=waits)
         self._reads: _Connections = reading(self._engine)
+        while not self._is_open():
+            time.sleep(MAX_WAIT_S)
+
+    def _is_open(self) -> bool:
+        """Create or migrate the database. Returns False if it does not answer and the store waits for it."""
         try:
             upgrade(self._engine)
         except sa.exc.DatabaseError as error:
-            self._engine.dispose()
             reason = " ".join(str(error.orig).split())
-            if is_away(error) and not any(sign in reason for sign in REFUSALS):
-                raise DatabaseUnavailable(f"database {self.place}: does not answer: {reason}") from error
-            raise Conflict(f"database {self.place}: cannot be used: {reason}") from error
+            is_refusal = not is_away(error) or any(sign in reason for sign in REFUSALS)
+            if is_waiting(self._engine) and not is_refusal:
+                return False
+            self._engine.dispose()
+            if is_refusal:
+                raise Conflict(f"database {self.place}: cannot be used: {reason}") from error
+            raise DatabaseUnavailable(f"database {self.place}: does not answer: {reason}") from error
+        return True
 
     def close(self) -> None:
         self._engine.dispose()
@@ -118,6 +132,25 @@ class Store:
         """URL with which another process opens the database; it may hold a password."""
         return self._engine.url.render_as_string(hide_password=False)
 
+    def waiting(self) -> Self:
+        """The same store, whose calls, and those of its writers, wait while the database does not answer."""
+        return self._with(waiting(self._engine))
+
+    def _with(self, engine: sa.Engine) -> Self:
+        other = copy(self)
+        other._engine, other._reads = engine, reading(engine)
+        return other
+
+    def problem(self) -> str | None:
+        """Since when the database does not answer, as a message; None if it answered when it was last used."""
+        return availability_of(self._engine).problem()
+
+    def now(self) -> float:
+        """Seconds since the epoch by the clock of the stored times."""
+        with self._reads.connect() as connection:
+            time_s = clock(connection)
+            return time_s if isinstance(time_s, float) else float(connection.execute(sa.select(time_s)).scalar_one())
+
     @property
     def place(self) -> str:
         """URL of the database for messages, without a password."""
@@ -127,7 +160,7 @@ class Store:
     def snapshot(self) -> Iterator[Self]:
         """The store as it is now: all reads of the yielded store see the same moment. It must not be written to."""
         with self._reads.connect() as connection:
-            frozen = copy(self)
+            frozen = self._with(waiting(self._engine, waits=False))
             frozen._reads = _OneConnection(connection)
             yield frozen
 

@@ -68,7 +68,7 @@ def test_errors_as_json_hold_every_problem_with_its_field(place: Workplace) -> N
         ("mysql://u:s3cr3t@host/db", "database: 'mysql' is not supported; give sqlite:///FILE or postgresql://"),
         (
             "postgresql://u:s3cr3t@127.0.0.1:1/db",
-            "database postgresql+psycopg://u:***@127.0.0.1:1/db: does not answer: ",
+            "database postgresql://u:***@127.0.0.1:1/db: does not answer: ",
         ),
     ],
 )

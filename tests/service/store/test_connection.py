@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from service.store import JobWriter, Store, schema
-from service.store import connection as connections
+from service.store.availability import is_away
 from service.types import EventKind, JobState, RungRecord, TrialState
 from tests.postgresql import PostgreSQL
 from tests.service.store.test_store import BEGINNING, RECIPE, RESOLVED, RUNG, TRIAL, chunk
@@ -294,5 +294,5 @@ def test_a_database_error_is_not_an_absence(on_postgresql: Store) -> None:
     writer.add_trial(TRIAL)
     with pytest.raises(sa.exc.IntegrityError) as refused:
         writer.add_trial(TRIAL)
-    assert not connections.is_away(refused.value)
+    assert not is_away(refused.value)
     assert EventKind.TRIAL in [event.kind for event in on_postgresql.events(writer.job_id)]
