@@ -17,7 +17,6 @@ __all__ = [
     "alignments_dir",
     "artifacts_dir",
     "data_dir_of",
-    "database_url",
     "existing",
     "free_bytes",
     "gib",
@@ -29,7 +28,7 @@ __all__ = [
 # Space for configuration, tokenizer and model card, and for files that other programs write during an export.
 MARGIN_BYTES = 64 * 2**20
 
-# The file of a server's database.
+# The file of a server's database, unless the server is given another database.
 DATABASE = "mergesearch.db"
 
 # Holds the id of the process that last locked the directory.
@@ -39,11 +38,6 @@ LOCK_FILE = ".lock"
 def job_dir(data_dir: Path, job_id: str) -> Path:
     """Directory for the files of a job's drivers, in a server's data directory."""
     return data_dir / "studies" / job_id
-
-
-def database_url(data_dir: Path) -> str:
-    """URL of the database in a server's data directory."""
-    return f"sqlite:///{data_dir / DATABASE}"
 
 
 def artifacts_dir(data_dir: Path) -> Path:

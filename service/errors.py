@@ -4,6 +4,7 @@ ServiceError
 ├── NotFound       (KeyError)      the job, trial or file does not exist
 ├── Conflict       (RuntimeError)  not possible in the current state, e.g. the directory holds another run
 │   └── InUse                      another process uses the directory: wait for it
+├── DatabaseUnavailable (ConnectionError)  the database does not answer: wait for it
 ├── StaleAttempt   (RuntimeError)  stop: a newer driver owns the job
 ├── StudyFailed    (RuntimeError)  the study cannot continue; finished work is kept
 ├── StudyUnusable  (RuntimeError)  an engine cannot use its models or a task: run preflight again
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Conflict",
+    "DatabaseUnavailable",
     "ExportFailed",
     "InUse",
     "InvalidAnswer",
@@ -53,6 +55,10 @@ class Conflict(ServiceError, RuntimeError):
 
 class InUse(Conflict):
     """Raised if another process, which the message names, uses a directory."""
+
+
+class DatabaseUnavailable(ServiceError, ConnectionError):
+    """The database, which the message names, does not answer."""
 
 
 class StaleAttempt(ServiceError, RuntimeError):

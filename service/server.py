@@ -1,7 +1,7 @@
 """`mergesearch serve`: the HTTP server in one process, and Ray in others.
 
-It answers requests while Ray is still starting. All its state is in the data directory: a server that was killed
-continues when it is restarted.
+It answers requests while Ray is still starting. All its state is in the database and the data directory: a server that
+was killed continues when it is restarted.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from service.disk import artifacts_dir, database_url, locked
+from service.disk import artifacts_dir, locked
 from service.errors import Conflict
 from service.jobs.base import RequestContext
 from workers.file_access import FileAccess
 from workers.object_store import object_url_problem
 
 __all__ = ["bind", "serve"]
+
+logger = logging.getLogger(__name__)
 
 # Seconds for requests to finish once the server stops; event streams end then.
 SHUTDOWN_S = 5
@@ -28,6 +30,7 @@ SHUTDOWN_S = 5
 def serve(
     data_dir: Path,
     *,
+    database: str | None = None,
     host: str = "127.0.0.1",
     port: int = 8080,
     dashboard_host: str = "127.0.0.1",
@@ -43,16 +46,28 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
-    Jobs may read files in `allow_dirs` (none: the data directory, the working directory and the hub's cache) and in
-    `trust_dirs`, where task files may also name Python functions, and models in the folders `allow_urls` of object
-    stores. `allow_hosts` are the server's names besides the
-    loopback names, `host` and the address that it listens on. Exports are removed after `export_days`, and earlier if
-    they take more than `export_quota_bytes` (None: a tenth of the disk). Experts and policies are stored at `files`, a
-    directory or the URL of an object store (None: in the data directory). A fine-tuning is refused if they would take
-    more than `artifact_quota_bytes` (None: a tenth of the disk, and no limit in an object store).
+    Args:
+        data_dir: Directory of the server's files, and by default of its database.
+        database: URL of the database; by default the one that `service.store.database_url` finds.
+        host: Address to listen on.
+        port: Port to listen on; 0 is any free one.
+        dashboard_host: Address of Ray's dashboard, where the server starts Ray.
+        dashboard_port: Port of Ray's dashboard; by default 8265, or the next free one.
+        allow_dirs: Directories whose files jobs may read; by default the data directory, the working directory and the
+            hub's cache.
+        trust_dirs: Further such directories, where task files may also name Python functions.
+        allow_urls: Folders of object stores in which jobs may name models.
+        allow_hosts: Names of the server besides the loopback names, `host` and the address that it listens on.
+        export_days: Days after which exports are removed.
+        export_quota_bytes: Size of all exports beyond which the oldest are removed earlier; by default a tenth of the
+            disk.
+        files: Location of trained experts and policies: a directory or the URL of an object store; by default in the
+            data directory.
+        artifact_quota_bytes: Size of all experts and policies beyond which fine-tunings are refused; by default a tenth
+            of the disk, or no limit in an object store.
 
     Raises:
-        Conflict: The port or the data directory is taken, or `files` cannot be used.
+        Conflict: The port or the data directory is taken, or the database or `files` cannot be used.
     """
     import uvicorn
 
@@ -62,15 +77,20 @@ def serve(
     from service.cluster.reconciler import RayCluster
     from service.store import Store
     from service.store.blobs import check_location
+    from service.store.database_url import VARIABLE, database_url, has_password, parse_url, remember
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     data_dir = data_dir.resolve()
     readable, trusted = _directories("--allow-dir", allow_dirs), _directories("--trust-dir", trust_dirs)
     access = FileAccess(readable or default_access(data_dir).readable, trusted, _urls(allow_urls))
+    if database is not None and has_password(parse_url(database)):
+        logger.warning("every user of this machine can read the password in --database; give the URL in %s", VARIABLE)
     with locked(data_dir), bind(host, port) as listener:
         check_location(files or artifacts_dir(data_dir))
-        store = Store(database_url(data_dir))
+        address = database_url(data_dir, database)
+        store = Store(address)
         try:
+            remember(data_dir, address)
             cluster = RayCluster(
                 store, data_dir, files=files, dashboard_host=dashboard_host, dashboard_port=dashboard_port
             )
@@ -85,7 +105,8 @@ def serve(
                 artifact_quota_bytes=artifact_quota_bytes,
             )
             url = "http://{}:{}".format(*listener.getsockname()[:2])
-            print(f"mergesearch: {url}, documentation under /docs, data in {data_dir}", flush=True)
+            places = f"data in {data_dir}, database {store.place}"
+            print(f"mergesearch: {url}, documentation under /docs, {places}", flush=True)
             config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=SHUTDOWN_S)
             server = uvicorn.Server(config)
             for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again once it has shut down

@@ -105,6 +105,7 @@ class EventKind(StrEnum):
     REPLICA = "replica"
     CRASH = "crash"
     ACTORS = "actors"
+    DATABASE = "database"
     SEARCH_NOTE = "search_note"
     SEARCH_ENDED = "search_ended"
     HOLDOUT_STARTED = "holdout_started"

@@ -21,6 +21,7 @@ import pytest
 
 from search_spaces.study.engine import EngineOptions
 from tests.builders import tiny_family, tiny_qwen2
+from tests.postgresql import PostgreSQL, postgresql_server
 from tests.s3_server import S3, serving_s3
 from tests.tiers import LANES, MAX_ENGINE_STARTS, lane, needs_ray_or_engine, starts_nothing
 from workers.cache import CACHE_VARIABLE
@@ -102,6 +103,31 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         output[OUTPUT] = ENGINE_STARTS
     elif len(ENGINE_STARTS) > MAX_ENGINE_STARTS and exitstatus == 0:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(scope="session")
+def _postgresql() -> Iterator[PostgreSQL]:
+    yield from postgresql_server()
+
+
+@pytest.fixture
+def postgresql(_postgresql: PostgreSQL) -> PostgreSQL:
+    """A running PostgreSQL of this process's tests, which may stop and kill it."""
+    if not _postgresql.is_running:
+        _postgresql.start()
+    return _postgresql
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """URL of a database with the newest tables, of each kind."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path / 'mergesearch.db'}"
+        return
+    server: PostgreSQL = request.getfixturevalue("postgresql")
+    url = server.migrated()
+    yield url
+    server.drop(url)
 
 
 @pytest.fixture(scope="session")

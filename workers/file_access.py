@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FileAccess"]
+__all__ = ["DATABASE_URL", "FileAccess"]
+
+# File in a server's data directory that may hold a password: no study may read it.
+DATABASE_URL = "database.url"
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class FileAccess:
 
     def refusal(self, path: str | Path) -> str | None:
         """The reason why the file or directory `path` must not be read; None if it may be read."""
+        if os.path.basename(os.path.realpath(path)) == DATABASE_URL:
+            return f"{path}: may hold the password of the server's database, which no study may read"
         if _is_below(path, (*self.readable, *self.trusted)):
             return None
         return (

@@ -22,6 +22,7 @@ from service.api.presenters import event_document
 from service.errors import NotFound
 from service.schemas.api import EndDocument
 from service.store import EventRecord, Store
+from service.store.availability import is_away
 from service.types import JobRecord
 
 __all__ = ["EventHub", "frame"]
@@ -110,8 +111,8 @@ class _Feed:
                 floor = self._floor
                 try:
                     events = await self._in_thread(self._read, cursor)
-                except Exception:  # the next round retries
-                    logger.exception("events of job %s could not be read", self._job_id)
+                except Exception as error:  # the next round retries
+                    self._log(error)
                     await asyncio.sleep(self._poll_s)
                     continue
                 cursor = events[-1].id if events else floor
@@ -158,10 +159,14 @@ class _Feed:
             except NotFound:  # deleted: a watcher that connects again gets 404
                 self._end = KEEP_ALIVE
                 self._wake()
-            except Exception:  # the next round retries
-                logger.exception("events of job %s could not be read", self._job_id)
+            except Exception as error:  # the next round retries
+                self._log(error)
             if not is_behind:
                 await asyncio.sleep(self._poll_s)
+
+    def _log(self, error: Exception) -> None:
+        if not is_away(error):  # which the store logs itself, once
+            logger.error("events of job %s could not be read", self._job_id, exc_info=error)
 
     async def _in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
         return await anyio.to_thread.run_sync(function, *arguments, limiter=self._threads)

@@ -21,6 +21,7 @@ from service.api.limits.exports import ExportLimits, KeptExport, to_remove
 from service.disk import alignments_dir, job_dir
 from service.errors import Conflict, NotFound
 from service.store import Store
+from service.store.availability import is_away
 from service.store.blobs import StoredFile
 from service.studies.export import export_trial
 from service.types import ExportRecord, ExportState
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 2**20
 # Seconds between searches for expired exports.
 SWEEP_S = 3600.0
+# Seconds until an export is tried again that the database interrupted because it did not answer.
+AWAY_S = 2.0
 # A tar file ends with two empty blocks and is padded to whole records.
 BLOCK, RECORD = tarfile.BLOCKSIZE, tarfile.RECORDSIZE
 
@@ -207,9 +210,20 @@ class Exports:
                 name = await asyncio.wait_for(self._waiting.get(), SWEEP_S)
             except TimeoutError:
                 continue
-            await self._write(name)
+            while not await self._write(name):
+                await asyncio.sleep(AWAY_S)
 
-    async def _write(self, name: str) -> None:
+    async def _write(self, name: str) -> bool:
+        """Write an export and store how that ended. Returns False if the database did not answer meanwhile."""
+        try:
+            await self._write_now(name)
+        except Exception as error:
+            if not is_away(error):
+                logger.exception("export %s could not be stored", name)
+            return not is_away(error)
+        return True
+
+    async def _write_now(self, name: str) -> None:
         try:
             record = await anyio.to_thread.run_sync(self._store.export, name)
             if record.state not in (ExportState.WAITING, ExportState.RUNNING):
@@ -228,6 +242,8 @@ class Exports:
                 )
             state, reason = ExportState.COMPLETE, None
         except Exception as error:
+            if is_away(error):
+                raise
             logger.warning("export %s failed", name, exc_info=error)
             state, reason = ExportState.FAIL, str(error) or repr(error)
         finally:

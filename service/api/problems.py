@@ -143,8 +143,10 @@ def install_handlers(app: FastAPI) -> None:
         return problem_response(503, str(error), headers={"Retry-After": str(RETRY_AFTER_S)})
 
     async def database_error(_: Request, error: Exception) -> Response:
-        logger.error("the database does not respond", exc_info=error)
-        detail = "the server's database does not respond; the server's log says why"
+        detail = app.state.services.store.problem()
+        if detail is None:
+            logger.error("the database does not respond", exc_info=error)
+            detail = "the server's database does not respond; the server's log says why"
         return problem_response(503, detail, headers={"Retry-After": str(RETRY_AFTER_S)})
 
     async def internal_error(_: Request, error: Exception) -> Response:

@@ -186,6 +186,8 @@ def event_text(event: Event, noun: str) -> str | None:
             return f"engine {payload['replica']} ({payload['engine']}) scores for the study"
         case "crash":
             return f"trial {payload['trial']}: its engine crashed" + _because(payload["reason"])
+        case "database":
+            return f"the server's database did not answer for {payload['away_s']:.0f} s"
         case "actors":
             return str(payload["reason"])
         case "state" if payload["state"] != JobState.RUNNING:

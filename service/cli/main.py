@@ -101,6 +101,12 @@ def _parser() -> argparse.ArgumentParser:
         "serve", verbs.serve, "Run the HTTP server; its jobs run on the Ray of this machine or of RAY_ADDRESS."
     )
     command.add_argument("--data", type=Path, required=True, metavar="DIR", help="where jobs and exports are kept")
+    command.add_argument(
+        "--database",
+        metavar="URL",
+        help="sqlite:///FILE or postgresql://USER@HOST:PORT/NAME (default: $MERGESEARCH_DATABASE, else that of the "
+        "last server in DIR, else a file there)",
+    )
     command.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     command.add_argument("--port", type=int, default=8080, help="default %(default)s; 0: any free port")
     command.add_argument("--dashboard-host", default="127.0.0.1", help="address the Ray dashboard listens on")

@@ -113,6 +113,7 @@ def _check(study: Any, directory: Path, *, exports: bool, as_json: bool) -> int:
 def serve(options: argparse.Namespace) -> int:
     run_server(
         options.data,
+        database=options.database,
         host=options.host,
         port=options.port,
         dashboard_host=options.dashboard_host,

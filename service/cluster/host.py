@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from service.cluster.local_ray import HOST_FILE, read_host, stop_processes
+from service.store.database_url import VARIABLE
 
 __all__ = ["Host"]
 
@@ -68,6 +70,8 @@ class Host:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                # Drivers there find the database in the data directory, also that of a later server.
+                env={name: value for name, value in os.environ.items() if name != VARIABLE},
                 start_new_session=True,  # Ctrl-C goes to the server, which stops Ray when it shuts down
             )
         return "Ray is being started"

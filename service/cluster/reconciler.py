@@ -19,6 +19,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from service.cluster.host import Host
 from service.cluster.session import prepare_environment
 from service.schemas.api import RayJobDocument
@@ -97,6 +99,7 @@ def decide(
     *,
     consecutive_failures: int,
     now: float,
+    watched_since: float = 0.0,
     message: str | None = None,
     consecutive_waits: int = 0,
     refusal: str | None = None,
@@ -107,7 +110,8 @@ def decide(
         job: The stored job.
         ray_job: State of the Ray Job of the job's last driver; None if the cluster does not know the Ray Job.
         consecutive_failures: Number of the last drivers in a row that ended without a result.
-        now: The current time in seconds since the epoch.
+        now: The current time in seconds since the epoch, by the clock of the stored times.
+        watched_since: Time since which the database has answered, by the same clock.
         message: The cluster's explanation of the state.
         consecutive_waits: Number of the last drivers in a row that ended because something was missing for now.
         refusal: Reason why the cluster did not accept the last driver; None if the driver was accepted.
@@ -116,7 +120,7 @@ def decide(
         return Decision(Action.SUBMIT)
     has_begun = job.attempt > job.submitted_after
     if ray_job in ("PENDING", "RUNNING"):
-        reason = _reason_to_stop(job, now=now)
+        reason = _reason_to_stop(job, now=now, watched_since=watched_since)
         return Decision(Action.STOP, reason) if reason else Decision(Action.WAIT)
     is_refused = ray_job is None and not has_begun and refusal is not None
     if ray_job is None and not has_begun and not is_refused:
@@ -148,16 +152,17 @@ def _end_of_driver(ray_job: str | None, reason: str) -> str:
     return f"its driver ended (Ray job {ray_job}): {' '.join(reason.split())}"
 
 
-def _reason_to_stop(job: JobRecord, *, now: float) -> str | None:
+def _reason_to_stop(job: JobRecord, *, now: float, watched_since: float) -> str | None:
     """Reason to replace the running driver of `job`; None if the driver may continue.
 
-    A driver is replaced if it does not start, sends no heartbeats, or makes no progress for too long.
+    A driver is replaced if it does not start, sends no heartbeats, or makes no progress for too long. Silence counts
+    from `watched_since`: a driver that could not reach the database is not lost.
     """
     heard_at = job.heartbeat_at or 0.0
     if job.attempt <= job.submitted_after or heard_at < job.submitted_at:  # the heartbeat is the previous driver's
-        is_late = now - job.submitted_at > START_GRACE_S
+        is_late = now - max(job.submitted_at, watched_since) > START_GRACE_S
         return f"its driver did not start within {START_GRACE_S:.0f} s" if is_late else None
-    if now - heard_at > LOST_AFTER_S:
+    if now - max(heard_at, watched_since) > LOST_AFTER_S:
         return f"its driver sent no heartbeat for {now - heard_at:.0f} s"
     if job.progressed_at is None or job.patience_s is None:
         return None
@@ -196,6 +201,8 @@ class RayCluster:
         self._queued: set[str] = set()  # jobs that wait for another to end
         self._paused: dict[str, Decision] = {}  # jobs whose next driver starts later
         self._refusals: dict[str, str] = {}  # why the cluster did not accept a job's last driver
+        # Since when the database has answered, by the clock of the stored times; None before the first round.
+        self._watched_since: float | None = None
         self._losses: dict[str, dict[int, str]] = {}  # why a job's drivers were lost since one last worked
         self._stopping = threading.Event()
         self._waking = threading.Event()
@@ -218,14 +225,14 @@ class RayCluster:
         self._waking.set()
 
     def not_ready(self) -> str | None:
-        return self._not_ready
+        return self._store.problem() or self._not_ready
 
     def waiting_for(self, job: JobRecord) -> str | None:
         """Reason why `job` waits; None if a driver works on the job, or if the job has ended."""
         if job.state.is_finished:
             return None
-        if self._not_ready is not None:
-            return f"Ray: {self._not_ready}"
+        if (reason := self.not_ready()) is not None:
+            return reason if reason == self._store.problem() else f"Ray: {reason}"
         pause = self._paused.get(job.id)
         if pause is not None and pause.until is not None:
             return f"its next driver, in {max(pause.until - time.time(), 0.0):.0f} s: {pause.because}"
@@ -269,6 +276,12 @@ class RayCluster:
             self._not_ready = self._connect()
             if self._not_ready is None:
                 self._look_at_jobs()
+        except SQLAlchemyError as error:
+            self._not_ready = self._store.problem()
+            self._watched_since = None
+            if self._not_ready is None:
+                logger.exception("a round over the jobs failed")
+                self._not_ready = f"database: {error}"
         except OSError as error:
             self._lose(error)
         except Exception as error:  # the next round starts from the same stored state
@@ -305,6 +318,9 @@ class RayCluster:
 
     def _look_at_jobs(self) -> None:
         jobs = self._store.jobs()
+        now = self._store.now()
+        if self._watched_since is None:
+            self._watched_since = now
         num_running = 0
         queued: set[str] = set()
         for job in jobs:
@@ -313,12 +329,12 @@ class RayCluster:
             if job.state is JobState.CANCELLED:
                 self._stop_cancelled(job)
             elif not job.state.is_finished:
-                has_driver = self._look_at(job, may_start=num_running < MAX_RUNNING)
+                has_driver = self._look_at(job, now=now, may_start=num_running < MAX_RUNNING)
                 num_running += has_driver
                 queued |= set() if has_driver else {job.id}
         self._queued = queued
 
-    def _look_at(self, job: JobRecord, *, may_start: bool) -> bool:
+    def _look_at(self, job: JobRecord, *, now: float, may_start: bool) -> bool:
         """Take the next action for an unfinished job: wait, submit or stop a driver, or end the job as FAILED.
 
         A driver is submitted only if `may_start`. Returns whether the job has a driver, or will have one soon.
@@ -330,7 +346,8 @@ class RayCluster:
             consecutive_failures=self._store.consecutive_failures(job.id),
             consecutive_waits=self._store.consecutive_waits(job.id),
             refusal=self._refusals.get(job.id),
-            now=time.time(),
+            now=now,
+            watched_since=self._watched_since or now,
             message=message,
         )
         if decision.until is not None:

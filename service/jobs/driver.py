@@ -10,16 +10,18 @@ import argparse
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 
 from search_spaces.errors import InvalidStudy
-from service.disk import artifacts_dir, data_dir_of, database_url, job_dir
+from service.disk import artifacts_dir, data_dir_of, job_dir
 from service.errors import Conflict, InUse, NotFound, StaleAttempt, StudyFailed
 from service.jobs.base import Attempt, Resources
 from service.jobs.heartbeat import Heartbeat
 from service.jobs.registry import kind_of
 from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
+from service.store.database_url import database_url
 from service.studies.preflight.files import FilesRefused
 from service.types import JobState
 from workers.errors import EngineUnavailable
@@ -27,6 +29,9 @@ from workers.errors import EngineUnavailable
 __all__ = ["drive", "main"]
 
 logger = logging.getLogger(__name__)
+
+# Seconds by which this machine's clock and the database's may differ without a warning.
+MAX_SKEW_S = 5.0
 
 
 def main(resources: Resources | None = None) -> int:
@@ -45,8 +50,9 @@ def main(resources: Resources | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if options.ray_address:
         os.environ["RAY_ADDRESS"] = options.ray_address
-    store = Store(database_url(options.data))
+    store = Store(database_url(options.data), waits=True)
     try:
+        _check_clock(store)
         return drive(
             store,
             options.job,
@@ -108,6 +114,14 @@ def drive(
         logger.exception("the driver failed")
         _end(writer, JobState.STOPPED, f"{type(error).__name__}: {error}")
         return 1
+
+
+def _check_clock(store: Store) -> None:
+    """Warn if this machine's clock is not that of the database, whose times events and heartbeats have."""
+    before = time.time()
+    skew_s = store.now() - time.time()
+    if abs(skew_s) > MAX_SKEW_S + time.time() - before:
+        logger.warning("this machine's clock differs from the database's by %.0f s, and so do the times here", -skew_s)
 
 
 def _shared() -> Resources:

@@ -39,7 +39,12 @@ PAUSE_S = 30.0
 
 
 def run_record(store: Store, study_id: str) -> RunRecord:
-    """The record of a study, as far as it is stored."""
+    """The record of a study, as far as it is stored, at one moment."""
+    with store.snapshot() as snapshot:
+        return _run_record(snapshot, study_id)
+
+
+def _run_record(store: Store, study_id: str) -> RunRecord:
     study = store.job(study_id)
     file = Study.model_validate(study.document)
     objectives = ResolvedStudy.of(study).objectives

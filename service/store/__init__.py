@@ -1,14 +1,17 @@
-"""Studies, trials, samples and events in SQL: SQLite, or PostgreSQL.
+"""Jobs, trials, samples and events in SQL: SQLite, or PostgreSQL.
 
-- `sql`: every study of one database: creates, reads and hands out writers
-- `attempt_writer`: the writes of one driver, refused once another has taken the study over
+- `sql`: every job of one database: creates, reads and hands out writers
+- `attempt_writer`: the writes of one driver, refused once another has taken the job over
 - `void`: samples of engines that failed a check
 - `records`: rows as dataclasses
 - `steps`: what searchers computed besides scores, and its JSON
 - `documents`: results of a study's closing stages, and their JSON
 - `artifacts`: directories that drivers make, each with a row in SQL
 - `blobs`: files stored by content, in a directory or an object store
-- `connection`: how transactions begin
+- `database_url`: URLs of databases, and where servers and drivers find theirs
+- `availability`: whether the database answers, and calls that wait until it does
+- `connection`: how transactions begin and end, and the clock for stored times
+- `column_types`: types that store and sort the same on both databases
 - `schema`: the tables
 - `upgrade`: creates and migrates databases, by the Alembic migrations in `migrations`
 """

@@ -19,7 +19,9 @@ import sqlalchemy as sa
 from service.errors import Conflict, NotFound
 from service.store import schema
 from service.store.attempt_writer import insert
+from service.store.availability import repeated
 from service.store.blobs import StoredFile, digest_of, open_blobs
+from service.store.connection import reading, transaction
 from service.store.sql import Store
 from service.types import ArtifactRecord
 from workers.directories import appearing
@@ -27,6 +29,7 @@ from workers.directories import appearing
 __all__ = ["ArtifactStore"]
 
 
+@repeated
 class ArtifactStore:
     """Artifacts of the jobs in `store`, with their files at `location`: a directory or the URL of an object store.
 
@@ -36,10 +39,10 @@ class ArtifactStore:
     def __init__(self, store: Store, location: str | Path) -> None:
         self.location = location
         self._engine = store.engine
-        self._reads = self._engine.execution_options(read_only=True)
+        self._reads = reading(self._engine)
         self._blobs = open_blobs(location)
 
-    def put(self, study_id: str, name: str, source: Path, *, facts: Mapping[str, Any] | None = None) -> ArtifactRecord:
+    def put(self, job_id: str, name: str, source: Path, *, facts: Mapping[str, Any] | None = None) -> ArtifactRecord:
         """Store the directory `source` as an artifact of the job.
 
         An earlier artifact of that name is replaced.
@@ -48,9 +51,9 @@ class ArtifactStore:
             Conflict: The directory holds no file, or a file changed while it was stored.
         """
         with self._blobs.storing():
-            return self._put(study_id, name, source, dict(facts or {}))
+            return self._put(job_id, name, source, dict(facts or {}))
 
-    def _put(self, study_id: str, name: str, source: Path, facts: dict[str, Any]) -> ArtifactRecord:
+    def _put(self, job_id: str, name: str, source: Path, facts: dict[str, Any]) -> ArtifactRecord:
         manifest: dict[str, dict[str, Any]] = {}
         for file in sorted(path for path in source.rglob("*") if path.is_file()):
             digest, num_bytes = self._blobs.add(file)
@@ -58,7 +61,7 @@ class ArtifactStore:
         if not manifest:
             raise Conflict(f"{source}: holds no file that could be stored")
         record = ArtifactRecord(
-            study=study_id,
+            study=job_id,
             name=name,
             digest=self._blobs.add_bytes(json.dumps(manifest, sort_keys=True).encode()),
             num_bytes=sum(entry["bytes"] for entry in manifest.values()),
@@ -66,9 +69,9 @@ class ArtifactStore:
             facts=facts,
         )
         table = schema.artifacts
-        row = {"study": study_id, "name": name, "digest": record.digest, "num_bytes": record.num_bytes}
+        row = {"study": job_id, "name": name, "digest": record.digest, "num_bytes": record.num_bytes}
         changed = {"facts": dict(record.facts), "created_at": record.created_at}
-        with self._engine.begin() as connection:
+        with transaction(self._engine) as connection:
             connection.execute(
                 insert(connection, table)
                 .values({**row, **changed})
@@ -79,22 +82,22 @@ class ArtifactStore:
             )
         return record
 
-    def get(self, study_id: str, name: str) -> ArtifactRecord:
+    def get(self, job_id: str, name: str) -> ArtifactRecord:
         """Return the record of an artifact.
 
         Raises:
             NotFound: The job has no artifact of that name.
         """
-        found = [record for record in self.of(study_id) if record.name == name]
+        found = [record for record in self.of(job_id) if record.name == name]
         if not found:
-            raise NotFound(f"artifact {name!r}: study {study_id} has no such artifact")
+            raise NotFound(f"artifact {name!r}: job {job_id} has no such artifact")
         return found[0]
 
-    def of(self, study_id: str) -> tuple[ArtifactRecord, ...]:
+    def of(self, job_id: str) -> tuple[ArtifactRecord, ...]:
         """Artifacts of a job, by name."""
         table = schema.artifacts
         with self._reads.connect() as connection:
-            rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.name))
+            rows = connection.execute(sa.select(table).where(table.c.study == job_id).order_by(table.c.name))
             return tuple(ArtifactRecord(**row) for row in rows.mappings())
 
     def files(self, record: ArtifactRecord) -> dict[str, StoredFile]:

@@ -11,21 +11,25 @@ import sqlalchemy as sa
 
 from service.errors import StaleAttempt
 from service.store import schema
+from service.store.availability import Outage, availability_of, is_waiting, repeated
+from service.store.connection import clock, transaction
 from service.store.records import BracketRecord, tokens_text
 from service.store.steps import Step, step_document
 from service.store.void import void_samples
 from service.types import EventKind, JobState, RungRecord, TrialRecord, TrialState
 from workers.types import SampleResult, ScoreResult, Split
 
-__all__ = ["JobWriter", "insert", "insert_event"]
+__all__ = ["JobWriter", "insert", "insert_event", "lock_job"]
 
 
+@repeated
 class JobWriter:
     """The only writer of a job.
 
     Every method is one transaction, and raises StaleAttempt after another attempt has taken over.
 
-    Writing the same chunk, rung or bracket again changes nothing, so a driver may repeat a write after a crash.
+    Writing the same chunk, rung or bracket again changes nothing, so a driver may repeat a write after a crash. The
+    first write after a driver has waited for the database adds an event about that, and the time counts as progress.
 
     `stored_at` is the time at which this writer last stored anything but a heartbeat, `scored_at` that at which it last
     stored a chunk (time.monotonic(); 0: never). `longest_chunk_s` is the longest time that a replica took for a chunk,
@@ -42,17 +46,24 @@ class JobWriter:
 
     @contextmanager
     def _transaction(self, *, is_heartbeat: bool = False) -> Iterator[sa.Connection]:
-        table = schema.studies
-        with self._engine.begin() as connection:
-            current = connection.execute(
-                sa.select(table.c.attempt).where(table.c.id == self.job_id).with_for_update()
-            ).scalar()
-            if current != self.attempt:
-                raise StaleAttempt(
-                    f"job {self.job_id}: attempt {self.attempt} may not write, attempt {current} has taken over"
-                )
-            yield connection
-        if not is_heartbeat:
+        availability = availability_of(self._engine)
+        outage: Outage | None = None
+        try:
+            with transaction(self._engine) as connection:
+                outage = availability.take_ended() if is_waiting(self._engine) else None
+                current = lock_job(connection, self.job_id)
+                if current != self.attempt:
+                    raise StaleAttempt(
+                        f"job {self.job_id}: attempt {self.attempt} may not write, attempt {current} has taken over"
+                    )
+                if outage is not None:
+                    self._add_event(connection, EventKind.DATABASE, {"away_s": outage.until - outage.since})
+                yield connection
+        except BaseException:
+            if outage is not None:
+                availability.put_back(outage)
+            raise
+        if outage is not None or not is_heartbeat:
             self.stored_at = time.monotonic()
 
     def heartbeat(
@@ -70,18 +81,17 @@ class JobWriter:
         `patience_s` those without progress after which the driver is replaced (None: not known). `progress` None leaves
         the stored one unchanged. `waiting_for` is what the driver waits for.
         """
-        now = time.time()
         changes: dict[str, Any] = {
-            "heartbeat_at": now,
             "wall_clock_s": wall_clock_s,
-            "progressed_at": None if idle_s is None else now - idle_s,
             "patience_s": patience_s,
             "waiting_for": waiting_for,
         }
         if progress is not None:
             changes["progress"] = dict(progress)
         with self._transaction(is_heartbeat=True) as connection:
-            self._update_job(connection, **changes)
+            now = clock(connection)
+            progressed_at = None if idle_s is None else now - idle_s
+            self._update_job(connection, heartbeat_at=now, progressed_at=progressed_at, **changes)
 
     def set_state(self, state: JobState, reason: str | None = None) -> None:
         with self._transaction() as connection:
@@ -168,7 +178,7 @@ class JobWriter:
                     canaries=evidence.canaries,
                     timings_s=dict(result.timings_s),
                     num_samples=len(samples),
-                    finished_at=time.time(),
+                    finished_at=clock(connection),
                 )
                 .returning(schema.evidence.c.id)
             ).scalar_one()
@@ -255,13 +265,14 @@ class JobWriter:
     def add_step(self, step: Step) -> None:
         with self._transaction() as connection:
             row = {
+                "study": self.job_id,
                 "number": step.number,
                 "proposal": step.proposal,
                 "charged": step.request.num_charged,
                 "document": step_document(step),
-                "time": time.time(),
+                "time": clock(connection),
             }
-            self._insert_once(connection, schema.search_steps, [row])
+            connection.execute(insert(connection, schema.search_steps).values(row).on_conflict_do_nothing())
 
     def set_document_named(self, name: str, document: Any) -> None:
         """Store a document, such as the result of a closing stage; it replaces an earlier one of that name."""
@@ -277,10 +288,11 @@ class JobWriter:
         Only the first fault of a replica is stored. Studies with a driver read it themselves; those that are COMPLETE
         already get an event here.
         """
-        row = {"replica": replica, "canaries": canaries, "reason": reason, "time": time.time()}
         with self._transaction() as connection:
-            added = connection.execute(insert(connection, schema.engine_faults).on_conflict_do_nothing(), row)
-            if added.rowcount == 1:
+            _lock_faults(connection)
+            row = {"replica": replica, "canaries": canaries, "reason": reason, "time": clock(connection)}
+            added = insert(connection, schema.engine_faults).values(row).on_conflict_do_nothing()
+            if connection.execute(added.returning(schema.engine_faults.c.id)).scalar() is not None:
                 self._notify_complete_studies(connection, replica, reason)
 
     def add_event(self, kind: str, payload: Mapping[str, Any]) -> None:
@@ -301,10 +313,13 @@ class JobWriter:
         query = void_samples(study, studies.c.reason, sa.func.count()).join(studies, studies.c.id == study)
         is_concerned = (schema.engine_faults.c.replica == replica) & (studies.c.state == JobState.COMPLETE.value)
         query = query.where(is_concerned).group_by(study, studies.c.reason)
-        for study_id, before, number in connection.execute(query).all():
+        # In the order of their ids, so that no two writers wait for each other.
+        for study_id, before, number in connection.execute(query.order_by(study)).all():
             notice = f"{number} samples are void: {reason}; resume the study to score them again"
             changes = {"reason": f"{before}; {notice}" if before else notice}
-            connection.execute(sa.update(studies).where(studies.c.id == study_id).values(changes))
+            is_complete = (studies.c.id == study_id) & (studies.c.state == JobState.COMPLETE.value)
+            if connection.execute(sa.update(studies).where(is_complete).values(changes)).rowcount == 0:
+                continue  # resumed meanwhile: its driver will find the fault
             payload = {"replicas": {replica: reason}, "samples": number}
             insert_event(connection, study_id, EventKind.ENGINE_FAULT, payload)
 
@@ -353,10 +368,30 @@ def insert(connection: sa.Connection, table: sa.Table) -> Any:
     return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
 
 
-def insert_event(connection: sa.Connection, study_id: str, kind: str, payload: Mapping[str, Any]) -> None:
+def lock_job(connection: sa.Connection, job_id: str) -> int | None:
+    """Lock the job's row until the transaction ends, and return its attempt; None if there is no such job."""
+    table = schema.studies
+    query = sa.select(table.c.attempt).where(table.c.id == job_id).with_for_update(key_share=True)
+    attempt: int | None = connection.execute(query).scalar()
+    return attempt
+
+
+def insert_event(connection: sa.Connection, job_id: str, kind: str, payload: Mapping[str, Any]) -> None:
+    """Add an event of a job, whose row the transaction must have created, changed or locked.
+
+    Transactions with events of one job therefore end one after another, in the order of the events' ids: a reader that
+    continues after the last id that it saw misses none.
+    """
+    time_s = clock(connection)
     connection.execute(
-        sa.insert(schema.events).values(study=study_id, time=time.time(), kind=str(kind), payload=dict(payload))
+        sa.insert(schema.events).values(study=job_id, time=time_s, kind=str(kind), payload=dict(payload))
     )
+
+
+def _lock_faults(connection: sa.Connection) -> None:
+    """Make transactions that add faults wait for each other, so that they end in the order of the faults' ids."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(sa.text("LOCK TABLE engine_faults IN SHARE ROW EXCLUSIVE MODE"))
 
 
 def _added(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:

@@ -1,30 +1,127 @@
-"""Connections to the database, with SQLite's settings and transactions."""
+"""Connections to the database: settings, how transactions begin and end, and the clock for stored times."""
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import event
 
-__all__ = ["connect"]
+from service.errors import Conflict
+from service.store.availability import FIRST_WAIT_S, Availability, is_away, is_waiting
+from service.store.database_url import shown
+
+__all__ = ["clock", "connect", "reading", "transaction"]
 
 # Seconds that a writer waits for another transaction on SQLite before it fails.
 BUSY_TIMEOUT_S = 60
 
+# What PostgreSQL's library is told unless the URL tells it: seconds to connect; seconds of silence after which a
+# connection is probed, between probes, and until sent data must be acknowledged (milliseconds), so that a cut network
+# is noticed within a minute.
+POSTGRESQL_SETTINGS = {
+    "connect_timeout": 5,
+    "keepalives_idle": 20,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 40_000,
+    "application_name": "mergesearch",
+}
 
-def connect(url: str) -> sa.Engine:
-    """Open the database at `url`.
+# Seconds after which a connection of the pool is replaced.
+RECYCLE_S = 1800
 
-    Write transactions on SQLite take the write lock when they begin.
+
+def connect(url: sa.URL) -> sa.Engine:
+    """Open the database at `url`, which `parse_url` has returned; nothing is sent yet.
+
+    Write transactions on SQLite take the write lock when they begin. JSON has finite numbers only.
+
+    Raises:
+        Conflict: The driver for this kind of database is not installed.
     """
-    engine = sa.create_engine(url, pool_pre_ping=True)
-    if engine.dialect.name == "sqlite":
+    is_postgresql = url.get_backend_name() == "postgresql"
+    settings = {name: value for name, value in POSTGRESQL_SETTINGS.items() if name not in url.query}
+    try:
+        engine = sa.create_engine(
+            url,
+            pool_pre_ping=is_postgresql,
+            pool_recycle=RECYCLE_S if is_postgresql else -1,
+            connect_args=settings if is_postgresql else {},
+            json_serializer=partial(json.dumps, allow_nan=False),
+        )
+    except ModuleNotFoundError as error:
+        raise Conflict(
+            f"database {shown(url)}: the Python package {error.name} is not installed here; "
+            "install it with: pip install 'mergesearch[postgres]'"
+        ) from error
+    if not is_postgresql:
         event.listen(engine, "connect", _prepare_sqlite)
         event.listen(engine, "begin", _begin)
-    return engine
+    return Availability(shown(url)).watch(engine)
+
+
+def reading(engine: sa.Engine) -> sa.Engine:
+    """The engine for transactions that only read: all queries of one see the same moment, and wait for no writer."""
+    if engine.dialect.name == "sqlite":
+        return engine.execution_options(read_only=True)
+    return engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+
+
+@contextmanager
+def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """A transaction that writes; it is committed at the end of the context.
+
+    A commit whose answer was lost with the connection is looked up, so that an error means that nothing was stored.
+    """
+    with engine.connect() as connection, connection.begin() as begun:
+        yield connection
+        number = _number_of(connection)
+        try:
+            begun.commit()
+        except sa.exc.DBAPIError as error:
+            if number is None or not is_away(error) or not _is_committed(engine, number):
+                raise
+
+
+def _number_of(connection: sa.Connection) -> int | None:
+    """Number by which PostgreSQL knows the transaction; None on SQLite, and if the transaction has written nothing."""
+    if connection.dialect.name == "sqlite":
+        return None
+    found: int | None = connection.execute(sa.text("SELECT pg_current_xact_id_if_assigned()::text::bigint")).scalar()
+    return found
+
+
+def _is_committed(engine: sa.Engine, number: int) -> bool:
+    """Whether a transaction was committed; waits until the database knows, if the engine waits for the database."""
+    query = sa.text("SELECT pg_xact_status(CAST(:number AS text)::xid8)")
+    while True:
+        try:
+            with engine.connect() as connection:
+                status = connection.execute(query, {"number": str(number)}).scalar()
+        except sa.exc.DBAPIError as error:
+            if not is_waiting(engine) or not is_away(error):
+                raise
+        else:
+            if status != "in progress":  # the server has not noticed yet that the connection is gone
+                return bool(status == "committed")
+        time.sleep(FIRST_WAIT_S)
+
+
+def clock(connection: sa.Connection) -> Any:
+    """Time in seconds since the epoch, to be stored: of the database, which all machines share.
+
+    It is a number on SQLite, which only one machine uses, and an SQL expression on PostgreSQL.
+    """
+    if connection.dialect.name == "sqlite":
+        return time.time()
+    return sa.cast(sa.extract("epoch", sa.func.clock_timestamp()), sa.Float)
 
 
 def _prepare_sqlite(connection: Any, _: Any) -> None:

@@ -12,10 +12,10 @@ from sqlalchemy import (
     Index,
     Integer,
     MetaData,
-    String,
     Table,
-    Text,
 )
+
+from service.store.column_types import BIG_NUMBER, LosslessText, string
 
 __all__ = [
     "BASELINE",
@@ -56,10 +56,10 @@ schema_version = Table("schema_version", metadata, Column("version", Integer, pr
 studies = Table(
     "studies",
     metadata,
-    Column("id", String(64), primary_key=True),
-    Column("name", String(128), nullable=False),
-    Column("state", String(16), nullable=False),
-    Column("reason", Text),
+    Column("id", string(64), primary_key=True),
+    Column("name", string(128), nullable=False),
+    Column("state", string(16), nullable=False),
+    Column("reason", LosslessText),
     Column("document", JSON, nullable=False),
     Column("facts", JSON, nullable=False),
     Column("created_at", Float, nullable=False),
@@ -74,8 +74,8 @@ studies = Table(
     # The attempt at that time: the submitted driver has begun once there is a newer attempt.
     Column("submitted_after", Integer, nullable=False, default=0),
     # A client's idempotency key, and the digest of its request: a request that is sent twice creates one study.
-    Column("idempotency_key", String(255), unique=True),
-    Column("request_digest", String(64)),
+    Column("idempotency_key", string(255), unique=True),
+    Column("request_digest", string(64)),
     # Seconds that drivers have worked on the study, over all attempts.
     Column("wall_clock_s", Float, nullable=False, default=0.0),
     # When the driver last made progress, and after how many seconds without progress it is replaced. As of the last
@@ -83,9 +83,9 @@ studies = Table(
     Column("progressed_at", Float),
     Column("patience_s", Float),
     # What the driver waits for, as of the last heartbeat.
-    Column("waiting_for", Text),
+    Column("waiting_for", LosslessText),
     # The kind of job: a JobKind.
-    Column("kind", String(16), nullable=False, server_default="search"),
+    Column("kind", string(16), nullable=False, server_default="search"),
 )
 
 
@@ -96,16 +96,16 @@ def _in_study() -> ForeignKeyConstraint:
 trials = Table(
     "trials",
     metadata,
-    Column("study", String(64), primary_key=True),
+    Column("study", string(64), primary_key=True),
     Column("number", Integer, primary_key=True, autoincrement=False),
-    Column("origin", String(16), nullable=False),
-    Column("label", Text, nullable=False),
-    Column("state", String(16), nullable=False),
-    Column("reason", Text),
+    Column("origin", string(16), nullable=False),
+    Column("label", LosslessText, nullable=False),
+    Column("state", string(16), nullable=False),
+    Column("reason", LosslessText),
     Column("bracket", Integer),
     Column("configuration", JSON),
     Column("recipe", JSON, nullable=False),
-    Column("recipe_digest", String(64), nullable=False),
+    Column("recipe_digest", string(64), nullable=False),
     Column("samples_scored", Integer, nullable=False, default=0),
     Column("samples_reused", Integer, nullable=False, default=0),
     Column("timings_s", JSON, nullable=False),
@@ -116,7 +116,7 @@ trials = Table(
 brackets = Table(
     "brackets",
     metadata,
-    Column("study", String(64), primary_key=True),
+    Column("study", string(64), primary_key=True),
     Column("bracket", Integer, primary_key=True, autoincrement=False),
     Column("first_rung", Integer, nullable=False),
     Column("size", Integer, nullable=False),
@@ -126,7 +126,7 @@ brackets = Table(
 rungs = Table(
     "rungs",
     metadata,
-    Column("study", String(64), primary_key=True),
+    Column("study", string(64), primary_key=True),
     Column("trial", Integer, primary_key=True, autoincrement=False),
     Column("rung", Integer, primary_key=True, autoincrement=False),
     Column("samples", JSON, nullable=False),
@@ -139,34 +139,34 @@ rungs = Table(
 samples = Table(
     "samples",
     metadata,
-    Column("study", String(64), primary_key=True),
-    Column("recipe_digest", String(64), primary_key=True),
-    Column("split", String(8), primary_key=True),
-    Column("objective", String(64), primary_key=True),
+    Column("study", string(64), primary_key=True),
+    Column("recipe_digest", string(64), primary_key=True),
+    Column("split", string(8), primary_key=True),
+    Column("objective", string(64), primary_key=True),
     Column("position", Integer, primary_key=True, autoincrement=False),
-    Column("document", String(64), nullable=False),
+    Column("document", string(64), nullable=False),
     Column("value", Float, nullable=False),
-    Column("response", Text, nullable=False),
+    Column("response", LosslessText, nullable=False),
     Column("is_truncated", Boolean, nullable=False),
-    Column("evidence", Integer, nullable=False),
+    Column("evidence", BIG_NUMBER, nullable=False),
     # The token ids of each completion as JSON; NULL for scored options, and in rows of earlier versions.
-    Column("tokens", Text),
+    Column("tokens", LosslessText),
     _in_study(),
 )
 
 evidence = Table(
     "evidence",
     metadata,
-    Column("id", Integer, primary_key=True),
-    Column("study", String(64), nullable=False),
+    Column("id", BIG_NUMBER, primary_key=True),
+    Column("study", string(64), nullable=False),
     Column("trial", Integer, nullable=False),
-    Column("recipe_digest", String(64), nullable=False),
-    Column("bank_fingerprint", String(64), nullable=False),
+    Column("recipe_digest", string(64), nullable=False),
+    Column("bank_fingerprint", string(64), nullable=False),
     Column("prompts", JSON, nullable=False),
-    Column("weights_checksum", Text, nullable=False),
-    Column("replica", Text, nullable=False),
+    Column("weights_checksum", LosslessText, nullable=False),
+    Column("replica", LosslessText, nullable=False),
     Column("swap_count", Integer, nullable=False),
-    Column("engine", Text, nullable=False),
+    Column("engine", LosslessText, nullable=False),
     Column("timings_s", JSON, nullable=False),
     Column("num_samples", Integer, nullable=False),
     Column("finished_at", Float, nullable=False),
@@ -181,7 +181,7 @@ evidence = Table(
 search_steps = Table(
     "search_steps",
     metadata,
-    Column("study", String(64), primary_key=True),
+    Column("study", string(64), primary_key=True),
     Column("number", Integer, primary_key=True, autoincrement=False),
     Column("proposal", Integer, nullable=False),
     Column("charged", Integer, nullable=False),
@@ -194,20 +194,20 @@ search_steps = Table(
 engine_faults = Table(
     "engine_faults",
     metadata,
-    Column("id", Integer, primary_key=True),
-    Column("replica", Text, nullable=False, unique=True),
+    Column("id", BIG_NUMBER, primary_key=True),
+    Column("replica", LosslessText, nullable=False, unique=True),
     Column("canaries", Integer, nullable=False),
-    Column("reason", Text, nullable=False),
+    Column("reason", LosslessText, nullable=False),
     Column("time", Float, nullable=False),
 )
 
 events = Table(
     "events",
     metadata,
-    Column("id", Integer, primary_key=True),
-    Column("study", String(64), nullable=False),
+    Column("id", BIG_NUMBER, primary_key=True),
+    Column("study", string(64), nullable=False),
     Column("time", Float, nullable=False),
-    Column("kind", String(32), nullable=False),
+    Column("kind", string(32), nullable=False),
     Column("payload", JSON, nullable=False),
     _in_study(),
     Index("events_by_study", "study", "id"),
@@ -218,12 +218,12 @@ events = Table(
 exports = Table(
     "exports",
     metadata,
-    Column("id", String(64), primary_key=True),
-    Column("study", String(64), nullable=False),
+    Column("id", string(64), primary_key=True),
+    Column("study", string(64), nullable=False),
     Column("trial", Integer, nullable=False),
-    Column("dtype", String(16), nullable=False),
-    Column("state", String(16), nullable=False),
-    Column("reason", Text),
+    Column("dtype", string(16), nullable=False),
+    Column("state", string(16), nullable=False),
+    Column("reason", LosslessText),
     Column("created_at", Float, nullable=False),
     _in_study(),
 )
@@ -232,8 +232,8 @@ exports = Table(
 documents = Table(
     "documents",
     metadata,
-    Column("study", String(64), primary_key=True),
-    Column("name", String(32), primary_key=True),
+    Column("study", string(64), primary_key=True),
+    Column("name", string(32), primary_key=True),
     Column("document", JSON, nullable=False),
     _in_study(),
 )
@@ -242,9 +242,9 @@ documents = Table(
 artifacts = Table(
     "artifacts",
     metadata,
-    Column("study", String(64), primary_key=True),
-    Column("name", String(64), primary_key=True),
-    Column("digest", String(64), nullable=False),
+    Column("study", string(64), primary_key=True),
+    Column("name", string(64), primary_key=True),
+    Column("digest", string(64), nullable=False),
     Column("num_bytes", BigInteger, nullable=False),
     Column("facts", JSON, nullable=False),
     Column("created_at", Float, nullable=False),

@@ -9,17 +9,21 @@ from __future__ import annotations
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
+from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol, Self
 
 import sqlalchemy as sa
 
-from service.errors import Conflict, NotFound, StaleAttempt
+from service.errors import Conflict, DatabaseUnavailable, NotFound, StaleAttempt
 from service.store import schema
-from service.store.attempt_writer import JobWriter, insert, insert_event
-from service.store.connection import connect
+from service.store.attempt_writer import JobWriter, insert, insert_event, lock_job
+from service.store.availability import MAX_WAIT_S, availability_of, is_away, is_waiting, repeated, waiting
+from service.store.connection import clock, connect, reading, transaction
+from service.store.database_url import parse_url, shown
 from service.store.records import (
     BracketRecord,
     EngineFaultRecord,
@@ -47,6 +51,9 @@ from workers.types import SampleResult, Split
 
 __all__ = ["Store"]
 
+# In PostgreSQL's refusals of a connection, which have no error code.
+REFUSALS = ("does not exist", "authentication failed", "no password supplied", "no pg_hba.conf entry")
+
 # Events after which drivers without a result are counted from zero: stored results, and a request to resume.
 RESULT_EVENTS = (
     EventKind.RUNG,
@@ -62,35 +69,100 @@ RESULT_EVENTS = (
 SETBACK_EVENTS = (EventKind.ATTEMPT, EventKind.JOB_REFUSED, EventKind.WAITING)
 
 
+class _Connections(Protocol):
+    """What opens connections for reads."""
+
+    def connect(self) -> AbstractContextManager[sa.Connection]: ...
+
+
+@dataclass(frozen=True)
+class _OneConnection:
+    """A connection whose transaction is open, for all reads."""
+
+    connection: sa.Connection
+
+    def connect(self) -> AbstractContextManager[sa.Connection]:
+        return nullcontext(self.connection)
+
+
+@repeated
 class Store:
     """All jobs of one database; thread-safe, to be closed after use.
 
-    Creates or migrates the database. Raises Conflict if it is not a database, or one of a newer version.
+    Creates or migrates the database at `url`, which is as `parse_url` accepts it.
+
+    Calls of a store that `waits`, and of its writers, wait while the database does not answer, and are then repeated.
+
+    Raises:
+        Conflict: It is not a database, one of a newer version, or one that this user may not use.
+        DatabaseUnavailable: The database does not answer.
     """
 
-    def __init__(self, url: str) -> None:
-        self._engine = connect(url)
-        self._reads = self._engine.execution_options(read_only=True)
+    def __init__(self, url: str | sa.URL, *, waits: bool = False) -> None:
+        self._engine = waiting(connect(parse_url(url)), waits=waits)
+        self._reads: _Connections = reading(self._engine)
+        while not self._is_open():
+            time.sleep(MAX_WAIT_S)
+
+    def _is_open(self) -> bool:
+        """Create or migrate the database. Returns False if it does not answer and the store waits for it."""
         try:
             upgrade(self._engine)
         except sa.exc.DatabaseError as error:
-            raise Conflict(f"database {self._engine.url.render_as_string()}: cannot be used: {error.orig}") from error
+            reason = " ".join(str(error.orig).split())
+            is_refusal = not is_away(error) or any(sign in reason for sign in REFUSALS)
+            if is_waiting(self._engine) and not is_refusal:
+                return False
+            self._engine.dispose()
+            if is_refusal:
+                raise Conflict(f"database {self.place}: cannot be used: {reason}") from error
+            raise DatabaseUnavailable(f"database {self.place}: does not answer: {reason}") from error
+        return True
 
     def close(self) -> None:
         self._engine.dispose()
 
     @property
     def engine(self) -> sa.Engine:
-        """SQLAlchemy's engine, for other stores in the same database.
-
-        Its execution option `read_only` makes reads faster.
-        """
+        """SQLAlchemy's engine, for other stores in the same database."""
         return self._engine
 
     @property
     def url(self) -> str:
-        """URL with which another process opens the database."""
+        """URL with which another process opens the database; it may hold a password."""
         return self._engine.url.render_as_string(hide_password=False)
+
+    def waiting(self) -> Self:
+        """The same store, whose calls, and those of its writers, wait while the database does not answer."""
+        return self._with(waiting(self._engine))
+
+    def _with(self, engine: sa.Engine) -> Self:
+        other = copy(self)
+        other._engine, other._reads = engine, reading(engine)
+        return other
+
+    def problem(self) -> str | None:
+        """Since when the database does not answer, as a message; None if it answered when it was last used."""
+        return availability_of(self._engine).problem()
+
+    def now(self) -> float:
+        """Seconds since the epoch by the clock of the stored times."""
+        with self._reads.connect() as connection:
+            time_s = clock(connection)
+            return time_s if isinstance(time_s, float) else float(connection.execute(sa.select(time_s)).scalar_one())
+
+    @property
+    def place(self) -> str:
+        """URL of the database for messages, without a password."""
+        return shown(self._engine.url)
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Self]:
+        """The store as it is now: all reads of the yielded store see the same moment. It must not be written to."""
+        with self._reads.connect() as connection:
+            frozen = self._with(waiting(self._engine, waits=False))
+            frozen._reads = _OneConnection(connection)
+            yield frozen
 
     # -- jobs ------------------------------------------------------------------------------------------------------
 
@@ -113,13 +185,13 @@ class Store:
             "kind": kind,
             "document": dict(document),
             "facts": dict(accepted),
-            "created_at": time.time(),
             "idempotency_key": idempotency_key,
             "request_digest": request_digest,
         }
-        with self._engine.begin() as connection:
-            added = connection.execute(insert(connection, schema.studies).on_conflict_do_nothing(), row)
-            if added.rowcount == 1:
+        with transaction(self._engine) as connection:
+            row["created_at"] = clock(connection)
+            added = insert(connection, schema.studies).values(row).on_conflict_do_nothing()
+            if connection.execute(added.returning(schema.studies.c.id)).scalar() is not None:
                 insert_event(connection, job_id, EventKind.CREATED, {"name": name})
         if idempotency_key is None:
             return self.job(job_id)
@@ -131,7 +203,7 @@ class Store:
         """The job with this id. Raises NotFound."""
         found = self._jobs(schema.studies.c.id == job_id)
         if not found:
-            raise NotFound(f"job {job_id!r}: no such job in {self._engine.url.render_as_string()}")
+            raise NotFound(f"job {job_id!r}: no such job in {self.place}")
         return found[0]
 
     def jobs(self, kind: str | None = None) -> tuple[JobRecord, ...]:
@@ -154,7 +226,7 @@ class Store:
         `because` says why another attempt was needed. Raises NotFound, and StaleAttempt for a cancelled job.
         """
         table = schema.studies
-        with self._engine.begin() as connection:
+        with transaction(self._engine) as connection:
             found = connection.execute(
                 sa.update(table)
                 .where(table.c.id == job_id)
@@ -162,7 +234,7 @@ class Store:
                 .returning(table.c.attempt, table.c.state)
             ).one_or_none()
             if found is None:
-                raise NotFound(f"job {job_id!r}: no such job in {self._engine.url.render_as_string()}")
+                raise NotFound(f"job {job_id!r}: no such job in {self.place}")
             if found.state == JobState.CANCELLED.value:
                 raise StaleAttempt(f"job {job_id}: was cancelled")
             insert_event(connection, job_id, EventKind.ATTEMPT, {"attempt": found.attempt, "because": because})
@@ -174,12 +246,12 @@ class Store:
         Messages call the job `noun`. Raises NotFound, and Conflict if the job has not ended.
         """
         table = schema.studies
-        with self._engine.begin() as connection:
+        with transaction(self._engine) as connection:
             found = connection.execute(
                 sa.select(table.c.state).where(table.c.id == job_id).with_for_update()
             ).one_or_none()
             if found is None:
-                raise NotFound(f"job {job_id!r}: no such job in {self._engine.url.render_as_string()}")
+                raise NotFound(f"job {job_id!r}: no such job in {self.place}")
             if not JobState(found.state).is_finished:
                 raise Conflict(
                     f"{noun} {job_id} is {found.state}; only a {noun} that has ended can be deleted: cancel it first"
@@ -192,16 +264,17 @@ class Store:
     def record_submission(self, job_id: str, number: int) -> None:
         """Store that driver `number` (1 for the first) is about to be submitted."""
         table = schema.studies
-        with self._engine.begin() as connection:
+        with transaction(self._engine) as connection:
             connection.execute(
                 sa.update(table)
                 .where(table.c.id == job_id)
-                .values(submissions=number, submitted_at=time.time(), submitted_after=table.c.attempt)
+                .values(submissions=number, submitted_at=clock(connection), submitted_after=table.c.attempt)
             )
 
     def record_refusal(self, job_id: str, reason: str) -> None:
         """Store that the cluster refused the Ray Job of the last submission."""
-        with self._engine.begin() as connection:
+        with transaction(self._engine) as connection:
+            lock_job(connection, job_id)
             insert_event(connection, job_id, EventKind.JOB_REFUSED, {"reason": reason})
 
     def resume(self, job_id: str, *, reason: str) -> JobRecord:
@@ -219,7 +292,7 @@ class Store:
         # The difference of these two numbers is the number of drivers that were submitted and never started.
         has_absent = (table.c.state == JobState.FAILED.value) & (table.c.submissions > table.c.attempt)
         attempt = sa.case((has_absent, table.c.submissions), else_=table.c.attempt)
-        with self._engine.begin() as connection:
+        with transaction(self._engine) as connection:
             changed = connection.execute(
                 sa.update(table)
                 .where((table.c.id == job_id) & is_resumable)
@@ -230,38 +303,38 @@ class Store:
                 insert_event(connection, job_id, EventKind.STATE, {"state": state, "reason": reason})
         return self.job(job_id)
 
-    def consecutive_failures(self, study_id: str) -> int:
+    def consecutive_failures(self, job_id: str) -> int:
         """Number of the latest drivers, in a row, that ended or failed to start without storing a result.
 
         A stored chunk or step is a result. Drivers that only waited are not counted (`consecutive_waits`).
         """
-        setbacks = self._setbacks(study_id)
+        setbacks = self._setbacks(job_id)
         failures = [kind for kind, then in pairwise([*setbacks, ""]) if EventKind.WAITING not in (kind, then)]
-        study = self.job(study_id)
-        return max(len(failures), study.submissions - study.attempt)
+        job = self.job(job_id)
+        return max(len(failures), job.submissions - job.attempt)
 
-    def consecutive_waits(self, study_id: str) -> int:
+    def consecutive_waits(self, job_id: str) -> int:
         """Number of drivers since the last result that stopped to wait for something that was missing.
 
         The number is 0 if the last driver did not stop to wait.
         """
-        setbacks = self._setbacks(study_id)
+        setbacks = self._setbacks(job_id)
         return setbacks.count(EventKind.WAITING) if setbacks[-1:] == [EventKind.WAITING] else 0
 
-    def _setbacks(self, study_id: str) -> list[str]:
+    def _setbacks(self, job_id: str) -> list[str]:
         """Kinds of the SETBACK_EVENTS since the last result, in order."""
         events, evidence, steps = schema.events, schema.evidence, schema.search_steps
-        of_study = events.c.study == study_id
+        of_job = events.c.study == job_id
         last_result = (
             sa.select(sa.func.coalesce(sa.func.max(events.c.id), 0))
-            .where(of_study & events.c.kind.in_(RESULT_EVENTS))
+            .where(of_job & events.c.kind.in_(RESULT_EVENTS))
             .scalar_subquery()
         )
-        chunk = sa.select(evidence.c.finished_at).where(evidence.c.study == study_id).order_by(evidence.c.id.desc())
-        step = sa.select(steps.c.time).where(steps.c.study == study_id).order_by(steps.c.number.desc())
+        chunk = sa.select(evidence.c.finished_at).where(evidence.c.study == job_id).order_by(evidence.c.id.desc())
+        step = sa.select(steps.c.time).where(steps.c.study == job_id).order_by(steps.c.number.desc())
         with self._reads.connect() as connection:
             stored_at = max(connection.execute(of.limit(1)).scalar() or 0.0 for of in (chunk, step))
-            since = of_study & (events.c.id > last_result) & (events.c.time > stored_at)
+            since = of_job & (events.c.id > last_result) & (events.c.time > stored_at)
             kinds = sa.select(events.c.kind).where(since & events.c.kind.in_(SETBACK_EVENTS)).order_by(events.c.id)
             return list(connection.execute(kinds).scalars())
 
@@ -281,19 +354,19 @@ class Store:
 
     def add_export(self, record: ExportRecord) -> ExportRecord:
         """Store an export and return it; an existing one with the same id stays as it is and is returned."""
-        with self._engine.begin() as connection:
+        with transaction(self._engine) as connection:
             row = {**asdict(record), "state": record.state.value}
             connection.execute(insert(connection, schema.exports).on_conflict_do_nothing(), row)
         return self.export(record.id)
 
     def set_export_state(self, export_id: str, state: ExportState, reason: str | None = None) -> None:
         table = schema.exports
-        with self._engine.begin() as connection:
+        with transaction(self._engine) as connection:
             connection.execute(sa.update(table).where(table.c.id == export_id).values(state=state.value, reason=reason))
 
     def delete_export(self, export_id: str) -> None:
         """Delete the record of an export; nothing happens if there is none."""
-        with self._engine.begin() as connection:
+        with transaction(self._engine) as connection:
             connection.execute(sa.delete(schema.exports).where(schema.exports.c.id == export_id))
 
     def export(self, export_id: str) -> ExportRecord:
@@ -426,30 +499,30 @@ class Store:
         return sum(count for replica, canaries, count in rows if canaries is None or canaries >= known[replica])
 
     def events(
-        self, study_id: str, *, after: int = 0, limit: int | None = None, kinds: Collection[EventKind] | None = None
+        self, job_id: str, *, after: int = 0, limit: int | None = None, kinds: Collection[EventKind] | None = None
     ) -> tuple[EventRecord, ...]:
         """Events of a job with an id greater than `after`, all or those of `kinds`, in order, at most `limit`."""
         table = schema.events
-        where = (table.c.study == study_id) & (table.c.id > after)
+        where = (table.c.study == job_id) & (table.c.id > after)
         if kinds is not None:
             where &= table.c.kind.in_([kind.value for kind in kinds])
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(where).order_by(table.c.id).limit(limit))
             return tuple(EventRecord(row.id, row.time, row.kind, row.payload) for row in rows)
 
-    def last_event_id(self, study_id: str) -> int:
+    def last_event_id(self, job_id: str) -> int:
         """Id of a job's latest event; 0 before the first."""
         table = schema.events
         with self._reads.connect() as connection:
             found: int | None = connection.execute(
-                sa.select(sa.func.max(table.c.id)).where(table.c.study == study_id)
+                sa.select(sa.func.max(table.c.id)).where(table.c.study == job_id)
             ).scalar()
             return found or 0
 
-    def document(self, study_id: str, name: str) -> Any | None:
-        """Stored document of a study, such as the result of a closing stage; None if it is not stored yet."""
+    def document(self, job_id: str, name: str) -> Any | None:
+        """Stored document of a job, such as the result of a closing stage; None if it is not stored yet."""
         table = schema.documents
         with self._reads.connect() as connection:
             return connection.execute(
-                sa.select(table.c.document).where((table.c.study == study_id) & (table.c.name == name))
+                sa.select(table.c.document).where((table.c.study == job_id) & (table.c.name == name))
             ).scalar()

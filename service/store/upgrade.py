@@ -13,6 +13,8 @@ import sqlalchemy as sa
 
 from service.errors import Conflict
 from service.store import schema
+from service.store.connection import reading, transaction
+from service.store.database_url import shown
 
 __all__ = ["MIGRATIONS", "migrate", "upgrade"]
 
@@ -42,11 +44,11 @@ def upgrade(engine: sa.Engine) -> None:
         Conflict: Another version of the program created the database.
         DatabaseError: It is not a database (SQLAlchemy's error).
     """
-    with engine.execution_options(read_only=True).connect() as connection:
+    with reading(engine).connect() as connection:
         marks = _marks(connection)
     if marks.revision == schema.REVISION and marks.version == schema.SCHEMA_VERSION:
         return
-    with engine.begin() as connection:
+    with transaction(engine) as connection:
         _lock(connection)
         marks = _marks(connection)
         _check(connection, marks)
@@ -103,6 +105,6 @@ def _check(connection: sa.Connection, marks: _Marks) -> None:
 
 def _other_version(connection: sa.Connection, found: str, read: object) -> Conflict:
     return Conflict(
-        f"database {connection.engine.url.render_as_string()}: schema {found}, this program reads {read}; "
+        f"database {shown(connection.engine.url)}: schema {found}, this program reads {read}; "
         "use the program that wrote it, or another database"
     )

@@ -80,16 +80,24 @@ class QuickPreflight:
 
 
 class ApiServer:
-    """The application on a database in `data_dir`, over real HTTP, for as long as the context lasts."""
+    """The application over real HTTP, for as long as the context lasts; its database is in `data_dir` unless given."""
 
-    def __init__(self, data_dir: Path, *, preflight: Preflight | None = None, files: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        preflight: Preflight | None = None,
+        files: str | Path | None = None,
+        database: str | None = None,
+    ) -> None:
         self.data_dir = data_dir
+        self.database = database or f"sqlite:///{data_dir / 'mergesearch.db'}"
         self.files = files
         self.cluster = FakeCluster()
         self.preflight = preflight or QuickPreflight()
 
     def __enter__(self) -> Self:
-        self.store = Store(f"sqlite:///{self.data_dir / 'mergesearch.db'}")
+        self.store = Store(self.database)
         self.app = create_app(
             self.store, cluster=self.cluster, data_dir=self.data_dir, preflight=self.preflight, files=self.files
         )

@@ -6,6 +6,8 @@ import base64
 import hashlib
 import mimetypes
 import re
+import threading
+import time
 from pathlib import Path
 from urllib.parse import urljoin
 
@@ -13,6 +15,7 @@ import httpx
 import pytest
 
 from service.types import JobState
+from tests.postgresql import PASSWORD, PostgreSQL
 from tests.service.api.harness import ApiServer, stored_study
 
 
@@ -31,6 +34,41 @@ def test_the_server_is_alive_before_it_is_ready(http: httpx.Client, server: ApiS
     assert answer.json()["detail"] == "Ray is being started"
     server.cluster.reason = None
     assert http.get("/readyz").json() == {"status": "ready"}
+
+
+def test_a_database_that_is_away_is_named_and_comes_back(postgresql: PostgreSQL, tmp_path: Path) -> None:
+    """While the database is away, requests get 503 with its place and since when, and streams go on afterwards."""
+    url = postgresql.migrated()
+    told: list[str] = []
+    with ApiServer(tmp_path, database=url) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        writer = server.store.open_attempt(stored_study(server.store).id)
+        watcher = threading.Thread(target=watch, args=(server.url, writer.job_id, told))
+        watcher.start()
+        while len(told) < 2:
+            time.sleep(0.01)
+        postgresql.kill()
+        for path in ("/readyz", f"/v1/studies/{writer.job_id}", "/v1/studies"):
+            answer = http.get(path)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+            assert re.match(
+                r"database: postgresql://tests:\*\*\*@/test_\S+ does not answer since ", answer.json()["detail"]
+            )
+            assert PASSWORD not in answer.text
+        assert http.get("/healthz").json() == {"status": "alive"}
+        postgresql.start()
+        assert http.get("/readyz").json() == {"status": "ready"}
+        writer.set_state(JobState.COMPLETE)
+        watcher.join(60)
+        assert told == ["created", "attempt", "state", "end"]
+    postgresql.drop(url)
+
+
+def watch(url: str, study: str, told: list[str]) -> None:
+    """Add the kinds of all frames of a study's stream to `told`, until the stream ends."""
+    with httpx.stream("GET", f"{url}/v1/studies/{study}/events", timeout=60) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("event: "):
+                told.append(line.removeprefix("event: "))
 
 
 def test_metrics_count_studies_by_state_and_requests_by_route(http: httpx.Client, server: ApiServer) -> None:

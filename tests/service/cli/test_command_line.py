@@ -62,6 +62,24 @@ def test_errors_as_json_hold_every_problem_with_its_field(place: Workplace) -> N
     assert json.loads(err)["error"] == "NotFound"
 
 
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("mysql://u:s3cr3t@host/db", "database: 'mysql' is not supported; give sqlite:///FILE or postgresql://"),
+        (
+            "postgresql://u:s3cr3t@127.0.0.1:1/db",
+            "database postgresql://u:***@127.0.0.1:1/db: does not answer: ",
+        ),
+    ],
+)
+def test_a_database_that_cannot_be_used_ends_the_server(place: Workplace, url: str, message: str) -> None:
+    """The server ends with what is wrong with its database, and shows no password."""
+    code, out, err = place.run("serve", "--data", place.run_dir, "--database", url, "--port", 0)
+    assert code == (2 if "mysql" in url else 1)
+    assert f"mergesearch: {message}" in err
+    assert "s3cr3t" not in err + out
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"]])
 def test_help_is_instant_and_imports_nothing_heavy(arguments: list[str]) -> None:
     program = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,6 +28,7 @@ from service.cluster.reconciler import (
 )
 from service.store import Store
 from service.types import JobRecord, JobState
+from tests.postgresql import PostgreSQL
 
 NOW = 1_000_000.0
 STUDY = JobRecord("0123456789abcdef", "math-code", JobState.RUNNING, {}, {}, NOW - 5000, "search", submissions=1)
@@ -63,6 +64,15 @@ def test_a_driver_that_hangs_is_stopped_and_replaced() -> None:
     decision = decide(record, "RUNNING", consecutive_failures=0, now=NOW)
     assert (decision.action, decision.because) == ("stop", f"its driver sent no heartbeat for {LOST_AFTER_S + 1:.0f} s")
     assert action(record, "STOPPED") == "submit"
+
+
+def test_a_driver_is_not_lost_because_the_database_was_away() -> None:
+    """Silence while the database did not answer, or before the server started, does not count."""
+    silent = study(submitted_s_ago=1000, heard_s_ago=500)
+    assert decide(silent, "RUNNING", consecutive_failures=0, now=NOW).action == "stop"
+    back = NOW - LOST_AFTER_S + 1
+    assert decide(silent, "RUNNING", consecutive_failures=0, now=NOW, watched_since=back).action == "wait"
+    assert decide(silent, "RUNNING", consecutive_failures=0, now=NOW + 2, watched_since=back).action == "stop"
 
 
 def test_new_driver_has_its_own_heartbeat() -> None:
@@ -183,15 +193,58 @@ def test_a_study_says_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.Monk
     store.close()
 
 
+def test_the_reconciler_goes_on_after_the_database_was_away(
+    postgresql: PostgreSQL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the database is away the cluster is not ready for that reason; drivers are not lost by that."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setattr("service.cluster.reconciler.LOST_AFTER_S", 2.0)
+    url, dashboard = postgresql.migrated(), Dashboard()
+    store = Store(url)
+    job = store.create_job(kind="search", name="s", document={}, accepted={})
+    with dashboard.serving() as address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        cluster = RayCluster(store, tmp_path, dashboard_host="127.0.0.1", dashboard_port=None)
+        cluster.start()
+        try:
+            wait_until(lambda: submission_id(job, 1) in dashboard.jobs)
+            writer = Store(url, waits=True).open_attempt(job.id)
+            writer.heartbeat(wall_clock_s=1.0)
+            postgresql.kill()
+            wait_until(lambda: "does not answer since" in (cluster.not_ready() or ""))
+            assert (cluster.waiting_for(job) or "").startswith("database: postgresql://")
+            time.sleep(3.0)  # longer than a driver may be silent
+            postgresql.start()
+            wait_until(lambda: cluster.not_ready() is None)
+            for _ in range(3):
+                writer.heartbeat(wall_clock_s=2.0)
+                time.sleep(0.5)
+            assert list(dashboard.jobs) == [submission_id(job, 1)]
+            assert dashboard.stopped == []
+            wait_until(lambda: dashboard.stopped == [submission_id(job, 1)])  # silent while the database answers
+        finally:
+            cluster.stop()
+            store.close()
+    postgresql.drop(url)
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 class Dashboard:
     """What a Ray dashboard answers about jobs, over HTTP. Jobs run until the test says otherwise."""
 
     def __init__(self) -> None:
         self.jobs: dict[str, dict[str, Any]] = {}
+        self.stopped: list[str] = []
 
     @contextmanager
     def serving(self) -> Iterator[str]:
-        jobs = self.jobs
+        jobs, stopped = self.jobs, self.stopped
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
@@ -204,6 +257,11 @@ class Dashboard:
                     self.answer(404, f"Job {name} does not exist")
 
             def do_POST(self) -> None:
+                if self.path.endswith("/stop"):
+                    stopped.append(self.path.split("/")[-2])
+                    jobs[stopped[-1]]["status"] = "STOPPED"
+                    self.answer(200, {"stopped": True})
+                    return
                 asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 name = asked["submission_id"]
                 jobs[name] = {"type": "SUBMISSION", "submission_id": name, "entrypoint": "x", "status": "RUNNING"}

@@ -35,8 +35,8 @@ class Place:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store(f"sqlite:///{tmp_path / 'studies.db'}")
+def store(database: str) -> Iterator[Store]:
+    store = Store(database)
     yield store
     store.close()
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,8 +33,8 @@ RUNG = RungRecord(0, {"math": 4}, {"math": 0.5}, {"math": 0.25})
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path / 'study.db'}"
+def url(database: str) -> str:
+    return database
 
 
 @pytest.fixture
@@ -85,7 +84,9 @@ def test_studies_come_oldest_first(store: Store) -> None:
 
 def test_an_unknown_study_is_not_found(store: Store) -> None:
     for call in (store.job, store.open_attempt):
-        with pytest.raises(NotFound, match=r"job 'nope': no such job in sqlite:///.*study\.db"):
+        with pytest.raises(
+            NotFound, match=r"job 'nope': no such job in (sqlite:///.*mergesearch\.db|postgresql.*:\*\*\*@/test_.*)"
+        ):
             call("nope")
 
 
@@ -679,4 +680,4 @@ def test_the_last_event_and_the_trials_of_one_study_are_its_own(store: Store, wr
 
 
 def test_another_store_opens_the_same_database_by_its_url(store: Store, writer: JobWriter, url: str) -> None:
-    assert store.url == url
+    assert store.url == url.replace("postgresql:", "postgresql+psycopg:")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -25,6 +26,7 @@ from service.errors import Conflict
 from service.store import Store, schema, upgrade
 from service.store import connection as connections
 from tests.mid_rung import write_database
+from tests.postgresql import PASSWORD, PostgreSQL
 from tests.service.resolved import resolved_study
 from workers.types import Split
 
@@ -192,10 +194,10 @@ def test_current_database_opens_at_once(tmp_path: Path) -> None:
     assert done.stdout.split() == ["False", "True"]
 
 
-def open_together(file: Path, begin: Callable[[sa.Connection], None], barrier: Any, errors: Any) -> None:
+def open_together(url: str, module: Any, name: str, replacement: Any, barrier: Any, errors: Any) -> None:
     """One of several processes that open the database at the same moment, all before the first has migrated it."""
     changes = pytest.MonkeyPatch()  # never undone: the process ends
-    changes.setattr(connections, "_begin", begin)
+    changes.setattr(importlib.import_module(module), name, replacement)
     migrate = upgrade.migrate
 
     def slowly(connection: sa.Connection, **options: Any) -> None:
@@ -205,7 +207,7 @@ def open_together(file: Path, begin: Callable[[sa.Connection], None], barrier: A
     changes.setattr(upgrade, "migrate", slowly)
     barrier.wait()
     try:
-        store = opened(file)
+        store = Store(url)
         store.create_job(kind="search", name="test", document={}, accepted=resolved_study().to_json())
         store.close()
         errors.put(None)
@@ -217,11 +219,16 @@ def begin_without_lock(connection: sa.Connection) -> None:
     connection.exec_driver_sql("BEGIN")
 
 
-def errors_of_processes(file: Path, begin: Callable[[sa.Connection], None]) -> list[str | None]:
+def lock_nothing(_: sa.Connection) -> None:
+    """In place of the lock for migrations."""
+
+
+def errors_of_processes(url: str, replaced: Callable[..., None], replacement: Any = None) -> list[str | None]:
+    """Errors of processes in which `replacement` stands for the function `replaced`; None for each without an error."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # imports once for all of them
     barrier, errors = context.Barrier(NUM_PROCESSES), context.Queue()
-    arguments = (file, begin, barrier, errors)
+    arguments = (url, replaced.__module__, replaced.__name__, replacement or replaced, barrier, errors)
     processes = [context.Process(target=open_together, args=arguments) for _ in range(NUM_PROCESSES)]
     for process in processes:
         process.start()
@@ -235,7 +242,7 @@ def errors_of_processes(file: Path, begin: Callable[[sa.Connection], None]) -> l
 def test_first_opening_by_many_processes(file: Path) -> None:
     """Processes that open a new database together all succeed."""
     studies = len(rows(file, "SELECT id FROM studies")) if file.exists() else 0
-    assert errors_of_processes(file, connections._begin) == [None] * NUM_PROCESSES
+    assert errors_of_processes(f"sqlite:///{file}", connections._begin) == [None] * NUM_PROCESSES
     assert rows(file, "SELECT version_num FROM alembic_version") == [(schema.REVISION,)]
     assert rows(file, "SELECT version FROM schema_version") == [(schema.SCHEMA_VERSION,)]
     assert len(rows(file, "SELECT id FROM studies")) == studies + NUM_PROCESSES
@@ -279,5 +286,49 @@ def test_sqlite_alone_refuses_some(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_without_the_write_lock_they_do_not(file: Path) -> None:
-    found = errors_of_processes(file, begin_without_lock)
+    found = errors_of_processes(f"sqlite:///{file}", connections._begin, begin_without_lock)
     assert any(error is not None and "locked" in error for error in found), found
+
+
+@pytest.fixture
+def empty(postgresql: PostgreSQL) -> Iterator[str]:
+    """URL of an empty database of PostgreSQL."""
+    url = postgresql.create()
+    yield url
+    postgresql.drop(url)
+
+
+@pytest.mark.slow
+def test_first_opening_by_many_on_postgresql(empty: str) -> None:
+    """Processes that open a new database of PostgreSQL together all succeed, and it is migrated once."""
+    assert errors_of_processes(empty, upgrade._lock) == [None] * NUM_PROCESSES
+    store = Store(empty)
+    assert len(store.jobs()) == NUM_PROCESSES
+    with store.engine.connect() as connection:
+        assert connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalars().all() == [
+            schema.REVISION
+        ]
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, schema.metadata) == []
+    store.close()
+
+
+@pytest.mark.slow
+def test_without_the_advisory_lock_they_do_not(empty: str) -> None:
+    """Without the lock, processes that create the tables at the same time disturb each other."""
+    found = errors_of_processes(empty, upgrade._lock, lock_nothing)
+    assert any(error is not None for error in found), found
+
+
+@pytest.mark.parametrize("damage", ["alembic_version SET version_num = '9999'", "schema_version SET version = 99"])
+def test_a_newer_postgresql_database_is_refused(damage: str, postgresql: PostgreSQL) -> None:
+    """A database of PostgreSQL that a newer program wrote is refused, by a message without the password."""
+    url = postgresql.migrated()
+    store = Store(url)
+    with store.engine.begin() as connection:
+        connection.execute(sa.text(f"UPDATE {damage}"))
+    store.close()
+    with pytest.raises(Conflict, match=r"postgresql.*tests:\*\*\*@/.*: schema (revision 9999|version 99)") as refused:
+        Store(url)
+    assert PASSWORD not in str(refused.value)
+    postgresql.drop(url)

@@ -6,6 +6,8 @@ Tables that exist are left as they are: a program of that version may have been 
 import sqlalchemy as sa
 from alembic import op
 
+from service.store.column_types import BIG_NUMBER, string
+
 revision = "0001"
 down_revision = None
 
@@ -21,9 +23,9 @@ def upgrade() -> None:
     )
     op.create_table(
         "studies",
-        sa.Column("id", sa.String(64), primary_key=True),
-        sa.Column("name", sa.String(128), nullable=False),
-        sa.Column("state", sa.String(16), nullable=False),
+        sa.Column("id", string(64), primary_key=True),
+        sa.Column("name", string(128), nullable=False),
+        sa.Column("state", string(16), nullable=False),
         sa.Column("reason", sa.Text()),
         sa.Column("document", sa.JSON(), nullable=False),
         sa.Column("facts", sa.JSON(), nullable=False),
@@ -34,23 +36,23 @@ def upgrade() -> None:
         sa.Column("submissions", sa.Integer(), nullable=False),
         sa.Column("submitted_at", sa.Float(), nullable=False),
         sa.Column("submitted_after", sa.Integer(), nullable=False),
-        sa.Column("idempotency_key", sa.String(255), unique=True),
-        sa.Column("request_digest", sa.String(64)),
+        sa.Column("idempotency_key", string(255), unique=True),
+        sa.Column("request_digest", string(64)),
         sa.Column("wall_clock_s", sa.Float(), nullable=False),
         if_not_exists=True,
     )
     op.create_table(
         "trials",
-        sa.Column("study", sa.String(64), primary_key=True),
+        sa.Column("study", string(64), primary_key=True),
         sa.Column("number", sa.Integer(), primary_key=True, autoincrement=False),
-        sa.Column("origin", sa.String(16), nullable=False),
+        sa.Column("origin", string(16), nullable=False),
         sa.Column("label", sa.Text(), nullable=False),
-        sa.Column("state", sa.String(16), nullable=False),
+        sa.Column("state", string(16), nullable=False),
         sa.Column("reason", sa.Text()),
         sa.Column("bracket", sa.Integer()),
         sa.Column("configuration", sa.JSON()),
         sa.Column("recipe", sa.JSON(), nullable=False),
-        sa.Column("recipe_digest", sa.String(64), nullable=False),
+        sa.Column("recipe_digest", string(64), nullable=False),
         sa.Column("samples_scored", sa.Integer(), nullable=False),
         sa.Column("samples_reused", sa.Integer(), nullable=False),
         sa.Column("timings_s", sa.JSON(), nullable=False),
@@ -59,7 +61,7 @@ def upgrade() -> None:
     )
     op.create_table(
         "brackets",
-        sa.Column("study", sa.String(64), primary_key=True),
+        sa.Column("study", string(64), primary_key=True),
         sa.Column("bracket", sa.Integer(), primary_key=True, autoincrement=False),
         sa.Column("first_rung", sa.Integer(), nullable=False),
         sa.Column("size", sa.Integer(), nullable=False),
@@ -68,7 +70,7 @@ def upgrade() -> None:
     )
     op.create_table(
         "rungs",
-        sa.Column("study", sa.String(64), primary_key=True),
+        sa.Column("study", string(64), primary_key=True),
         sa.Column("trial", sa.Integer(), primary_key=True, autoincrement=False),
         sa.Column("rung", sa.Integer(), primary_key=True, autoincrement=False),
         sa.Column("samples", sa.JSON(), nullable=False),
@@ -79,26 +81,26 @@ def upgrade() -> None:
     )
     op.create_table(
         "samples",
-        sa.Column("study", sa.String(64), primary_key=True),
-        sa.Column("recipe_digest", sa.String(64), primary_key=True),
-        sa.Column("split", sa.String(8), primary_key=True),
-        sa.Column("objective", sa.String(64), primary_key=True),
+        sa.Column("study", string(64), primary_key=True),
+        sa.Column("recipe_digest", string(64), primary_key=True),
+        sa.Column("split", string(8), primary_key=True),
+        sa.Column("objective", string(64), primary_key=True),
         sa.Column("position", sa.Integer(), primary_key=True, autoincrement=False),
-        sa.Column("document", sa.String(64), nullable=False),
+        sa.Column("document", string(64), nullable=False),
         sa.Column("value", sa.Float(), nullable=False),
         sa.Column("response", sa.Text(), nullable=False),
         sa.Column("is_truncated", sa.Boolean(), nullable=False),
-        sa.Column("evidence", sa.Integer(), nullable=False),
+        sa.Column("evidence", BIG_NUMBER, nullable=False),
         _in_study(),
         if_not_exists=True,
     )
     op.create_table(
         "evidence",
-        sa.Column("id", sa.Integer(), primary_key=True),
-        sa.Column("study", sa.String(64), nullable=False),
+        sa.Column("id", BIG_NUMBER, primary_key=True),
+        sa.Column("study", string(64), nullable=False),
         sa.Column("trial", sa.Integer(), nullable=False),
-        sa.Column("recipe_digest", sa.String(64), nullable=False),
-        sa.Column("bank_fingerprint", sa.String(64), nullable=False),
+        sa.Column("recipe_digest", string(64), nullable=False),
+        sa.Column("bank_fingerprint", string(64), nullable=False),
         sa.Column("prompts", sa.JSON(), nullable=False),
         sa.Column("weights_checksum", sa.Text(), nullable=False),
         sa.Column("replica", sa.Text(), nullable=False),
@@ -113,10 +115,10 @@ def upgrade() -> None:
     op.create_index("evidence_by_study", "evidence", ["study"], if_not_exists=True)
     op.create_table(
         "events",
-        sa.Column("id", sa.Integer(), primary_key=True),
-        sa.Column("study", sa.String(64), nullable=False),
+        sa.Column("id", BIG_NUMBER, primary_key=True),
+        sa.Column("study", string(64), nullable=False),
         sa.Column("time", sa.Float(), nullable=False),
-        sa.Column("kind", sa.String(32), nullable=False),
+        sa.Column("kind", string(32), nullable=False),
         sa.Column("payload", sa.JSON(), nullable=False),
         _in_study(),
         sqlite_autoincrement=True,
@@ -125,11 +127,11 @@ def upgrade() -> None:
     op.create_index("events_by_study", "events", ["study", "id"], if_not_exists=True)
     op.create_table(
         "exports",
-        sa.Column("id", sa.String(64), primary_key=True),
-        sa.Column("study", sa.String(64), nullable=False),
+        sa.Column("id", string(64), primary_key=True),
+        sa.Column("study", string(64), nullable=False),
         sa.Column("trial", sa.Integer(), nullable=False),
-        sa.Column("dtype", sa.String(16), nullable=False),
-        sa.Column("state", sa.String(16), nullable=False),
+        sa.Column("dtype", string(16), nullable=False),
+        sa.Column("state", string(16), nullable=False),
         sa.Column("reason", sa.Text()),
         sa.Column("created_at", sa.Float(), nullable=False),
         _in_study(),
@@ -137,8 +139,8 @@ def upgrade() -> None:
     )
     op.create_table(
         "documents",
-        sa.Column("study", sa.String(64), primary_key=True),
-        sa.Column("name", sa.String(32), primary_key=True),
+        sa.Column("study", string(64), primary_key=True),
+        sa.Column("name", string(32), primary_key=True),
         sa.Column("document", sa.JSON(), nullable=False),
         _in_study(),
         if_not_exists=True,

@@ -3,6 +3,8 @@
 import sqlalchemy as sa
 from alembic import op
 
+from service.store.column_types import BIG_NUMBER
+
 revision = "0004"
 down_revision = "0003"
 
@@ -10,7 +12,7 @@ down_revision = "0003"
 def upgrade() -> None:
     op.create_table(
         "engine_faults",
-        sa.Column("id", sa.Integer(), primary_key=True),
+        sa.Column("id", BIG_NUMBER, primary_key=True),
         sa.Column("replica", sa.Text(), nullable=False, unique=True),
         sa.Column("canaries", sa.Integer(), nullable=False),
         sa.Column("reason", sa.Text(), nullable=False),

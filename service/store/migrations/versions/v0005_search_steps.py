@@ -3,6 +3,8 @@
 import sqlalchemy as sa
 from alembic import op
 
+from service.store.column_types import string
+
 revision = "0005"
 down_revision = "0004"
 
@@ -10,7 +12,7 @@ down_revision = "0004"
 def upgrade() -> None:
     op.create_table(
         "search_steps",
-        sa.Column("study", sa.String(64), sa.ForeignKey("studies.id", ondelete="CASCADE"), primary_key=True),
+        sa.Column("study", string(64), sa.ForeignKey("studies.id", ondelete="CASCADE"), primary_key=True),
         sa.Column("number", sa.Integer(), primary_key=True, autoincrement=False),
         sa.Column("proposal", sa.Integer(), nullable=False),
         sa.Column("charged", sa.Integer(), nullable=False),

@@ -1,0 +1,171 @@
+"""Whether the database answers, and calls that wait until it does.
+
+A server answers requests with an error while its database is away; a driver waits. Waiting is an option of SQLAlchemy's
+engine (`waiting`), so everything that is made from a waiting store waits, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import wraps
+from inspect import isfunction
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy import event
+
+from service.errors import DatabaseUnavailable
+
+__all__ = ["Availability", "Outage", "availability_of", "is_away", "is_waiting", "may_repeat", "repeated", "waiting"]
+
+logger = logging.getLogger(__name__)
+
+# Seconds before a transaction is repeated: at first, and at most.
+FIRST_WAIT_S, MAX_WAIT_S = 0.1, 5.0
+
+# Classes of PostgreSQL's error codes: of lost connections, too few resources, and ends by an operator or a crash; of
+# transactions that it rolled back because of others.
+AWAY_CODES = ("08", "53", "57P")
+ROLLED_BACK_CODES = ("40",)
+
+AVAILABILITY, WAITING = "availability", "waits"
+
+Class = TypeVar("Class", bound=type)
+
+
+@dataclass(frozen=True)
+class Outage:
+    """A time during which the database did not answer, in seconds since the epoch by this machine's clock."""
+
+    since: float
+    until: float
+
+
+class Availability:
+    """Whether the database of an engine answered when it was last used.
+
+    Changes are logged. `place` is the database as messages show it. Thread-safe.
+    """
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self._lock = threading.Lock()
+        self._since: float | None = None
+        self._reason = ""
+        self._ended: Outage | None = None
+
+    def watch(self, engine: sa.Engine) -> sa.Engine:
+        """Observe every connection of the engine. Returns the engine with this object among its options."""
+        event.listen(engine, "handle_error", self._on_error)
+        event.listen(engine, "checkout", self._on_answer)
+        return engine.execution_options(**{AVAILABILITY: self})
+
+    def problem(self) -> str | None:
+        """The database and since when it does not answer, as a message; None if it answers."""
+        with self._lock:
+            if self._since is None:
+                return None
+            since = datetime.fromtimestamp(self._since, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+            return f"database: {self._place} does not answer since {since}: {self._reason}"
+
+    def take_ended(self) -> Outage | None:
+        """The last outage that has ended, once; None if there is none."""
+        with self._lock:
+            ended, self._ended = self._ended, None
+            return ended
+
+    def put_back(self, outage: Outage) -> None:
+        """Let the next caller of `take_ended` have this outage."""
+        with self._lock:
+            self._ended = self._ended or outage
+
+    def _on_error(self, context: Any) -> None:
+        # A connection that has ended since it was last used is replaced; if that fails, this is called again.
+        if context.is_pre_ping or not _is_away(context.original_exception):
+            return
+        with self._lock:
+            if self._since is not None:
+                return
+            self._since = time.time()
+            self._reason = " ".join(str(context.original_exception).split())
+        logger.error("%s", self.problem())
+
+    def _on_answer(self, *_: Any) -> None:
+        with self._lock:
+            if self._since is None:
+                return
+            self._ended = Outage(self._since, time.time())
+            self._since = None
+            away_s = self._ended.until - self._ended.since
+        logger.warning("database: %s answers again after %.1f s", self._place, away_s)
+
+
+def availability_of(engine: sa.Engine) -> Availability:
+    """The availability that observes the engine."""
+    found: Availability = engine.get_execution_options()[AVAILABILITY]
+    return found
+
+
+def waiting(engine: sa.Engine, *, waits: bool = True) -> sa.Engine:
+    """The same engine, for calls that wait while the database does not answer, or that do not wait."""
+    return engine.execution_options(**{WAITING: waits})
+
+
+def is_waiting(engine: sa.Engine) -> bool:
+    """Whether calls that use this engine wait while the database does not answer."""
+    return bool(engine.get_execution_options().get(WAITING, False))
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether an error of a store says that the database does not answer."""
+    return isinstance(error, DatabaseUnavailable) or (isinstance(error, sa.exc.DBAPIError) and _is_away(error.orig))
+
+
+def may_repeat(error: BaseException) -> bool:
+    """Whether the same transaction may succeed later: the database did not answer, or rolled it back for another."""
+    return is_away(error) or (isinstance(error, sa.exc.DBAPIError) and _code(error.orig).startswith(ROLLED_BACK_CODES))
+
+
+def _is_away(error: BaseException | None) -> bool:
+    if not type(error).__module__.startswith("psycopg"):
+        return False
+    from psycopg import OperationalError
+
+    return _code(error).startswith(AWAY_CODES) or (isinstance(error, OperationalError) and not _code(error))
+
+
+def _code(error: BaseException | None) -> str:
+    """PostgreSQL's code of an error; "" if it has none, as lost connections."""
+    return getattr(error, "sqlstate", None) or ""
+
+
+def repeated(cls: Class) -> Class:
+    """Class decorator: public methods are repeated until the database answers, if the object's `_engine` waits.
+
+    Each method must be one transaction, and may be called within another one.
+    """
+    for name, method in list(vars(cls).items()):
+        if isfunction(method) and not name.startswith("_"):
+            setattr(cls, name, _repeated(method))
+    return cls
+
+
+def _repeated(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        wait_s = FIRST_WAIT_S
+        while True:
+            try:
+                return method(self, *arguments, **options)
+            except sa.exc.DBAPIError as error:
+                if not is_waiting(self._engine) or not may_repeat(error):
+                    raise
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, MAX_WAIT_S)
+
+    return call

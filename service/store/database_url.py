@@ -1,0 +1,106 @@
+"""URLs of databases: which are accepted, how they are shown without passwords, and how drivers find theirs.
+
+A server that is not given a database, and a driver, which is never given one, look in the same places: the variable
+MERGESEARCH_DATABASE, then the file `URL_FILE` in the data directory, then SQLite in the data directory. A server writes
+`URL_FILE` when it starts. A password is therefore never part of a driver's command line or of its Ray Job.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from service.disk import DATABASE
+from service.errors import Conflict
+from workers.directories import replacing
+from workers.file_access import DATABASE_URL as URL_FILE
+
+__all__ = ["URL_FILE", "VARIABLE", "database_url", "has_password", "parse_url", "remember", "shown"]
+
+VARIABLE = "MERGESEARCH_DATABASE"
+
+ACCEPTED = "give sqlite:///FILE or postgresql://USER@HOST:PORT/NAME"
+
+# Schemes of URLs, and SQLAlchemy's drivers for them.
+DRIVERS = {
+    "sqlite": "sqlite",
+    "sqlite+pysqlite": "sqlite",
+    "postgresql": "postgresql+psycopg",
+    "postgres": "postgresql+psycopg",
+    "postgresql+psycopg": "postgresql+psycopg",
+}
+
+# Parameters of PostgreSQL's URLs that hold secrets.
+SECRETS = ("password", "sslpassword", "oauth_client_secret")
+
+
+def parse_url(text: str | sa.URL) -> sa.URL:
+    """Parse the URL of a database; the file of SQLite becomes absolute.
+
+    Raises:
+        Conflict: The URL is not one of a database that can be used. The message holds no part that may be secret.
+    """
+    try:
+        url = sa.make_url(text)
+    except (sa.exc.ArgumentError, ValueError) as error:
+        raise Conflict(f"database: what was given is not a URL; {ACCEPTED}") from error
+    scheme = url.drivername
+    if scheme not in DRIVERS:
+        raise Conflict(f"database: {scheme!r} is not supported; {ACCEPTED}")
+    url = url.set(drivername=DRIVERS[scheme])
+    if url.get_backend_name() == "sqlite":
+        return _sqlite(url)
+    if any("@" in part for part in (url.host or "", url.database or "")):
+        raise Conflict(
+            "database: the URL has more than one @; write the characters @ : / ? # % in a user name or a password as "
+            "%40 %3A %2F %3F %23 %25"
+        )
+    if url.database is None and "dbname" not in url.query and "service" not in url.query:
+        raise Conflict(f"database {shown(url)}: names no database; {ACCEPTED}")
+    return url
+
+
+def _sqlite(url: sa.URL) -> sa.URL:
+    if url.host is not None:
+        raise Conflict(f"database {shown(url)}: a file has three slashes, or four with an absolute path; {ACCEPTED}")
+    if url.database in (None, "", ":memory:"):
+        raise Conflict(f"database {shown(url)}: names no file, and other processes could not read memory; {ACCEPTED}")
+    return url.set(database=str(Path(str(url.database)).absolute()))
+
+
+def shown(url: sa.URL) -> str:
+    """The URL as messages show it: without passwords, and as users write it."""
+    hidden = {name: "hidden" for name in SECRETS if name in url.query}
+    return url.set(drivername=url.get_backend_name()).update_query_dict(hidden).render_as_string()
+
+
+def has_password(url: sa.URL) -> bool:
+    """Whether the URL itself holds a password."""
+    return url.password is not None or any(name in url.query for name in SECRETS)
+
+
+def database_url(data_dir: Path, given: str | None = None) -> sa.URL:
+    """URL of the database of the server with this data directory; `given` takes precedence over every other place.
+
+    Raises:
+        Conflict: What is given, or found, is not the URL of a database.
+    """
+    if text := given or os.environ.get(VARIABLE):
+        return parse_url(text)
+    try:
+        return parse_url((data_dir / URL_FILE).read_text().strip())
+    except FileNotFoundError:
+        return parse_url(f"sqlite:///{data_dir / DATABASE}")
+
+
+def remember(data_dir: Path, url: sa.URL) -> None:
+    """Store the URL of a server's database in its data directory, for its drivers and for its next start."""
+    place = data_dir / URL_FILE
+    if url.get_backend_name() == "sqlite" and Path(str(url.database)) == (data_dir / DATABASE).absolute():
+        place.unlink(missing_ok=True)
+        return
+    with replacing(place) as new:
+        new.touch(mode=0o600)
+        new.write_text(url.render_as_string(hide_password=False) + "\n")

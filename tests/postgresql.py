@@ -1,0 +1,190 @@
+"""A PostgreSQL server of the tests' own: on a unix socket, as an unprivileged user, without waiting for the disk."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from service.store import Store
+
+__all__ = ["PASSWORD", "PostgreSQL", "postgresql_server"]
+
+USER = "tests"
+# No message may show it.
+PASSWORD = "pass@word/4711"
+START_S = 60.0
+
+SETTINGS = """
+listen_addresses = ''
+fsync = off
+full_page_writes = off
+shared_buffers = 32MB
+max_connections = 100
+"""
+
+
+class PostgreSQL:
+    """One server, with its files in `directory`."""
+
+    def __init__(self, programs: Path, directory: Path, user: str | None) -> None:
+        self._programs = programs
+        self._directory = directory
+        self._user = user
+        self._data = directory / "data"
+        self._process: subprocess.Popen[bytes] | None = None
+        # The server ends with the thread that started it.
+        self._starter = ThreadPoolExecutor(1)
+        (directory / "password").write_text(PASSWORD + "\n")
+        for place in (directory, directory / "password"):
+            if user is not None:
+                shutil.chown(place, user)
+        # The rules of a language, by which PostgreSQL sorts unless columns say otherwise.
+        locale = ["--encoding=UTF8", "--locale=C.UTF-8", "--locale-provider=icu", "--icu-locale=en-US"]
+        access = [f"--username={USER}", "--auth=scram-sha-256", f"--pwfile={directory / 'password'}"]
+        self._call("initdb", "-D", str(self._data), "--no-sync", *locale, *access)
+        with (self._data / "postgresql.conf").open("a") as file:
+            file.write(f"{SETTINGS}unix_socket_directories = '{directory}'\n")
+
+    @property
+    def log(self) -> str:
+        return (self._directory / "log").read_text()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Process id of the postmaster."""
+        return int((self._data / "postmaster.pid").read_text().split()[0])
+
+    def start(self) -> None:
+        """Start the server, and wait until it answers."""
+        (self._data / "postmaster.pid").unlink(missing_ok=True)  # of a server that was killed
+        command = self._command("postgres", "-D", str(self._data))
+        with (self._directory / "log").open("ab") as log:
+            self._process = self._starter.submit(subprocess.Popen, command, stdout=log, stderr=log).result()
+        self.wait()
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                with self._administration() as connection:
+                    connection.execute(sa.text("SELECT 1"))
+                return
+            except sa.exc.OperationalError:
+                assert self._process is not None
+                assert self._process.poll() is None, self.log
+                assert time.monotonic() < deadline, self.log
+                time.sleep(0.05)
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """Stop the server, which ends its connections; `at_once`, it is not to be started again."""
+        if self._process is not None:
+            os.kill(self.pid, signal.SIGQUIT if at_once else signal.SIGINT)
+            self._process.wait(timeout=START_S)
+            self._process = None
+
+    def kill(self) -> None:
+        """Kill the postmaster and all its processes by SIGKILL."""
+        assert self._process is not None
+        children = subprocess.run(["ps", "--ppid", str(self.pid), "-o", "pid="], capture_output=True, text=True)
+        for process in (self.pid, *map(int, children.stdout.split())):
+            try:
+                os.kill(process, signal.SIGKILL)
+            except ProcessLookupError:  # it ended with the postmaster
+                continue
+        self._process.wait(timeout=START_S)
+        self._process = None
+
+    def create(self, *, template: str | None = None) -> str:
+        """Create a database, empty or a copy of `template`, and return its URL."""
+        name = f"test_{uuid.uuid4().hex}"
+        with self._administration() as connection:
+            connection.execute(sa.text(f"CREATE DATABASE {name}{f' TEMPLATE {template}' if template else ''}"))
+        return self.url(name)
+
+    def migrated(self) -> str:
+        """Create a database that has the newest tables, and return its URL."""
+        if not hasattr(self, "_template"):
+            url = sa.make_url(self.create())
+            Store(url).close()
+            self._template = url.database
+        return self.create(template=self._template)
+
+    def drop(self, url: str) -> None:
+        """Drop a database; its connections end."""
+        with self._administration() as connection:
+            connection.execute(sa.text(f"DROP DATABASE IF EXISTS {sa.make_url(url).database} WITH (FORCE)"))
+
+    def url(self, database: str) -> str:
+        url = sa.URL.create(
+            "postgresql", USER, PASSWORD, database=database, query={"host": str(self._directory), "port": "5432"}
+        )
+        return url.render_as_string(hide_password=False)
+
+    @contextmanager
+    def _administration(self) -> Iterator[sa.Connection]:
+        url = sa.make_url(self.url("postgres")).set(drivername="postgresql+psycopg")
+        engine = sa.create_engine(url, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
+        with engine.connect() as connection:
+            yield connection
+
+    def _command(self, program: str, *arguments: str) -> list[str]:
+        """The program as the unprivileged user; it ends with the tests."""
+        command = [str(self._programs / program), *arguments]
+        if setpriv := shutil.which("setpriv"):
+            found = pwd.getpwnam(self._user) if self._user is not None else None
+            user = [f"--reuid={found.pw_uid}", f"--regid={found.pw_gid}", "--clear-groups"] if found else []
+            return [setpriv, *user, "--pdeathsig=INT", *command]
+        return command if self._user is None else ["runuser", "-u", self._user, "--", *command]
+
+    def _call(self, program: str, *arguments: str) -> None:
+        done = subprocess.run(
+            self._command(program, *arguments), capture_output=True, text=True, cwd="/", stdin=subprocess.DEVNULL
+        )
+        assert done.returncode == 0, f"{program}: {done.stdout}{done.stderr}"
+
+
+def postgresql_server() -> Iterator[PostgreSQL]:
+    """A running server. The test is skipped where PostgreSQL is not installed, and fails there in CI."""
+    programs = _programs()
+    if programs is None:
+        missing = "PostgreSQL is not installed (Debian: apt-get install postgresql)"
+        if os.environ.get("CI"):
+            pytest.fail(missing)
+        pytest.skip(missing)
+    # Not below pytest's own directory, which no other user may enter; and a socket's path has at most 107 characters.
+    directory = Path(tempfile.mkdtemp(prefix="mergesearch-pg-", dir="/tmp"))
+    try:
+        server = PostgreSQL(programs, directory, "nobody" if os.geteuid() == 0 else None)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop(at_once=True)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _programs() -> Path | None:
+    """Directory with the programs of the newest PostgreSQL here; Debian keeps them out of PATH."""
+    versions = [place.parent for place in Path("/usr/lib/postgresql").glob("*/bin/initdb")]
+    if versions:
+        return max(versions, key=lambda place: int(place.parent.name))
+    found = shutil.which("initdb")
+    return Path(found).resolve().parent if found else None
