@@ -157,7 +157,7 @@ class CoefficientGradients:
     ) -> dict[str, tuple[float, ...]]:
         """The loss of each sample in `batch`, by objective and in the order of `batch`.
 
-        The units are those of `loss_and_gradient`.
+        Each loss is divided by its objective's unit, which makes objectives comparable (`references.References.unit`).
         """
         targets = self._targets(batch, completions)
         self._hold(recipe)

@@ -100,7 +100,8 @@ class Trimmed(NamedTuple):
 class Between(NamedTuple):
     """Sparsification that keeps the elements of each task vector between two thresholds, both included.
 
-    The fields of the lower threshold are those of `Trimmed`. The fields of the upper threshold begin with `top_`.
+    Each source has a lower and an upper threshold, stored as the threshold in `Trimmed`: by two bounds and a rank. The
+    names of the upper threshold's fields begin with `top_`.
     """
 
     by: Comparison
