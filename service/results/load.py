@@ -131,7 +131,10 @@ def _held_out(
 
 
 def _data_of(specs: Iterable[ObjectiveSpec]) -> dict[str, str]:
-    """The data of each objective, by the objective's name: equal text for the same documents."""
+    """A text for each objective that names its data, by the objective's name.
+
+    Objectives with equal texts are scored on the same documents.
+    """
     return {
         spec.name: json.dumps([spec.task.file if isinstance(spec.task, InlineTask) else spec.task, spec.split])
         for spec in specs

@@ -28,10 +28,11 @@ __all__ = ["AskAndTell"]
 
 
 class AskAndTell:
-    """The rung table (promotions) and the searcher (proposals) of one study.
+    """The search of one study: its rung table, which promotes trials, and its searcher, which proposes them.
 
-    `brackets` are those of earlier attempts; their decisions are made again, and those that a crash prevented are
-    stored. `observer` and `is_out_of_budget` are those of `Coordinator`.
+    `brackets` are the brackets that earlier attempts have stored. From them and the stored trials, all decisions are
+    made again; those that a crash kept from being stored are stored now. `observer` is called with the name of every
+    step, and `is_out_of_budget` before a new trial starts; it returns the limit that is exhausted, or None.
     """
 
     def __init__(

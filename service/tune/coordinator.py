@@ -90,12 +90,12 @@ class Coordinator:
 
     @property
     def table(self) -> RungTable:
-        """The rungs of the search."""
+        """The rung table of the search: which trial is evaluated at which rung, and which are promoted."""
         return self._ask_and_tell.table
 
     @property
     def end_of_search(self) -> str | None:
-        """Why the search ended before all trials were proposed; None if it did not."""
+        """The reason why the search ended before all trials were proposed, or None if it did not end early."""
         return self._ask_and_tell.end_reason
 
     @property

@@ -31,7 +31,10 @@ __all__ = ["check_start", "with_start"]
 
 
 def check_start(preflight: PreflightResult, *, open_study: OpenStudy, artifacts_in: str | Path) -> None:
-    """Check that the policies that a study begins with exist and fit the study. Raises InvalidStudy."""
+    """Check that the policies with which a study begins exist and fit the study.
+
+    Raises InvalidStudy if they do not. A study that begins with new policies always passes.
+    """
     if preflight.study.search.hm3.start is None:
         return
     try:
@@ -81,7 +84,10 @@ def _artifact(number: int) -> str:
 def _found(
     preflight: PreflightResult, open_study: OpenStudy, artifacts_in: str | Path
 ) -> tuple[PolicyStart, tuple[bytes, ...]]:
-    """Policies of the study that `search.hm3.start` names, and their checkpoints. Raises NotFound and Conflict."""
+    """Policies of the study that `search.hm3.start` in the study file names, and their checkpoints.
+
+    Raises NotFound and Conflict.
+    """
     start = preflight.study.search.hm3.start
     assert start is not None
     with open_study(start) as (store, record):

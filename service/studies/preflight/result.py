@@ -183,7 +183,7 @@ class PreflightResult:
         )
 
     def gradient_inputs(self) -> GradientInputs | None:
-        """Input of the gradient actor; None if the space is not differentiable."""
+        """Input of the gradient actor, or None if the search space is not differentiable."""
         if not isinstance(self.space, DifferentiableSpace):
             return None
         return GradientInputs(self.models.family, self.engine_options, dict(self.tasks.search), self.space)

@@ -23,7 +23,7 @@ __all__ = ["GradientActor", "GradientInputs"]
 
 @dataclass(frozen=True)
 class GradientInputs:
-    """Input of a gradient actor: the family, the objectives' tasks by name, and the space of the coefficients."""
+    """The input of a gradient actor: models, engine options, the objectives' tasks by name, and the search space."""
 
     family: Family
     options: EngineOptions
@@ -107,7 +107,10 @@ class GradientActor:
         return self._opened
 
     def _by_parameter(self, result: CoefficientDerivatives) -> dict[str, float]:
-        """Derivatives by parameter name: each is the sum over the coefficients that the parameter sets."""
+        """The derivatives of a loss by each parameter of the space, by the parameter's name.
+
+        Each is the sum of the derivatives by all coefficients that have the parameter's value.
+        """
         space = self._inputs.space
         slopes: dict[str, float] = {}
         for tensor, of_models in result.by_source.items():

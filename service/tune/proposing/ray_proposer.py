@@ -45,14 +45,15 @@ ACTOR_CPUS = 0.1
 
 
 class RayProposer:
-    """`proposals.Proposer` on Ray actors: the searcher, which also learns, and the gradient actor.
+    """A `Proposer` that runs the searcher and the gradient actor as Ray actors.
 
-    `steps` are those that the study has. `gradient_inputs` are the input of the gradient actor; None for a searcher
-    that needs none. `completions` reads those of the study's sources. `checkpoints` stores the policies of a searcher
-    that learns.
+    - `steps`: the steps that the study already has
+    - `gradient_inputs`: the input of the gradient actor; None for a searcher that needs no gradients
+    - `completions`: reads correct completions of the study's source models
+    - `checkpoints`: stores the policies of a searcher that trains some
 
-    `result` raises EngineUnavailable if an actor keeps dying or cannot read its files, InvalidModel and InvalidTask if
-    an actor cannot use them, StudyFailed if an actor cannot work.
+    The method `result` raises EngineUnavailable if an actor keeps dying or cannot read its files, InvalidModel and
+    InvalidTask if an actor cannot use them, StudyFailed if an actor cannot work for another reason.
     """
 
     def __init__(
