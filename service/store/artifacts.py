@@ -114,6 +114,10 @@ class ArtifactStore:
             found[path] = file
         return found
 
+    def url(self, record: ArtifactRecord) -> str | None:
+        """URL under which studies on every machine can name the artifact as a model; None if it is in a directory."""
+        return self._blobs.url(record.digest)
+
     def write_to(self, record: ArtifactRecord, out: Path) -> Path:
         """Copy the artifact to the new directory `out`, which appears once it is complete.
 

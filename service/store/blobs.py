@@ -64,6 +64,9 @@ class BlobStore(Protocol):
     def stored(self, digest: str) -> StoredFile | None:
         """Return a stored file for reading; None if it does not exist."""
 
+    def url(self, digest: str) -> str | None:
+        """URL of a stored file that every machine can read; None for a directory."""
+
     def num_bytes(self) -> int:
         """Size of all stored files together."""
 
@@ -171,6 +174,9 @@ class DirectoryBlobs:
         file = self._file(digest)
         return StoredFile.of(file) if file.is_file() else None
 
+    def url(self, digest: str) -> str | None:
+        return None
+
     def num_bytes(self) -> int:
         found = 0
         for file in self._blobs.glob("*/*"):
@@ -251,6 +257,9 @@ class ObjectBlobs:
     def stored(self, digest: str) -> StoredFile | None:
         info = self._objects.info(_path(digest))
         return None if info is None else StoredFile(info.num_bytes, (self._objects, _path(digest)))
+
+    def url(self, digest: str) -> str | None:
+        return f"{self._objects.url}/{_path(digest)}"
 
     def num_bytes(self) -> int:
         return sum(info.num_bytes for info in self._objects.list(BLOBS).values())

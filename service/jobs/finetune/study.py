@@ -42,21 +42,23 @@ def begin_study(
 ) -> JobRecord:
     """Create the study that merges the trained experts of a fine-tuning, or return the study if it exists.
 
-    The experts' files are copied to the server's directory of sources. The study is created only once, even if drivers
-    are killed. Raises Conflict if the study cannot run.
+    The study names experts in an object store by their URLs. Others are copied to the server's directory of sources.
+    The study is created only once, even if drivers are killed. Raises Conflict if the study cannot run.
     """
     if (known := study_of(store, writer.job_id)) is not None:
         return known
     root = data_dir / SOURCES
-    directories = {}
+    experts: dict[str, Path | str] = {}
     for record in artifacts.of(writer.job_id):
         out = root / f"{COPY}{record.digest[:DIGEST_DIGITS]}"
-        directories[record.name] = out if out.is_dir() else artifacts.write_to(record, out)
+        url = artifacts.url(record)
+        experts[record.name] = url or (out if out.is_dir() else artifacts.write_to(record, out))
     access = access_of(store.job(writer.job_id))
     if access is not None:
-        access = replace(access, readable=(*access.readable, str(root)))
+        urls = (str(expert) for expert in experts.values() if isinstance(expert, str))
+        access = replace(access, readable=(*access.readable, str(root)), urls=(*access.urls, *urls))
     try:
-        study = pipeline.study_of(directories)
+        study = pipeline.study_of(experts)
         assert study is not None
         preflight = prepared(
             study, open_study=on_server(store), directory=data_dir, artifacts_in=artifacts.location, access=access

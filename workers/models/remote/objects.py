@@ -1,7 +1,8 @@
-"""Models in object stores: what a folder has, parts of its files, downloads to this machine.
+"""Models in object stores: what a model consists of, parts of its files, downloads to this machine.
 
-A folder is listed whenever its model is located; the names, sizes and version tags in the listing make its commit. Its
-files are downloaded once per machine, to a directory of that commit:
+A model is a folder, or an artifact of the service: the URL of a manifest, {"path": {"digest": ..., "bytes": ...}},
+beside the files that it names by their sha256. A model is listed whenever it is located; the names, sizes and version
+tags in the listing make its commit. Its files are downloaded once per machine, to a directory of that commit:
 
     CACHE/models/s3:/BUCKET/FOLDER@COMMIT/    the files; weights have their names once their sha256 is checked
     CACHE/models/s3:/BUCKET/FOLDER.latest     the commit that was last located, for when the store does not answer
@@ -16,6 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from workers.cache import cache_dir
@@ -23,7 +25,7 @@ from workers.directories import sync, write_file
 from workers.errors import InvalidModel
 from workers.models.remote.model_files import SMALL_FILES, pickles, weight_files
 from workers.models.remote.snapshots import SUMS, SnapshotRecord, has_size, make_snapshot, size_text
-from workers.object_store import ObjectInfo, ObjectStore, object_url_problem
+from workers.object_store import ObjectStore, ObjectStoreError, object_url_problem
 
 __all__ = ["Objects", "located"]
 
@@ -33,8 +35,21 @@ COMMIT_DIGITS = 40
 # Files that are downloaded at once.
 CONNECTIONS = 4
 
+# URL of an artifact's manifest: FOLDER/blobs/ab/cdef..., where abcdef... is the manifest's sha256.
+_ARTIFACT = re.compile(r"(.+)/blobs/([0-9a-f]{2})/([0-9a-f]{62})")
+
 # A line of the program sha256sum.
 _SUM = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)")
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file of a model: its path in the object store, size in bytes, version tag, and stated sha256 (hex), if any."""
+
+    path: str
+    num_bytes: int
+    tag: str
+    sha256: str | None
 
 
 class Objects:
@@ -51,8 +66,10 @@ class Objects:
 
     def download(self, record: SnapshotRecord, note: Callable[[str], None], total: int) -> None:
         done = 0
-        place = self.place(record)
-        for size in _downloaded(ObjectStore(record.name), place, record.sizes, record.hashes):
+        objects, files = _listed(record.name)
+        if _commit(files) != record.commit:
+            raise ObjectStoreError("its objects have changed since they were checked")
+        for size in _downloaded(objects, self.place(record), {name: files[name] for name in record.sizes}):
             done += size
             note(f"Downloaded {size_text(done)} of {size_text(total)}")
 
@@ -78,26 +95,54 @@ def located(url: str) -> Path:
 
 
 def _looked_up(url: str) -> Path:
-    objects = ObjectStore(url)
-    listed = {name: info for name, info in objects.list().items() if "/" not in name}
-    if not listed:
+    objects, files = _listed(url)
+    if not files:
         raise InvalidModel((f"{url}: has no objects; expected config.json, tokenizer files and *.safetensors",))
-    commit = _commit(listed)
+    commit = _commit(files)
     place = _place(url, commit)
-    sums = _sums(objects.read(SUMS).decode(errors="replace")) if SUMS in listed else {}
-    small = sorted(listed.keys() & {*SMALL_FILES})
-    for _ in _downloaded(objects, place, {name: listed[name].num_bytes for name in small}, sums):
+    small = sorted(files.keys() & {*SMALL_FILES})
+    for _ in _downloaded(objects, place, {name: files[name] for name in small}):
         pass
-    sizes = {name: listed[name].num_bytes for name in weight_files(place, listed) if name in listed}
+    sizes = {name: files[name].num_bytes for name in weight_files(place, files) if name in files}
     with suppress(OSError):  # the cache cannot be written to
         write_file(_latest(url), json.dumps({"commit": commit, "sizes": sizes}))
     if sizes and _is_complete(place, sizes):
         return place
-    hashes = {name: sums[name] for name in sizes if name in sums}
+    hashes = {name: stated for name in sizes if (stated := files[name].sha256) is not None}
     record = SnapshotRecord(url, commit, commit, tuple(small), sizes, hashes)
-    return make_snapshot(
-        record, place, pickles(listed), lambda file, begin, end: objects.read(file, start=begin, stop=end)
-    )
+
+    def read(name: str, begin: int, end: int) -> bytes:
+        return objects.read(files[name].path, start=begin, stop=end)
+
+    return make_snapshot(record, place, pickles(files), read)
+
+
+def _listed(url: str) -> tuple[ObjectStore, dict[str, _File]]:
+    """The files of the model at `url` by name, without those in folders of it, and the store that has them."""
+    artifact = _ARTIFACT.fullmatch(url)
+    if artifact is not None:
+        return _manifest(ObjectStore(artifact[1]), artifact[2] + artifact[3])
+    objects = ObjectStore(url)
+    listed = {name: info for name, info in objects.list().items() if "/" not in name}
+    sums = _sums(objects.read(SUMS).decode(errors="replace")) if SUMS in listed else {}
+    return objects, {name: _File(name, info.num_bytes, info.tag, sums.get(name)) for name, info in listed.items()}
+
+
+def _manifest(objects: ObjectStore, digest: str) -> tuple[ObjectStore, dict[str, _File]]:
+    """The files of the artifact whose manifest has this digest. Raises InvalidModel if the manifest has another one."""
+    content = objects.read(_blob(digest))
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise InvalidModel((f"{objects.url}/{_blob(digest)}: its content has changed since it was stored",))
+    manifest = {name: entry for name, entry in json.loads(content).items() if "/" not in name}
+    return objects, {
+        name: _File(_blob(entry["digest"]), entry["bytes"], entry["digest"], entry["digest"])
+        for name, entry in manifest.items()
+    }
+
+
+def _blob(digest: str) -> str:
+    """Path of a file that is stored by content."""
+    return f"blobs/{digest[:2]}/{digest[2:]}"
 
 
 def _last_located(url: str) -> Path | None:
@@ -114,9 +159,9 @@ def _is_complete(place: Path, sizes: Mapping[str, int]) -> bool:
     return all(has_size(place / name, size) for name, size in sizes.items())
 
 
-def _commit(listed: Mapping[str, ObjectInfo]) -> str:
-    """Digest (hex) of the names, sizes and version tags of a folder's objects."""
-    content = json.dumps(sorted((name, info.num_bytes, info.tag) for name, info in listed.items()))
+def _commit(files: Mapping[str, _File]) -> str:
+    """Digest (hex) of the names, sizes and version tags of a model's files."""
+    content = json.dumps(sorted((name, file.num_bytes, file.tag) for name, file in files.items()))
     return hashlib.sha256(content.encode()).hexdigest()[:COMMIT_DIGITS]
 
 
@@ -125,34 +170,34 @@ def _sums(text: str) -> dict[str, str]:
     return {found[2]: found[1] for line in text.splitlines() if (found := _SUM.fullmatch(line.strip()))}
 
 
-def _downloaded(objects: ObjectStore, place: Path, sizes: Mapping[str, int], sums: Mapping[str, str]) -> Iterator[int]:
+def _downloaded(objects: ObjectStore, place: Path, files: Mapping[str, _File]) -> Iterator[int]:
     """Download the files that `place` lacks, several at once, and yield the size of each once it is complete.
 
     Processes of this machine wait for each other, so each file is downloaded once. Raises InvalidModel if a file does
     not have the stated sha256.
     """
-    if _is_complete(place, sizes):
+    if _is_complete(place, {name: file.num_bytes for name, file in files.items()}):
         return
     place.mkdir(parents=True, exist_ok=True)
     with _locked(place):
-        absent = [name for name, size in sizes.items() if not has_size(place / name, size)]
+        absent = [name for name, file in files.items() if not has_size(place / name, file.num_bytes)]
         with ThreadPoolExecutor(CONNECTIONS) as pool:
-            yield from pool.map(lambda name: _download(objects, name, place / name, sums.get(name)), absent)
+            yield from pool.map(lambda name: _download(objects, files[name], place / name), absent)
 
 
-def _download(objects: ObjectStore, name: str, file: Path, stated: str | None) -> int:
+def _download(objects: ObjectStore, source: _File, file: Path) -> int:
     """Download one object to `file`, which appears once it is complete and checked, and return its size in bytes."""
-    partial = file.with_name(f".{name}.partial")
+    partial = file.with_name(f".{file.name}.partial")
     try:
-        objects.download(name, partial)
-        if stated is not None and (found := _sha256(partial)) != stated:
-            raise InvalidModel((f"{objects.url}/{name}: its sha256 is {found}, {SUMS} states {stated}",))
-        num_bytes = partial.stat().st_size
+        objects.download(source.path, partial)
+        if source.sha256 is not None and (found := _sha256(partial)) != source.sha256:
+            stated = f"its stated sha256 is {source.sha256}"
+            raise InvalidModel((f"{objects.url}/{source.path}: its content has the sha256 {found}; {stated}",))
         sync(partial)
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
-    return num_bytes
+    return source.num_bytes
 
 
 def _sha256(file: Path) -> str:

@@ -98,16 +98,20 @@ class Pipeline:
             document[STUDY] = {key: value for key, value in study.canonical().items() if key != "models"}
         return document
 
-    def study_of(self, directories: Mapping[str, Path]) -> Study | None:
-        """The study that merges the experts in the given directories; None if the pipeline has no study.
+    def study_of(self, experts: Mapping[str, Path | str]) -> Study | None:
+        """The study that merges the trained experts, given by directories or URLs; None if the pipeline has no study.
 
         Raises InvalidStudy with every problem found.
         """
         if self.study is None:
             return None
         base = next(iter(self.experts.values())).base
-        models = {"base": base, "experts": {alias: str(place.absolute()) for alias, place in directories.items()}}
+        models = {"base": base, "experts": {alias: _model(place) for alias, place in experts.items()}}
         return parse_study({**self.study, "models": models}, self.directory)
+
+
+def _model(place: Path | str) -> str:
+    return place if isinstance(place, str) else str(place.absolute())
 
 
 def is_pipeline(document: Mapping[str, Any]) -> bool:

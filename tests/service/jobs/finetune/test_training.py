@@ -37,6 +37,7 @@ from tests.s3_server import S3
 from tests.service.api.harness import ApiServer
 from workers.errors import InvalidTask, TrainingFailed
 from workers.file_access import FileAccess
+from workers.models.remote import fetched, locate
 from workers.training.finetuning.fleet import Analysis, Pipeline, parse_pipeline
 from workers.training.finetuning.history import CHECKPOINTS, METRICS, History
 from workers.training.finetuning.result import TRAINING_FILE
@@ -159,8 +160,10 @@ def test_trained_expert_is_an_artifact(store: Store, tmp_path: Path) -> None:
     assert list(dict.fromkeys(told)) == ["one", "two"]
 
 
-def test_pipeline_study_follows_its_experts(store: Store, tmp_path: Path) -> None:
-    """A pipeline's study is created once its experts are trained."""
+@pytest.mark.parametrize("is_remote", [False, True], ids=["directory", "object store"])
+def test_pipeline_study_follows_its_experts(store: Store, tmp_path: Path, s3: S3, is_remote: bool) -> None:
+    """A pipeline's study is created once its experts are trained, which it names where every machine can read them."""
+    files = s3.bucket() if is_remote else None
     spec = spec_of(tmp_path).canonical()
     alone = {"data": spec.pop("data")}
     task = {"file": str(tmp_path / "data.jsonl"), "answer": "{{completion}}", "max_tokens": 4}
@@ -179,18 +182,23 @@ def test_pipeline_study_follows_its_experts(store: Store, tmp_path: Path) -> Non
         document=pipeline.canonical(),
         accepted={"access": asdict(FileAccess((str(tmp_path / "base"), str(tmp_path / "data.jsonl"))))},
     )
-    assert drive(store, record.id, work_dir=job_dir(tmp_path, record.id), resources=HERE) == 0
+    assert drive(store, record.id, work_dir=job_dir(tmp_path, record.id), files=files, resources=HERE) == 0
     assert store.job(record.id).reason is None
     (merging,) = store.jobs("search")
     assert (merging.name, merging.state) == ("merge", JobState.CREATED)
     experts = merging.document["models"]["experts"]
+    artifacts = ArtifactStore(store, files or artifacts_dir(tmp_path))
     for alias, place in experts.items():
-        assert Path(place).parent == tmp_path / SOURCES
-        assert json.loads((Path(place) / TRAINING_FILE).read_text())["specification"]["name"] == alias
+        assert place.startswith(f"{files}/") if files else Path(place).parent == tmp_path / SOURCES
+        (found,) = fetched([locate(place)])
+        stored_at = artifacts.write_to(artifacts.get(record.id, alias), tmp_path / "copies" / alias)
+        assert (found / "model.safetensors").read_bytes() == (stored_at / "model.safetensors").read_bytes()
+        assert json.loads((stored_at / TRAINING_FILE).read_text())["specification"]["name"] == alias
+    assert (tmp_path / SOURCES).exists() is not is_remote
     assert ResolvedStudy.of(merging).access == FileAccess(
-        (str(tmp_path / "base"), str(tmp_path / "data.jsonl"), str(tmp_path / SOURCES))
+        (str(tmp_path / "base"), str(tmp_path / "data.jsonl"), str(tmp_path / SOURCES)),
+        urls=tuple(experts.values()) if is_remote else (),
     )
-    artifacts = ArtifactStore(store, artifacts_dir(tmp_path))
     assert begin_study(store, store.open_attempt(record.id), pipeline, artifacts, tmp_path) == merging
     assert [event.payload["study"] for event in store.events(record.id, kinds=[EventKind.STUDY])] == [merging.id]
 
