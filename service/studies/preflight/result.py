@@ -241,8 +241,16 @@ class PreflightResult:
         )
         return tuple((Origin(origin), label, recipe) for origin, label, recipe in found)
 
+    def within_limit(self, num_samples: int) -> int:
+        """The given number of samples of the search, or the study's limit of samples if that is smaller."""
+        limit = self.study.limits.max_samples
+        return num_samples if limit is None else min(num_samples, limit)
+
     def expected_samples(self) -> ExpectedSamples:
-        """Numbers of samples that the study will score if no trial fails and no two recipes are equal."""
+        """Numbers of samples that the study will score if no trial fails and no two recipes are equal.
+
+        They are those of the whole plan, which `limits.max_samples` may cut short (`within_limit`).
+        """
         totals = [sum(samples.values()) for samples in self.budget.rung_samples]
         brackets = bracket_plan(self.budget.cycle, self.study.search.max_trials)
         search = len(self.baselines()) * totals[-1] + sum(bracket.samples(totals) for bracket in brackets)
