@@ -65,6 +65,11 @@ class Bracket:
             sizes.append(self.num_promoted(sizes[-1]))
         return tuple(sizes)
 
+    def samples(self, totals: Sequence[int]) -> int:
+        """The number of samples that the whole ladder takes; `totals` are those of each rung of the study."""
+        increments = (rung - paid for paid, rung in itertools.pairwise((0, *totals[self.first_rung :])))
+        return sum(size * samples for size, samples in zip(self.sizes, increments, strict=True))
+
     def num_promoted(self, num_scored: int) -> int:
         """The number of configurations that are promoted when a rung has scored `num_scored`.
 

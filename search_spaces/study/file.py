@@ -42,6 +42,10 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 class Limits(Section):
+    max_samples: Annotated[int, Field(ge=1)] | None = None
+    """The largest number of samples that the search may use: those that are scored, for baselines too, and those that
+    steps of the searcher are charged as. Nothing starts that could exceed it.
+    """
     max_gpu_hours: Annotated[float, Field(gt=0)] | None = None
     max_wall_clock_s: Annotated[float, Field(gt=0)] | None = None
     max_layers: Annotated[int, Field(ge=1)] | None = None

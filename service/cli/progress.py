@@ -147,6 +147,8 @@ def _as_json(snapshot: ProgressSnapshot, pace: Pace) -> dict[str, Any]:
         "best": dict(snapshot.best),
         "samples_scored": snapshot.samples_scored,
         "samples_planned": snapshot.samples_planned,
+        "samples_used": snapshot.samples_used,
+        "max_samples": snapshot.max_samples,
         "samples_per_second": None if rate is None else round(rate, 2),
         "time_left_s": None if time_left_s is None else round(time_left_s, 1),
     }
@@ -189,6 +191,8 @@ def _panel(snapshot: ProgressSnapshot, pace: Pace, *, width: int) -> RenderableT
         rows.add_row(f"best #{snapshot.best_trial}", best)
 
     rows.add_row("samples", f"{snapshot.samples_scored:,} of {snapshot.samples_planned:,}{speed_text(pace, '   ')}")
+    if snapshot.max_samples is not None:
+        rows.add_row("sample limit", f"{snapshot.samples_used:,} of {snapshot.max_samples:,} used")
     planned = max(snapshot.samples_planned, 1)
     bar = ProgressBar(total=planned, completed=min(snapshot.samples_scored, planned))
     return Panel(

@@ -218,6 +218,9 @@ def study_table(study: StudyDocument, *, server: str) -> Table:
     if progress:
         rows.append(("stage", progress["stage"]))
         rows.append(("samples", f"{progress['samples_scored']:,} of {progress['samples_planned']:,}"))
+        if (limit := progress.get("max_samples")) is not None:
+            used = progress.get("samples_used", 0)
+            rows.append(("sample limit", f"{used:,} of {limit:,} used by the search ({used / limit:.0%})"))
         if progress["best"]:
             rows.append(("best so far", f"trial {progress['best_trial']}: {_values_text(progress['best'])}"))
     return job_table(study, noun="study", server=server, rows=rows)

@@ -85,6 +85,8 @@ def samples_document(run: RunRecord) -> SamplesDocument:
         "full_budget": full_budget,
         "saved": 1 - scored / full_budget if full_budget else None,
         "per_second": run.samples_per_second,
+        "used": scored + run.search.step_samples,
+        "limit": run.max_samples,
     }
 
 

@@ -78,6 +78,7 @@ def _run_record(store: Store, study_id: str) -> RunRecord:
         search=_search(store, study, steps),
         gradients=tuple(step for step in steps if isinstance(step, GradientStep)),
         updates=tuple(step for step in steps if isinstance(step, UpdateStep)),
+        max_samples=file.limits.max_samples,
         wall_clock_s=study.wall_clock_s,
         samples_per_second=_rate(searched),
         tokens_per_second=_tokens_per_second(store, study_id, evidence),

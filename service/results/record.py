@@ -75,6 +75,7 @@ class RunRecord:
     Attributes:
         full_budget: Samples per objective at the last rung.
         holdout: Rows of the held-out stage, with differences "this row minus `holdout_reference`".
+        max_samples: Limit of the samples of the search; None if there is none.
         verification_reason: Reason why no trial was verified.
         samples_per_second: Rate of the search; None if nothing was scored.
         tokens_per_second: Rate of the held-out stage by recipe digest.
@@ -98,6 +99,7 @@ class RunRecord:
     search: SearchFigures = field(default_factory=SearchFigures)
     gradients: tuple[GradientStep, ...] = ()
     updates: tuple[UpdateStep, ...] = ()
+    max_samples: int | None = None
     wall_clock_s: float = 0.0
     samples_per_second: float | None = None
     tokens_per_second: Mapping[str, float] = field(default_factory=dict)

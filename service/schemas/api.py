@@ -63,6 +63,12 @@ class ProgressDocument(TypedDict):
     best: Values
     samples_scored: Number
     samples_planned: Number
+    samples_used: NotRequired[
+        Annotated[int, Field(ge=0, description="Samples that the search has used: scored, or charged for its steps.")]
+    ]
+    max_samples: NotRequired[
+        Annotated[int | None, Field(description="Limit of `samples_used`; null if there is none.")]
+    ]
 
 
 class RayJobDocument(TypedDict):

@@ -86,6 +86,8 @@ class SamplesDocument(TypedDict):
         ),
     ]
     per_second: float | None
+    used: Annotated[int, Field(ge=0, description="Samples that the search used: `scored` and `search.step_samples`.")]
+    limit: Annotated[int | None, Field(description="`limits.max_samples`, the largest `used`; null if there is none.")]
 
 
 class RecipesDocument(TypedDict):

@@ -462,6 +462,13 @@ class Store:
             rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.number))
             return tuple(read_step(row.number, row.proposal, row.document) for row in rows)
 
+    def num_charged(self, study_id: str) -> int:
+        """Number of samples that the steps of a study's searcher are charged as."""
+        table = schema.search_steps
+        with self._reads.connect() as connection:
+            charged = sa.select(sa.func.coalesce(sa.func.sum(table.c.charged), 0)).where(table.c.study == study_id)
+            return int(connection.execute(charged).scalar_one())
+
     def engine_faults(self, *, after: int = 0) -> tuple[EngineFaultRecord, ...]:
         """Engine faults (failed checks) of all studies with an id greater than `after`, in order."""
         table = schema.engine_faults

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from pydantic import TypeAdapter
 
 __all__ = [
+    "ChargedRequest",
     "CompletionsRequest",
     "CompletionsResult",
     "CompletionsStep",
@@ -131,7 +132,10 @@ class UpdateRequest(_Request):
     kind: Literal["update"] = "update"
 
 
-StepRequest: TypeAlias = LossesRequest | GradientRequest | CompletionsRequest | NoteRequest | UpdateRequest
+ChargedRequest: TypeAlias = LossesRequest | GradientRequest
+"""A request whose step is charged in samples."""
+
+StepRequest: TypeAlias = ChargedRequest | CompletionsRequest | NoteRequest | UpdateRequest
 
 
 # Results.

@@ -7,6 +7,7 @@
 - `plan`: what a study evaluates, fixed for all its attempts
 - `coordinator`: hands out evaluations and stores their results
 - `ask_and_tell`: what is proposed and evaluated next, and what follows from each evaluated rung
+- `sample_limit`: the limit of a study's samples: how many are used, and what may still start
 - `holdout_stage`: after the search, finalists and baselines on the holdout data
 - `trials`: the trials of one study, in memory and in the store
 - `crashes`: how often engines crashed with a chunk, and when its candidate is the cause

@@ -14,9 +14,11 @@ from search_spaces.errors import InvalidStudy, SearchSpaceError
 from search_spaces.spaces.base import SearchSpace
 from service.errors import StudyFailed
 from service.store import BracketRecord, JobWriter
+from service.store.steps import ChargedRequest
 from service.tune.feasibility import Feasibility
 from service.tune.plan import Plan
 from service.tune.proposing.proposals import Asking, Observations, Proposer
+from service.tune.sample_limit import SampleLimit
 from service.tune.samples.sample_cache import SampleCache
 from service.tune.schedulers import rung_table
 from service.tune.schedulers.base import Decision, Proposal
@@ -33,6 +35,7 @@ class AskAndTell:
     `brackets` are the brackets that earlier attempts have stored. From them and the stored trials, all decisions are
     made again; those that a crash kept from being stored are stored now. `observer` is called with the name of every
     step, and `is_out_of_budget` before a new trial starts; it returns the limit that is exhausted, or None.
+    `num_charged` is the number of samples that the stored steps of the searcher are charged as.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class AskAndTell:
         proposer: Proposer,
         observer: Callable[[str], None],
         is_out_of_budget: Callable[[], str | None],
+        num_charged: int,
     ) -> None:
         self.end_reason: str | None = None
         self._plan = plan
@@ -58,12 +62,17 @@ class AskAndTell:
         self._is_out_of_budget = is_out_of_budget
         # A study that an earlier version began keeps the format of its recipes.
         self._keeps_equal = any(trial.recipe.keeps_equal for trial in trials.values())
-        self._asking = Asking(proposer, writer)
+        self._asking = Asking(proposer, writer, may_compute=self._may_compute)
         self._feasibility = Feasibility(plan.objectives, trials)
         self._observations = Observations(space, plan, self._feasibility)
         differences = samples.differences_of(trials)
         self.table = rung_table(plan, violation=self._feasibility.violation, differences=differences)
+        self._limit = SampleLimit(plan, table=self.table, samples=samples, num_charged=num_charged)
         self._replay(tuple(brackets))
+
+    @property
+    def num_samples_used(self) -> int:
+        return self._limit.num_used
 
     # -- evaluations -----------------------------------------------------------------------------------------------
 
@@ -115,12 +124,12 @@ class AskAndTell:
 
         Waits for the proposal up to `timeout_s` seconds. Returns True if a trial was added.
         """
-        if not self._feasibility.is_known():
+        if self.table.is_search_over or not self._feasibility.is_known():
             return False
         if self._asking.proposal is None:
             self._check_limits()
             proposal = self.table.proposal()
-            if proposal is None:
+            if proposal is None or not self._may_start(proposal):
                 return False
             self._observer("ask")
             self._asking.submit(
@@ -163,13 +172,26 @@ class AskAndTell:
         if not self._samples.missing(recipe.digest, rung, Split.SEARCH):
             self.finish(number, rung)
 
+    def _may_start(self, proposal: Proposal, *, num_charged: int = 0) -> bool:
+        """Whether a proposal or a step of it may start. If it would exceed the limit of samples, the search ends."""
+        fits = self._limit.admits(proposal, num_charged=num_charged)
+        if fits is False:
+            self._end(self._limit.reason(proposal, num_charged=num_charged))
+        return bool(fits)
+
+    def _may_compute(self, proposal: Proposal, request: ChargedRequest) -> bool:
+        may_start = self._may_start(proposal, num_charged=request.num_charged)
+        if may_start:
+            self._limit.num_charged += request.num_charged
+        return may_start
+
     def _check_exhausted(self) -> None:
         most = self._plan.max_duplicates
         if self._trials.num_duplicates_in_a_row() >= most:
             self._end(f"the last {most} proposals were recipes scored already: the space is exhausted")
 
     def _check_limits(self) -> None:
-        if not self.table.is_search_over and (reason := self._is_out_of_budget()) is not None:
+        if (reason := self._is_out_of_budget()) is not None:
             self._end(reason)
 
     def _end(self, reason: str) -> None:

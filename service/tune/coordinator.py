@@ -77,6 +77,7 @@ class Coordinator:
             proposer=proposer,
             observer=observer,
             is_out_of_budget=is_out_of_budget,
+            num_charged=store.num_charged(plan.study_id),
         )
         self._holdout = HoldoutStage(plan, trials=self._trials, samples=self._samples, writer=writer)
         self.look_for_faults()
@@ -108,6 +109,11 @@ class Coordinator:
         return self._samples.num_scored
 
     @property
+    def num_samples_used(self) -> int:
+        """Samples that the search has used in all attempts, as `sample_limit` counts them."""
+        return self._ask_and_tell.num_samples_used
+
+    @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
@@ -130,9 +136,9 @@ class Coordinator:
             found = self._chunks.next_rescoring(self._in_flight.values())
             return None if found is None else self._started(found)
         while True:
+            asked = self.ask_ahead()  # first, as it may end the search
             if self.table.is_finished and not self._in_flight:
                 self._holdout.start()
-            asked = self.ask_ahead()
             busy = self._recipes_in_flight()
             for number, rung, split in self._ready():
                 if self._trials[number].recipe.digest in busy:

@@ -51,6 +51,8 @@ class Plan:
     error_rate: float | None = None
     max_duplicates: int = 16
     """The search ends after this many proposals in a row whose recipe was scored already."""
+    max_samples: int | None = None
+    """The search ends before it uses more samples than this (`sample_limit`); None: there is no limit."""
     size: ModelSize | None = None
     """Sizes from which costs of recipes are computed, where objectives are such costs."""
 

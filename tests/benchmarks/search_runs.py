@@ -25,7 +25,10 @@ from search_spaces.recipe import Recipe
 from search_spaces.spaces.base import AlignedSpace
 from service.store import Store
 from service.store.steps import (
+    ChargedRequest,
     CompletionsRequest,
+    GradientRequest,
+    LossesRequest,
     NoteRequest,
     NoteResult,
     NoteStep,
@@ -144,6 +147,7 @@ class _InProcess:
         self._num_steps = 0
         self._call: dict[str, Any] = {}
         self._answer: StepRequest | dict[str, Any] = {}
+        self._admitted: ChargedRequest | None = None
         self.checkpoints: dict[int, bytes] = {}
         """The newest policy's checkpoint, by the iteration that it has learned from last."""
 
@@ -151,10 +155,15 @@ class _InProcess:
         self._call = {"number": number, "seed": self._seed, "observations": observations, "pending": pending}
         self._answer = self._searcher.propose(**self._call)
 
-    def result(self, *, timeout_s: float) -> Step | dict[str, Any] | None:
+    def result(self, *, timeout_s: float) -> Step | ChargedRequest | dict[str, Any] | None:
         if isinstance(self._answer, dict):
             return self._answer
+        if isinstance(self._answer, (LossesRequest, GradientRequest)) and self._answer is not self._admitted:
+            return self._answer
         return step_of(self._num_steps, self._call["number"], self._answer, self._computed(self._answer))
+
+    def compute(self, request: ChargedRequest) -> None:
+        self._admitted = request
 
     def stored(self, step: Step) -> None:
         self._num_steps += 1

@@ -63,6 +63,15 @@ def test_three_rungs_at_eta_three_are_the_brackets_smac_makes() -> None:
     ]
 
 
+def test_samples_of_a_bracket() -> None:
+    """A bracket's samples are those of its first rung for all trials, and the further ones of promoted trials."""
+    assert [bracket.samples((4, 12, 36)) for bracket in hyperband_brackets(3, 3)] == [
+        9 * 4 + 3 * 8 + 24,
+        5 * 12 + 24,
+        3 * 36,
+    ]
+
+
 def test_bracket_sizes_are_exact_where_floating_point_is_not() -> None:
     # 3^5 * 6 / 6 and 3^4 * 6 / 5: s_max + 1 = 6
     assert [bracket.num_configurations for bracket in hyperband_brackets(6, 3)] == [243, 98, 41, 18, 9, 6]

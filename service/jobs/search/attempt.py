@@ -162,7 +162,8 @@ def execute(
             is_out_of_budget=lambda: _exhausted_limit(preflight.study, heartbeat.wall_clock_s),
         )
         expected = preflight.expected_samples()
-        snapshots = _Snapshots(coordinator, preflight, expected.search + expected.holdout)
+        planned = preflight.within_limit(expected.search) + expected.holdout
+        snapshots = _Snapshots(coordinator, preflight, planned)
         watch = _EngineWatch(scorer, writer, heartbeat)
 
         def tick() -> None:
@@ -278,6 +279,8 @@ class _Snapshots:
             best=leader.values if leader else {},
             samples_scored=scored,
             samples_planned=max(self._planned, scored),
+            samples_used=self._coordinator.num_samples_used,
+            max_samples=study.limits.max_samples,
         )
 
 

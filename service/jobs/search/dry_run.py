@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,7 +11,8 @@ from typing import Any
 
 from search_spaces.study.file import Study
 from service.disk import free_bytes, gib
-from service.jobs.search.local_run import prepared_in
+from service.errors import NotFound
+from service.jobs.search.local_run import prepared_in, read_run
 from service.store.steps import GradientRequest
 from service.studies.preflight.algorithm import GRADIENT
 from service.studies.preflight.durations import expected_time
@@ -51,6 +53,8 @@ class CheckedPlan:
     rungs: tuple[dict[str, int], ...]
     trials: dict[str, int]
     samples: ExpectedSamples
+    max_samples: int | None
+    samples_used: int
     hours: float
     most_hours: float
     tokens: tuple[float, float]
@@ -81,6 +85,7 @@ class CheckedPlan:
                 + (f"about {holdout:,}" if holdout else "none")
                 + " held out"
                 + (f", gradients charged as up to {self.step_samples:,}" if self.step_samples else ""),
+                *self._limit(),
                 f"time      very roughly {_range(_duration(self.hours), _duration(self.most_hours))}, by "
                 f"this machine's arithmetic speed and "
                 f"{_range(*(f'{number:.0f}' for number in self.tokens))} tokens a sample",
@@ -92,6 +97,18 @@ class CheckedPlan:
                 *([f"engine    {self.engine_remark}"] if self.engine_remark else []),
                 *self._download(),
             )
+        )
+
+    def _limit(self) -> tuple[str, ...]:
+        """The limit of samples, how many are used already, and whether the plan stays within it."""
+        if self.max_samples is None:
+            return (f"used      {self.samples_used:,} samples in earlier runs",) if self.samples_used else ()
+        used = f", {self.samples_used:,} of them used" if self.samples_used else ""
+        planned = self.samples.search + self.step_samples
+        within = "at least " if BOUNDS.get(self.scheduler) == BOUNDS["asha"] else "up to "
+        ends = "the search may end before its last trial" if planned > self.max_samples else "all trials fit"
+        return (
+            f"limit     {self.max_samples:,} samples of the search{used}; its plan takes {within}{planned:,}: {ends}",
         )
 
     def _download(self) -> tuple[str, ...]:
@@ -145,6 +162,8 @@ def _plan(study: Study, preflight: PreflightResult, directory: Path) -> CheckedP
         rungs=tuple(dict(rung) for rung in preflight.budget.rung_samples),
         trials={"extras": len(preflight.baselines()), "search": study.search.max_trials},
         samples=samples,
+        max_samples=study.limits.max_samples,
+        samples_used=_samples_used(directory),
         hours=time.least_hours,
         most_hours=time.most_hours,
         tokens=(time.least_tokens, time.most_tokens),
@@ -163,6 +182,14 @@ def _plan(study: Study, preflight: PreflightResult, directory: Path) -> CheckedP
         absent_models=tuple(sorted({named(place) for place in places if is_metadata_only(Path(place))})),
         engine_remark=preflight.models.engine_note,
     )
+
+
+def _samples_used(directory: Path) -> int:
+    """Number of samples that the search of the study in `directory` has used; 0 if there is none."""
+    with suppress(NotFound), read_run(directory) as (store, record):
+        scored = sum(trial.samples_scored for trial in store.trials(record.id))
+        return scored + store.num_charged(record.id)
+    return 0
 
 
 def _step_samples(preflight: PreflightResult) -> int:

@@ -62,6 +62,8 @@ class ProgressSnapshot:
     best: Mapping[str, float] = field(default_factory=dict)
     samples_scored: int = 0
     samples_planned: int = 0
+    samples_used: int = 0
+    max_samples: int | None = None
 
     @property
     def num_finished(self) -> int:

@@ -85,6 +85,9 @@ def key_figures(run: RunRecord, document: SummaryDocument) -> list[tuple[str, st
     if samples["full_budget"]:
         note = f"{samples['scored'] / samples['full_budget']:.0%} of scoring all in full"
     figures.append(("samples scored", f"{samples['scored']:,}", note))
+    if samples["limit"] is not None:
+        note = f"{samples['used'] / samples['limit']:.0%} of limits.max_samples"
+        figures.append(("samples used", f"{samples['used']:,} of {samples['limit']:,}", note))
     speed = f"{samples['per_second']:.0f} samples/s" if samples["per_second"] else ""
     figures.append(("wall-clock", duration(run.wall_clock_s), speed))
     return figures

@@ -58,7 +58,7 @@ def expected_time(preflight: PreflightResult, *, step_samples: int) -> ExpectedT
     held_out = _mean(
         lengths["holdout"], {name: info.num_samples for name, info in preflight.tasks.holdout_infos.items()}
     )
-    parts = ((samples.search + step_samples, searched), (samples.holdout, held_out))
+    parts = ((preflight.within_limit(samples.search + step_samples), searched), (samples.holdout, held_out))
     num_samples = sum(number for number, _ in parts)
     least_tokens = sum(number * (lengths.read + lengths.answered) for number, lengths in parts)
     most_tokens = sum(number * (lengths.read + lengths.limit) for number, lengths in parts)

@@ -7,13 +7,14 @@ there are none those in the weights, because reading large models takes minutes 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from search_spaces.baselines import all_baselines
 from search_spaces.costs import ModelSize
 from search_spaces.errors import InvalidStudy, Problem
-from search_spaces.fidelity import Bracket, bracket_cycle
+from search_spaces.fidelity import Bracket, bracket_cycle, bracket_plan
 from search_spaces.preferences import equal_preference
 from search_spaces.spaces.base import AlignedSpace, LayeredSpace, SearchSpace
 from search_spaces.study.file import Study
@@ -107,6 +108,8 @@ def examine(
         check_prompts(study, sources.result_dir, problems)
         shorter = range(sources.layout.num_layers, max_layers)
         check_memory(memory, problems, shorter=shorter, plan=lambda layers: plan(max_layers=layers))
+        if not problems:
+            _check_sample_limit(study, sources, rung_samples, cycle, problems)
         if export_dir is not None and (lack := lack_of_space(export_dir, export_bytes)):
             problems.append(Problem("", f"--export: {lack}"))
     objectives = objectives_of(study, infos, size, problems)
@@ -170,6 +173,29 @@ def _examine_fidelity(
         max_trials=study.search.max_trials,
     )
     return samples, cycle
+
+
+def _check_sample_limit(
+    study: Study,
+    sources: ResolvedFamily,
+    rung_samples: Sequence[Mapping[str, int]],
+    cycle: Sequence[Bracket],
+    problems: list[Problem],
+) -> None:
+    """Check that the limit of samples leaves something to search: the baselines and what is proposed first."""
+    if (most := study.limits.max_samples) is None:
+        return
+    base, *experts = sources.checkpoints
+    aliases = {alias: alias for alias in sources.checkpoints}
+    baselines = all_baselines(base=base, experts=experts, fingerprints=aliases, num_layers=sources.layout.num_layers)
+    totals = [sum(samples.values()) for samples in rung_samples]
+    first, *_ = bracket_plan(cycle, study.search.max_trials)
+    is_whole = study.fidelity.scheduler == "hyperband" and first.first_rung < len(totals) - 1
+    least = len(baselines) * totals[-1] + (first.samples(totals) if is_whole else totals[-1])
+    if most < least:
+        what = f"the first bracket of {first.num_configurations} trials" if is_whole else "one trial"
+        message = f"{most:,} is below the {least:,} samples of {len(baselines)} baselines and {what}"
+        problems.append(Problem("limits.max_samples", f"{message}; give at least {least:,}"))
 
 
 def _check_alignments(infos: Mapping[str, TaskInfo], problems: list[Problem]) -> None:

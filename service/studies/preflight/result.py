@@ -223,6 +223,7 @@ class PreflightResult:
             bank_fingerprint=self.models.family.fingerprint,
             baselines=self.baselines() if baselines is None else baselines,
             error_rate=self.study.fidelity.bound_error_rate,
+            max_samples=self.study.limits.max_samples,
             size=self.models.size,
             waits_for_baselines=declared.waits_for_baselines,
             **({"max_duplicates": self._num_repeated} if declared.trains_policy else {}),
@@ -240,15 +241,19 @@ class PreflightResult:
         )
         return tuple((Origin(origin), label, recipe) for origin, label, recipe in found)
 
+    def within_limit(self, num_samples: int) -> int:
+        """The given number of samples of the search, or the study's limit of samples if that is smaller."""
+        limit = self.study.limits.max_samples
+        return num_samples if limit is None else min(num_samples, limit)
+
     def expected_samples(self) -> ExpectedSamples:
-        """Numbers of samples that the study will score if no trial fails and no two recipes are equal."""
+        """Numbers of samples that the study will score if no trial fails and no two recipes are equal.
+
+        They are those of the whole plan, which `limits.max_samples` may cut short (`within_limit`).
+        """
         totals = [sum(samples.values()) for samples in self.budget.rung_samples]
-        search = len(self.baselines()) * totals[-1]
-        for bracket in bracket_plan(self.budget.cycle, self.study.search.max_trials):
-            paid = 0
-            for rung, size in enumerate(bracket.sizes, start=bracket.first_rung):
-                search += size * (totals[rung] - paid)
-                paid = totals[rung]
+        brackets = bracket_plan(self.budget.cycle, self.study.search.max_trials)
+        search = len(self.baselines()) * totals[-1] + sum(bracket.samples(totals) for bracket in brackets)
         # Assumes four trials on the front besides the baselines.
         holdout = sum(info.num_samples for info in self.tasks.holdout_infos.values()) * (len(self.baselines()) + 4)
         full = (len(self.baselines()) + self.study.search.max_trials) * totals[-1]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from search_spaces.spaces.base import SearchSpace
 from service.store import JobWriter
-from service.store.steps import NoteStep, Step
+from service.store.steps import ChargedRequest, GradientRequest, LossesRequest, NoteStep, Step
 from service.tune.feasibility import Feasibility
 from service.tune.plan import Plan
 from service.tune.schedulers.base import Proposal
@@ -30,12 +30,16 @@ class Proposer(Protocol):
         """
         ...
 
-    def result(self, *, timeout_s: float) -> Step | dict[str, Any] | None:
-        """The configuration that was proposed, or a step that was computed for the proposal.
+    def result(self, *, timeout_s: float) -> Step | ChargedRequest | dict[str, Any] | None:
+        """The configuration that was proposed, a step that was computed for the proposal, or a request for a step.
 
-        Returns None if neither is ready within `timeout_s`. After a step, the caller stores it and calls `stored`, and
-        the computation continues.
+        Returns None if none of them is ready within `timeout_s`. After a step, the caller stores it and calls `stored`;
+        after a request, whose step is charged in samples, the caller calls `compute`. The computation then continues.
         """
+        ...
+
+    def compute(self, request: ChargedRequest) -> None:
+        """Start to compute the step that was requested last."""
         ...
 
     def stored(self, step: Step) -> None:
@@ -44,12 +48,20 @@ class Proposer(Protocol):
 
 
 class Asking:
-    """The proposal that the searcher is computing for the driver, if there is one."""
+    """The proposal that the searcher is computing for the driver, if there is one.
 
-    def __init__(self, proposer: Proposer, writer: JobWriter) -> None:
+    `may_compute` is called with a proposal and a request for one of its steps. If it returns False, the step waits:
+    `result` returns None, and calls it again the next time.
+    """
+
+    def __init__(
+        self, proposer: Proposer, writer: JobWriter, *, may_compute: Callable[[Proposal, ChargedRequest], bool]
+    ) -> None:
         self._proposer = proposer
         self._writer = writer
+        self._may_compute = may_compute
         self._asked_at = 0.0
+        self._waiting: ChargedRequest | None = None
         self.proposal: Proposal | None = None
 
     def submit(self, proposal: Proposal, found: Sequence[Observation], pending: Sequence[Mapping[str, Any]]) -> None:
@@ -64,10 +76,17 @@ class Asking:
         """
         assert self.proposal is not None
         deadline = time.monotonic() + timeout_s
-        answer = self._proposer.result(timeout_s=timeout_s)
+        answer = self._waiting or self._proposer.result(timeout_s=timeout_s)
         while answer is not None and not isinstance(answer, dict):
-            self._store(answer)
-            self._proposer.stored(answer)
+            if isinstance(answer, (LossesRequest, GradientRequest)):
+                self._waiting = answer
+                if not self._may_compute(self.proposal, answer):
+                    return None
+                self._waiting = None
+                self._proposer.compute(answer)
+            else:
+                self._store(answer)
+                self._proposer.stored(answer)
             answer = self._proposer.result(timeout_s=max(0.0, deadline - time.monotonic()))
         if answer is None:
             return None

@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from search_spaces.parameters import Parameters
 from service.errors import StudyFailed
 from service.store.steps import (
+    ChargedRequest,
     CompletionsRequest,
     CompletionsStep,
     GradientRequest,
@@ -83,7 +84,7 @@ class RayProposer:
                 self._chosen = step.result.completions
         self._call: dict[str, Any] = {}
         self._pending: Any = None  # the actor's call whose result is awaited
-        self._computing: LossesRequest | GradientRequest | UpdateRequest | None = None  # None: the searcher proposes
+        self._computing: ChargedRequest | UpdateRequest | None = None  # None: the searcher proposes
         self._gradients: Any = None
         self._num_deaths = 0
 
@@ -91,7 +92,7 @@ class RayProposer:
         self._call = {"seed": self._seed, **call}
         self._pending = self._searcher.propose.remote(**self._call)
 
-    def result(self, *, timeout_s: float) -> Step | dict[str, Any] | None:
+    def result(self, *, timeout_s: float) -> Step | ChargedRequest | dict[str, Any] | None:
         deadline = time.monotonic() + timeout_s
         while True:
             ready, _ = ray.wait([self._pending], timeout=max(0.0, deadline - time.monotonic()))
@@ -105,10 +106,13 @@ class RayProposer:
         self._steps.append(step)
         self._pending = self._searcher.propose_after.remote(step, **self._call)
 
-    def _finish(self) -> Step | dict[str, Any] | None:
+    def compute(self, request: ChargedRequest) -> None:
+        self._compute(request)
+
+    def _finish(self) -> Step | ChargedRequest | dict[str, Any] | None:
         """Handle the result of the actor's call that was awaited.
 
-        Returns None if another call is awaited now, else the configuration or the step that `result` returns.
+        Returns None if another call is awaited now, else what `result` returns.
         """
         request, self._computing = self._computing, None
         if request is None:
@@ -126,10 +130,10 @@ class RayProposer:
         options = kind.options(num_cpus=0, name=name, max_restarts=0, max_task_retries=0)
         return options.remote(self._algorithm, self._parameters, self._setting, self._steps, saved)
 
-    def _answer(self) -> Step | dict[str, Any] | None:
-        """The configuration that the searcher proposes, or the step that it asked for.
+    def _answer(self) -> Step | ChargedRequest | dict[str, Any] | None:
+        """The configuration that the searcher proposes, the step that it asked for, or its request if that is charged.
 
-        Returns None if the step must be computed first; its computation has then started.
+        Returns None if a policy must be updated first; the update has then started.
         """
         try:
             answer: StepRequest | dict[str, Any] = ray.get(self._pending)
@@ -150,6 +154,8 @@ class RayProposer:
             self._chosen = found.completions
             self._send_completions()
             return self._step(answer, found)
+        if not isinstance(answer, UpdateRequest):
+            return answer
         self._compute(answer)
         return None
 
@@ -177,7 +183,7 @@ class RayProposer:
 
     # -- the gradient actor ----------------------------------------------------------------------------------------
 
-    def _compute(self, request: LossesRequest | GradientRequest | UpdateRequest) -> None:
+    def _compute(self, request: ChargedRequest | UpdateRequest) -> None:
         """Start to compute a step: an update in the searcher's actor, losses and gradients in the gradient actor."""
         self._computing = request
         if isinstance(request, UpdateRequest):

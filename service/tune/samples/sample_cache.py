@@ -30,20 +30,32 @@ class SampleCache:
         self._plan = plan
         self._void: dict[tuple[str, str, int], float] = {}  # removed search samples, until they are added again
         self._values = {split: store.sample_values(plan.study_id, split) for split in Split}
-        self.num_scored = sum(len(p) for by in self._values.values() for o in by.values() for p in o.values())
+        self._num_scored = {
+            split: sum(len(p) for o in by.values() for p in o.values()) for split, by in self._values.items()
+        }
+
+    @property
+    def num_scored(self) -> int:
+        """Number of samples that are stored, of search and holdout."""
+        return sum(self._num_scored.values())
+
+    @property
+    def num_searched(self) -> int:
+        """Number of samples that are stored for the search."""
+        return self._num_scored[Split.SEARCH]
 
     def add(self, digest: str, split: Split, samples: Sequence[SampleResult]) -> None:
         values = self._values[split].setdefault(digest, {})
         for sample in samples:
             values.setdefault(sample.objective, {})[sample.position] = sample.value
-        self.num_scored += len(samples)
+        self._num_scored[split] += len(samples)
 
     def take_out(self, digest: str, split: Split, objective: str, position: int) -> None:
         """Remove a sample from the cache, so that it is missing until it is added again."""
         value = self._values[split][digest][objective].pop(position)
         if split == Split.SEARCH:
             self._void[digest, objective, position] = value
-        self.num_scored -= 1
+        self._num_scored[split] -= 1
 
     def missing(self, digest: str, rung: int, split: Split) -> list[Span]:
         """The spans of samples at a rung that are not stored for the recipe with this digest.

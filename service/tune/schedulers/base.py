@@ -210,16 +210,39 @@ class RungTable(ABC):
     def end_search(self) -> tuple[int, ...]:
         """Stop proposals, because a limit is reached or the searcher repeats known configurations.
 
-        Open rungs still finish. Returns the brackets that were not full. Their size is now the number of their members.
+        Open rungs still finish. Returns the brackets of several rungs that were not full. Their size is now the number
+        of their members. A bracket of one rung promotes nothing, and keeps its size for a search that continues.
         """
         self._is_search_over = True
-        short = [index for index, members in self._members.items() if len(members) < self.size(index)]
+        short = [
+            index
+            for index, members in self._members.items()
+            if len(members) < self.size(index) and len(self._rungs[index]) > 1
+        ]
         for index in short:
             self._brackets[index] = replace(self._brackets[index], num_configurations=len(self._members[index]))
         return tuple(short)
 
     def size(self, bracket: int) -> int:
         return self._brackets[bracket].num_configurations
+
+    # -- samples ---------------------------------------------------------------------------------------------------
+
+    def most_samples_left(self, totals: Sequence[int]) -> int:
+        """The most samples that the trials in the table can still take.
+
+        `totals` are the samples of each rung, of all objectives together. Here every unfinished trial may be evaluated
+        up to the last rung.
+        """
+        return sum(self._most_of(self._entries[number], totals) for number in self._runnable | self._waiting)
+
+    def most_samples_of(self, proposal: Proposal, totals: Sequence[int]) -> int:
+        """The most samples by which a proposal increases `most_samples_left`."""
+        return totals[-1]
+
+    def _most_of(self, entry: Entry, totals: Sequence[int]) -> int:
+        """The samples between the trial's last evaluation and the last rung."""
+        return totals[-1] - (totals[max(entry.costs)] if entry.costs else 0)
 
     # -- decisions -------------------------------------------------------------------------------------------------
 

@@ -6,9 +6,10 @@ Hyperparameter Tuning" (MLSys 2020), algorithm 2. Bracket sizes are `search_spac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from service.tune.schedulers.base import RungTable
+from service.tune.schedulers.base import Proposal, RungTable
 
 __all__ = ["AshaTable", "HyperbandTable"]
 
@@ -39,6 +40,33 @@ class HyperbandTable(RungTable):
         last = next((members[-1] for members in closed if members), -1)
         self._see_ended(min(last, number - self._max_staleness))
         return True
+
+    def most_samples_left(self, totals: Sequence[int]) -> int:
+        """The most samples that the trials in the table, and those that their brackets of several rungs lack, can take.
+
+        Such a bracket is completed once it is open.
+        """
+        alone = (self._entries[number].bracket for number in self._runnable)
+        left = totals[-1] * sum(index is None or len(self._rungs[index]) == 1 for index in alone)
+        for index in range(self._num_closed, len(self._brackets)):
+            rungs, paid, sizes = self._rungs[index], 0, self._brackets[index].sizes
+            for number, rung in enumerate(rungs if len(rungs) > 1 else ()):
+                has_all = number > 0 and rungs[number - 1].is_closed
+                size = len(rung.members) if has_all else sizes[number]
+                num_evaluated = sum(self._entries[member].is_evaluated(rung.index) for member in rung.members)
+                left += (size - num_evaluated) * (totals[rung.index] - paid)
+                paid = totals[rung.index]
+        return left
+
+    def most_samples_of(self, proposal: Proposal, totals: Sequence[int]) -> int:
+        """The most samples by which a proposal increases `most_samples_left`: those of a whole bracket if it opens one.
+
+        In a bracket of one rung, where nothing is promoted, each trial adds its own samples.
+        """
+        shape = proposal.opens or self._brackets[proposal.bracket]
+        if shape.first_rung == self.last_rung:
+            return totals[-1]
+        return 0 if proposal.opens is None else shape.samples(totals)
 
     def position(self) -> tuple[int, int] | None:
         """The oldest bracket with unfinished trials, and the lowest rung at which one of them is.
@@ -81,6 +109,21 @@ class AshaTable(RungTable):
                         return False
                     rung.num_seen += 1
         return True
+
+    def most_samples_left(self, totals: Sequence[int]) -> int:
+        """The most samples that the trials in the table can still take.
+
+        A result promotes at most one trial at its rung, which need not be its own. So each member of a rung on which
+        nothing is decided yet may cause one evaluation at each rung above.
+        """
+        left = 0
+        for entry in (self._entries[number] for number in self._runnable):
+            paid = 0 if entry.next_rung == 0 or entry.bracket is None else totals[entry.next_rung - 1]
+            left += totals[entry.next_rung] - paid
+        for rungs in self._rungs.values():
+            for rung in rungs[:-1]:
+                left += (len(rung.order) - rung.num_decided) * (totals[-1] - totals[rung.index])
+        return left
 
     def position(self) -> None:
         """Always None, because all rungs are evaluated at the same time."""

@@ -35,7 +35,7 @@ holdout:
 engine:
   {backend: vllm, replicas: 1, tensor_parallel_size: 1, dtype: auto, max_model_len: 2048,
    verify: {trials: 3, samples: 16}}
-limits: {max_layers: 50, max_gpu_hours: 24, max_wall_clock_s: 86400}
+limits: {max_layers: 50, max_samples: 50000, max_gpu_hours: 24, max_wall_clock_s: 86400}
 """)
 
 AVAILABLE = ", ".join(SEARCHERS)
@@ -194,6 +194,8 @@ def test_a_study_cannot_be_changed() -> None:
         ("engine.verify", True, "true is not accepted; give false or {trials: 3, samples: 16}"),
         ("engine.chat_template", 3, "3 is not accepted; give true, false or the name of a template"),
         ("engine.replicas", 0, "0 is not accepted; give at least 1"),
+        ("limits.max_samples", 0, "0 is not accepted; give at least 1"),
+        ("limits.max_samples", 1.5, "1.5 is not accepted; give a whole number"),
         ("limits.max_gpu_hours", 0, "0 is not accepted; give more than 0"),
         ("limits.max_gpu_hours", float("inf"), "Infinity is not accepted; give a finite number"),
         ("limits.max_wall_clock_s", float("nan"), "NaN is not accepted; give a finite number"),

@@ -63,6 +63,22 @@ def test_a_line_appears_every_interval_and_not_more_often(clock: Clock) -> None:
     assert len(stream.getvalue().splitlines()) == 4
 
 
+def test_limit_of_samples_is_shown() -> None:
+    """A panel shows the samples used if they have a limit; JSON has both always."""
+    limited = replace(SNAPSHOT, samples_used=1500, max_samples=5000)
+    shown = {}
+    for name, snapshot in (("limited", limited), ("plain", SNAPSHOT)):
+        for style in (ProgressStyle.PANEL, ProgressStyle.JSON):
+            stream = Terminal()
+            with ProgressView(style, stream=stream) as view:
+                view.update(snapshot)
+            shown[name, style] = stream.getvalue()
+    assert "1,500 of 5,000 used" in shown["limited", ProgressStyle.PANEL]
+    assert "sample limit" not in shown["plain", ProgressStyle.PANEL]
+    found = json.loads(shown["limited", ProgressStyle.JSON].splitlines()[0])
+    assert (found["samples_used"], found["max_samples"]) == (1500, 5000)
+
+
 def test_line_says_where_the_search_stands(clock: Clock) -> None:
     view, stream = lines(clock)
     view.update(SNAPSHOT)

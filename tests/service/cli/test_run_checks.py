@@ -50,6 +50,34 @@ def test_check_as_json_holds_the_same_plan(place: Workplace) -> None:
     assert (plan["algorithm"], plan["step_samples"]) == ("random", 0)
 
 
+def test_check_compares_the_plan_with_the_limit(place: Workplace) -> None:
+    """The plan of a study is compared with the limit of its samples; JSON has both."""
+    study = place.write(search__max_trials=12, limits={"max_samples": 450})
+    _, out, _ = place.run("run", study, "--out", place.run_dir, "--check")
+    line = next(line for line in out.splitlines() if line.startswith("limit "))
+    _, document, _ = place.run("run", study, "--out", place.run_dir, "--check", "--json")
+    plan = json.loads(document)
+    assert (plan["max_samples"], plan["samples_used"]) == (450, 0)
+    planned = plan["samples"]["search"]
+    assert planned > 450
+    ends = "the search may end before its last trial"
+    assert line == f"limit     450 samples of the search; its plan takes up to {planned}: {ends}"
+    study = place.write(search__max_trials=12, limits={"max_samples": planned})
+    _, out, _ = place.run("run", study, "--out", place.run_dir, "--check")
+    assert f"limit     {planned} samples of the search; its plan takes up to {planned}: all trials fit\n" in out
+
+
+def test_limit_that_leaves_nothing_to_search(place: Workplace) -> None:
+    """A limit of samples below the baselines and the first bracket is refused."""
+    # Ten baselines of 36 samples; six trials of 4 samples, two of which are scored on 12 and one on 36.
+    least = 10 * 36 + 6 * 4 + 2 * 8 + 24
+    assert place.refused_study(limits={"max_samples": least - 1}) == (
+        f"limits.max_samples: {least - 1} is below the {least} samples of 10 baselines and the first bracket of 6 "
+        f"trials; give at least {least}"
+    )
+    assert place.run("run", place.write(limits={"max_samples": least}), "--out", place.run_dir, "--check")[0] == 0
+
+
 # Models.
 
 

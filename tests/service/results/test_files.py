@@ -132,6 +132,14 @@ def test_summary_counts_trials_samples_and_failures(run: RunRecord) -> None:
     assert got["engine"]["swap_s"]["median"] <= got["engine"]["swap_s"]["p95"] <= got["engine"]["swap_s"]["max"]
 
 
+def test_summary_has_the_samples_used(run: RunRecord) -> None:
+    """Samples used are those scored and those that steps are charged as."""
+    got = summary(replace(run, search=replace(run.search, steps=2, charges={8: 48, 9: 144}), max_samples=90_000))
+    assert got["samples"]["used"] == got["samples"]["scored"] + 192
+    assert got["samples"]["limit"] == 90_000
+    assert summary(run)["samples"]["limit"] is None
+
+
 def test_full_budget_counts_recipes_once(run: RunRecord) -> None:
     """Full budget counts a recipe once, however often it was proposed."""
     twice = replace(run, trials=(*run.trials, replace(run.trials[0], number=100, samples_scored=0)))

@@ -17,7 +17,7 @@ from search_spaces.spaces.base import SearchSpace
 from search_spaces.spaces.lfs import LfsSpace
 from search_spaces.study.search import Search
 from service.store import Store
-from service.store.steps import Step
+from service.store.steps import ChargedRequest, Step
 from service.tune.coordinator import Coordinator
 from service.tune.evaluation import ChunkFailed, Crash, Evaluation, FailureKind
 from service.tune.plan import Plan
@@ -117,6 +117,9 @@ class InlineProposer:
 
     def submit(self, *, number: int, observations: Sequence[Any], pending: Sequence[Mapping[str, Any]]) -> None:
         self._call = {"number": number, "observations": observations, "pending": pending}
+
+    def compute(self, request: ChargedRequest) -> None:
+        raise AssertionError("it computes no steps")
 
     def stored(self, step: Step) -> None:
         raise AssertionError("it computes no steps")

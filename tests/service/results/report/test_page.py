@@ -54,6 +54,14 @@ def run() -> RunRecord:
     return run_record()
 
 
+def test_report_has_the_limit_of_samples(run: RunRecord) -> None:
+    """The report has the samples used where they have a limit."""
+    used = summary(run)["samples"]["used"]
+    text = Page(render_report(replace(run, max_samples=2 * used))).text
+    assert f"used {used:,} of the {2 * used:,} samples of limits.max_samples" in text
+    assert "limits.max_samples" not in Page(render_report(run)).text
+
+
 @pytest.fixture(scope="module")
 def page(run: RunRecord) -> Page:
     return Page(render_report(run))

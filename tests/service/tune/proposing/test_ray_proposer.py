@@ -19,6 +19,7 @@ from search_spaces.study.search import GradientOptions, PolicyOptions, Search
 from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
 from service.store.steps import (
+    ChargedRequest,
     CompletionsRequest,
     CompletionsResult,
     CompletionsStep,
@@ -86,14 +87,20 @@ class Stepper:
         self._log = log
         self._observer = observer
         self._call: Mapping[str, Any] = {}
+        self._admitted: ChargedRequest | None = None
 
     def submit(self, **call: Any) -> None:
         self._call = call
 
-    def result(self, *, timeout_s: float) -> Step | dict[str, Any] | None:
+    def compute(self, request: ChargedRequest) -> None:
+        self._admitted = request
+
+    def result(self, *, timeout_s: float) -> Step | ChargedRequest | dict[str, Any] | None:
         context = ProposalContext(self._parameters, seed=0, steps=self._steps, setting=self._setting, **self._call)
         answer = SEARCHER.advance(context)
         if isinstance(answer, dict):
+            return answer
+        if isinstance(answer, (LossesRequest, GradientRequest)) and answer != self._admitted:
             return answer
         self._observer("step")
         self._log.append(len(self._steps))
@@ -188,6 +195,9 @@ def steps_and_proposals(
         proposer.submit(number=number, observations=(), pending=())
         while not isinstance(answer := proposer.result(timeout_s=120.0), dict):
             assert answer is not None
+            if isinstance(answer, (LossesRequest, GradientRequest)):
+                proposer.compute(answer)
+                continue
             steps.append(answer)
             if len(steps) == kill_after:
                 ray.kill(proposer._gradients)
@@ -304,6 +314,9 @@ def policy_proposals(directory: Path, *, kill_after: int | None = None) -> tuple
         proposer.submit(number=number, observations=tuple(found[: number - 2]), pending=())
         while not isinstance(answer := proposer.result(timeout_s=120.0), dict):
             assert answer is not None
+            if isinstance(answer, (LossesRequest, GradientRequest)):
+                proposer.compute(answer)
+                continue
             steps.append(answer)
             if len(steps) == kill_after:
                 ray.kill(proposer._searcher)

@@ -1,0 +1,59 @@
+"""The limit of a study's samples, `limits.max_samples`: how many are used, and what may still start.
+
+A study uses the samples that are scored for its search, baselines included, and those that the steps of its searcher
+are charged as. Samples of the held-out stage and of the verification are not counted.
+
+Nothing starts that could exceed the limit. Whether a trial starts depends on the samples that the trials before it have
+used when all of them have ended, so that it is the same with any number of replicas and after any interruption. It is
+known before they have ended if the trial fits even though every one of them takes the most samples that it can take.
+"""
+
+from __future__ import annotations
+
+from service.tune.plan import Plan
+from service.tune.samples.sample_cache import SampleCache
+from service.tune.schedulers.base import Proposal, RungTable
+
+__all__ = ["SampleLimit"]
+
+
+class SampleLimit:
+    """The samples that a study has used, compared with the limit of its plan.
+
+    `num_charged` is the number of samples that the stored steps are charged as.
+    """
+
+    def __init__(self, plan: Plan, *, table: RungTable, samples: SampleCache, num_charged: int) -> None:
+        self.num_charged = num_charged
+        self._max_samples = plan.max_samples
+        self._totals = tuple(sum(rung.values()) for rung in plan.rung_samples)
+        self._table = table
+        self._samples = samples
+
+    @property
+    def num_used(self) -> int:
+        """Number of samples that the study has used."""
+        return self._samples.num_searched + self.num_charged
+
+    def admits(self, proposal: Proposal, *, num_charged: int = 0) -> bool | None:
+        """Whether `proposal` may start, or a step of it that is charged as `num_charged` samples.
+
+        Returns None while that depends on evaluations that have not ended.
+        """
+        if self._max_samples is None:
+            return True
+        left = self._table.most_samples_left(self._totals)
+        if self.num_used + left + self._needed(proposal, num_charged) <= self._max_samples:
+            return True
+        return None if next(self._table.ready(), None) is not None else False
+
+    def reason(self, proposal: Proposal, *, num_charged: int = 0) -> str:
+        """Why the search ends, after `admits` has returned False."""
+        needed = self._needed(proposal, num_charged) + self._table.most_samples_left(self._totals)
+        return (
+            f"limits.max_samples: {self.num_used:,} of {self._max_samples:,} samples are used, and what would start "
+            f"next may take {needed:,}"
+        )
+
+    def _needed(self, proposal: Proposal, num_charged: int) -> int:
+        return num_charged + self._table.most_samples_of(proposal, self._totals)
