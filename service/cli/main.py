@@ -161,6 +161,15 @@ def _parser() -> argparse.ArgumentParser:
         "(default: $MERGESEARCH_FILES, else in --data)",
     )
 
+    databases = commands.add_parser("database", help="Manage the database of a server.")
+    actions = databases.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    text = "Copy all jobs from one database to another, which must be empty; the server must be stopped."
+    command = actions.add_parser("move", help=text, description=text)
+    command.set_defaults(call=verbs.move_database)
+    command.add_argument("--json", action="store_true", help="machine-readable output on standard output")
+    command.add_argument("source", metavar="FROM", help="URL of a database, or the data directory of its server")
+    command.add_argument("target", metavar="TO", help="URL of a database, or the data directory of its server")
+
     command = server_verb("submit", verbs.submit, "Submit a job to a server: a study or a fine-tuning.")
     command.add_argument(
         "file", type=Path, metavar="FILE", help="study file, or specification of a fine-tuning (YAML or JSON)"

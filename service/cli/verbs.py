@@ -37,6 +37,7 @@ __all__ = [
     "list_jobs",
     "log",
     "merge",
+    "move_database",
     "pareto",
     "propose",
     "resume",
@@ -127,6 +128,30 @@ def serve(options: argparse.Namespace) -> int:
         files=options.files,
         artifact_quota_bytes=options.artifact_quota,
     )
+    return 0
+
+
+def move_database(options: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from service.store import Store
+    from service.store.database_url import named_url
+    from service.store.move import move
+
+    source = Store(named_url(options.source))
+    try:
+        target = Store(named_url(options.target))
+        try:
+            tables = move(source, target, note=partial(print, file=sys.stderr))
+        finally:
+            target.close()
+    finally:
+        source.close()
+    if options.json:
+        print_json([asdict(table) for table in tables])
+    else:
+        print(f"copied {sum(table.rows for table in tables)} rows from {source.place} to {target.place}")
+        print("start the server with --database, or MERGESEARCH_DATABASE, and the same --data")
     return 0
 
 

@@ -13,6 +13,7 @@
 - `connection`: how transactions begin and end, and the clock for stored times
 - `column_types`: types that store and sort the same on both databases
 - `schema`: the tables
+- `move`: copies a database to another one
 - `upgrade`: creates and migrates databases, by the Alembic migrations in `migrations`
 """
 

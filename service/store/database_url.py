@@ -17,7 +17,7 @@ from service.errors import Conflict
 from workers.directories import replacing
 from workers.file_access import DATABASE_URL as URL_FILE
 
-__all__ = ["URL_FILE", "VARIABLE", "database_url", "has_password", "parse_url", "remember", "shown"]
+__all__ = ["URL_FILE", "VARIABLE", "database_url", "has_password", "named_url", "parse_url", "remember", "shown"]
 
 VARIABLE = "MERGESEARCH_DATABASE"
 
@@ -93,6 +93,17 @@ def database_url(data_dir: Path, given: str | None = None) -> sa.URL:
         return parse_url((data_dir / URL_FILE).read_text().strip())
     except FileNotFoundError:
         return parse_url(f"sqlite:///{data_dir / DATABASE}")
+
+
+def named_url(text: str) -> sa.URL:
+    """URL of the database that `text` names: a URL, or the data directory of a server.
+
+    Raises:
+        Conflict: It is neither.
+    """
+    if "://" not in text and Path(text).is_dir():
+        return database_url(Path(text))
+    return parse_url(text)
 
 
 def remember(data_dir: Path, url: sa.URL) -> None:

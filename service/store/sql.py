@@ -132,6 +132,10 @@ class Store:
         """URL with which another process opens the database; it may hold a password."""
         return self._engine.url.render_as_string(hide_password=False)
 
+    def reading(self) -> AbstractContextManager[sa.Connection]:
+        """A connection whose transaction only reads, for other stores in the same database; that of a snapshot."""
+        return self._reads.connect()
+
     def waiting(self) -> Self:
         """The same store, whose calls, and those of its writers, wait while the database does not answer."""
         return self._with(waiting(self._engine))

@@ -1,0 +1,133 @@
+"""Copies everything that a database holds to another one, of the same kind or not."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+
+from service.errors import Conflict
+from service.store import schema
+from service.store.connection import transaction
+from service.store.sql import Store
+from service.types import HEARTBEAT_S
+
+__all__ = ["MovedTable", "move"]
+
+# Rows that are read, and written, at once.
+BATCH = 1000
+
+# Seconds after a heartbeat during which the job still has a driver.
+ALIVE_S = 3 * HEARTBEAT_S
+
+# Made with the tables, like Alembic's own table; not copied.
+NOT_COPIED = frozenset({"schema_version"})
+
+
+@dataclass(frozen=True)
+class MovedTable:
+    """A table that was copied: its number of rows, and the sha256 of all of them in the order of their keys."""
+
+    name: str
+    rows: int
+    digest: str
+
+
+def move(source: Store, target: Store, *, note: Callable[[str], None] = lambda _: None) -> list[MovedTable]:
+    """Copy all tables of `source` to the empty `target`, in one transaction, and compare the copies with them.
+
+    The source is read at one moment, and stays as it is. Ids stay the same, and ids that the source has given to rows
+    that were deleted are not given again. If this process ends early, the target is still empty. `note` receives the
+    progress as text.
+
+    Raises:
+        Conflict: The target has data, a job of the source has a driver, or a copy differs.
+    """
+    tables = [table for table in schema.metadata.sorted_tables if table.name not in NOT_COPIED]
+    with source.snapshot() as snapshot:
+        _check_no_driver(snapshot)
+        with snapshot.reading() as reads, transaction(target.engine) as writes:
+            _check_empty(writes, tables, target.place)
+            copied = [_copy(reads, writes, table, note) for table in tables]
+            for before in copied:
+                note(f"{before.name}: comparing the copy")
+                after = _described(writes, schema.metadata.tables[before.name])
+                if after != before:
+                    raise Conflict(f"{target.place}: table {before.name}: the copy differs ({after}, not {before})")
+    return copied
+
+
+def _check_no_driver(source: Store) -> None:
+    now = source.now()
+    for job in source.jobs():
+        if not job.state.is_finished and job.heartbeat_at is not None and now - job.heartbeat_at < ALIVE_S:
+            raise Conflict(
+                f"database {source.place}: job {job.id} ({job.name}) has a driver, whose later results the copy would "
+                f"not have (its last heartbeat was {now - job.heartbeat_at:.0f} s ago); stop the server and its Ray"
+            )
+
+
+def _check_empty(target: sa.Connection, tables: list[sa.Table], place: str) -> None:
+    for table in tables:
+        if target.execute(sa.select(sa.literal(1)).select_from(table).limit(1)).first() is not None:
+            raise Conflict(f"database {place}: has data already (in its table {table.name}); give an empty database")
+
+
+def _copy(source: sa.Connection, target: sa.Connection, table: sa.Table, note: Callable[[str], None]) -> MovedTable:
+    number = source.execute(sa.select(sa.func.count()).select_from(table)).scalar_one()
+    digest, done = hashlib.sha256(), 0
+    for rows in _batches(source, table):
+        for row in rows:
+            digest.update(repr(row).encode("utf-8", "surrogatepass"))
+        target.execute(sa.insert(table), [dict(row._mapping) for row in rows])
+        done += len(rows)
+        note(f"{table.name}: {done} of {number} rows")
+    if _counts(table):
+        _set_counter(target, table, _counter(source, table))
+    return MovedTable(table.name, done, digest.hexdigest())
+
+
+def _described(connection: sa.Connection, table: sa.Table) -> MovedTable:
+    digest, done = hashlib.sha256(), 0
+    for rows in _batches(connection, table):
+        done += len(rows)
+        for row in rows:
+            digest.update(repr(row).encode("utf-8", "surrogatepass"))
+    return MovedTable(table.name, done, digest.hexdigest())
+
+
+def _batches(connection: sa.Connection, table: sa.Table) -> Iterator[list[sa.Row[tuple[object, ...]]]]:
+    query = sa.select(table).order_by(*table.primary_key).execution_options(yield_per=BATCH)
+    for rows in connection.execute(query).partitions():
+        yield list(rows)
+
+
+# The last id that a table has given to a row.
+
+
+def _counts(table: sa.Table) -> bool:
+    return table.autoincrement_column is not None
+
+
+def _counter(connection: sa.Connection, table: sa.Table) -> int:
+    largest = connection.execute(sa.select(sa.func.coalesce(sa.func.max(table.c.id), 0))).scalar_one()
+    if connection.dialect.name == "postgresql":
+        sequence = f"SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM {table.name}_id_seq"
+        return max(int(largest), int(connection.execute(sa.text(sequence)).scalar_one()))
+    if not table.dialect_options["sqlite"]["autoincrement"]:
+        return int(largest)
+    query = sa.text("SELECT seq FROM sqlite_sequence WHERE name = :name")
+    return max(int(largest), int(connection.execute(query, {"name": table.name}).scalar() or 0))
+
+
+def _set_counter(connection: sa.Connection, table: sa.Table, number: int) -> None:
+    if number == 0:
+        return
+    if connection.dialect.name == "postgresql":
+        connection.execute(sa.select(sa.func.setval(f"{table.name}_id_seq", number)))
+    elif table.dialect_options["sqlite"]["autoincrement"]:
+        row = {"name": table.name, "number": number}
+        connection.execute(sa.text("DELETE FROM sqlite_sequence WHERE name = :name"), row)
+        connection.execute(sa.text("INSERT INTO sqlite_sequence (name, seq) VALUES (:name, :number)"), row)
