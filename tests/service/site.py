@@ -145,6 +145,8 @@ PROGRESS = {
     "best": {"sums": 0.7},
     "samples_scored": 300,
     "samples_planned": 900,
+    "samples_used": 360,
+    "max_samples": 5000,
 }
 
 

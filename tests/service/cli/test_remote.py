@@ -100,6 +100,7 @@ def test_show_tells_all_of_a_study(site: Site, finished: str, terminal: ServerTe
         "worked 12m34s, by 1 driver",
         "trials 9 of 14 8 complete 1 fail",
         "samples 300 of 900",
+        "sample limit 360 of 5,000 used by the search (7%)",
         "best so far trial 7: sums 0.7",
         "Ray job finished-1",
         "dashboard http://dashboard/#/jobs/finished-1",

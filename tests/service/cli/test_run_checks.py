@@ -17,6 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from search_spaces.searchers import SEARCHERS
 from search_spaces.spaces import SPACES
+from search_spaces.study.file import load_study
+from service.jobs.search.local_run import DATABASE
+from service.store import Store
+from service.store.steps import LossesRequest, LossesResult, step_of
+from service.studies.preflight.examine import examine
+from service.types import TrialRecord, TrialState
 from tests.conftest import write_choices
 from tests.service.cli.terminals import Workplace, spoilt
 from workers.models.checkpoints import BY_CONFIG
@@ -65,6 +71,24 @@ def test_check_compares_the_plan_with_the_limit(place: Workplace) -> None:
     study = place.write(search__max_trials=12, limits={"max_samples": planned})
     _, out, _ = place.run("run", study, "--out", place.run_dir, "--check")
     assert f"limit     {planned} samples of the search; its plan takes up to {planned}: all trials fit\n" in out
+
+
+def test_check_counts_what_earlier_runs_used(place: Workplace) -> None:
+    """Samples and steps of the run in the directory are those used."""
+    study = load_study(place.write(search__max_trials=12, limits={"max_samples": 450}))
+    preflight = examine(study)
+    place.run_dir.mkdir()
+    store = Store(f"sqlite:///{place.run_dir / DATABASE}")
+    resolved = preflight.resolved().to_json()
+    job = store.create_job(kind="search", name=study.name, document=study.canonical(), accepted=resolved)
+    writer = store.open_attempt(job.id)
+    (origin, label, recipe), *_ = preflight.baselines()
+    writer.add_trial(TrialRecord(0, origin, label, TrialState.RUNNING, recipe, samples_scored=36))
+    losses = LossesRequest(label="trial 0", point=(0.5,), positions={"sums": (0, 1, 2)})
+    writer.add_step(step_of(0, 10, losses, LossesResult()))
+    store.close()
+    _, out, _ = place.run("run", place.directory / "study.yaml", "--out", place.run_dir, "--check")
+    assert "limit     450 samples of the search, 39 of them used; its plan takes up to " in out
 
 
 def test_limit_that_leaves_nothing_to_search(place: Workplace) -> None:

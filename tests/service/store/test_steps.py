@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from service.store.steps import (
     step_document,
     step_of,
 )
+from tests.service.tune.harness import new_study
 
 POSITIONS = {"math": (0, 3), "text": (1,)}
 
@@ -88,6 +90,18 @@ def test_a_step_is_read_as_it_was_stored(request_: StepRequest, result: StepResu
 
 def test_a_step_is_charged_by_its_samples() -> None:
     assert [request.num_charged for request, _ in EXAMPLES] == [3, 9, 9, 0, 0, 0]
+
+
+def test_charges_are_summed_in_the_store(tmp_path: Path) -> None:
+    """The samples that a study's steps are charged as are those of its own steps."""
+    store, study = new_study(tmp_path)
+    assert store.num_charged(study) == 0
+    writer = store.open_attempt(study)
+    for number, (request, result) in enumerate(EXAMPLES):
+        writer.add_step(step_of(number, 9, request, result))
+    other = store.create_job(kind="search", name="other", document={}, accepted={}).id
+    assert (store.num_charged(study), store.num_charged(other)) == (21, 0)
+    store.close()
 
 
 def stored_gradient() -> dict[str, Any]:

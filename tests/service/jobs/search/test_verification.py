@@ -74,12 +74,14 @@ class Study:
             kind="search", name="test", document=document, accepted=preflight.resolved().to_json()
         ).id
 
-    def attempt(self, scorer: FakeScorer, *, max_trials: int | None = None) -> JobState:
+    def attempt(self, scorer: FakeScorer, *, max_trials: int | None = None, max_samples: int | None = None) -> JobState:
         """The study's state after one more attempt."""
         preflight = self.preflight
         if max_trials is not None:
             search = preflight.study.search.model_copy(update={"max_trials": max_trials})
             preflight = replace(preflight, study=preflight.study.model_copy(update={"search": search}))
+        limits = preflight.study.limits.model_copy(update={"max_samples": max_samples})
+        preflight = replace(preflight, study=preflight.study.model_copy(update={"limits": limits}))
         writer = self.store.open_attempt(self.id)
         view: Any = SimpleNamespace(update=lambda _: None, note=lambda _: None)
         with contextlib.suppress(StudyFailed):
@@ -136,6 +138,27 @@ def test_failing_metric_fails_the_study(study: Study, scorer: Verifier) -> None:
     assert re.fullmatch(r"verification: transformers cannot score trial \d+: task sums, metric .*: no number", reason)
     scorer.fails_with = None
     assert study.attempt(scorer) is JobState.COMPLETE
+
+
+def test_larger_limit_of_samples_continues(study: Study, scorer: Verifier) -> None:
+    """A study that its limit of samples ended is COMPLETE with that reason; a larger limit continues it."""
+    preflight = study.preflight
+    full = sum(preflight.budget.rung_samples[-1].values())
+    limit = preflight.within_limit(preflight.expected_samples().search) - full
+    assert study.attempt(scorer, max_samples=limit) is JobState.COMPLETE
+    ended = study.store.job(study.id)
+    before = summary(run_record(study.store, study.id))
+    used = before["samples"]["used"]
+    assert used <= limit
+    assert str(ended.reason).startswith(f"limits.max_samples: {used:,} of {limit:,} samples are used")
+    assert ended.progress is not None
+    assert (ended.progress["samples_used"], ended.progress["max_samples"]) == (used, limit)
+    assert before["verification"]["status"] == "equal"
+    assert study.attempt(scorer) is JobState.COMPLETE
+    assert study.store.job(study.id).reason is None
+    after = summary(run_record(study.store, study.id))
+    assert sum(after["trials"].values()) > sum(before["trials"].values())
+    assert after["samples"]["used"] > used
 
 
 def test_refused_task_fails_the_study(study: Study, scorer: Verifier) -> None:
