@@ -328,8 +328,8 @@ class RayCluster:
             return None
         return (
             f"Ray has {len(self._nodes)} machines ({', '.join(sorted(self._nodes))}), and SQLite is a file of one: "
-            "several machines need PostgreSQL (`mergesearch serve --database postgresql://USER@HOST/NAME`; `mergesearch "
-            "database move` copies this database)"
+            "several machines need PostgreSQL (`mergesearch serve --database postgresql://USER@HOST/NAME`; "
+            "`mergesearch database move` copies this database)"
         )
 
     def _lose(self, error: Exception) -> None:
