@@ -70,12 +70,15 @@ class ModelSource:
     """One checkpoint: its alias in recipes, its absolute directory, and its content fingerprint.
 
     For an adapter, `adapts` is the directory of the model that the adapter changes; None stands for the family's base.
+    `origin` is the hub id with its commit, or the URL, by which other machines find the model; None if it was given as
+    a directory.
     """
 
     alias: str
     directory: str
     fingerprint: str
     adapts: str | None = None
+    origin: str | None = None
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,9 @@ class Family:
     """A base model and its experts: the models that one engine can merge.
 
     `tokenizer` selects the vocabulary of every merge: "base", "union", or an expert's alias; `vocabulary` has the
-    details (`workers.models.vocabulary`). `alignments_dir` is the directory of the alignments that recipes name
-    (`workers.alignments`), or "" if there are none. Files may be added to it while engines run.
+    details (`workers.models.vocabulary`). `alignments_dir` is the directory of the alignments that recipes name, or
+    the URL of the object store that has them (`workers.alignments`); it is "" if there are none. Files may be added to
+    it while engines run.
     """
 
     base: ModelSource

@@ -65,7 +65,7 @@ def create_app(
         data_dir=data_dir,
         cluster=cluster,
         preflight=preflight or PreflightProcess(RequestContext(default_access(data_dir), store.url, data_dir, files)),
-        exports=Exports(store, data_dir, keep=keep),
+        exports=Exports(store, data_dir, keep=keep, files=artifacts.remote),
         artifacts=artifacts,
         quota=ArtifactQuota(store, artifacts, artifact_quota_bytes),
         hub=EventHub(store),

@@ -51,8 +51,11 @@ class Exports:
     An export that is interrupted continues when the queue is started again.
     """
 
-    def __init__(self, store: Store, data_dir: Path, *, keep: ExportLimits | None = None) -> None:
+    def __init__(
+        self, store: Store, data_dir: Path, *, keep: ExportLimits | None = None, files: str | None = None
+    ) -> None:
         self._store = store
+        self._files = files
         self._data_dir = data_dir
         self._root = data_dir / "exports"
         self._keep = keep or ExportLimits()
@@ -238,7 +241,7 @@ class Exports:
                     str(record.trial),
                     directory,
                     dtype=record.dtype,
-                    alignments_in=alignments_dir(job_dir(self._data_dir, record.study)),
+                    alignments_in=self._alignments(record),
                 )
             state, reason = ExportState.COMPLETE, None
         except Exception as error:
@@ -252,6 +255,11 @@ class Exports:
         if not self._is_stopping:
             await anyio.to_thread.run_sync(self._store.set_export_state, name, state, reason)
 
+    def _alignments(self, record: ExportRecord) -> str | Path:
+        """The directory of the study's alignments, or the URL of the object store that has them."""
+        directory = alignments_dir(job_dir(self._data_dir, record.study))
+        return directory if self._files is None or directory.is_dir() else self._files
+
     def _prepare(self, record: ExportRecord) -> Path:
         self._store.set_export_state(record.id, ExportState.RUNNING)
         directory = self.directory(record)
@@ -259,7 +267,7 @@ class Exports:
         return directory
 
 
-def _export(url: str, study_id: str, trial: str, directory: Path, *, dtype: str, alignments_in: Path) -> None:
+def _export(url: str, study_id: str, trial: str, directory: Path, *, dtype: str, alignments_in: str | Path) -> None:
     store = Store(url)
     try:
         export_trial(store, store.job(study_id), trial, directory, dtype=dtype, alignments_in=alignments_in)

@@ -54,6 +54,9 @@ MAX_DOUBLINGS = 20
 # Characters of a refusal that are kept: Ray sends a traceback, whose end says why.
 MAX_REFUSAL = 400
 
+# Seconds between counts of the cluster's machines.
+NODES_S = 15.0
+
 # Jobs with a driver at the same time; others wait. A driver takes some hundred MB of memory; engines are shared.
 MAX_RUNNING = 4
 
@@ -204,6 +207,8 @@ class RayCluster:
         # Since when the database has answered, by the clock of the stored times; None before the first round.
         self._watched_since: float | None = None
         self._losses: dict[str, dict[int, str]] = {}  # why a job's drivers were lost since one last worked
+        self._nodes: frozenset[str] = frozenset()  # addresses of the cluster's machines
+        self._nodes_at: float | None = None  # when they were counted (time.monotonic())
         self._stopping = threading.Event()
         self._waking = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cluster", daemon=True)
@@ -295,7 +300,7 @@ class RayCluster:
             return reason
         url = self._host.dashboard_url if self._host is not None else None
         if self._client is not None and url in (None, self._dashboard_url):
-            return None
+            return self._too_many_machines()
         prepare_environment()
         from ray.dashboard.utils import get_address_for_submission_client
         from ray.job_submission import JobSubmissionClient
@@ -307,7 +312,25 @@ class RayCluster:
             return f"Ray's dashboard does not answer: {error}"
         self._dashboard_url = url
         logger.info("Ray's dashboard: %s", url)
-        return None
+        return self._too_many_machines()
+
+    def _too_many_machines(self) -> str | None:
+        """The reason why drivers may not start on a cluster of several machines; None if they may.
+
+        The machines are counted every NODES_S seconds, as they come and go.
+        """
+        if self._host is not None or not self._store.is_on_one_machine:
+            return None
+        now = time.monotonic()
+        if self._nodes_at is None or now - self._nodes_at > NODES_S:
+            self._nodes, self._nodes_at = _machines(self._dashboard_url), now
+        if len(self._nodes) < 2:
+            return None
+        return (
+            f"Ray has {len(self._nodes)} machines ({', '.join(sorted(self._nodes))}), and SQLite is a file of one: "
+            "several machines need PostgreSQL (`mergesearch serve --database postgresql://USER@HOST/NAME`; "
+            "`mergesearch database move` copies this database)"
+        )
 
     def _lose(self, error: Exception) -> None:
         logger.warning("Ray's dashboard does not answer (%s)", type(error).__name__)
@@ -431,6 +454,18 @@ class RayCluster:
             raise
         message, _, _ = (info.message or "").partition(", last available logs")
         return str(info.status.value), message.partition("\n")[0] or None
+
+
+def _machines(dashboard_url: str | None) -> frozenset[str]:
+    """Addresses of the machines of the cluster with this dashboard. Raises ConnectionError if it does not answer."""
+    from ray.util.state import list_nodes
+    from ray.util.state.exception import RayStateApiException
+
+    try:
+        nodes = list_nodes(dashboard_url, filters=[("state", "=", "ALIVE")], raise_on_missing_output=False)
+    except (RayStateApiException, RuntimeError) as error:
+        raise ConnectionError(f"Ray's dashboard does not list its nodes: {error}") from error
+    return frozenset(node.node_ip for node in nodes)
 
 
 def _accepts_no_jobs(error: Exception) -> bool:

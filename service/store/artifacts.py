@@ -20,7 +20,7 @@ from service.errors import Conflict, NotFound
 from service.store import schema
 from service.store.attempt_writer import insert
 from service.store.availability import repeated
-from service.store.blobs import StoredFile, digest_of, open_blobs
+from service.store.blobs import StoredFile, blob_path, digest_of, open_blobs
 from service.store.connection import reading, transaction
 from service.store.sql import Store
 from service.types import ArtifactRecord
@@ -116,7 +116,16 @@ class ArtifactStore:
 
     def url(self, record: ArtifactRecord) -> str | None:
         """URL under which studies on every machine can name the artifact as a model; None if it is in a directory."""
-        return self._blobs.url(record.digest)
+        return self.remote and f"{self.remote}/{blob_path(record.digest)}"
+
+    @property
+    def remote(self) -> str | None:
+        """URL of the object store that has the files; None if they are in a directory."""
+        return self._blobs.remote
+
+    def content(self, digest: str) -> bytes:
+        """Content of the stored file with this sha256. Raises FileNotFoundError."""
+        return self._blobs.read(digest)
 
     def write_to(self, record: ArtifactRecord, out: Path) -> Path:
         """Copy the artifact to the new directory `out`, which appears once it is complete.

@@ -49,6 +49,10 @@ class BlobStore(Protocol):
     @property
     def place(self) -> str: ...
 
+    @property
+    def remote(self) -> str | None:
+        """URL of the object store; None for a directory."""
+
     def add(self, file: Path) -> tuple[str, int]:
         """Store a file and return its digest and its size in bytes. Raises Conflict if the file changes meanwhile."""
 
@@ -63,9 +67,6 @@ class BlobStore(Protocol):
 
     def stored(self, digest: str) -> StoredFile | None:
         """Return a stored file for reading; None if it does not exist."""
-
-    def url(self, digest: str) -> str | None:
-        """URL of a stored file that every machine can read; None for a directory."""
 
     def num_bytes(self) -> int:
         """Size of all stored files together."""
@@ -151,6 +152,10 @@ class DirectoryBlobs:
     def place(self) -> str:
         return str(self._blobs)
 
+    @property
+    def remote(self) -> str | None:
+        return None
+
     def add(self, file: Path) -> tuple[str, int]:
         digest = digest_of(file)
         if not self._file(digest).exists():
@@ -173,9 +178,6 @@ class DirectoryBlobs:
     def stored(self, digest: str) -> StoredFile | None:
         file = self._file(digest)
         return StoredFile.of(file) if file.is_file() else None
-
-    def url(self, digest: str) -> str | None:
-        return None
 
     def num_bytes(self) -> int:
         found = 0
@@ -235,31 +237,32 @@ class ObjectBlobs:
     def place(self) -> str:
         return f"{self._objects.url}/{BLOBS}"
 
+    @property
+    def remote(self) -> str | None:
+        return self._objects.url
+
     def add(self, file: Path) -> tuple[str, int]:
         digest, num_bytes = digest_of(file), file.stat().st_size
         if not self._is_fresh(digest):
-            self._objects.upload(file, _path(digest))
+            self._objects.upload(file, blob_path(digest))
             _check_unchanged(file, digest_of(file), digest)
         return digest, num_bytes
 
     def add_bytes(self, content: bytes) -> str:
         digest = hashlib.sha256(content).hexdigest()
         if not self._is_fresh(digest):
-            self._objects.write(_path(digest), content)
+            self._objects.write(blob_path(digest), content)
         return digest
 
     def read(self, digest: str) -> bytes:
-        return self._objects.read(_path(digest))
+        return self._objects.read(blob_path(digest))
 
     def copy(self, digest: str, target: Path) -> None:
-        self._objects.download(_path(digest), target)
+        self._objects.download(blob_path(digest), target)
 
     def stored(self, digest: str) -> StoredFile | None:
-        info = self._objects.info(_path(digest))
-        return None if info is None else StoredFile(info.num_bytes, (self._objects, _path(digest)))
-
-    def url(self, digest: str) -> str | None:
-        return f"{self._objects.url}/{_path(digest)}"
+        info = self._objects.info(blob_path(digest))
+        return None if info is None else StoredFile(info.num_bytes, (self._objects, blob_path(digest)))
 
     def num_bytes(self) -> int:
         return sum(info.num_bytes for info in self._objects.list(BLOBS).values())
@@ -284,7 +287,7 @@ class ObjectBlobs:
         return freed
 
     def _is_fresh(self, digest: str) -> bool:
-        info = self._objects.info(_path(digest))
+        info = self._objects.info(blob_path(digest))
         return info is not None and time.time() - info.modified_at < GRACE_S / 2
 
 
@@ -294,7 +297,8 @@ def digest_of(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _path(digest: str) -> str:
+def blob_path(digest: str) -> str:
+    """Path of the file with the sha256 `digest` in an object store."""
     return f"{BLOBS}/{digest[:2]}/{digest[2:]}"
 
 

@@ -128,6 +128,11 @@ class Store:
         return self._engine
 
     @property
+    def is_on_one_machine(self) -> bool:
+        """Whether only processes of one machine can open the database, since it is a file."""
+        return self._engine.dialect.name == "sqlite"
+
+    @property
     def url(self) -> str:
         """URL with which another process opens the database; it may hold a password."""
         return self._engine.url.render_as_string(hide_password=False)

@@ -34,14 +34,14 @@ def export_trial(
     out: Path,
     *,
     dtype: str | None = None,
-    alignments_in: Path | None = None,
+    alignments_in: str | Path | None = None,
     **details: Any,
 ) -> Path:
     """Write the merged model of a trial to the directory `out`, and return `out`.
 
     `trial` is "best" or the trial's number. With `dtype` None the model has the dtype of the study's engines.
-    `alignments_in` is the directory of the study's alignments. `details` are further arguments of
-    `workers.export.checkpoint.export`.
+    `alignments_in` is the directory of the study's alignments, or the URL of the object store that has them. `details`
+    are further arguments of `workers.export.checkpoint.export`.
 
     Raises:
         NotFound: There is no such trial.
@@ -67,7 +67,7 @@ def export_trial(
         raise Conflict(f"models {', '.join(changed)} have changed since the study; the scored merge cannot be written")
     bank = Bank(sources, keeps_statistics=False)
     if alignments_in is not None:
-        bank.alignments_dir = str(alignments_in.resolve())
+        bank.alignments_dir = str(alignments_in)
     return write_model(
         chosen.recipe,
         bank,

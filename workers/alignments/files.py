@@ -1,7 +1,8 @@
 """Alignments as safetensors files that are named by their digests.
 
 A layer of a recipe names the alignment behind it by the sha256 of its file, `DIGEST.safetensors` in
-`Family.alignments_dir`. Therefore a recipe's digest covers the alignment's numbers too.
+`Family.alignments_dir`. Therefore a recipe's digest covers the alignment's numbers too. Where `Family.alignments_dir`
+is the URL of an object store, the file is among the store's artifacts, and each machine downloads it once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from pathlib import Path
 
 from search_spaces.errors import InvalidRecipe
 from workers.alignments.alignment import Alignment
+from workers.cache import cache_dir
 from workers.directories import write_file
+from workers.object_store import ObjectStore, is_object_url
 
 __all__ = ["is_stored", "read_alignment", "store_alignment", "write_alignment"]
 
@@ -49,11 +52,11 @@ def is_stored(directory: str | Path, digest: str) -> bool:
 
 
 def read_alignment(directory: str | Path, digest: str, *, layer: int, hidden_size: int) -> Alignment:
-    """Read the alignment with the digest `digest` from a directory, in float32.
+    """Read the alignment with the digest `digest` from a directory or object store, in float32.
 
-    `layer` is the index of the layer that names the alignment, for messages. Raises InvalidRecipe, with the layer and
-    the file, if the file is missing, its content has another digest, or it is not an alignment of `hidden_size`
-    channels.
+    `directory` may be the URL of an object store. `layer` is the index of the layer that names the alignment, for
+    messages. Raises InvalidRecipe, with the layer and the file, if the file is missing, its content has another digest,
+    or it is not an alignment of `hidden_size` channels.
     """
     try:
         return _read(directory, digest, hidden_size)
@@ -70,9 +73,11 @@ def _read(directory: str | Path, digest: str, hidden_size: int) -> Alignment:
         raise InvalidRecipe("these models were opened without a directory of alignments (Family.alignments_dir)")
     file = _file(directory, digest)
     try:
+        if is_object_url(str(directory)):
+            file = _downloaded(str(directory), digest)
         content = file.read_bytes()
     except OSError as error:
-        raise InvalidRecipe(f"{file}: cannot be read: {error.strerror}") from error
+        raise InvalidRecipe(f"{file}: cannot be read: {error.strerror or error}") from error
     if (found := hashlib.sha256(content).hexdigest()) != digest:
         raise InvalidRecipe(f"{file}: its contents have the digest {found[:12]}")
     try:
@@ -82,6 +87,14 @@ def _read(directory: str | Path, digest: str, hidden_size: int) -> Alignment:
     if alignment.hidden_size != hidden_size:
         raise InvalidRecipe(f"{file}: it aligns {alignment.hidden_size} numbers; the models have {hidden_size}")
     return alignment
+
+
+def _downloaded(url: str, digest: str) -> Path:
+    """The file of an alignment in an object store, in this machine's cache."""
+    directory = cache_dir() / "alignments"
+    if not is_stored(directory, digest):
+        store_alignment(directory, ObjectStore(url).read(f"blobs/{digest[:2]}/{digest[2:]}"))
+    return _file(directory, digest)
 
 
 def _file(directory: str | Path, digest: str) -> Path:

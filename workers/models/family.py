@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,14 +23,16 @@ from workers.models.compatibility import differences, foreign_adapters
 from workers.models.components import Layout
 from workers.models.fingerprints import FileState, content_problems, file_states, fingerprint
 from workers.models.merged_files import make_result_dir
-from workers.models.remote import absent_bytes, commit_of, fetched, lack_of_space, locate, named
+from workers.models.remote import absent_bytes, commit_of, fetched, id_of, lack_of_space, locate, named
 from workers.models.vocabulary import BASE, EMBEDDING_NAMES, UNION, TokenAlignment, VocabularyOptions, token_ids
+from workers.object_store import is_object_url
 from workers.types import Family, ModelSource
 
 __all__ = [
     "LocatedFamily",
     "ResolvedFamily",
     "locate_family",
+    "on_this_machine",
     "open_family",
     "open_sources",
     "resolve_family",
@@ -171,10 +174,25 @@ class ResolvedFamily:
         Raises InvalidModel as `fingerprints` does.
         """
         base, *experts = (
-            ModelSource(alias, str(checkpoint.directory.resolve()), self.fingerprints[alias], self._adapts(alias))
+            ModelSource(
+                alias,
+                str(checkpoint.directory.resolve()),
+                self.fingerprints[alias],
+                self._adapts(alias),
+                self._origin(alias),
+            )
             for alias, checkpoint in self.checkpoints.items()
         )
         return Family(base, tuple(experts), self.tokenizer, self.vocabulary)
+
+    def _origin(self, alias: str) -> str | None:
+        """The hub id with its commit, or the URL, of a model; None if it was given as a directory."""
+        given = self.given[alias]
+        if is_object_url(given):
+            return given
+        directory = self.directories[alias]
+        commit = None if os.path.isdir(given) else commit_of(directory)
+        return None if commit is None else f"{id_of(directory)}@{commit}"
 
     def _adapts(self, alias: str) -> str | None:
         return str(self.adapted[alias].resolve()) if alias in self.adapted else None
@@ -404,6 +422,44 @@ def open_sources(family: Family, *, cache: str | Path | None = None) -> Resolved
     adapted = {model.alias: model.adapts for model in family.models if model.adapts is not None}
     located = locate_family(family.base.directory, experts, base_alias=family.base.alias, adapted=adapted)
     return located.resolve(tokenizer=family.tokenizer, vocabulary=family.vocabulary, cache=cache)
+
+
+def on_this_machine(family: Family, *, note: Callable[[str], None] = log.info) -> Family:
+    """Return a family's description, which another machine may have sent, with directories of this machine.
+
+    A model whose directory does not exist here is found by its origin, and downloaded unless this machine has it. Its
+    contents are compared with the fingerprints of the family. `note` is called with lines about downloads. Raises
+    InvalidModel if a model cannot be found, or has other contents.
+    """
+    base, *experts = (_on_this_machine(model, note) for model in family.models)
+    found = replace(family, base=base, experts=tuple(experts))
+    if found != family:
+        fingerprints = open_sources(found).fingerprints
+        changed = [model for model in found.models if fingerprints[model.alias] != model.fingerprint]
+        if changed:
+            raise InvalidModel(
+                tuple(
+                    f"model {model.alias!r}: {model.origin} has changed since it was checked: its fingerprint is "
+                    f"{fingerprints[model.alias][:12]}, expected {model.fingerprint[:12]}"
+                    for model in changed
+                )
+            )
+    return found
+
+
+def _on_this_machine(model: ModelSource, note: Callable[[str], None]) -> ModelSource:
+    if os.path.isdir(model.directory):
+        return model
+    if model.origin is None:
+        raise InvalidModel(
+            (
+                f"model {model.alias!r}: {model.directory} does not exist on the machine {socket.gethostname()}: mount "
+                "it at the same path on every machine, or give the model as a hub id or as the URL of a folder in an "
+                "object store",
+            )
+        )
+    (directory,) = fetched([locate(model.origin)], note=note)
+    return replace(model, directory=str(directory.resolve()))
 
 
 def open_family(

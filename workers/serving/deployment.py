@@ -37,7 +37,7 @@ DEPLOYING = "deploying"
 
 def app_name(family: Family, options: EngineOptions) -> str:
     """The name of the Serve application for a family; studies with the same models and options share its replicas."""
-    models = [(model.alias, model.directory, model.fingerprint) for model in family.models]
+    models = [(model.alias, model.origin or model.directory, model.fingerprint) for model in family.models]
     others = [family.alignments_dir] if family.alignments_dir else []
     return f"scorer-{digest_of([models, family.tokenizer, options.document(), *others])[:12]}"
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from service.tune.proposing.completions import SourceCompletions
 from service.tune.searchers import get_searcher
 from service.tune.searchers.base import LearningSearcher, SearchSetting
 from service.types import JobRecord, JobState, Origin, TrialRecord, TrialState
+from workers.alignments.files import is_stored, store_alignment
 from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask
 from workers.types import CanaryReport, Scorer
 
@@ -57,13 +59,15 @@ def with_alignments(
     writer: JobWriter,
     *,
     directory: Path,
+    artifacts: ArtifactStore,
     note: Callable[[str], None],
 ) -> PreflightResult:
     """Learn the alignments that a study's search space needs, and return the prepared study with alignments.
 
     An alignment is a map of the residual stream between two layers. The alignments' files are in `directory`. They are
     learned once and stored with the study, so that the study's recipes stay the same. A study whose search space uses
-    no alignments is returned unchanged. Ray must be connected.
+    no alignments is returned unchanged. Artifacts in an object store have the files, too, so that engines on other
+    machines can read them, and so can later drivers. Ray must be connected.
 
     Raises:
         StudyFailed: The alignments cannot be learned; the study is stored as FAILED.
@@ -86,15 +90,27 @@ def with_alignments(
     )
     before = stored_alignments(store, writer.job_id)
     try:
+        if artifacts.remote is not None:
+            _restore(artifacts, directory, before.values())
         names = alignments_in(directory, inputs, space.pairs, before=before, note=note)
+        if artifacts.remote is not None:
+            artifacts.put(writer.job_id, ALIGNMENTS, directory)
     except (InvalidModel, InvalidTask, StudyFailed) as error:
         writer.set_state(JobState.FAILED, str(error))
         raise StudyFailed(str(error)) from error
     except OSError as error:
         raise EngineUnavailable(f"alignments cannot be stored: {error}") from error
     writer.set_document_named(ALIGNMENTS, [[*pair, name] for pair, name in names.items()])
-    family = replace(preflight.models.family, alignments_dir=str(directory.resolve()))
+    family = replace(preflight.models.family, alignments_dir=artifacts.remote or str(directory.resolve()))
     return replace(preflight, space=space.with_alignments(names), models=replace(preflight.models, family=family))
+
+
+def _restore(artifacts: ArtifactStore, directory: Path, names: Iterable[str]) -> None:
+    """Copy the alignments with these names, which another machine may have learned, to `directory`."""
+    for name in {*names}:
+        if not is_stored(directory, name):
+            with suppress(FileNotFoundError):
+                store_alignment(directory, artifacts.content(name))
 
 
 def stored_alignments(store: Store, study_id: str) -> dict[LayerPair, str]:

@@ -69,7 +69,9 @@ def continue_study(
         if session.dashboard_url:
             attempt.note(f"Ray dashboard: {session.dashboard_url}")
         alignments = alignments_dir(attempt.work_dir)
-        preflight = with_alignments(preflight, store, writer, directory=alignments, note=attempt.progressed)
+        preflight = with_alignments(
+            preflight, store, writer, directory=alignments, artifacts=attempt.artifacts, note=attempt.progressed
+        )
         replicas = preflight.study.engine.replicas
         attempt.progressed(f"Waiting for {replicas} engine{'s' * (replicas > 1)} ...")
         heartbeat.wait_for(ENGINE)

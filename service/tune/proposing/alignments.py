@@ -21,7 +21,7 @@ from workers.alignments.samples import prompts_of
 from workers.errors import EngineUnavailable, InvalidModel, InvalidTask
 from workers.merging.bank import Bank
 from workers.merging.materialize import merge_into
-from workers.models.family import open_sources
+from workers.models.family import on_this_machine, open_sources
 from workers.training.model import TrainableModel
 from workers.types import Placement
 
@@ -124,10 +124,11 @@ def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[La
 def _read(inputs: AlignmentInputs, alias: str, before: Sequence[int]) -> list[Any]:
     """The activations of one model before each layer in `before`, as arrays, and which rows of them are held out."""
     torch.set_num_threads(TASK_CPUS)  # equal bits on every machine
-    sources = open_sources(inputs.family)  # its directory may be temporary
+    family = on_this_machine(inputs.family)
+    sources = open_sources(family)  # its directory may be temporary
     prompts = prompts_of(sources.result_dir, inputs.options, inputs.tasks, inputs.positions)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    bank = Bank(inputs.family, Placement.MAPPED, device=device)
+    bank = Bank(family, Placement.MAPPED, device=device)
     model = TrainableModel(bank, torch.float32, device=device)
     with torch.no_grad():
         merge_into(inputs.pool[alias], bank, model.memory)

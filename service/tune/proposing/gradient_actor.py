@@ -95,12 +95,13 @@ class GradientActor:
         if self._opened is None:
             import torch
 
+            from workers.models.family import on_this_machine
             from workers.training.gradients import CoefficientGradients
 
             inputs = self._inputs
             if inputs.options.threads:
                 torch.set_num_threads(inputs.options.threads)
-            self._opened = CoefficientGradients(inputs.family, inputs.options, inputs.tasks)
+            self._opened = CoefficientGradients(on_this_machine(inputs.family), inputs.options, inputs.tasks)
         if self._completions is not None:
             self._opened.set_completions(self._completions)
             self._completions = None

@@ -57,6 +57,7 @@ def jobs() -> Jobs:
 @pytest.fixture
 def cluster(store: Store, jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RayCluster:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setattr(reconciler, "_machines", lambda _: frozenset({"10.0.0.1"}))
     cluster = RayCluster(store, tmp_path, dashboard_host="127.0.0.1", dashboard_port=None)
     cluster._client = jobs
     return cluster
@@ -69,6 +70,30 @@ def create(store: Store, name: str) -> str:
 def rounds(cluster: RayCluster, number: int = 1) -> None:
     for _ in range(number):
         cluster._round()
+
+
+def test_several_machines_need_postgresql(
+    cluster: RayCluster, jobs: Jobs, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No driver starts on several machines with SQLite, which is a file of one; drivers start with PostgreSQL."""
+    machines = {"10.0.0.1", "10.0.0.2"}
+    monkeypatch.setattr(reconciler, "_machines", lambda _: frozenset(machines))
+    monkeypatch.setattr(reconciler, "NODES_S", 0.0)
+    store = Store(database)
+    cluster._store = store
+    create(store, "a")
+    rounds(cluster)
+    if store.is_on_one_machine:
+        assert jobs.submitted == []
+        reason = cluster.not_ready() or ""
+        assert reason.startswith(
+            "Ray has 2 machines (10.0.0.1, 10.0.0.2), and SQLite is a file of one: several machines"
+        )
+        machines.pop()
+        rounds(cluster)
+    assert cluster.not_ready() is None
+    assert len(jobs.submitted) == 1
+    store.close()
 
 
 def test_refused_job_fails_its_study_alone(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,8 +17,9 @@ from tests.builders import tiny_llama
 from tests.s3_server import S3, failing
 from tests.workers.models.test_hub import shard
 from workers.cache import CACHE_VARIABLE
+from workers.engines.vllm.worker_extension import family_from_json, family_to_json
 from workers.errors import InvalidModel
-from workers.models.family import open_family, open_sources, resolve_family
+from workers.models.family import on_this_machine, open_family, open_sources, resolve_family
 from workers.models.remote import (
     absent_bytes,
     commit_of,
@@ -185,6 +187,28 @@ def test_missing_hashes_are_asked_for(bucket: str) -> None:
         stated_hash(place / "model.safetensors")
     (found,) = fetched([place])
     assert stated_hash(found / "model.safetensors") is None
+
+
+def test_other_machines_find_the_family(bucket: str, models: Path, tmp_path: Path, s3: S3) -> None:
+    """A family's description is used on a machine without its directories: models are found by their origins."""
+    experts = {"math": f"{bucket}/math", "local": str(models / "base")}
+    family = open_family(f"{bucket}/base", experts)
+    assert [model.origin for model in family.models] == [f"{bucket}/base", f"{bucket}/math", None]
+    assert on_this_machine(family) is not None
+    assert family_from_json(family_to_json(family)) == family
+    (tmp_path / "cache" / "models").rename(tmp_path / "elsewhere")
+    there = on_this_machine(family)
+    assert there == family, "the same version has the same place in the cache"
+    assert Path(there.base.directory).is_dir()
+
+    (tmp_path / "cache" / "models").rename(tmp_path / "elsewhere again")
+    push(models / "base", f"{bucket}/math")
+    ObjectStore(f"{bucket}/math").delete("model.safetensors.index.json")
+    with pytest.raises(InvalidModel, match=rf"model 'math': {bucket}/math has changed since it was checked"):
+        on_this_machine(family)
+    gone = replace(family, experts=(replace(family.experts[1], directory="/nowhere/base"),))
+    with pytest.raises(InvalidModel, match=r"model 'local': /nowhere/base does not exist on the machine .* mount it"):
+        on_this_machine(gone)
 
 
 def test_full_disk_is_found_before_the_download(

@@ -41,7 +41,7 @@ from workers.errors import (
     TrialFailed,
 )
 from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts
-from workers.models.family import open_sources
+from workers.models.family import on_this_machine, open_sources
 from workers.models.tokenizers import stated_directory
 from workers.types import CanaryReport, Family
 
@@ -90,7 +90,6 @@ class Engine:
     def __init__(
         self, family: Family, options: EngineOptions, *, log_file: str | None = None, name: str = "engine"
     ) -> None:
-        self.family = family
         self.options = options
         self.name = name
         self.swap_s: list[float] = []
@@ -101,7 +100,8 @@ class Engine:
         self._new_tokenizer: tempfile.TemporaryDirectory[str] | None = None
         started = time.perf_counter()
         try:
-            self._sources = open_sources(family)
+            self.family = on_this_machine(family)
+            self._sources = open_sources(self.family)
         except InvalidModel as error:
             raise not_started(family, error, log_file) from error
         self.prompts = Prompts(self._sources.result_dir, options)

@@ -218,7 +218,7 @@ def _first_with_room(family: Family, placements: Sequence[Placement], device: to
 
 
 def family_to_json(family: Family) -> str:
-    models = [[model.alias, model.directory, model.fingerprint, model.adapts] for model in family.models]
+    models = [[model.alias, model.directory, model.fingerprint, model.adapts, model.origin] for model in family.models]
     document = {"models": models, "tokenizer": family.tokenizer, "vocabulary": dict(family.vocabulary)}
     return json.dumps({**document, "alignments_dir": family.alignments_dir})
 

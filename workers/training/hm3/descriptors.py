@@ -18,7 +18,7 @@ from torch import Tensor
 from search_spaces.recipe import COMPONENTS
 from workers.cache import cached
 from workers.models.checkpoints import Checkpoint
-from workers.models.family import open_sources
+from workers.models.family import on_this_machine, open_sources
 from workers.types import Family
 
 __all__ = ["STATISTICS", "layer_descriptors"]
@@ -39,7 +39,7 @@ def layer_descriptors(family: Family, models: tuple[str, ...]) -> Tensor:
     key = "hm3 descriptors 1 " + json.dumps([family.fingerprints[alias] for alias in (family.base.alias, *models)])
     found = cached(key)
     if found is None:
-        sources = open_sources(family)
+        sources = open_sources(on_this_machine(family))
         found = cached(key, json.dumps([_of_model(sources.views[alias], sources.base) for alias in models]))
     raw = torch.tensor(json.loads(found or "[]"), dtype=torch.float64)
     flat = raw.flatten(0, 1)

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from search_spaces.errors import InvalidRecipe
 from search_spaces.spaces.base import AlignedSpace, LayerPair
 from search_spaces.study.file import load_study, parse_study
 from service.errors import StudyFailed, StudyUnusable
@@ -26,8 +28,11 @@ from service.studies.preflight.result import PreflightResult
 from service.types import EventKind, JobRecord, JobState
 from tests.builders import tiny_family
 from tests.end_to_end.studies import undisturbed, write_small_study
+from tests.s3_server import S3, failing
 from tests.service.sums import sums_study, write_sums
 from tests.service.tune.harness import trial_list
+from tests.workers.recipes import random_alignment
+from workers.alignments.files import is_stored, read_alignment, write_alignment
 from workers.alignments.pairs import AlignmentInputs
 from workers.cache import CACHE_VARIABLE
 from workers.errors import EngineUnavailable, EvidenceMismatch
@@ -172,7 +177,8 @@ def test_alignments_are_stored(directory: Path, aligned: PreflightResult, monkey
         return {pair: str(number) for number, pair in enumerate(pairs)}
 
     monkeypatch.setattr("service.tune.proposing.alignments.alignments_in", learned)
-    place: Any = {"directory": directory / "kept", "note": lambda _: None}
+    artifacts = ArtifactStore(store, directory / "artifacts")
+    place: Any = {"directory": directory / "kept", "artifacts": artifacts, "note": lambda _: None}
     for attempt in range(2):
         found = with_alignments(aligned, store, store.open_attempt(study), **place)
         assert isinstance(found.space, AlignedSpace)
@@ -191,6 +197,42 @@ def test_alignments_are_stored(directory: Path, aligned: PreflightResult, monkey
     store.close()
 
 
+def test_alignments_reach_every_machine(
+    directory: Path, aligned: PreflightResult, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alignments in an object store are read by engines, and kept by later drivers, that have no directory of them."""
+    store = Store(f"sqlite:///{tmp_path / 'aligned.db'}")
+    study = store.create_job(
+        kind="search", name="a", document=aligned.study.canonical(), accepted=aligned.resolved().to_json()
+    ).id
+    alignment = random_alignment("moments", 16, seed=1)
+    found_before = []
+
+    def learned(place: Path, inputs: Any, pairs: Any, *, before: Any, note: Any) -> dict[LayerPair, str]:
+        found_before.append({name: is_stored(place, name) for name in before.values()})
+        name = write_alignment(place, alignment)
+        return dict.fromkeys(pairs, name)
+
+    monkeypatch.setattr("service.tune.proposing.alignments.alignments_in", learned)
+    artifacts = ArtifactStore(store, f"{s3.bucket()}/x")
+    for machine in ("one", "two"):
+        place = tmp_path / machine
+        found = with_alignments(
+            aligned, store, store.open_attempt(study), directory=place, artifacts=artifacts, note=lambda _: None
+        )
+    (name,) = {*stored_alignments(store, study).values()}
+    assert found_before == [{}, {name: True}]
+    assert found.models.family.alignments_dir == artifacts.remote
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    for is_reachable in (True, False):
+        with failing(s3, lambda *_, fails=not is_reachable: (401, "Gone") if fails else None):
+            read = read_alignment(found.models.family.alignments_dir, name, layer=1, hidden_size=16)
+        assert all(torch.equal(read.tensors()[key], tensor) for key, tensor in alignment.tensors().items())
+    with pytest.raises(InvalidRecipe, match=r"layer 1: alignment '0000.*cannot be read"):
+        read_alignment(found.models.family.alignments_dir, "0" * 64, layer=1, hidden_size=16)
+    store.close()
+
+
 def test_a_space_without_alignments_is_left_as_it_is(record: JobRecord, preflight: PreflightResult) -> None:
     store: Any = None  # nothing is read or written
-    assert with_alignments(preflight, store, store, directory=Path(), note=lambda _: None) is preflight
+    assert with_alignments(preflight, store, store, directory=Path(), artifacts=store, note=print) is preflight
