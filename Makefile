@@ -20,7 +20,7 @@ PYTEST_ARGS ?=
 # One process more than there are cores: many tests wait for a while.
 PARALLEL = $(BIN)/python -m pytest tests --numprocesses $$(( $$(nproc) + 1 )) --dist worksteal
 
-.PHONY: install demo test test-fast lint docs bench bench-tables clean
+.PHONY: install demo test test-heavy test-others test-fast lint docs bench bench-tables clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -37,10 +37,16 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 demo: install
 	$(BIN)/mergesearch demo --out $(DEMO_DIR)
 
-# Tests that start Ray or engines need memory and several cores: two at a time, in an order of their own.
+# Both at the same time: tests that start Ray or engines wait often, and the others then have the cores.
 test: lint
-	$(PARALLEL) -m "not heavy" $(PYTEST_ARGS)
+	$(MAKE) --no-print-directory --jobs 2 --keep-going test-heavy test-others
+
+# They need memory and several cores: two at a time, in an order of their own.
+test-heavy: install
 	$(BIN)/python -m pytest tests --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m heavy $(PYTEST_ARGS)
+
+test-others: install
+	nice -n 5 $(PARALLEL) -m "not heavy" $(PYTEST_ARGS)
 
 test-fast: lint
 	$(PARALLEL) -m "not slow and not heavy" $(PYTEST_ARGS)

@@ -1,4 +1,7 @@
-"""What all tests share: one engine per model layout, one Ray, and the list of engine starts at the end."""
+"""What all tests share: one engine per model layout, one Ray, and the list of engine starts at the end.
+
+Torch is imported in the fixtures that need it: every process that runs tests loads this file.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,6 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 import pytest
 
 from search_spaces.study.engine import EngineOptions
-from tests.builders import tiny_family, tiny_qwen2
 from tests.postgresql import PostgreSQL, postgresql_server
 from tests.s3_server import S3, serving_s3
 from tests.tiers import LANES, MAX_ENGINE_STARTS, lane, needs_ray_or_engine, starts_nothing
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 ENGINE_STARTS: list[tuple[str, float]] = []  # of this process and, where pytest-xdist runs, of its workers
 OUTPUT = "engine_starts"
+LONGEST_ID = 80
 HIDDEN = 128  # four heads of 32: vLLM's CPU attention has no kernel for smaller ones
 WORKERS = Path(__file__).parents[1] / "workers"
 OPTIONS = EngineOptions(max_model_len=256, threads=1)
@@ -41,6 +44,12 @@ OPTIONS = EngineOptions(max_model_len=256, threads=1)
 def record_engine_start(label: str, seconds: float) -> None:
     """Every test that starts an engine, in whatever process, says so here."""
     ENGINE_STARTS.append((label, seconds))
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """The name of a test has no long texts."""
+    is_long = isinstance(val, str | bytes) and len(val) > LONGEST_ID
+    return f"{len(val)} characters" if is_long else None  # type: ignore[arg-type]
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by markers
@@ -135,6 +144,8 @@ def untied_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     """Llama, output head of its own, stored in bfloat16, a number of layers that no group size divides."""
     import torch
 
+    from tests.builders import tiny_family
+
     directory = tmp_path_factory.mktemp("untied")
     return tiny_family(
         directory, experts=("math", "text"), tied=False, layers=5, hidden=HIDDEN, dtype=torch.bfloat16, noise=0.05
@@ -144,6 +155,8 @@ def untied_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 @pytest.fixture(scope="session")
 def grouped_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     """Llama, output head of its own, grouped-query attention, biases everywhere."""
+    from tests.builders import tiny_family
+
     settings: dict[str, Any] = {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}
     directory = tmp_path_factory.mktemp("grouped")
     return tiny_family(directory, experts=("math", "text"), tied=False, layers=4, hidden=HIDDEN, noise=0.05, **settings)
@@ -152,6 +165,8 @@ def grouped_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 @pytest.fixture(scope="session")
 def tied_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     """Qwen2: tied head, grouped-query attention, biases on q, k and v, a byte-level tokenizer without BOS."""
+    from tests.builders import tiny_family, tiny_qwen2
+
     directory = tmp_path_factory.mktemp("tied")
     return tiny_family(directory, build=tiny_qwen2, experts=("math", "text"), hidden=HIDDEN, noise=0.05)
 

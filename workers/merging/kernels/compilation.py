@@ -3,6 +3,10 @@
 Numba keeps compiled code beside the file that defines a function (else in the user's cache, or in NUMBA_CACHE_DIR) and
 compiles again when that file changes. The code and constants of other files are compiled in too, and Numba does not
 notice a change there. So the names of the cache files contain a digest of all files in SOURCES.
+
+Numba numbers the files of a function by an index. Of two processes that compile at the same time, one overwrites the
+other's index, and may give its number to other code: a later process would run the kernel of another rule. Here files
+are named by what they were compiled for, and there is no index.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from typing import Any, TypeVar, cast
 
 import llvmlite.binding as llvm
 import numba
-from numba.core.caching import CompileResultCacheImpl, FunctionCache
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile
 
 __all__ = ["IN_PLACE", "SOURCES", "compiled", "digest"]
 
@@ -28,8 +32,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 for option in ("-unroll-threshold=10000", "-runtime-memory-check-threshold=200"):
     llvm.set_option("mergesearch", option)
 
-# Options of functions that become part of their callers.
-IN_PLACE = {"nogil": True, "error_model": "numpy", "forceinline": True}
+# Options of functions that become part of their callers. Nothing calls them from Python or C: wrappers for such calls
+# would take a quarter of the time of a compilation.
+IN_PLACE = {
+    "nogil": True,
+    "error_model": "numpy",
+    "forceinline": True,
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
 
 MERGING = Path(__file__).parents[1]
 # Every module that may define a compiled function, and the other modules whose code or constants these use.
@@ -49,7 +60,7 @@ def compiled(function: F) -> F:
     Sums keep their order and nothing is contracted to fused multiply-add, so that results have the same bits as the
     same operations in torch.
     """
-    dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
+    dispatcher = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function)
     with suppress(RuntimeError):  # neither this folder nor the user's cache is writable
         dispatcher._cache = _Cache(function)  # `cache=True` does this with Numba's own class
     return cast("F", dispatcher)
@@ -73,5 +84,40 @@ class _CacheFiles(CompileResultCacheImpl):
         return f"{super().get_filename_base(fullname, abiflags)}.{_digest_of_sources()}"
 
 
+class _File(IndexDataCacheFile):
+    """The files with a function's compiled code, one for each signature and processor."""
+
+    def __init__(self, *, cache_path: str, filename_base: str, source_stamp: Any) -> None:
+        super().__init__(cache_path, filename_base, source_stamp)
+        self._pattern = f"{filename_base}.{{}}.nbc"
+
+    def save(self, key: Any, data: Any) -> None:
+        self._save_data(self._name(key), (key, data))
+
+    def load(self, key: Any) -> Any:
+        """The compiled code for a signature and processor; None if there is none."""
+        try:
+            found, data = self._load_data(self._name(key))
+        except OSError:
+            return None
+        return data if found == key else None
+
+    def flush(self) -> None:
+        for file in Path(self._cache_path).glob(self._pattern.format("*")):
+            file.unlink(missing_ok=True)
+
+    def _name(self, key: Any) -> str:
+        content = repr((self._version, self._source_stamp, key))
+        return self._pattern.format(hashlib.sha256(content.encode()).hexdigest()[:16])
+
+
 class _Cache(FunctionCache):
     _impl_class = _CacheFiles
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._cache_file = _File(
+            cache_path=self._cache_path,
+            filename_base=self._impl.filename_base,
+            source_stamp=self._impl.locator.get_source_stamp(),
+        )

@@ -9,9 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import pytest
 
-from workers.merging.kernels.compilation import MERGING, SOURCES, digest
+from workers.merging.kernels.compilation import MERGING, SOURCES, compiled, digest
 
 ROOT = MERGING.parents[1]
 COMPILERS = ("numba", "llvmlite", "workers.merging.kernels.compilation")
@@ -96,8 +97,10 @@ def probe(i):
     return hashed(i, np.uint32(1), np.uint32(2))
 """
 PROGRAM = """
+from pathlib import Path
 from workers.merging.kernels.probe import probe
-print(probe(7), probe._cache._cache_file._index_path, sum(probe.stats.cache_hits.values()))
+number = probe(7)
+print(number, len(list(Path(probe.stats.cache_path).glob("probe.probe*.nbc"))), sum(probe.stats.cache_hits.values()))
 """
 
 
@@ -112,20 +115,47 @@ def test_compiled_code_of_another_version_is_not_used(tmp_path: Path) -> None:
         shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
     (tmp_path / "workers/merging/kernels/probe.py").write_text(PROBE)
 
-    def run() -> tuple[int, str, int]:
+    def run() -> tuple[int, int, int]:
         finished = subprocess.run(
             [sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False
         )
         assert finished.returncode == 0, finished.stderr[-3000:]
-        number, path, hits = finished.stdout.split()
-        return int(number), path, int(hits)
+        number, num_files, hits = map(int, finished.stdout.split())
+        return number, num_files, hits
 
-    number, path, hits = run()
-    assert hits == 0
-    assert run() == (number, path, 1)
+    number, num_files, hits = run()
+    assert (num_files, hits) == (1, 0)
+    assert run() == (number, 1, 1)
     masks = tmp_path / "workers/merging/masks.py"
     masks.write_text(re.sub("STEP = 0x9E3779B9", "STEP = 0x9E3779B1", masks.read_text()))
-    changed, other_path, hits = run()
+    changed, num_files, hits = run()
     assert changed != number
-    assert other_path != path
-    assert hits == 0
+    assert (num_files, hits) == (2, 0)
+
+
+def squared(number: int) -> int:
+    return number * number
+
+
+def test_simultaneous_compilations_keep_their_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes that store code at the same time leave each signature with its own code.
+
+    The second knows nothing of the first, as if it had looked before the first wrote, and stores its code between two
+    writes of the first.
+    """
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    first, second = (compiled(squared)._cache._cache_file for _ in range(2))  # type: ignore[attr-defined]
+    monkeypatch.setattr(second, "_load_index", dict)
+    write = first._save_data
+
+    def write_after_the_second(name: str, data: object) -> None:
+        second.save("second", "code of the second")
+        write(name, data)
+
+    monkeypatch.setattr(first, "_save_data", write_after_the_second)
+    first.save("first", "code of the first")
+    later = compiled(squared)._cache._cache_file  # type: ignore[attr-defined]
+    assert later.load("first") == "code of the first"
+    assert later.load("second") == "code of the second"
+    later.flush()
+    assert later.load("first") is None

@@ -20,6 +20,8 @@ from workers.merging.statistics import variance_table
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Below, at and above a block, several blocks, and so many that two threads share them.
 SIZES = (1, 511, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 513, CHUNK - 1, CHUNK + BLOCK + 1)
+# A kernel is compiled for each number of sources, which takes seconds: the same numbers as in `test_kernels`.
+NUM_SOURCES = (1, 2, 3, 8)
 # The order of `total` adds at most 4 times 7 numbers one after another, with at most 2^-53 of the sum of magnitudes as
 # error each; products of two float32 are exact in float64, and the sums of the blocks are added exactly.
 ERROR = 28 * 2.0**-53
@@ -89,7 +91,7 @@ def test_inner_products_take_what_the_kernels_do_not() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_sources", range(1, 9))
+@pytest.mark.parametrize("num_sources", NUM_SOURCES)
 def test_squares_of_variable_elements_are_those_of_torch(num_sources: int) -> None:
     for size in SIZES:
         base, sources = tensors_near(size, (torch.float32,) * (num_sources + 1))
@@ -131,7 +133,7 @@ def test_squares_are_those_of_stored_tensors(dtype: torch.dtype) -> None:
         check_sum(square, (source.float() - base.float()).double() ** 2)
 
 
-@pytest.mark.parametrize("num_sources", range(1, 9))
+@pytest.mark.parametrize("num_sources", NUM_SOURCES)
 def test_counts_of_changes_are_exact(num_sources: int) -> None:
     for size in SIZES:
         base, sources = tensors_near(size, (torch.float32,) * (num_sources + 1))
