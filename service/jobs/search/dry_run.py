@@ -19,6 +19,7 @@ from service.studies.preflight.durations import expected_time
 from service.studies.preflight.examine import EXPORT
 from service.studies.preflight.result import ExpectedSamples, PreflightResult
 from service.tune.searchers.descents import descents_of
+from service.tune.searchers.loss_comparison import most_compared_samples
 from workers.models.remote import is_metadata_only, named
 
 __all__ = ["CheckedPlan", "check"]
@@ -37,7 +38,8 @@ class CheckedPlan:
 
     `tokens` are the least and the most tokens that a sample is expected to have. `hours` and `most_hours` are rough
     estimates of the running time for them. `step_samples` is the number of samples whose cost the searcher's gradients
-    are counted as; 0 for searchers without gradients.
+    are counted as; 0 for searchers without gradients. `samples_planned` are the samples that count towards
+    `max_samples` if the search is not cut short: scored ones and all steps; `samples_used` are those of earlier runs.
     """
 
     study: str
@@ -55,6 +57,7 @@ class CheckedPlan:
     samples: ExpectedSamples
     max_samples: int | None
     samples_used: int
+    samples_planned: int
     hours: float
     most_hours: float
     tokens: tuple[float, float]
@@ -104,7 +107,7 @@ class CheckedPlan:
         if self.max_samples is None:
             return (f"used      {self.samples_used:,} samples in earlier runs",) if self.samples_used else ()
         used = f", {self.samples_used:,} of them used" if self.samples_used else ""
-        planned = self.samples.search + self.step_samples
+        planned = self.samples_planned
         within = "at least " if BOUNDS.get(self.scheduler) == BOUNDS["asha"] else "up to "
         ends = "the search may end before its last trial" if planned > self.max_samples else "all trials fit"
         return (
@@ -164,6 +167,7 @@ def _plan(study: Study, preflight: PreflightResult, directory: Path) -> CheckedP
         samples=samples,
         max_samples=study.limits.max_samples,
         samples_used=_samples_used(directory),
+        samples_planned=samples.search + step_samples + _most_compared(preflight),
         hours=time.least_hours,
         most_hours=time.most_hours,
         tokens=(time.least_tokens, time.most_tokens),
@@ -200,6 +204,12 @@ def _step_samples(preflight: PreflightResult) -> int:
     descents = descents_of(options, setting.vectors)
     num_steps = sum(descent.num_steps for descent in descents)
     return num_steps * options.batch * GradientRequest.charge
+
+
+def _most_compared(preflight: PreflightResult) -> int:
+    if preflight.algorithm.name != GRADIENT:
+        return 0
+    return most_compared_samples(preflight.search_setting(num_baselines=len(preflight.baselines())))
 
 
 def _count(number: int, noun: str) -> str:

@@ -17,7 +17,15 @@ import numpy as np
 from service.store.steps import CompletionsRequest, CompletionsStep, LossesRequest, LossesStep, NoteRequest, Step
 from service.tune.searchers.base import Observation, ProposalContext, SearchSetting
 
-__all__ = ["NOT_USED", "USED", "compare", "mean_loss", "rank_correlation", "reference_completions"]
+__all__ = [
+    "NOT_USED",
+    "USED",
+    "compare",
+    "mean_loss",
+    "most_compared_samples",
+    "rank_correlation",
+    "reference_completions",
+]
 
 # The decision that a note stores: who proposes trials.
 USED, NOT_USED = "gradient", "smac"
@@ -76,6 +84,12 @@ def compare(context: ProposalContext) -> LossesRequest | CompletionsRequest | No
         f"with scores ({_listed(again)}), those on the tasks' reference answers do not ({text}; {MIN_CORRELATION:g} is "
         "needed)"
     )
+
+
+def most_compared_samples(setting: SearchSetting) -> int:
+    """The most samples that comparisons are charged as: every baseline on reference answers and on completions."""
+    compared = sum(min(NUM_COMPARED, len(setting.fitted(name))) for name in setting.objectives)
+    return 2 * setting.num_baselines * compared * LossesRequest.charge
 
 
 def reference_completions(steps: Sequence[Step]) -> Mapping[str, Sequence[int]] | None:

@@ -31,7 +31,7 @@ from service.store.steps import (
 )
 from service.tune.searchers import get_searcher
 from service.tune.searchers.base import Observation, ProposalContext, SearchSetting
-from service.tune.searchers.loss_comparison import rank_correlation
+from service.tune.searchers.loss_comparison import most_compared_samples, rank_correlation
 
 PARAMETERS = Parameters([Float(f"w{i}", -0.5, 1.5, default=0.5) for i in range(6)])
 TARGET = np.array([1.2, -0.2, 0.4, 0.9, 0.0, 1.5])
@@ -160,6 +160,7 @@ def test_charged_samples() -> None:
     steps: list[Any] = []
     propose(NUM_BASELINES, steps, known=baselines())
     assert [step.request.num_charged for step in steps] == [17] * 5 + [0] + [12] * 4
+    assert most_compared_samples(SETTING) == 2 * 5 * 17
 
 
 def test_later_proposals_are_mutants_of_the_best_trial() -> None:
@@ -454,6 +455,7 @@ def test_correct_completions_are_tried() -> None:
     """Where references decide nothing, the sources' own correct completions are tried."""
     steps, _ = with_completions()
     assert kinds(steps) == ["losses"] * 5 + ["completions"] + ["losses"] * 5 + ["note"] + ["gradient"] * 12
+    assert most_compared_samples(LARGER) >= 22 * 5 + 8 * 5
     assert [step.request.num_charged for step in steps][:12] == [22] * 5 + [0] + [8] * 5 + [0]
     assert steps[6].request.positions == {"text": (0, 2, 3, 4, 5, 6, 8, 9)}
     assert steps[11].request.decision == "gradient"

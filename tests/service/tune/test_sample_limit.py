@@ -38,6 +38,8 @@ BASELINES = make_plan("").baselines
 BASELINE_SAMPLES = FULL * len(BASELINES)
 # The first trials of a search without a limit of samples, all baselines among them, take about half of these.
 LIMIT = FULL * (len(BASELINES) + 7)
+# With the first limit, Hyperband's second bracket does not fit, with the other one not all of the third, of one rung.
+LIMITS = (FULL * (len(BASELINES) + 3), LIMIT)
 
 
 def study_in(directory: Path) -> tuple[Store, str]:
@@ -59,22 +61,23 @@ def scheduler(request: pytest.FixtureRequest) -> Scheduler:
     return name
 
 
-def test_search_ends_within_the_limit(tmp_path: Path, scheduler: Scheduler) -> None:
+@pytest.mark.parametrize("limit", LIMITS)
+def test_search_ends_within_the_limit(tmp_path: Path, scheduler: Scheduler, limit: int) -> None:
     """A search uses most samples of its limit and no more, and every trial ends."""
     store, study = study_in(tmp_path)
-    ended = run(store, study, scheduler=scheduler, max_samples=LIMIT)
+    ended = run(store, study, scheduler=scheduler, max_samples=limit)
     used = sum(trial.samples_scored for trial in store.trials(study))
-    assert used == ended.num_samples_used <= LIMIT
+    assert used == ended.num_samples_used <= limit
     # What would start next: a trial at the full budget, or a bracket of Hyperband.
     cycle = bracket_cycle(scheduler, num_rungs=3, eta=3, max_trials=30)
     needed = max(bracket.samples((8, 24, 72)) for bracket in cycle) if scheduler == "hyperband" else FULL
-    assert used > LIMIT - needed
+    assert used > limit - needed
     searched = [trial for trial in store.trials(study) if trial.origin is Origin.SEARCH]
     assert 0 < len(searched) < 30
     assert all(trial.state.is_finished for trial in store.trials(study))
     assert any(trial.state is TrialState.COMPLETE for trial in searched)
     assert ended.end_of_search is not None
-    assert ended.end_of_search.startswith(f"limits.max_samples: {used:,} of {LIMIT:,} samples are used, and what would")
+    assert ended.end_of_search.startswith(f"limits.max_samples: {used:,} of {limit:,} samples are used, and what would")
     (event,) = store.events(study, kinds=[EventKind.SEARCH_ENDED])
     assert event.payload == {"reason": ended.end_of_search}
 
@@ -103,11 +106,12 @@ def test_killed_search_ends_at_the_same_trial(tmp_path: Path, scheduler: Schedul
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("scheduler", [name for name in SCHEDULERS if name != "asha"])
-def test_larger_limit_gives_undisturbed_trials(tmp_path: Path, scheduler: Scheduler) -> None:
+def test_larger_limit_gives_undisturbed_trials(tmp_path: Path, scheduler: Scheduler, limit: int) -> None:
     """A search that continues with a larger limit has the trials of one that had it from the start."""
     stopped, whole = study_in(tmp_path / "stopped"), study_in(tmp_path / "whole")
-    run(*stopped, scheduler=scheduler, max_samples=LIMIT)
+    run(*stopped, scheduler=scheduler, max_samples=limit)
     assert run(*stopped, scheduler=scheduler, max_samples=10**6).end_of_search is None
     run(*whole, scheduler=scheduler)
     assert trial_list(*stopped) == trial_list(*whole)
