@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from service.errors import InUse
 
@@ -23,6 +24,8 @@ __all__ = [
     "job_dir",
     "lack_of_space",
     "locked",
+    "sign_lock",
+    "single_server",
 ]
 
 # Space for configuration, tokenizer and model card, and for files that other programs write during an export.
@@ -56,25 +59,57 @@ def data_dir_of(work_dir: Path) -> Path:
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
+def locked(directory: Path, *, is_shared: bool = False) -> Iterator[bool]:
     """Context in which the current process has a lock on `directory`, which is created if needed.
 
+    Processes whose locks are shared may hold them at the same time. The context's value is whether this process was
+    the only one at first.
+
     Raises:
-        InUse: Another process holds the lock.
+        InUse: Another process holds the lock, and one of the two does not share it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK_FILE).open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        is_alone = _try_lock(file, fcntl.LOCK_EX)
+        if not (is_alone or (is_shared and _try_lock(file, fcntl.LOCK_SH))):
             file.seek(0)
             raise InUse(
                 f"{directory}: process {file.read().strip() or 'unknown'} is using this directory; "
                 "wait for it, stop it, or give another directory"
-            ) from error
+            )
+        if is_alone:
+            sign_lock(directory)
+            if is_shared:
+                fcntl.flock(file, fcntl.LOCK_SH)
+        yield is_alone
+
+
+def _try_lock(file: IO[str], operation: int) -> bool:
+    try:
+        fcntl.flock(file, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def sign_lock(directory: Path) -> None:
+    """Write this process's id to the lock file of a directory that it has locked."""
+    with (directory / LOCK_FILE).open("r+") as file:
         file.truncate(0)
         file.write(str(os.getpid()))
-        file.flush()
+
+
+@contextmanager
+def single_server(database: Path) -> Iterator[None]:
+    """Context in which the current process is the only server of a file of SQLite, which is created if needed.
+
+    Raises:
+        InUse: Another server uses the file.
+    """
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with database.open("a") as file:
+        if not _try_lock(file, fcntl.LOCK_EX):
+            raise InUse(f"database {database}: another server uses it; several servers need PostgreSQL (--database)")
         yield
 
 

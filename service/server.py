@@ -10,14 +10,19 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from service.disk import artifacts_dir, locked
-from service.errors import Conflict
+from service.disk import artifacts_dir, locked, single_server
+from service.errors import Conflict, InUse
 from service.jobs.base import RequestContext
 from workers.file_access import FileAccess
 from workers.object_store import object_url_problem
+
+if TYPE_CHECKING:
+    from sqlalchemy import URL
 
 __all__ = ["bind", "serve"]
 
@@ -85,9 +90,9 @@ def serve(
     access = FileAccess(readable or default_access(data_dir).readable, trusted, _urls(allow_urls))
     if database is not None and has_password(parse_url(database)):
         logger.warning("every user of this machine can read the password in --database; give the URL in %s", VARIABLE)
-    with locked(data_dir), bind(host, port) as listener:
+    address = database_url(data_dir, database)
+    with _alone(data_dir, address), bind(host, port) as listener:
         check_location(files or artifacts_dir(data_dir))
-        address = database_url(data_dir, database)
         store = Store(address)
         try:
             remember(data_dir, address)
@@ -114,6 +119,25 @@ def serve(
             server.run(sockets=[listener])
         finally:
             store.close()
+
+
+@contextmanager
+def _alone(data_dir: Path, address: URL) -> Iterator[None]:
+    """Context in which no other server uses the directory and the database, unless both use the same PostgreSQL.
+
+    Raises:
+        InUse: Another server uses one of them.
+    """
+    from service.store.database_url import remembered, shown
+
+    is_shared = address.get_backend_name() == "postgresql"
+    with ExitStack() as stack:
+        is_first = stack.enter_context(locked(data_dir, is_shared=is_shared))
+        if not is_shared:
+            stack.enter_context(single_server(Path(str(address.database))))
+        elif not is_first and (before := remembered(data_dir)) != address:
+            raise InUse(f"{data_dir}: a server with another database, {shown(before)}, uses this directory")
+        yield
 
 
 def _directories(option: str, directories: Sequence[Path]) -> tuple[str, ...]:

@@ -65,7 +65,7 @@ def create_app(
         data_dir=data_dir,
         cluster=cluster,
         preflight=preflight or PreflightProcess(RequestContext(default_access(data_dir), store.url, data_dir, files)),
-        exports=Exports(store, data_dir, keep=keep, files=artifacts.remote),
+        exports=Exports(store, data_dir, keep=keep, files=artifacts.remote, is_leader=cluster.is_leader),
         artifacts=artifacts,
         quota=ArtifactQuota(store, artifacts, artifact_quota_bytes),
         hub=EventHub(store),
@@ -78,9 +78,11 @@ def create_app(
         cluster.start()
         services.preflight.start()
         services.exports.start()
+        services.hub.start()
         try:
             yield
         finally:
+            await run_in_threadpool(services.hub.stop)
             await services.exports.stop()
             await run_in_threadpool(services.preflight.stop)
             await run_in_threadpool(cluster.stop)

@@ -1,6 +1,7 @@
 """Streams events to any number of watchers, with one reader of the database per watched job, not per watcher.
 
-Every watcher has its own cursor, the id of the last event it was sent. The events of a job are stored in the order of
+PostgreSQL announces new events, which are then read at once; otherwise, and on SQLite, they are polled for. Every
+watcher has its own cursor, the id of the last event it was sent. The events of a job are stored in the order of
 their ids (they are written under the job's row lock), so no event can appear behind a cursor. A watcher that keeps up
 is served from a shared window of recent frames; a slower one reads from the database in batches, so that no backlog is
 held in memory.
@@ -13,6 +14,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import anyio
@@ -23,6 +25,7 @@ from service.errors import NotFound
 from service.schemas.api import EndDocument
 from service.store import EventRecord, Store
 from service.store.availability import is_away
+from service.store.servers import Notifications
 from service.types import JobRecord
 
 __all__ = ["EventHub", "frame"]
@@ -31,7 +34,9 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+# Seconds between reads of a watched job: as a rule, and where the database announces new events.
 POLL_S = 0.2
+ANNOUNCED_POLL_S = 1.0
 # Comments that keep proxies from closing a quiet stream.
 KEEP_ALIVE_S = 15.0
 KEEP_ALIVE = b": \n\n"
@@ -55,18 +60,41 @@ class EventHub:
     def __init__(self, store: Store, *, poll_s: float = POLL_S) -> None:
         self._store = store
         self._poll_s = poll_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._notifications = Notifications(store, self._announced)
         self._feeds: dict[str, _Feed] = {}
         # A separate limiter: events continue while all of the application's threads are blocked.
         self._threads = anyio.CapacityLimiter(MAX_THREADS)
+
+    def start(self) -> None:
+        """Receive the database's announcements of new events, from any server and driver."""
+        self._notifications.start()
+
+    def stop(self) -> None:
+        self._notifications.stop()
+
+    def _announced(self, job_id: str) -> None:
+        """Have the job's events read now; called by another thread."""
+
+        def announce() -> None:
+            if (feed := self._feeds.get(job_id)) is not None:
+                feed.announced.set()
+
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(announce)
+
+    def _pause_s(self) -> float:
+        return max(self._poll_s, ANNOUNCED_POLL_S) if self._notifications.is_listening else self._poll_s
 
     async def watch(self, job_id: str, *, after: int) -> AsyncGenerator[bytes, None]:
         """Yield the job's events with ids above `after` as server-sent events.
 
         The stream ends when the job has ended and all its events were sent.
         """
+        self._loop = asyncio.get_running_loop()
         feed = self._feeds.get(job_id)
         if feed is None:
-            feed = self._feeds[job_id] = _Feed(self._store, job_id, self._poll_s, self._threads)
+            feed = self._feeds[job_id] = _Feed(self._store, job_id, self._pause_s, self._threads)
         feed.watchers += 1
         try:
             async for chunk in feed.follow(after):
@@ -82,11 +110,12 @@ class EventHub:
 class _Feed:
     """Reader of one job's events, shared by all clients that watch the job."""
 
-    def __init__(self, store: Store, job_id: str, poll_s: float, threads: anyio.CapacityLimiter) -> None:
+    def __init__(self, store: Store, job_id: str, pause_s: Callable[[], float], threads: anyio.CapacityLimiter) -> None:
         self.watchers = 0
+        self.announced = asyncio.Event()  # set when the database has announced new events
         self._store = store
         self._job_id = job_id
-        self._poll_s = poll_s
+        self._pause_s = pause_s
         self._threads = threads
         # All events with ids from above `floor` up to `position` are in the window.
         self._window: deque[tuple[int, bytes]] = deque()
@@ -113,7 +142,7 @@ class _Feed:
                     events = await self._in_thread(self._read, cursor)
                 except Exception as error:  # the next round retries
                     self._log(error)
-                    await asyncio.sleep(self._poll_s)
+                    await asyncio.sleep(self._pause_s())
                     continue
                 cursor = events[-1].id if events else floor
                 if events:
@@ -162,7 +191,9 @@ class _Feed:
             except Exception as error:  # the next round retries
                 self._log(error)
             if not is_behind:
-                await asyncio.sleep(self._poll_s)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self.announced.wait(), self._pause_s())
+            self.announced.clear()  # before reading: what is announced from now on is read next time
 
     def _log(self, error: Exception) -> None:
         if not is_away(error):  # which the store logs itself, once

@@ -10,7 +10,7 @@ import tarfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +34,9 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 2**20
 # Seconds between searches for expired exports.
 SWEEP_S = 3600.0
-# Seconds until an export is tried again that the database interrupted because it did not answer.
-AWAY_S = 2.0
+# Seconds until exports are looked for that other servers have stored, and that could not be written before because the
+# database did not answer.
+LOOK_S = 2.0
 # A tar file ends with two empty blocks and is padded to whole records.
 BLOCK, RECORD = tarfile.BLOCKSIZE, tarfile.RECORDSIZE
 
@@ -48,29 +49,34 @@ def export_id(study_id: str, trial: int, dtype: str) -> str:
 class Exports:
     """Queue that writes the unfinished exports of the store, and removes exports beyond the limits `keep`.
 
-    An export that is interrupted continues when the queue is started again.
+    An export that is interrupted continues when the queue is started again. Of several servers, only the leader
+    (`is_leader`) writes and removes exports, in the directory that all of them share.
     """
 
     def __init__(
-        self, store: Store, data_dir: Path, *, keep: ExportLimits | None = None, files: str | None = None
+        self,
+        store: Store,
+        data_dir: Path,
+        *,
+        keep: ExportLimits | None = None,
+        files: str | None = None,
+        is_leader: Callable[[], bool] = lambda: True,
     ) -> None:
         self._store = store
         self._files = files
         self._data_dir = data_dir
         self._root = data_dir / "exports"
         self._keep = keep or ExportLimits()
+        self._is_leader = is_leader
         # Held while a record and its files change together.
         self._lock = threading.Lock()
         self._downloads: Counter[str] = Counter()
-        self._waiting: asyncio.Queue[str] = asyncio.Queue()
+        self._waking = asyncio.Event()
         self._process: WorkerProcess | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
 
     def start(self) -> None:
-        for record in self._store.exports():
-            if record.state in (ExportState.WAITING, ExportState.RUNNING):
-                self._waiting.put_nowait(record.id)
         self._task = asyncio.create_task(self._run(), name="exports")
 
     async def stop(self) -> None:
@@ -135,7 +141,7 @@ class Exports:
         )
         record, is_new = await anyio.to_thread.run_sync(self._stored, wanted)
         if is_new:
-            self._waiting.put_nowait(record.id)
+            self._waking.set()
         return record
 
     def _stored(self, wanted: ExportRecord) -> tuple[ExportRecord, bool]:
@@ -204,29 +210,27 @@ class Exports:
             return KeptExport(record, record.created_at, 0)
 
     async def _run(self) -> None:
+        sweep_at = 0.0
         while True:
             try:
-                await anyio.to_thread.run_sync(self.sweep)
-            except Exception:  # the next round tries again
-                logger.exception("expired exports could not be removed")
-            try:
-                name = await asyncio.wait_for(self._waiting.get(), SWEEP_S)
-            except TimeoutError:
-                continue
-            while not await self._write(name):
-                await asyncio.sleep(AWAY_S)
+                if self._is_leader():
+                    for record in await anyio.to_thread.run_sync(self._unfinished):
+                        await self._write(record.id)
+                        sweep_at = 0.0  # it may exceed the quota
+                    if time.monotonic() >= sweep_at:
+                        await anyio.to_thread.run_sync(self.sweep)
+                        sweep_at = time.monotonic() + SWEEP_S
+            except Exception as error:  # the next round tries again
+                if not is_away(error):
+                    logger.exception("exports could not be written or removed")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._waking.wait(), LOOK_S)
+            self._waking.clear()
 
-    async def _write(self, name: str) -> bool:
-        """Write an export and store how that ended. Returns False if the database did not answer meanwhile."""
-        try:
-            await self._write_now(name)
-        except Exception as error:
-            if not is_away(error):
-                logger.exception("export %s could not be stored", name)
-            return not is_away(error)
-        return True
+    def _unfinished(self) -> list[ExportRecord]:
+        return [each for each in self._store.exports() if each.state in (ExportState.WAITING, ExportState.RUNNING)]
 
-    async def _write_now(self, name: str) -> None:
+    async def _write(self, name: str) -> None:
         try:
             record = await anyio.to_thread.run_sync(self._store.export, name)
             if record.state not in (ExportState.WAITING, ExportState.RUNNING):

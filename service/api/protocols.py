@@ -35,6 +35,9 @@ class Cluster(Protocol):
     def log(self, job: JobRecord) -> str:
         """Output of all drivers that worked on `job`. Raises ConnectionError while the cluster is unreachable."""
 
+    def is_leader(self) -> bool:
+        """Whether this server, of those that use the same database, starts drivers and writes exports."""
+
     def wake(self) -> None:
         """Check at once which jobs need a driver; called after a job was created, cancelled or resumed."""
 

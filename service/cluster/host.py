@@ -43,8 +43,11 @@ class Host:
         record = read_host(self._data_dir)
         return record.dashboard_url if record is not None else None
 
-    def not_ready(self) -> str | None:
-        """Start Ray if it is not running, and return the reason why it is not ready yet; None if it is ready."""
+    def not_ready(self, *, may_start: bool = True) -> str | None:
+        """Start Ray if it is not running, and return the reason why it is not ready yet; None if it is ready.
+
+        Ray is not started unless `may_start`: then another server runs it.
+        """
         record = read_host(self._data_dir)
         started = self._process.pid if self._process is not None else None
         if record is not None and record.is_alive() and started in (None, record.process):
@@ -52,6 +55,8 @@ class Host:
             return None
         if self._process is not None and self._process.poll() is None:
             return "Ray is being started"
+        if not may_start:
+            return "Ray is being started by the server that is the leader"
         log_file = self._data_dir / "ray_host.log"
         if self._process is not None:
             self._failures += 1

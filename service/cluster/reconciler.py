@@ -23,8 +23,10 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from service.cluster.host import Host
 from service.cluster.session import prepare_environment
+from service.disk import sign_lock
 from service.schemas.api import RayJobDocument
 from service.store import Store
+from service.store.servers import Leadership
 from service.types import HEARTBEAT_S, RESUMED_BY_REQUEST, JobRecord, JobState
 
 __all__ = ["MAX_CONSECUTIVE_FAILURES", "Action", "Decision", "RayCluster", "decide", "submission_id"]
@@ -176,6 +178,9 @@ def _reason_to_stop(job: JobRecord, *, now: float, watched_since: float) -> str 
 class RayCluster:
     """Thread of the server that keeps a driver running for every unfinished job, on a Ray cluster.
 
+    If the database has several servers, only their leader acts and runs Ray. The others decide the same from the same
+    stored state, so all servers give the same answers, and one of them becomes the leader when the leader ends.
+
     The cluster is the one that RAY_ADDRESS names, or one that the server runs on this machine. Method `start` returns
     at once. Method `not_ready` says why no job can continue yet.
     """
@@ -190,6 +195,8 @@ class RayCluster:
         dashboard_port: int | None,
     ) -> None:
         self._store = store
+        self._leadership = Leadership(store)
+        self._clock_s = 0.0  # what to add to this machine's clock for that of the stored times
         self._data_dir = data_dir
         self._files = files
         self._host: Host | None = None
@@ -203,7 +210,6 @@ class RayCluster:
         self._quiet: set[str] = set()  # cancelled jobs whose Ray Job has ended
         self._queued: set[str] = set()  # jobs that wait for another to end
         self._paused: dict[str, Decision] = {}  # jobs whose next driver starts later
-        self._refusals: dict[str, str] = {}  # why the cluster did not accept a job's last driver
         # Since when the database has answered, by the clock of the stored times; None before the first round.
         self._watched_since: float | None = None
         self._losses: dict[str, dict[int, str]] = {}  # why a job's drivers were lost since one last worked
@@ -223,8 +229,12 @@ class RayCluster:
         self._stopping.set()
         self._waking.set()
         self._thread.join(timeout=30)
-        if self._host is not None:
+        if self._host is not None and self._leadership.is_leader and not self._leadership.has_others():
             self._host.stop()
+        self._leadership.release()
+
+    def is_leader(self) -> bool:
+        return self._leadership.is_leader
 
     def wake(self) -> None:
         self._waking.set()
@@ -240,7 +250,7 @@ class RayCluster:
             return reason if reason == self._store.problem() else f"Ray: {reason}"
         pause = self._paused.get(job.id)
         if pause is not None and pause.until is not None:
-            return f"its next driver, in {max(pause.until - time.time(), 0.0):.0f} s: {pause.because}"
+            return f"its next driver, in {max(pause.until - time.time() - self._clock_s, 0.0):.0f} s: {pause.because}"
         if job.id in self._queued:
             return f"one of the {MAX_RUNNING} jobs before it to end"
         return job.waiting_for if job.attempt > job.submitted_after else "its driver to start"
@@ -278,9 +288,13 @@ class RayCluster:
 
     def _round(self) -> None:
         try:
-            self._not_ready = self._connect()
+            was_leader, is_leader = self._leadership.is_leader, self._leadership.is_held()
+            if is_leader and not was_leader:
+                sign_lock(self._data_dir)
+                self._watched_since = None
+            self._not_ready = self._connect(is_leader)
             if self._not_ready is None:
-                self._look_at_jobs()
+                self._look_at_jobs(is_leader)
         except SQLAlchemyError as error:
             self._not_ready = self._store.problem()
             self._watched_since = None
@@ -293,9 +307,12 @@ class RayCluster:
             logger.exception("a round over the jobs failed")
             self._lose(error)
 
-    def _connect(self) -> str | None:
-        """Connect to the Ray cluster, and return the reason why it cannot be used; None if it can be used."""
-        if self._host is not None and (reason := self._host.not_ready()) is not None:
+    def _connect(self, is_leader: bool) -> str | None:
+        """Connect to the Ray cluster, and return the reason why it cannot be used; None if it can be used.
+
+        Only the leader starts a cluster.
+        """
+        if self._host is not None and (reason := self._host.not_ready(may_start=is_leader)) is not None:
             self._disconnect(reason)
             return reason
         url = self._host.dashboard_url if self._host is not None else None
@@ -339,9 +356,10 @@ class RayCluster:
     def _disconnect(self, reason: str) -> None:
         self._client, self._dashboard_url, self._not_ready = None, None, reason
 
-    def _look_at_jobs(self) -> None:
+    def _look_at_jobs(self, is_leader: bool) -> None:
         jobs = self._store.jobs()
         now = self._store.now()
+        self._clock_s = now - time.time()
         if self._watched_since is None:
             self._watched_since = now
         num_running = 0
@@ -350,17 +368,19 @@ class RayCluster:
             if job.state.is_finished:
                 self._paused.pop(job.id, None)
             if job.state is JobState.CANCELLED:
-                self._stop_cancelled(job)
+                if is_leader:
+                    self._stop_cancelled(job)
             elif not job.state.is_finished:
-                has_driver = self._look_at(job, now=now, may_start=num_running < MAX_RUNNING)
+                has_driver = self._look_at(job, now=now, may_start=num_running < MAX_RUNNING, acts=is_leader)
                 num_running += has_driver
                 queued |= set() if has_driver else {job.id}
         self._queued = queued
 
-    def _look_at(self, job: JobRecord, *, now: float, may_start: bool) -> bool:
-        """Take the next action for an unfinished job: wait, submit or stop a driver, or end the job as FAILED.
+    def _look_at(self, job: JobRecord, *, now: float, may_start: bool, acts: bool) -> bool:
+        """Decide the next action for an unfinished job: wait, submit or stop a driver, or end the job as FAILED.
 
-        A driver is submitted only if `may_start`. Returns whether the job has a driver, or will have one soon.
+        The action is taken if this server `acts`. A driver is submitted only if `may_start`. Returns whether the job
+        has a driver, or will have one soon.
         """
         ray_job, message = self._ray_job(job)
         decision = decide(
@@ -368,7 +388,7 @@ class RayCluster:
             ray_job,
             consecutive_failures=self._store.consecutive_failures(job.id),
             consecutive_waits=self._store.consecutive_waits(job.id),
-            refusal=self._refusals.get(job.id),
+            refusal=self._store.refusal(job.id) if ray_job is None and job.attempt <= job.submitted_after else None,
             now=now,
             watched_since=self._watched_since or now,
             message=message,
@@ -377,6 +397,8 @@ class RayCluster:
             self._paused[job.id] = decision
             return False
         self._paused.pop(job.id, None)
+        if not acts:
+            return decision.action is not Action.GIVE_UP and (decision.action is not Action.SUBMIT or may_start)
         if job.attempt > job.submitted_after and decision.action is Action.WAIT:
             self._losses.pop(job.id, None)
         if decision.action is Action.STOP:
@@ -424,11 +446,9 @@ class RayCluster:
         except RuntimeError as error:
             if _accepts_no_jobs(error):
                 raise ConnectionError(f"Ray accepts no jobs yet: {error}") from error
-            self._refusals[job.id] = " ".join(str(error).split())[-MAX_REFUSAL:]
             logger.error("job %s: Ray refused %s: %s", job.id, name, error)
-            self._store.record_refusal(job.id, self._refusals[job.id])
+            self._store.record_refusal(job.id, " ".join(str(error).split())[-MAX_REFUSAL:])
             return False
-        self._refusals.pop(job.id, None)
         return True
 
     def _stop_cancelled(self, job: JobRecord) -> None:

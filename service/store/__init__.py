@@ -13,6 +13,7 @@
 - `connection`: how transactions begin and end, and the clock for stored times
 - `column_types`: types that store and sort the same on both databases
 - `schema`: the tables
+- `servers`: which server of a database is the leader, and how servers learn of new events
 - `move`: copies a database to another one
 - `upgrade`: creates and migrates databases, by the Alembic migrations in `migrations`
 """

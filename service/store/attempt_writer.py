@@ -19,7 +19,10 @@ from service.store.void import void_samples
 from service.types import EventKind, JobState, RungRecord, TrialRecord, TrialState
 from workers.types import SampleResult, ScoreResult, Split
 
-__all__ = ["JobWriter", "insert", "insert_event", "lock_job"]
+__all__ = ["CHANNEL", "JobWriter", "insert", "insert_event", "lock_job"]
+
+# PostgreSQL announces the ids of jobs with new events on this channel.
+CHANNEL = "mergesearch_events"
 
 
 @repeated
@@ -386,6 +389,8 @@ def insert_event(connection: sa.Connection, job_id: str, kind: str, payload: Map
     connection.execute(
         sa.insert(schema.events).values(study=job_id, time=time_s, kind=str(kind), payload=dict(payload))
     )
+    if connection.dialect.name == "postgresql":  # announced when the transaction ends
+        connection.execute(sa.select(sa.func.pg_notify(CHANNEL, job_id)))
 
 
 def _lock_faults(connection: sa.Connection) -> None:

@@ -17,7 +17,17 @@ from service.errors import Conflict
 from workers.directories import replacing
 from workers.file_access import DATABASE_URL as URL_FILE
 
-__all__ = ["URL_FILE", "VARIABLE", "database_url", "has_password", "named_url", "parse_url", "remember", "shown"]
+__all__ = [
+    "URL_FILE",
+    "VARIABLE",
+    "database_url",
+    "has_password",
+    "named_url",
+    "parse_url",
+    "remember",
+    "remembered",
+    "shown",
+]
 
 VARIABLE = "MERGESEARCH_DATABASE"
 
@@ -87,8 +97,12 @@ def database_url(data_dir: Path, given: str | None = None) -> sa.URL:
     Raises:
         Conflict: What is given, or found, is not the URL of a database.
     """
-    if text := given or os.environ.get(VARIABLE):
-        return parse_url(text)
+    text = given or os.environ.get(VARIABLE)
+    return parse_url(text) if text else remembered(data_dir)
+
+
+def remembered(data_dir: Path) -> sa.URL:
+    """URL of the database of the last server in this directory; a file there by default."""
     try:
         return parse_url((data_dir / URL_FILE).read_text().strip())
     except FileNotFoundError:

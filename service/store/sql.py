@@ -286,6 +286,21 @@ class Store:
             lock_job(connection, job_id)
             insert_event(connection, job_id, EventKind.JOB_REFUSED, {"reason": reason})
 
+    def refusal(self, job_id: str) -> str | None:
+        """Reason why the cluster refused the Ray Job of the last submission; None if it has not."""
+        events, jobs = schema.events, schema.studies
+        query = (
+            sa.select(events.c.payload)
+            .join(jobs, jobs.c.id == events.c.study)
+            .where((jobs.c.id == job_id) & (events.c.kind == EventKind.JOB_REFUSED.value))
+            .where(events.c.time >= jobs.c.submitted_at)
+            .order_by(events.c.id.desc())
+            .limit(1)
+        )
+        with self._reads.connect() as connection:
+            payload = connection.execute(query).scalar()
+            return None if payload is None else str(payload["reason"])
+
     def resume(self, job_id: str, *, reason: str) -> JobRecord:
         """Allow a job to continue that is FAILED or STOPPED, or COMPLETE with void samples.
 

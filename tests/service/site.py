@@ -56,6 +56,9 @@ class FakeCluster:
             raise ConnectionError(self.reason)
         return self.log_text
 
+    def is_leader(self) -> bool:
+        return True
+
     def wake(self) -> None:
         self.num_wakes += 1
 
