@@ -21,7 +21,16 @@ from search_spaces.merge import Merge, Source, canonical_merge
 from search_spaces.methods import METHODS
 from search_spaces.methods.base import COEFFICIENT_DECIMALS
 
-__all__ = ["COEFFICIENT_DECIMALS", "COMPONENTS", "Component", "LayerRecipe", "Merge", "Recipe", "Source"]
+__all__ = [
+    "COEFFICIENT_DECIMALS",
+    "COMPONENTS",
+    "Component",
+    "LayerRecipe",
+    "Merge",
+    "Recipe",
+    "Source",
+    "may_keep_equal",
+]
 
 Component = Literal["attention", "mlp", "norm"]
 COMPONENTS: tuple[Component, ...] = ("attention", "mlp", "norm")
@@ -269,6 +278,11 @@ class Recipe:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise InvalidRecipe(f"recipe: missing or malformed: {error!r}") from error
+
+
+def may_keep_equal(text: str) -> bool:
+    """Whether the recipe of this JSON text may keep equal elements: it has format 1 and names a method that cuts."""
+    return FORMAT in text and any(f'"{name}"' in text for name, method in METHODS.items() if method.cuts_at_rank)
 
 
 def _models(merges: Iterable[Merge]) -> Iterator[str]:

@@ -44,6 +44,7 @@ class ResolvedStudy:
     - `version`: version of the program that created the study.
     - `access`: files that the study may read, as the server allowed at its creation; None if all.
     - `algorithm`, `algorithm_reason`: name of the searcher, and why it was chosen; None in studies of early versions.
+    - `searcher_version`: version of the searcher (`SearcherDeclaration.version`) when the study was created.
     - `chained`: sources that are merges of other studies, by alias.
     """
 
@@ -59,6 +60,7 @@ class ResolvedStudy:
     access: FileAccess | None = field(default=None, compare=False)
     algorithm: str | None = field(default=None, compare=False)
     algorithm_reason: str | None = field(default=None, compare=False)
+    searcher_version: int = field(default=1, compare=False)
     chained: Mapping[str, ChainedSource] = field(default_factory=dict, compare=False)
 
     def to_json(self) -> dict[str, Any]:
@@ -78,6 +80,7 @@ class ResolvedStudy:
             "version": self.version,
             "algorithm": self.algorithm,
             "algorithm_reason": self.algorithm_reason,
+            "searcher_version": self.searcher_version,
             **({} if self.access is None else {"access": asdict(self.access)}),
             **({"chained": {alias: asdict(own) for alias, own in self.chained.items()}} if self.chained else {}),
         }
@@ -91,7 +94,7 @@ class ResolvedStudy:
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Create a record from the JSON document that `to_json` returns.
 
-        Documents of early versions have no `commits`, `access`, `algorithm` and constraints.
+        Documents of early versions have no `commits`, `access`, `algorithm`, `searcher_version` and constraints.
         """
         access = document.get("access")
         return cls(
@@ -117,5 +120,6 @@ class ResolvedStudy:
             access=access and FileAccess.of(access),
             algorithm=document.get("algorithm"),
             algorithm_reason=document.get("algorithm_reason"),
+            searcher_version=document.get("searcher_version", 1),
             chained={alias: ChainedSource(**own) for alias, own in document.get("chained", {}).items()},
         )

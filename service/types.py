@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Self
 
-from search_spaces.recipe import Recipe
+from search_spaces.recipe import Recipe, may_keep_equal
 
 __all__ = [
     "HEARTBEAT_S",
@@ -21,8 +22,11 @@ __all__ = [
     "JobRecord",
     "JobState",
     "Origin",
+    "RecipeDigest",
     "RungRecord",
+    "StoredRecipe",
     "TrialRecord",
+    "TrialResult",
     "TrialState",
 ]
 
@@ -145,8 +149,43 @@ class RungRecord:
 
 
 @dataclass(frozen=True)
-class TrialRecord:
-    """Trial of a study.
+class StoredRecipe:
+    """Recipe of a stored trial: its digest, and the text of its JSON, which is parsed when the recipe is read.
+
+    Parsing a recipe takes milliseconds and a hundred KB of memory, which most code does without.
+    """
+
+    digest: str
+    text: str = field(repr=False)
+
+    def read(self) -> Recipe:
+        """Parse the recipe; every call parses it again."""
+        return Recipe.from_json(json.loads(self.text))
+
+    @property
+    def keeps_equal(self) -> bool:
+        """`Recipe.keeps_equal`; a text that cannot have it is not parsed."""
+        return may_keep_equal(self.text) and self.read().keeps_equal
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, StoredRecipe):
+            return (self.digest, self.text) == (other.digest, other.text)
+        return self.read() == other if isinstance(other, Recipe) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeDigest:
+    """Digest of a recipe that was not loaded."""
+
+    digest: str
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """Trial of a study, without its recipe and its configuration, which are most of a trial's data.
 
     `number` is unique in the study and never reused. `bracket` is None for baselines, which belong to no bracket.
     `rungs` are the finished rungs in order. `values` are the objectives' values at full budget, and empty if the trial
@@ -157,8 +196,7 @@ class TrialRecord:
     origin: Origin
     label: str
     state: TrialState
-    recipe: Recipe
-    configuration: Mapping[str, Any] | None = None
+    recipe: Recipe | StoredRecipe | RecipeDigest
     bracket: int | None = None
     reason: str | None = None
     rungs: tuple[RungRecord, ...] = ()
@@ -167,6 +205,18 @@ class TrialRecord:
     timings_s: Mapping[str, float] = field(default_factory=dict)
     values: Mapping[str, float] = field(default_factory=dict)
     standard_errors: Mapping[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrialRecord(TrialResult):
+    """Trial of a study, with its recipe and its configuration. The configuration of a baseline is None."""
+
+    recipe: Recipe | StoredRecipe
+    configuration: Mapping[str, Any] | None = None
+
+    def read_recipe(self) -> Recipe:
+        """Recipe of the trial; that of a stored trial is parsed at every call."""
+        return self.recipe if isinstance(self.recipe, Recipe) else self.recipe.read()
 
     def after_chunk(self, timings_s: Mapping[str, float], num_scored: int | None) -> Self:
         """Copy of this trial, updated after a chunk of its samples was stored.

@@ -34,6 +34,8 @@ class SearcherDeclaration:
     - `uses_preferences`: the searcher uses the study's preference vectors; a study that has some is refused without it
     - `trains_policy`: the searcher trains a policy that builds layer paths; it needs a space of layer paths and a
       single rung, because an episode is a trial with one reward
+    - `version`: raised when the searcher proposes something else for the same results; a study keeps the version with
+      which it was created
     """
 
     learns: bool
@@ -44,6 +46,7 @@ class SearcherDeclaration:
     waits_for_baselines: bool = False
     uses_preferences: bool = False
     trains_policy: bool = False
+    version: int = 1
 
     @property
     def proposes_at_once(self) -> bool:

@@ -8,9 +8,11 @@
 - `requests`: reading a request: its body within limits, its sender
 - `problems`: errors as problem details (RFC 9457) with HTTP status codes
 - `presenters`: stored records as documents
+- `conditional`: results that a client may have already
 - `record_cache`: run records and reports of recently requested studies
 - `event_stream`: streams events to any number of watchers
 - `export_queue`: merged models, written one at a time
+- `sample_mover`: samples of earlier versions, moved while the server runs
 - `preflight_process`: checks of submitted jobs, outside the server's process
 - `openapi`: the OpenAPI document, and Swagger UI at /docs
 - `metrics`: counts for Prometheus

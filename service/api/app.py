@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -24,6 +25,7 @@ from service.api.protocols import Cluster
 from service.api.record_cache import RunRecords
 from service.api.requests import principal
 from service.api.routes import exports, finetunes, jobs, operations, results
+from service.api.sample_mover import move_old_samples
 from service.disk import artifacts_dir
 from service.jobs.base import RequestContext
 from service.store import Store
@@ -79,9 +81,11 @@ def create_app(
         services.preflight.start()
         services.exports.start()
         services.hub.start()
+        moving = asyncio.create_task(move_old_samples(store), name="samples of earlier versions")
         try:
             yield
         finally:
+            moving.cancel()
             await run_in_threadpool(services.hub.stop)
             await services.exports.stop()
             await run_in_threadpool(services.preflight.stop)

@@ -67,6 +67,11 @@ class Json(JSONResponse):
     """
 
     def render(self, content: Any) -> bytes:
+        return self.encode(content)
+
+    @staticmethod
+    def encode(content: Any) -> bytes:
+        """Text of the response. Raises ValueError for numbers that JSON does not have."""
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from search_spaces.objectives import REFERENCE_COST, Objective, hypervolume
-from service.results.feasibility import sources_of, violations
+from service.results.feasibility import Values, violations
 from service.results.holdout import FrontVolume
 from service.results.record import RunRecord
-from service.results.selection import costs_of, pareto_front
+from service.results.selection import costs_of
 from service.schemas.files import (
     EstimateDocument,
     HoldoutDocument,
@@ -18,7 +18,7 @@ from service.schemas.files import (
     TrialDocument,
     VolumeDocument,
 )
-from service.types import Comparison, Estimate, Origin, TrialRecord, TrialState
+from service.types import Comparison, Estimate, Origin, TrialRecord, TrialResult, TrialState
 
 __all__ = [
     "estimate_document",
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def trial_document(
-    trial: TrialRecord, *, objectives: Sequence[Objective] = (), sources: Sequence[TrialRecord] = ()
+    trial: TrialRecord, *, objectives: Sequence[Objective] = (), sources: Sequence[TrialResult] = ()
 ) -> TrialDocument:
     """Describe a trial as JSON, as result files and the API show it.
 
@@ -70,8 +70,8 @@ def trial_document(
 
 def trial_documents(run: RunRecord) -> list[TrialDocument]:
     """Describe the trials of a run by number."""
-    trials = sorted(run.trials, key=lambda trial: trial.number)
-    return [trial_document(trial, objectives=run.objectives, sources=sources_of(trials)) for trial in trials]
+    trials = sorted(run.whole_trials, key=lambda trial: trial.number)
+    return [trial_document(trial, objectives=run.objectives, sources=run.sources) for trial in trials]
 
 
 def samples_document(run: RunRecord) -> SamplesDocument:
@@ -87,6 +87,7 @@ def samples_document(run: RunRecord) -> SamplesDocument:
         "per_second": run.samples_per_second,
         "used": scored + run.search.step_samples,
         "limit": run.max_samples,
+        "stored_bytes": {"values": run.stored_bytes.values, "texts": run.stored_bytes.texts},
     }
 
 
@@ -107,37 +108,37 @@ def estimate_documents(estimates: Mapping[str, Estimate]) -> dict[str, EstimateD
 
 def holdout_documents(run: RunRecord) -> list[HoldoutDocument]:
     """Describe the rows of the held-out stage."""
-    return [_holdout_document(row, run) for row in run.holdout]
+    values = {row.trial: {name: e.value for name, e in row.values.items()} for row in run.holdout}
+    trials = {trial.number: trial for trial in run.trials if trial.number in values}
+    return [_holdout_document(row, run, trials.get(row.trial), values) for row in run.holdout]
 
 
-def _holdout_document(row: Comparison, run: RunRecord) -> HoldoutDocument:
-    held_out = {row.trial: {name: e.value for name, e in row.values.items()} for row in run.holdout}
-    origins = {trial.number: trial.origin for trial in run.trials}
-    digests = {trial.number: trial.recipe.digest for trial in run.trials}
+def _holdout_document(
+    row: Comparison, run: RunRecord, trial: TrialResult | None, held_out: Mapping[int, Values]
+) -> HoldoutDocument:
     return {
         "label": row.label,
         "trial": row.trial,
-        "origin": origins.get(row.trial, Origin.SEARCH).value,
+        "origin": (Origin.SEARCH if trial is None else trial.origin).value,
         "values": estimate_documents(row.values),
         "mean": None if row.mean is None else estimate_document(row.mean),
         "violations": violations(
             {name: estimate.value for name, estimate in row.values.items()},
             run.objectives,
-            sources_of(run.trials),
-            values_of=lambda trial: held_out.get(trial.number, {}),
+            run.sources,
+            values_of=lambda source: held_out.get(source.number, {}),
         ),
         "differences": estimate_documents(row.differences),
-        "tokens_per_second": run.tokens_per_second.get(digests.get(row.trial, "")),
+        "tokens_per_second": None if trial is None else run.tokens_per_second.get(trial.recipe.digest),
     }
 
 
 def pareto(run: RunRecord) -> ParetoDocument:
     """Build the content of pareto.json."""
-    front = pareto_front(run.trials, run.objectives)
     return {
         "objectives": [_objective_document(objective) for objective in run.objectives],
         "reference_point": [REFERENCE_COST] * len(run.objectives),
-        "hypervolume": hypervolume([costs_of(trial, run.objectives) for trial in front]),
+        "hypervolume": hypervolume([costs_of(trial, run.objectives) for trial in run.front]),
         "holdout_hypervolume": _volume_document(run.holdout_volume),
         "front": [
             {
@@ -146,10 +147,10 @@ def pareto(run: RunRecord) -> ParetoDocument:
                 "origin": trial.origin.value,
                 "values": dict(trial.values),
                 "standard_errors": dict(trial.standard_errors),
-                "violations": violations(trial.values, run.objectives, sources_of(run.trials)),
+                "violations": violations(trial.values, run.objectives, run.sources),
                 "recipe_digest": trial.recipe.digest,
             }
-            for trial in front
+            for trial in run.front
         ],
     }
 

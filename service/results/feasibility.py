@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from search_spaces.constraints import BEST_EXPERT, EXPERT, Constraint
 from search_spaces.objectives import Objective
 from service.schemas.files import ConstraintDocument
-from service.types import Origin, TrialRecord
+from service.types import Origin, TrialResult
 
 __all__ = [
     "Values",
@@ -31,12 +31,12 @@ def has_constraints(objectives: Sequence[Objective]) -> bool:
     return any(objective.constraints for objective in objectives)
 
 
-def sources_of(trials: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
+def sources_of(trials: Iterable[TrialResult]) -> tuple[TrialResult, ...]:
     """Trials of the source models."""
     return tuple(trial for trial in trials if trial.origin is Origin.SOURCE)
 
 
-def reference_of(constraint: Constraint, objective: Objective, trials: Sequence[TrialRecord]) -> TrialRecord | None:
+def reference_of(constraint: Constraint, objective: Objective, trials: Sequence[TrialResult]) -> TrialResult | None:
     """Find the source model that a constraint's bound is relative to.
 
     The best expert is the expert with the best value of the objective; of equal ones the first.
@@ -82,9 +82,9 @@ def excesses(
 def violations(
     values: Values,
     objectives: Sequence[Objective],
-    trials: Sequence[TrialRecord],
+    trials: Sequence[TrialResult],
     *,
-    values_of: Callable[[TrialRecord], Values] = lambda trial: trial.values,
+    values_of: Callable[[TrialResult], Values] = lambda trial: trial.values,
 ) -> dict[str, float]:
     """List the constraints that `values` violate, by their text, each with its excess in the metric's unit.
 
@@ -102,7 +102,7 @@ def violations(
     return {c.text: excess for c, excess in excesses(values, objectives, reference).items() if excess > 0}
 
 
-def constraint_documents(objectives: Sequence[Objective], trials: Sequence[TrialRecord]) -> list[ConstraintDocument]:
+def constraint_documents(objectives: Sequence[Objective], trials: Sequence[TrialResult]) -> list[ConstraintDocument]:
     """Describe each constraint with its bound and the number of trials that keep to it.
 
     Args:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from search_spaces.objectives import Objective
 from service.results.selection import accuracy_objectives
 from service.results.statistics import LEVEL, Bounds, correlations, mean_of, paired_difference
-from service.types import Estimate, Origin, TrialRecord
+from service.types import Estimate, Origin, TrialResult
 
 __all__ = ["RivalTest", "criterion", "finding_text", "rival_tests"]
 
@@ -64,8 +64,8 @@ def criterion(objectives: Sequence[Objective]) -> str:
 
 
 def rival_tests(
-    finalists: Sequence[TrialRecord],
-    trials: Sequence[TrialRecord],
+    finalists: Sequence[TrialResult],
+    trials: Sequence[TrialResult],
     objectives: Sequence[Objective],
     rows: Mapping[int, Samples],
     *,
@@ -109,7 +109,7 @@ def rival_tests(
 
 
 def finding_text(
-    tests: Sequence[RivalTest], objectives: Sequence[Objective], *, best: TrialRecord | None, was_scored: bool
+    tests: Sequence[RivalTest], objectives: Sequence[Objective], *, best: TrialResult | None, was_scored: bool
 ) -> str:
     """State in one sentence whether a merge is better than the best baselines on held-out data.
 

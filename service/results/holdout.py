@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from search_spaces.objectives import Objective, hypervolume
 from service.results.comparison import compare
 from service.results.finding import RivalTest, rival_tests
-from service.results.selection import accuracy_objectives, best_trial, costs_of_values, finalists, held_out
+from service.results.selection import accuracy_objectives, best_trial, compared_with, costs_of_values, finalists
 from service.results.statistics import (
     bootstrap,
     correlations,
@@ -20,7 +20,7 @@ from service.results.statistics import (
     mean_of,
     paired_difference,
 )
-from service.types import Comparison, Estimate, Origin, TrialRecord
+from service.types import Comparison, Estimate, Origin, TrialResult
 from workers.types import Split
 
 __all__ = ["FrontVolume", "HeldOut", "Samples", "Scored", "held_out_results"]
@@ -79,7 +79,7 @@ class HeldOut:
 
 
 def held_out_results(
-    trials: Sequence[TrialRecord],
+    trials: Sequence[TrialResult],
     objectives: Sequence[Objective],
     *,
     search: Scored,
@@ -102,16 +102,18 @@ def held_out_results(
     """
     exact = _exact_values(trials, objectives)
     scored = [objective for objective in objectives if objective.cost_of_recipe is None]
-    rows = _complete(held_out(trials, objectives), holdout.samples, [objective.name for objective in objectives])
-    failed = {number: reason for number, reason in (failures or {}).items() if number not in rows}
     final = finalists(trials, objectives)
+    compared = compared_with(final, trials)
+    rows = _complete(compared, holdout.samples, [objective.name for objective in objectives])
+    failed = {number: reason for number, reason in (failures or {}).items() if number not in rows}
     reference = next((trial.number for trial in final if trial.number not in failed), None)
     if not rows or (reference is not None and reference not in rows):
         return HeldOut(failures=tuple(sorted(failed.items())))
     bounds = _bounds(objectives, rows.values())
     labels = {trial.number: trial.label for trial in trials}
-    bias, difference = _selection_bias(trials, objectives, rows, search=search, holdout=holdout)
-    compared = (
+    best = best_trial(trials, objectives)
+    bias, difference = _selection_bias(best, compared, objectives, rows, search=search, holdout=holdout)
+    described = (
         compare(
             labels[number],
             number,
@@ -124,17 +126,17 @@ def held_out_results(
         for number, samples in rows.items()
     )
     return HeldOut(
-        rows=tuple(_with_exact(row, exact, reference) for row in compared),
+        rows=tuple(_with_exact(row, exact, reference) for row in described),
         reference=reference,
         failures=tuple(sorted(failed.items())),
         tests=rival_tests(final, trials, scored, rows, documents=holdout.documents, bounds=bounds),
         selection_bias=bias,
         split_difference=difference,
-        volume=_front_volume(trials, objectives, rows, documents=holdout.documents, seed=seed),
+        volume=_front_volume(final, objectives, rows, documents=holdout.documents, seed=seed),
     )
 
 
-def _exact_values(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> dict[int, dict[str, float]]:
+def _exact_values(trials: Iterable[TrialResult], objectives: Sequence[Objective]) -> dict[int, dict[str, float]]:
     """Values of each trial that follow from its recipe, by trial number and objective."""
     costs = [objective.name for objective in objectives if objective.cost_of_recipe is not None]
     return {trial.number: {name: trial.values[name] for name in costs if name in trial.values} for trial in trials}
@@ -160,7 +162,7 @@ def _exactly(value: float) -> Estimate:
 
 
 def _complete(
-    trials: Iterable[TrialRecord], samples: Mapping[str, Samples], names: Sequence[str]
+    trials: Iterable[TrialResult], samples: Mapping[str, Samples], names: Sequence[str]
 ) -> dict[int, Samples]:
     """Samples of the trials that have all samples, by trial number.
 
@@ -196,7 +198,8 @@ def _bounds(objectives: Sequence[Objective], samples: Collection[Samples]) -> di
 
 
 def _selection_bias(
-    trials: Sequence[TrialRecord],
+    best: TrialResult | None,
+    compared: Sequence[TrialResult],
     objectives: Sequence[Objective],
     rows: Mapping[int, Samples],
     *,
@@ -208,12 +211,11 @@ def _selection_bias(
     On each split, the best trial's lead over the mean of the baselines is taken sample by sample, so that a sample
     which is easy for all of them does not change the lead.
     """
-    best = best_trial(trials, objectives)
     if best is None or best.number not in rows:
         return {}, {}
     baselines = [
         trial
-        for trial in trials
+        for trial in compared
         if trial.number in rows
         and trial.origin in (Origin.SOURCE, Origin.PUBLISHED)
         and trial.recipe.digest != best.recipe.digest
@@ -258,14 +260,14 @@ def _between(by_split: Mapping[Split, Mapping[str, Estimate]]) -> dict[str, Esti
 
 
 def _front_volume(
-    trials: Sequence[TrialRecord],
+    finalists: Sequence[TrialResult],
     objectives: Sequence[Objective],
     rows: Mapping[int, Samples],
     *,
     documents: Mapping[str, str],
     seed: int,
 ) -> FrontVolume | None:
-    final = [trial for trial in finalists(trials, objectives) if trial.number in rows]
+    final = [trial for trial in finalists if trial.number in rows]
     names = [objective.name for objective in objectives if objective.cost_of_recipe is None]
     exact = [_exact_values([trial], objectives)[trial.number] for trial in final]
     if not final or any(set(rows[trial.number]) != set(names) for trial in final):

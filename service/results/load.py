@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,104 +14,188 @@ from search_spaces.objectives import Objective
 from search_spaces.study.file import Study
 from search_spaces.study.objectives import InlineTask, ObjectiveSpec
 from service.resolved_study import ResolvedStudy
+from service.results.chunk_times import ChunkTimes
 from service.results.holdout import HeldOut, Samples, Scored, held_out_results
 from service.results.ranges import OutOfRange, out_of_range
-from service.results.record import EngineFigures, RunRecord, SearchFigures
+from service.results.record import RunRecord, SearchFigures
 from service.results.selection import best_trial, held_out
-from service.store import EvidenceRecord, Store
+from service.store import EventRecord, Store
 from service.store.documents import (
     CANARIES,
     POLICY_START,
     VERIFICATION,
-    Canaries,
     read_canaries,
     read_policy_start,
     read_verification,
 )
 from service.store.steps import GradientStep, Step, UpdateStep
-from service.types import Estimate, EventKind, JobRecord, Origin, TrialRecord
+from service.types import Estimate, EventKind, Origin, TrialResult
 from workers.types import Split
 
-__all__ = ["held_out_estimates", "run_record"]
+__all__ = ["RunReader", "held_out_estimates", "run_record"]
 
-# Seconds without work that no engine has while a driver lives; a restart takes longer.
-PAUSE_S = 30.0
+# Events that results are made of.
+READ_EVENTS = (EventKind.SEARCH_NOTE, EventKind.HOLDOUT_FAILED, EventKind.OUT_OF_RANGE)
+
+# Events after which trials may have changed that no event names.
+RELOAD_EVENTS = (EventKind.ATTEMPT, EventKind.ENGINE_FAULT, EventKind.SCORED_AGAIN)
+
+# Rows of chunks that are read at once.
+BATCH = 2000
 
 
 def run_record(store: Store, study_id: str) -> RunRecord:
-    """The record of a study, as far as it is stored, at one moment."""
-    with store.snapshot() as snapshot:
-        return _run_record(snapshot, study_id)
+    """The record of a study, as far as it is stored; every trial has its recipe and configuration."""
+    return RunReader(store, study_id, is_whole=True).read()
 
 
-def _run_record(store: Store, study_id: str) -> RunRecord:
-    study = store.job(study_id)
-    file = Study.model_validate(study.document)
-    objectives = ResolvedStudy.of(study).objectives
-    trials = store.trials(study_id)
-    evidence = store.evidence(study_id)
-    verification = read_verification(store.document(study_id, VERIFICATION))
-    searched = [row for row in evidence if row.is_of(Split.SEARCH)]
-    stage = _held_out(store, study_id, file, trials, objectives)
-    steps = store.steps(study_id)
-    return RunRecord(
-        study=study,
-        objectives=objectives,
-        trials=trials,
-        full_budget=ResolvedStudy.of(study).rung_samples[-1],
-        holdout=stage.results.rows,
-        holdout_reference=stage.results.reference,
-        holdout_failures=stage.results.failures,
-        holdout_volume=stage.results.volume,
-        rival_tests=stage.results.tests,
-        selection_bias=stage.results.selection_bias,
-        split_difference=stage.results.split_difference,
-        warnings=_warnings(store, study_id, trials, objectives, stage),
-        verifications=verification.reports,
-        verification_reason=verification.reason,
-        engine=_engine(
-            evidence,
-            searched,
-            num_replicas=file.engine.replicas,
-            canaries=read_canaries(store.document(study_id, CANARIES)),
-        ),
-        search=_search(store, study, steps),
-        gradients=tuple(step for step in steps if isinstance(step, GradientStep)),
-        updates=tuple(step for step in steps if isinstance(step, UpdateStep)),
-        max_samples=file.limits.max_samples,
-        wall_clock_s=study.wall_clock_s,
-        samples_per_second=_rate(searched),
-        tokens_per_second=_tokens_per_second(store, study_id, evidence),
-        version=version("mergesearch"),
-    )
+class RunReader:
+    """Reads the record of one study; later calls of `read` read only what has changed.
+
+    A trial changes with an event that names it, and as long as it is not finished. With `is_whole`, every trial has
+    its recipe and configuration, else only the best and those of the held-out table: a study may have tens of thousands
+    of trials, and these two are most of a trial's data.
+    """
+
+    def __init__(self, store: Store, study_id: str, *, is_whole: bool = False) -> None:
+        self._store = store
+        self._study_id = study_id
+        self._is_whole = is_whole
+        self._last_event = 0
+        self._last_chunk = 0
+        self._trials: dict[int, TrialResult] = {}
+        self._events: list[EventRecord] = []
+        self._steps: list[Step] = []
+        self._chunks = ChunkTimes()
+
+    def read(self) -> RunRecord:
+        """The record at one moment, which is now. Raises NotFound."""
+        with self._store.snapshot() as snapshot:
+            return self._read(snapshot)
+
+    def _read(self, store: Store) -> RunRecord:
+        study_id = self._study_id
+        study = store.job(study_id)
+        self._read_trials(store)
+        self._read_chunks(store)
+        self._steps += store.steps(study_id, start=len(self._steps))
+        file, resolved = Study.model_validate(study.document), ResolvedStudy.of(study)
+        trials, objectives = tuple(self._trials.values()), resolved.objectives
+        failures = self._of(EventKind.HOLDOUT_FAILED)
+        stage = _held_out(store, study_id, file, trials, objectives, failures=failures)
+        verification = read_verification(store.document(study_id, VERIFICATION))
+        return RunRecord(
+            study=study,
+            objectives=objectives,
+            trials=self._with_recipes(store, trials, stage),
+            full_budget=resolved.rung_samples[-1],
+            holdout=stage.results.rows,
+            holdout_reference=stage.results.reference,
+            holdout_failures=stage.results.failures,
+            holdout_volume=stage.results.volume,
+            rival_tests=stage.results.tests,
+            selection_bias=stage.results.selection_bias,
+            split_difference=stage.results.split_difference,
+            warnings=_warnings(self._of(EventKind.OUT_OF_RANGE), trials, objectives, stage),
+            verifications=verification.reports,
+            verification_reason=verification.reason,
+            engine=self._chunks.engine_figures(
+                num_replicas=file.engine.replicas, canaries=read_canaries(store.document(study_id, CANARIES))
+            ),
+            search=self._search(store, resolved),
+            gradients=tuple(step for step in self._steps if isinstance(step, GradientStep)),
+            updates=tuple(step for step in self._steps if isinstance(step, UpdateStep)),
+            max_samples=file.limits.max_samples,
+            wall_clock_s=study.wall_clock_s,
+            samples_per_second=self._chunks.samples_per_second(),
+            stored_bytes=self._chunks.stored_bytes(),
+            tokens_per_second=self._chunks.tokens_per_second(store.num_tokens(study_id, Split.HOLDOUT)),
+            version=version("mergesearch"),
+        )
+
+    def _read_trials(self, store: Store) -> None:
+        """Read new events, and the trials that may have changed since the last ones."""
+        study_id, changed = self._study_id, None
+        if not self._trials:
+            self._events = []
+            last, new = store.last_event_id(study_id), store.events(study_id, kinds=READ_EVENTS)
+        else:
+            new = store.events(study_id, after=self._last_event)
+            last = max([self._last_event, *(event.id for event in new)])
+            if not any(event.kind in RELOAD_EVENTS for event in new):
+                changed = {number for number, trial in self._trials.items() if not trial.state.is_finished}
+                changed |= {event.payload["trial"] for event in new if "trial" in event.payload}
+        found: Sequence[TrialResult] = (
+            store.trials(study_id) if self._is_whole else store.trial_results(study_id, changed)
+        )
+        # Only now: if the database had not answered, the next call would have to read the same again.
+        self._last_event = last
+        self._events += (event for event in new if event.kind in READ_EVENTS)
+        self._trials |= {trial.number: trial for trial in found}
+
+    def _read_chunks(self, store: Store) -> None:
+        while rows := store.evidence(self._study_id, after=self._last_chunk, limit=BATCH):
+            self._chunks.add(rows)
+            self._last_chunk = rows[-1].id
+
+    def _of(self, kind: EventKind) -> list[EventRecord]:
+        return [event for event in self._events if event.kind == kind]
+
+    def _with_recipes(self, store: Store, trials: tuple[TrialResult, ...], stage: _HeldOut) -> tuple[TrialResult, ...]:
+        """`trials`, with recipes and configurations of those that the results describe."""
+        if self._is_whole:
+            return trials
+        read = {number: store.trial(self._study_id, number) for number in sorted(stage.described)}
+        return tuple(read.get(trial.number, trial) for trial in trials)
+
+    def _search(self, store: Store, resolved: ResolvedStudy) -> SearchFigures:
+        charged = [step for step in self._steps if step.request.num_charged]  # notes cost nothing
+        charges = Counter[int]()
+        for step in charged:
+            charges[step.proposal] += step.request.num_charged
+        return SearchFigures(
+            algorithm=resolved.algorithm,
+            reason=resolved.algorithm_reason,
+            notes=tuple(event.payload["text"] for event in self._of(EventKind.SEARCH_NOTE)),
+            start=read_policy_start(store.document(self._study_id, POLICY_START)),
+            steps=len(charged),
+            charges=dict(charges),
+        )
 
 
 def held_out_estimates(
-    store: Store, study_id: str, trial: int, *, trials: Sequence[TrialRecord], objectives: Sequence[Objective]
+    store: Store, study_id: str, trial: int, *, trials: Sequence[TrialResult], objectives: Sequence[Objective]
 ) -> dict[str, Estimate] | None:
     """The held-out values of one of `trials`, as in its row of the held-out table; None where it has no row."""
+    failures = store.events(study_id, kinds=(EventKind.HOLDOUT_FAILED,))
     file = Study.model_validate(store.job(study_id).document)
-    stage = _held_out(store, study_id, file, trials, objectives)
+    stage = _held_out(store, study_id, file, trials, objectives, failures=failures)
     return next((dict(row.values) for row in stage.results.rows if row.trial == trial), None)
 
 
 @dataclass(frozen=True)
 class _HeldOut:
-    """The held-out stage, and the samples that its results are made of."""
+    """The held-out stage, and the samples that its results are made of, of the trials with numbers `described`."""
 
+    described: frozenset[int]
     results: HeldOut
     search: Scored
     holdout: Scored
 
 
 def _held_out(
-    store: Store, study_id: str, file: Study, trials: Sequence[TrialRecord], objectives: Sequence[Objective]
+    store: Store,
+    study_id: str,
+    file: Study,
+    trials: Sequence[TrialResult],
+    objectives: Sequence[Objective],
+    *,
+    failures: Iterable[EventRecord],
 ) -> _HeldOut:
     compared = [trial.recipe.digest for trial in held_out(trials, objectives)]
     winner = best_trial(trials, objectives)
     unselected = {trial.recipe.digest for trial in trials if trial.origin in (Origin.SOURCE, Origin.PUBLISHED)}
     needed = {*unselected, winner.recipe.digest} if winner is not None else set()
-    failed = store.events(study_id, kinds=(EventKind.HOLDOUT_FAILED,))
     search = Scored(
         _arrays(store.sample_values(study_id, Split.SEARCH, recipes=sorted(needed & {*compared}))),
         _data_of(file.scored_objectives.values()),
@@ -125,10 +209,11 @@ def _held_out(
         objectives,
         search=search,
         holdout=holdout,
-        failures={event.payload["trial"]: event.payload["reason"] for event in failed},
+        failures={event.payload["trial"]: event.payload["reason"] for event in failures},
         seed=file.search.seed,
     )
-    return _HeldOut(results, search, holdout)
+    described = {row.trial for row in results.rows} | ({winner.number} if winner is not None else set())
+    return _HeldOut(frozenset(described), results, search, holdout)
 
 
 def _data_of(specs: Iterable[ObjectiveSpec]) -> dict[str, str]:
@@ -142,85 +227,24 @@ def _data_of(specs: Iterable[ObjectiveSpec]) -> dict[str, str]:
     }
 
 
-def _arrays(values: Mapping[str, Mapping[str, Mapping[int, float]]]) -> dict[str, Samples]:
+def _arrays(values: Mapping[str, Samples]) -> dict[str, Samples]:
+    """Values of the samples that are stored, in the order of their positions."""
     return {
-        digest: {name: np.array([of[position] for position in sorted(of)]) for name, of in by_objective.items()}
-        for digest, by_objective in values.items()
+        digest: {name: array[~np.isnan(array)] for name, array in of_recipe.items()}
+        for digest, of_recipe in values.items()
     }
 
 
 def _warnings(
-    store: Store, study_id: str, trials: Sequence[TrialRecord], objectives: Sequence[Objective], stage: _HeldOut
+    stored: Iterable[EventRecord], trials: Sequence[TrialResult], objectives: Sequence[Objective], stage: _HeldOut
 ) -> tuple[OutOfRange, ...]:
     """Warnings that drivers stored, and those of the loaded samples: earlier versions stored no warnings."""
-    found = [OutOfRange.from_json(e.payload) for e in store.events(study_id, kinds=(EventKind.OUT_OF_RANGE,))]
+    found = [OutOfRange.from_json(event.payload) for event in stored]
     for split, scored in ((Split.SEARCH, stage.search), (Split.HOLDOUT, stage.holdout)):
         for trial in trials:
-            samples = scored.samples.get(trial.recipe.digest, {})
+            if (samples := scored.samples.get(trial.recipe.digest)) is None:
+                continue
             values = {name: dict(enumerate(array.tolist())) for name, array in samples.items()}
             found += out_of_range(trial.number, objectives, split, values)
     by_place = {(warning.trial, warning.objective, warning.split): warning for warning in reversed(found)}
     return tuple(by_place[place] for place in sorted(by_place))
-
-
-def _engine(
-    evidence: Sequence[EvidenceRecord],
-    searched: Sequence[EvidenceRecord],
-    *,
-    num_replicas: int,
-    canaries: Canaries,
-) -> EngineFigures:
-    swaps = [row.timings_s.get("materialise", 0.0) + row.timings_s.get("swap", 0.0) for row in searched]
-    span = _span_s(searched)
-    busy = sum(sum(s for n, s in row.timings_s.items() if n != "wait") for row in searched)
-    return EngineFigures(
-        starts=len({row.replica for row in evidence}),  # engines that were killed count too
-        kinds=tuple(sorted({row.engine for row in evidence})),
-        swap_s=tuple(seconds for seconds in swaps if seconds > 0),
-        busy_fraction=min(1.0, busy / (span * num_replicas)) if span else None,
-        samples_not_checked=canaries.samples_not_checked,
-        skipped=tuple(sorted(set(canaries.skipped.values()))),
-    )
-
-
-def _search(store: Store, study: JobRecord, steps: Sequence[Step]) -> SearchFigures:
-    charged = [step for step in steps if step.request.num_charged]  # notes cost nothing
-    charges = Counter[int]()
-    for step in charged:
-        charges[step.proposal] += step.request.num_charged
-    return SearchFigures(
-        algorithm=ResolvedStudy.of(study).algorithm,
-        reason=ResolvedStudy.of(study).algorithm_reason,
-        notes=tuple(event.payload["text"] for event in store.events(study.id, kinds=(EventKind.SEARCH_NOTE,))),
-        start=read_policy_start(store.document(study.id, POLICY_START)),
-        steps=len(charged),
-        charges=dict(charges),
-    )
-
-
-def _rate(searched: Sequence[EvidenceRecord]) -> float | None:
-    span = _span_s(searched)
-    return sum(row.num_samples for row in searched) / span if span else None
-
-
-def _tokens_per_second(store: Store, study_id: str, evidence: Iterable[EvidenceRecord]) -> dict[str, float]:
-    """Tokens per second by recipe digest, in the held-out stage: all recipes are given the same prompts there."""
-    seconds: dict[str, float] = defaultdict(float)
-    for row in evidence:
-        if row.is_of(Split.HOLDOUT):
-            seconds[row.recipe_digest] += row.timings_s.get("score", 0.0)
-    numbers = store.num_tokens(study_id, Split.HOLDOUT)
-    return {digest: number / seconds[digest] for digest, number in numbers.items() if seconds[digest] > 0}
-
-
-def _span_s(searched: Sequence[EvidenceRecord]) -> float | None:
-    """Seconds from the start of the first search chunk to the end of the last, without pauses between attempts."""
-    total, end = 0.0, 0.0
-    for row in sorted(searched, key=lambda row: row.finished_at):
-        finished = row.finished_at
-        started = finished - sum(seconds for name, seconds in row.timings_s.items() if name != "wait")
-        if started - end > PAUSE_S:
-            end = started
-        total += max(0.0, finished - end)
-        end = max(end, finished)
-    return total or None

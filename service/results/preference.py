@@ -16,7 +16,7 @@ from search_spaces.objectives import Objective
 from search_spaces.preferences import augmented_chebyshev, preference_vector
 from service.errors import NotFound
 from service.results.record import RunRecord
-from service.results.selection import costs_of_values, pareto_front
+from service.results.selection import costs_of_values
 from service.schemas.files import PreferredDocument
 from service.types import Origin
 from workers.types import Split
@@ -66,14 +66,16 @@ def choices(run: RunRecord) -> Choices:
 
     Of a front with more trials than are scored on the holdout data, only the scored ones may be picked.
     """
-    front = pareto_front(run.trials, run.objectives)
     names = {objective.name for objective in run.objectives}
     rows = {row.trial: {name: e.value for name, e in row.values.items()} for row in run.holdout}
-    held_out = {trial.number: rows[trial.number] for trial in front if set(rows.get(trial.number, ())) == names}
-    on_search: dict[int, Mapping[str, float]] = {trial.number: trial.values for trial in front}
+    held_out = {trial.number: rows[trial.number] for trial in run.front if set(rows.get(trial.number, ())) == names}
+    on_search: dict[int, Mapping[str, float]] = {trial.number: trial.values for trial in run.front}
     return Choices(
         run.objectives,
         Split.HOLDOUT if held_out else Split.SEARCH,
-        {trial.number: f"trial {trial.number}" if trial.origin is Origin.SEARCH else trial.label for trial in front},
+        {
+            trial.number: f"trial {trial.number}" if trial.origin is Origin.SEARCH else trial.label
+            for trial in run.front
+        },
         held_out or on_search,
     )

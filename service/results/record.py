@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from search_spaces.objectives import Objective
+from service.results.feasibility import sources_of
 from service.results.finding import RivalTest
 from service.results.holdout import FrontVolume
 from service.results.ranges import OutOfRange
+from service.results.selection import best_trial, pareto_front
 from service.store.documents import PolicyStart
 from service.store.steps import GradientStep, UpdateStep
-from service.types import Comparison, Estimate, JobRecord, TrialRecord
+from service.types import Comparison, Estimate, JobRecord, TrialRecord, TrialResult
 from workers.types import VerificationReport
 
-__all__ = ["EngineFigures", "RunRecord", "SearchFigures"]
+__all__ = ["EngineFigures", "RunRecord", "SearchFigures", "StoredBytes"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,14 @@ class EngineFigures:
     busy_fraction: float | None = None
     samples_not_checked: int | None = None
     skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StoredBytes:
+    """Bytes that the database takes for a study's samples: for values and flags, and for responses and tokens."""
+
+    values: int = 0
+    texts: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,7 @@ class RunRecord:
     The held-out stage's fields are described in `service.results.holdout.HeldOut`.
 
     Attributes:
+        trials: Trials by number. They may lack recipes and configurations, except the best and those in `holdout`.
         full_budget: Samples per objective at the last rung.
         holdout: Rows of the held-out stage, with differences "this row minus `holdout_reference`".
         max_samples: Limit of the samples of the search; None if there is none.
@@ -83,7 +95,7 @@ class RunRecord:
 
     study: JobRecord
     objectives: tuple[Objective, ...]
-    trials: tuple[TrialRecord, ...]
+    trials: tuple[TrialResult, ...]
     full_budget: Mapping[str, int]
     holdout: tuple[Comparison, ...] = ()
     holdout_reference: int | None = None
@@ -102,5 +114,38 @@ class RunRecord:
     max_samples: int | None = None
     wall_clock_s: float = 0.0
     samples_per_second: float | None = None
+    stored_bytes: StoredBytes = field(default_factory=StoredBytes)
     tokens_per_second: Mapping[str, float] = field(default_factory=dict)
     version: str = ""
+
+    @property
+    def whole_trials(self) -> tuple[TrialRecord, ...]:
+        """All trials, with recipes and configurations; for records of which every trial has them."""
+        return tuple(map(_whole, self.trials))
+
+    @cached_property
+    def best(self) -> TrialRecord | None:
+        """The best trial; None before a trial has reached the full budget."""
+        found = best_trial(self.trials, self.objectives)
+        return None if found is None else _whole(found)
+
+    @cached_property
+    def compared(self) -> tuple[TrialRecord, ...]:
+        """Trials in the held-out table, by number."""
+        numbers = {row.trial for row in self.holdout}
+        return tuple(_whole(trial) for trial in self.trials if trial.number in numbers)
+
+    @cached_property
+    def front(self) -> tuple[TrialResult, ...]:
+        """The Pareto front, by trial number."""
+        return pareto_front(self.trials, self.objectives)
+
+    @cached_property
+    def sources(self) -> tuple[TrialResult, ...]:
+        """Trials of the source models."""
+        return sources_of(self.trials)
+
+
+def _whole(trial: TrialResult) -> TrialRecord:
+    assert isinstance(trial, TrialRecord), f"trial {trial.number} was read without its recipe"
+    return trial

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from search_spaces.constraints import Constraint
 from search_spaces.objectives import Candidate, Costs, Objective, constrained_front
 from service.results.feasibility import Values, excesses, has_constraints, reference_of, total_violation
-from service.types import Origin, TrialRecord, TrialState
+from service.types import Origin, TrialResult, TrialState
 
 __all__ = [
     "Criteria",
     "accuracy_objectives",
     "best_trial",
     "candidates",
+    "compared_with",
     "costs_of",
     "costs_of_values",
     "criteria",
@@ -31,6 +33,9 @@ __all__ = [
 ]
 
 MAX_FINALISTS = 8
+
+# Selected trials are of the type that they are selected from.
+Trial = TypeVar("Trial", bound=TrialResult)
 
 
 def accuracy_objectives(objectives: Sequence[Objective]) -> tuple[str, ...]:
@@ -79,12 +84,12 @@ def criteria(objectives: Sequence[Objective]) -> Criteria:
     return Criteria(best=f"{best} on search data, among trials at full budget", promotion=promotion, difference=why)
 
 
-def full_budget_trials(trials: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
+def full_budget_trials(trials: Iterable[Trial]) -> tuple[Trial, ...]:
     """Trials with values at full budget, baselines included: candidates for best, front and finalists."""
     return tuple(trial for trial in trials if trial.state is TrialState.COMPLETE and trial.values)
 
 
-def best_trial(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> TrialRecord | None:
+def best_trial(trials: Iterable[Trial], objectives: Sequence[Objective]) -> Trial | None:
     """Select the best trial on search data.
 
     It has the highest mean of the accuracy objectives; without these, the lowest mean cost of the objectives that are
@@ -96,16 +101,17 @@ def best_trial(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -
     """
     trials = full_budget_trials(trials)
     violation = _violations(trials, objectives)
-    return min(trials, key=lambda trial: (violation[trial.number], *_merit(trial, objectives)), default=None)
+    merit = _merit(objectives)
+    return min(trials, key=lambda trial: (violation[trial.number], *merit(trial)), default=None)
 
 
-def finalists(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> tuple[TrialRecord, ...]:
+def finalists(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
     """Finalists of the held-out stage: the front, the best trial first, at most MAX_FINALISTS."""
-    ranked = sorted(pareto_front(trials, objectives), key=lambda trial: _merit(trial, objectives))
+    ranked = sorted(pareto_front(trials, objectives), key=_merit(objectives))
     return tuple(ranked[:MAX_FINALISTS])
 
 
-def pareto_front(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> tuple[TrialRecord, ...]:
+def pareto_front(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
     """Full-budget trials that no other one dominates, by number.
 
     Of trials with the same recipe only the first counts. Only trials that keep to all constraints are on the front;
@@ -116,19 +122,17 @@ def pareto_front(trials: Iterable[TrialRecord], objectives: Sequence[Objective])
     return tuple(trial for trial, _ in itertools.compress(found, on_front))
 
 
-def candidates(
-    trials: Iterable[TrialRecord], objectives: Sequence[Objective]
-) -> tuple[tuple[TrialRecord, Candidate], ...]:
+def candidates(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[tuple[Trial, Candidate], ...]:
     """Full-budget trials by number as candidates for the front; of trials with the same recipe only the first."""
     trials = full_budget_trials(trials)
     violation = _violations(trials, objectives)
-    first: dict[str, TrialRecord] = {}
+    first: dict[str, Trial] = {}
     for trial in sorted(trials, key=lambda trial: trial.number):
         first.setdefault(trial.recipe.digest, trial)
     return tuple((t, Candidate(t.number, costs_of(t, objectives), violation[t.number])) for t in first.values())
 
 
-def _violations(trials: Sequence[TrialRecord], objectives: Sequence[Objective]) -> dict[int, float]:
+def _violations(trials: Sequence[TrialResult], objectives: Sequence[Objective]) -> dict[int, float]:
     """Total violation of each of the `trials`, which are at full budget, by trial number."""
     if not has_constraints(objectives):
         return dict.fromkeys((trial.number for trial in trials), 0.0)
@@ -141,16 +145,20 @@ def _violations(trials: Sequence[TrialRecord], objectives: Sequence[Objective]) 
     return {t.number: total_violation(excesses(t.values, objectives, of), objectives) for t in trials}
 
 
-def _merit(trial: TrialRecord, objectives: Sequence[Objective]) -> tuple[float, int]:
+def _merit(objectives: Sequence[Objective]) -> Callable[[TrialResult], tuple[float, int]]:
     """Sort key, smaller is better; rounded, so that equal means computed in another order stay equal."""
     names = accuracy_objectives(objectives)
     ranked = [objective for objective in objectives if objective.name in names]
     ranked = ranked or [objective for objective in objectives if objective.cost_of_recipe is None]
-    costs = [objective.cost_of_stored(trial.values[objective.name]) for objective in ranked]
-    return round(statistics.fmean(costs), 12), trial.number
+
+    def of(trial: TrialResult) -> tuple[float, int]:
+        costs = [objective.cost_of_stored(trial.values[objective.name]) for objective in ranked]
+        return round(statistics.fmean(costs), 12), trial.number
+
+    return of
 
 
-def costs_of(trial: TrialRecord, objectives: Sequence[Objective]) -> Costs:
+def costs_of(trial: TrialResult, objectives: Sequence[Objective]) -> Costs:
     """Costs of a trial's values at full budget, in the order of `objectives`."""
     return costs_of_values(trial.values, objectives)
 
@@ -160,13 +168,14 @@ def costs_of_values(values: Mapping[str, float], objectives: Sequence[Objective]
     return tuple(objective.cost_of_stored(values[objective.name]) for objective in objectives)
 
 
-def held_out(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> tuple[TrialRecord, ...]:
+def held_out(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
     """Trials that are scored on the holdout data, by number: the finalists and every baseline."""
     complete = full_budget_trials(trials)
-    final = {trial.number for trial in finalists(complete, objectives)}
-    return tuple(
-        sorted(
-            (t for t in complete if t.number in final or t.origin in (Origin.SOURCE, Origin.PUBLISHED)),
-            key=lambda trial: trial.number,
-        )
-    )
+    return compared_with(finalists(complete, objectives), complete)
+
+
+def compared_with(finalists: Iterable[Trial], trials: Iterable[Trial]) -> tuple[Trial, ...]:
+    """The finalists and every baseline among the `trials` at full budget, by number."""
+    baselines = (t for t in full_budget_trials(trials) if t.origin in (Origin.SOURCE, Origin.PUBLISHED))
+    by_number = {trial.number: trial for trial in (*finalists, *baselines)}
+    return tuple(by_number[number] for number in sorted(by_number))

@@ -12,10 +12,10 @@ import numpy as np
 
 from service.resolved_study import ChainedSource, ResolvedStudy
 from service.results.documents import estimate_document, estimate_documents, holdout_documents, samples_document
-from service.results.feasibility import constraint_documents, sources_of, violations
+from service.results.feasibility import constraint_documents, violations
 from service.results.finding import criterion, finding_text
 from service.results.record import EngineFigures, RunRecord
-from service.results.selection import accuracy_objectives, best_trial, criteria, full_budget_trials
+from service.results.selection import accuracy_objectives, criteria, full_budget_trials
 from service.results.statistics import Z, independent_difference
 from service.schemas.files import (
     EngineDocument,
@@ -29,7 +29,7 @@ from service.schemas.files import (
     VerificationDocument,
 )
 from service.store.documents import PolicyStart
-from service.types import Estimate, Origin, TrialRecord, TrialState
+from service.types import Estimate, Origin, TrialResult, TrialState
 from workers.types import VerificationReport
 
 __all__ = ["summary"]
@@ -37,7 +37,7 @@ __all__ = ["summary"]
 
 def summary(run: RunRecord) -> SummaryDocument:
     """Build the content of summary.json."""
-    best = best_trial(run.trials, run.objectives)
+    best = run.best
     bias = _search_minus_holdout(run, best)
     rules = criteria(run.objectives)
     averaged = [bias[name].value for name in accuracy_objectives(run.objectives) if name in bias]
@@ -63,7 +63,7 @@ def summary(run: RunRecord) -> SummaryDocument:
             "origin": best.origin.value,
             "recipe_digest": best.recipe.digest,
             "values": dict(best.values),
-            "violations": violations(best.values, run.objectives, sources_of(run.trials)),
+            "violations": violations(best.values, run.objectives, run.sources),
         },
         "selection": {"best": rules.best, "promotion": rules.promotion, "difference": rules.difference},
         "constraints": constraint_documents(run.objectives, full_budget_trials(run.trials)),
@@ -144,7 +144,7 @@ def _engine_document(engine: EngineFigures) -> EngineDocument:
     }
 
 
-def _finding_document(run: RunRecord, best: TrialRecord | None) -> FindingDocument:
+def _finding_document(run: RunRecord, best: TrialResult | None) -> FindingDocument:
     scored = [objective for objective in run.objectives if objective.cost_of_recipe is None]
     objectives = [o for o in scored if all(o.name in row.values for row in run.holdout)]
     return {
@@ -165,7 +165,7 @@ def _finding_document(run: RunRecord, best: TrialRecord | None) -> FindingDocume
     }
 
 
-def _search_minus_holdout(run: RunRecord, best: TrialRecord | None) -> dict[str, Estimate]:
+def _search_minus_holdout(run: RunRecord, best: TrialResult | None) -> dict[str, Estimate]:
     """Search value minus held-out value of the best trial, by objective.
 
     The samples differ, so the estimates are independent. Costs of the recipe are left out: they are equal on both.

@@ -75,6 +75,11 @@ class TrialDocument(TypedDict):
     timings_s: dict[str, float]
 
 
+class StoredBytesDocument(TypedDict):
+    values: Annotated[int, Field(description="Bytes of values and flags, compressed.")]
+    texts: Annotated[int, Field(description="Bytes of responses and tokens, compressed.")]
+
+
 class SamplesDocument(TypedDict):
     scored: Number
     reused: Number
@@ -88,6 +93,10 @@ class SamplesDocument(TypedDict):
     per_second: float | None
     used: Annotated[int, Field(ge=0, description="Samples that the search used: `scored` and `search.step_samples`.")]
     limit: Annotated[int | None, Field(description="`limits.max_samples`, the largest `used`; null if there is none.")]
+    stored_bytes: Annotated[
+        StoredBytesDocument,
+        Field(description="Bytes that the database takes for the samples; those of earlier versions do not count."),
+    ]
 
 
 class RecipesDocument(TypedDict):

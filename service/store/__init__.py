@@ -2,7 +2,7 @@
 
 - `sql`: every job of one database: creates, reads and hands out writers
 - `attempt_writer`: the writes of one driver, refused once another has taken the job over
-- `void`: samples of engines that failed a check
+- `samples`: samples, packed in chunks, and those of engines that failed a check
 - `records`: rows as dataclasses
 - `steps`: what searchers computed besides scores, and its JSON
 - `documents`: results of a study's closing stages, and their JSON
@@ -24,8 +24,8 @@ from service.store.records import (
     EngineFaultRecord,
     EventRecord,
     EvidenceRecord,
-    VoidSample,
 )
+from service.store.samples import VoidSample
 from service.store.sql import Store
 
 __all__ = [

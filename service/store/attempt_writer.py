@@ -13,11 +13,18 @@ from service.errors import StaleAttempt
 from service.store import schema
 from service.store.availability import Outage, availability_of, is_waiting, repeated
 from service.store.connection import clock, transaction
-from service.store.records import BracketRecord, tokens_text
+from service.store.records import BracketRecord
+from service.store.samples import (
+    holdings,
+    move_old_samples,
+    not_stored,
+    remove_samples,
+    store_samples,
+    void_holdings,
+)
 from service.store.steps import Step, step_document
-from service.store.void import void_samples
 from service.types import EventKind, JobState, RungRecord, TrialRecord, TrialState
-from workers.types import SampleResult, ScoreResult, Split
+from workers.types import ScoreResult, Split
 
 __all__ = ["CHANNEL", "JobWriter", "insert", "insert_event", "lock_job"]
 
@@ -141,7 +148,7 @@ class JobWriter:
                     reason=trial.reason,
                     bracket=trial.bracket,
                     configuration=None if trial.configuration is None else dict(trial.configuration),
-                    recipe=trial.recipe.to_json(),
+                    recipe=trial.read_recipe().to_json(),
                     recipe_digest=trial.recipe.digest,
                     samples_scored=trial.samples_scored,
                     samples_reused=trial.samples_reused,
@@ -162,8 +169,10 @@ class JobWriter:
         evidence = result.evidence
         table = schema.trials
         with self._transaction() as connection:
-            self._delete_samples(connection, evidence.recipe_digest, split, again)
-            samples = self._not_stored(connection, split, result)
+            digest = evidence.recipe_digest
+            move_old_samples(connection, self.job_id, digest)
+            remove_samples(connection, self.job_id, digest, split, again)
+            samples = not_stored(connection, self.job_id, digest, split, result.samples)
             if not samples:
                 return
             evidence_id = connection.execute(
@@ -171,7 +180,7 @@ class JobWriter:
                 .values(
                     study=self.job_id,
                     trial=trial,
-                    recipe_digest=evidence.recipe_digest,
+                    recipe_digest=digest,
                     bank_fingerprint=evidence.bank_fingerprint,
                     prompts=dict(evidence.prompts),
                     weights_checksum=evidence.weights_checksum,
@@ -185,25 +194,7 @@ class JobWriter:
                 )
                 .returning(schema.evidence.c.id)
             ).scalar_one()
-            self._insert_once(
-                connection,
-                schema.samples,
-                [
-                    {
-                        "recipe_digest": evidence.recipe_digest,
-                        "split": Split(split).value,
-                        "objective": sample.objective,
-                        "position": sample.position,
-                        "document": sample.document,
-                        "value": sample.value,
-                        "response": sample.response,
-                        "is_truncated": sample.is_truncated,
-                        "evidence": evidence_id,
-                        "tokens": tokens_text(sample.tokens),
-                    }
-                    for sample in samples
-                ],
-            )
+            store_samples(connection, self.job_id, digest, split, evidence_id, samples)
             where = (table.c.study == self.job_id) & (table.c.number == trial)
             timings = connection.execute(sa.select(table.c.timings_s).where(where)).scalar_one()
             connection.execute(
@@ -312,8 +303,10 @@ class JobWriter:
 
     def _notify_complete_studies(self, connection: sa.Connection, replica: str, reason: str) -> None:
         """State in each COMPLETE study's reason, and in an event, how many of its samples a replica's fault voids."""
-        studies, study = schema.studies, schema.samples.c.study
-        query = void_samples(study, studies.c.reason, sa.func.count()).join(studies, studies.c.id == study)
+        studies, held = schema.studies, holdings()
+        study = held.c.study
+        query = void_holdings(study, studies.c.reason, sa.func.sum(held.c.num_samples), held=held)
+        query = query.join(studies, studies.c.id == study)
         is_concerned = (schema.engine_faults.c.replica == replica) & (studies.c.state == JobState.COMPLETE.value)
         query = query.where(is_concerned).group_by(study, studies.c.reason)
         # In the order of their ids, so that no two writers wait for each other.
@@ -325,36 +318,6 @@ class JobWriter:
                 continue  # resumed meanwhile: its driver will find the fault
             payload = {"replicas": {replica: reason}, "samples": number}
             insert_event(connection, study_id, EventKind.ENGINE_FAULT, payload)
-
-    def _not_stored(self, connection: sa.Connection, split: Split, result: ScoreResult) -> list[SampleResult]:
-        """Samples of `result` that are not in the store."""
-        table = schema.samples
-        positions = [sample.position for sample in result.samples]
-        stored = connection.execute(
-            sa.select(table.c.objective, table.c.position).where(
-                (table.c.study == self.job_id)
-                & (table.c.recipe_digest == result.evidence.recipe_digest)
-                & (table.c.split == Split(split).value)
-                & table.c.objective.in_({sample.objective for sample in result.samples})
-                & table.c.position.between(min(positions, default=0), max(positions, default=0))
-            )
-        )
-        known = {(objective, position) for objective, position in stored}
-        return [sample for sample in result.samples if (sample.objective, sample.position) not in known]
-
-    def _delete_samples(
-        self, connection: sa.Connection, digest: str, split: Split, keys: Collection[tuple[str, int]]
-    ) -> None:
-        table = schema.samples
-        if keys:
-            connection.execute(
-                sa.delete(table).where(
-                    (table.c.study == self.job_id)
-                    & (table.c.recipe_digest == digest)
-                    & (table.c.split == Split(split).value)
-                    & sa.tuple_(table.c.objective, table.c.position).in_(list(keys))
-                )
-            )
 
     def _insert_once(self, connection: sa.Connection, table: sa.Table, rows: Sequence[Mapping[str, Any]]) -> None:
         """Insert rows; existing ones with the same key stay as they are."""

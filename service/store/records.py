@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
 
-from search_spaces.recipe import Recipe
-from service.types import JobRecord, JobState, Origin, RungRecord, TrialRecord, TrialState
-from workers.types import SampleResult, Split
+from service.types import (
+    JobRecord,
+    JobState,
+    Origin,
+    RecipeDigest,
+    RungRecord,
+    StoredRecipe,
+    TrialRecord,
+    TrialResult,
+    TrialState,
+)
+from workers.types import Split
 
 __all__ = [
     "BracketRecord",
     "EngineFaultRecord",
     "EventRecord",
     "EvidenceRecord",
-    "VoidSample",
     "job_record",
-    "num_tokens",
-    "sample_result",
-    "tokens_text",
     "trial_record",
+    "trial_result",
 ]
 
 
@@ -73,6 +78,8 @@ class EvidenceRecord:
     num_samples: int
     finished_at: float
     canaries: int | None
+    sample_bytes: int | None = None
+    text_bytes: int | None = None
 
     def is_of(self, split: Split) -> bool:
         """Whether the chunk's samples are of this split."""
@@ -93,59 +100,34 @@ class EngineFaultRecord:
     time: float
 
 
-@dataclass(frozen=True)
-class VoidSample:
-    """A stored sample that an engine scored after the last canary that it passed, and before it failed a check."""
-
-    recipe_digest: str
-    split: Split
-    objective: str
-    position: int
-    value: float
-    replica: str
-
-
 def job_record(row: sa.RowMapping) -> JobRecord:
     values = {name: value for name, value in row.items() if name not in ("idempotency_key", "facts")}
     return JobRecord(**{**values, "state": JobState(row["state"]), "accepted": row["facts"]})
 
 
 def trial_record(row: sa.RowMapping, rungs: tuple[RungRecord, ...]) -> TrialRecord:
+    recipe = StoredRecipe(row["recipe_digest"], row["recipe"])
+    return TrialRecord(**_result_fields(row, rungs), recipe=recipe, configuration=row["configuration"])
+
+
+def trial_result(row: sa.RowMapping, rungs: tuple[RungRecord, ...]) -> TrialResult:
+    return TrialResult(**_result_fields(row, rungs), recipe=RecipeDigest(row["recipe_digest"]))
+
+
+def _result_fields(row: sa.RowMapping, rungs: tuple[RungRecord, ...]) -> dict[str, Any]:
     state = TrialState(row["state"])
     is_full = state is TrialState.COMPLETE and bool(rungs)
-    return TrialRecord(
-        number=row["number"],
-        origin=Origin(row["origin"]),
-        label=row["label"],
-        state=state,
-        recipe=Recipe.from_json(row["recipe"]),
-        configuration=row["configuration"],
-        bracket=row["bracket"],
-        reason=row["reason"],
-        rungs=rungs,
-        samples_scored=row["samples_scored"],
-        samples_reused=row["samples_reused"],
-        timings_s=row["timings_s"],
-        values=rungs[-1].values if is_full else {},
-        standard_errors=rungs[-1].standard_errors if is_full else {},
-    )
-
-
-def sample_result(row: sa.Row[Any]) -> SampleResult:
-    tokens = None if row.tokens is None else tuple(map(tuple, json.loads(row.tokens)))
-    return SampleResult(row.objective, row.position, row.document, row.value, row.response, row.is_truncated, tokens)
-
-
-def num_tokens(text: sa.ColumnElement[Any]) -> sa.ColumnElement[int]:
-    """SQL expression for the number of tokens in a column that `tokens_text` wrote.
-
-    It is one more than the commas, less the completions without tokens.
-    """
-    commas = sa.func.length(text) - sa.func.length(sa.func.replace(text, ",", ""))
-    empty = sa.func.length(text) - sa.func.length(sa.func.replace(text, "[]", "]"))
-    return commas + 1 - empty
-
-
-def tokens_text(tokens: Sequence[Sequence[int]] | None) -> str | None:
-    """Text that stores a sample's tokens: JSON without spaces, about as large as the completions themselves."""
-    return None if tokens is None else json.dumps(tokens, separators=(",", ":"))
+    return {
+        "number": row["number"],
+        "origin": Origin(row["origin"]),
+        "label": row["label"],
+        "state": state,
+        "bracket": row["bracket"],
+        "reason": row["reason"],
+        "rungs": rungs,
+        "samples_scored": row["samples_scored"],
+        "samples_reused": row["samples_reused"],
+        "timings_s": row["timings_s"],
+        "values": rungs[-1].values if is_full else {},
+        "standard_errors": rungs[-1].standard_errors if is_full else {},
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import (
     JSON,
     BigInteger,
@@ -11,8 +13,10 @@ from sqlalchemy import (
     ForeignKeyConstraint,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     Table,
+    UniqueConstraint,
 )
 
 from service.store.column_types import BIG_NUMBER, LosslessText, string
@@ -31,6 +35,9 @@ __all__ = [
     "exports",
     "metadata",
     "rungs",
+    "sample_chunks",
+    "sample_documents",
+    "sample_texts",
     "samples",
     "search_steps",
     "studies",
@@ -39,7 +46,7 @@ __all__ = [
 
 # The newest migration in `migrations/versions`, which makes the tables below. Every change of the tables needs
 # a migration.
-REVISION = "0007"
+REVISION = "0009"
 
 # The revision of a database from before the migrations, and its `schema_version`.
 BASELINE = "0001"
@@ -47,7 +54,7 @@ BASELINE_VERSION = 2
 
 # The number in `schema_version` after the newest migration. Programs from before the migrations open a database with
 # number 2 only, so a migration after which they could no longer work with it raises the number.
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 metadata = MetaData()
 
@@ -110,6 +117,7 @@ trials = Table(
     Column("samples_reused", Integer, nullable=False, default=0),
     Column("timings_s", JSON, nullable=False),
     _in_study(),
+    Index("trials_by_state", "study", "state", "number"),
 )
 
 # A bracket's size is fixed when it opens, so that a study may later be given more trials.
@@ -135,7 +143,54 @@ rungs = Table(
     _in_study(),
 )
 
-# Samples belong to a recipe, not to a trial: trials of the same recipe share them.
+
+def _of_samples() -> list[Column[Any]]:
+    """Key of adjacent samples of one objective: they belong to a recipe, whose trials share them."""
+    return [
+        Column("study", string(64), primary_key=True),
+        Column("split", string(8), primary_key=True),
+        Column("recipe_digest", string(64), primary_key=True),
+        Column("objective", string(64), primary_key=True),
+        Column("start", Integer, primary_key=True, autoincrement=False),
+    ]
+
+
+# Adjacent samples that were scored together (`service.store.samples`): how many, their values and flags.
+sample_chunks = Table(
+    "sample_chunks",
+    metadata,
+    *_of_samples(),
+    Column("num_samples", Integer, nullable=False),
+    # Tokens in all completions; NULL where a sample has none stored, such as scored options.
+    Column("num_tokens", Integer),
+    Column("documents", BigInteger, nullable=False),
+    Column("evidence", BigInteger, nullable=False),
+    Column("packed", LargeBinary, nullable=False),
+    _in_study(),
+)
+
+# Responses and tokens of the same samples.
+sample_texts = Table(
+    "sample_texts",
+    metadata,
+    *_of_samples(),
+    Column("packed", LargeBinary, nullable=False),
+    _in_study(),
+)
+
+# Lists of documents, by the sha256 of their content: recipes that are scored on the same data share them.
+sample_documents = Table(
+    "sample_documents",
+    metadata,
+    Column("id", BIG_NUMBER, primary_key=True),
+    Column("study", string(64), nullable=False),
+    Column("digest", string(64), nullable=False),
+    Column("packed", LargeBinary, nullable=False),
+    _in_study(),
+    UniqueConstraint("study", "digest"),
+)
+
+# Samples as earlier versions stored them, a row each; they are moved to the tables above.
 samples = Table(
     "samples",
     metadata,
@@ -172,6 +227,9 @@ evidence = Table(
     Column("finished_at", Float, nullable=False),
     # Canaries that the engine had passed before; NULL in rows of a version that did not count them.
     Column("canaries", Integer),
+    # Bytes of the chunk's samples: values and flags, and texts; NULL in rows of earlier versions.
+    Column("sample_bytes", BigInteger),
+    Column("text_bytes", BigInteger),
     _in_study(),
     Index("evidence_by_study", "study"),
 )

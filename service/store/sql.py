@@ -9,14 +9,16 @@ from __future__ import annotations
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Protocol, Self
 
+import numpy as np
 import sqlalchemy as sa
+from numpy.typing import NDArray
 
 from service.errors import Conflict, DatabaseUnavailable, NotFound, StaleAttempt
 from service.store import schema
@@ -29,15 +31,23 @@ from service.store.records import (
     EngineFaultRecord,
     EventRecord,
     EvidenceRecord,
-    VoidSample,
     job_record,
-    num_tokens,
-    sample_result,
     trial_record,
+    trial_result,
+)
+from service.store.samples import (
+    VoidSample,
+    holdings,
+    move_old_samples,
+    num_tokens,
+    read_chunks,
+    read_samples,
+    read_void_samples,
+    void_holdings,
+    with_room,
 )
 from service.store.steps import Step, read_step
 from service.store.upgrade import upgrade
-from service.store.void import void_samples
 from service.types import (
     EventKind,
     ExportRecord,
@@ -46,6 +56,8 @@ from service.types import (
     JobState,
     RungRecord,
     TrialRecord,
+    TrialResult,
+    TrialState,
 )
 from workers.types import SampleResult, Split
 
@@ -64,6 +76,17 @@ RESULT_EVENTS = (
     EventKind.TRAINING,
     EventKind.ANALYSIS,
 )
+
+# Columns of the table of trials: those of results, and those of whole trials. Recipes are read as text.
+RESULT_COLUMNS = tuple(c for c in schema.trials.c if c.name not in ("study", "configuration", "recipe"))
+TRIAL_COLUMNS = (
+    *RESULT_COLUMNS,
+    schema.trials.c.configuration,
+    sa.cast(schema.trials.c.recipe, sa.Text).label("recipe"),
+)
+
+# The largest number of trials that a query names one by one; beyond it, it reads all between the first and the last.
+MAX_NAMED = 1001
 
 # Events that drivers without a result store.
 SETBACK_EVENTS = (EventKind.ATTEMPT, EventKind.JOB_REFUSED, EventKind.WAITING)
@@ -308,7 +331,8 @@ class Store:
         Returns the job. Raises NotFound.
         """
         table = schema.studies
-        has_void = void_samples(schema.samples.c.study).where(schema.samples.c.study == job_id).exists()
+        held = holdings()
+        has_void = void_holdings(held.c.study, held=held).where(held.c.study == job_id).exists()
         is_resumable = table.c.state.in_((JobState.FAILED.value, JobState.STOPPED.value)) | (
             (table.c.state == JobState.COMPLETE.value) & has_void
         )
@@ -410,22 +434,59 @@ class Store:
 
     # -- one study --------------------------------------------------------------------------------
 
-    def trials(self, study_id: str, *, start: int = 0, stop: int | None = None) -> tuple[TrialRecord, ...]:
-        """Trials of a study by number, from `start` up to but not including `stop`."""
-        rungs: dict[int, list[RungRecord]] = defaultdict(list)
+    def trials(
+        self,
+        study_id: str,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        state: TrialState | None = None,
+        limit: int | None = None,
+    ) -> tuple[TrialRecord, ...]:
+        """Trials of a study by number, from `start` up to but not including `stop`.
 
-        def between(table: sa.Table, number: sa.Column[int]) -> sa.Select[Any]:
-            query = sa.select(table).where((table.c.study == study_id) & (number >= start)).order_by(number)
-            return query if stop is None else query.where(number < stop)
-
+        `state` leaves out those in another state. At most `limit` are returned, the first ones.
+        """
+        table = schema.trials
+        query = sa.select(*TRIAL_COLUMNS).where((table.c.study == study_id) & (table.c.number >= start))
+        if stop is not None:
+            query = query.where(table.c.number < stop)
+        if state is not None:
+            query = query.where(table.c.state == state.value)
         with self._reads.connect() as connection:
-            query = between(schema.rungs, schema.rungs.c.trial).order_by(schema.rungs.c.rung)
-            for row in connection.execute(query).mappings():
-                rungs[row["trial"]].append(
-                    RungRecord(row["rung"], row["samples"], row["values"], row["standard_errors"])
-                )
-            rows = connection.execute(between(schema.trials, schema.trials.c.number)).mappings()
-            return tuple(trial_record(row, tuple(rungs[row["number"]])) for row in rows)
+            rows = connection.execute(query.order_by(table.c.number).limit(limit)).mappings().all()
+            rungs = self._rungs(connection, study_id, [row["number"] for row in rows])
+        return tuple(trial_record(row, rungs.get(row["number"], ())) for row in rows)
+
+    def trial_results(self, study_id: str, numbers: Collection[int] | None = None) -> tuple[TrialResult, ...]:
+        """Results of a study's trials by number, of all or of those with the given `numbers`.
+
+        Neither recipes nor configurations are read, which are most of a trial's data.
+        """
+        table = schema.trials
+        query = sa.select(*RESULT_COLUMNS).where(table.c.study == study_id).order_by(table.c.number)
+        if numbers is not None:
+            query = query.where(table.c.number.in_(list(numbers)))
+        with self._reads.connect() as connection:
+            rows = connection.execute(query).mappings().all()
+            rungs = self._rungs(connection, study_id, [row["number"] for row in rows])
+        return tuple(trial_result(row, rungs.get(row["number"], ())) for row in rows)
+
+    def _rungs(
+        self, connection: sa.Connection, study_id: str, trials: Sequence[int]
+    ) -> dict[int, tuple[RungRecord, ...]]:
+        """Finished rungs of the given trials, by trial number."""
+        table = schema.rungs
+        where = table.c.study == study_id
+        if len(trials) <= MAX_NAMED:
+            where &= table.c.trial.in_(trials)
+        else:
+            where &= table.c.trial.between(min(trials), max(trials))
+        columns = (table.c.trial, table.c.rung, table.c.samples, table.c["values"], table.c.standard_errors)
+        found: dict[int, list[RungRecord]] = defaultdict(list)
+        for trial, *fields in connection.execute(sa.select(*columns).where(where).order_by(*table.primary_key)):
+            found[trial].append(RungRecord(*fields))
+        return {trial: tuple(rungs) for trial, rungs in found.items()}
 
     def trial(self, study_id: str, number: int) -> TrialRecord:
         """The study's trial with this number. Raises NotFound."""
@@ -442,48 +503,61 @@ class Store:
 
     def sample_values(
         self, study_id: str, split: Split, *, recipes: Collection[str] | None = None
-    ) -> dict[str, dict[str, dict[int, float]]]:
-        """Values of all scored samples, or of those of `recipes`: recipe digest -> objective -> position -> value."""
-        table = schema.samples
-        found: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-        query = sa.select(table.c.recipe_digest, table.c.objective, table.c.position, table.c.value)
+    ) -> dict[str, dict[str, NDArray[np.float64]]]:
+        """Values of all scored samples, or of those of `recipes`, by recipe digest and objective.
+
+        An array has the value of the sample at each position [last position + 1], NaN where there is none.
+        """
+        found: dict[str, dict[str, NDArray[np.float64]]] = defaultdict(dict)
         with self._reads.connect() as connection:
-            where = (table.c.study == study_id) & (table.c.split == split)
-            if recipes is not None:
-                where &= table.c.recipe_digest.in_(list(recipes))
-            for digest, objective, position, value in connection.execute(query.where(where)):
-                found[digest][objective][position] = value
-        return {digest: dict(by_objective) for digest, by_objective in found.items()}
+            for chunk in read_chunks(connection, study_id, split, recipes=recipes):
+                of_recipe, stop = found[chunk.recipe_digest], chunk.start + len(chunk.values)
+                values = of_recipe[chunk.objective] = with_room(of_recipe.get(chunk.objective), stop)
+                values[chunk.start : stop] = chunk.values
+        return dict(found)
 
     def num_tokens(self, study_id: str, split: Split) -> dict[str, int]:
         """Number of tokens in all completions by recipe digest, for recipes whose scored samples all have tokens."""
-        table = schema.samples
-        where = (table.c.study == study_id) & (table.c.split == split)
-        query = sa.select(table.c.recipe_digest, sa.func.sum(num_tokens(table.c.tokens))).where(where)
-        complete = query.group_by(table.c.recipe_digest).having(sa.func.count() == sa.func.count(table.c.tokens))
         with self._reads.connect() as connection:
-            return {row[0]: int(row[1]) for row in connection.execute(complete)}
+            return num_tokens(connection, study_id, split)
 
     def samples(self, study_id: str, recipe_digest: str, split: Split) -> tuple[SampleResult, ...]:
         """Scored samples of one recipe, ordered by objective and position."""
-        table = schema.samples
-        where = (table.c.study == study_id) & (table.c.recipe_digest == recipe_digest) & (table.c.split == split)
         with self._reads.connect() as connection:
-            rows = connection.execute(sa.select(table).where(where).order_by(table.c.objective, table.c.position))
-            return tuple(map(sample_result, rows))
+            return read_samples(connection, study_id, recipe_digest, split)
 
-    def evidence(self, study_id: str) -> tuple[EvidenceRecord, ...]:
-        """Evidence of what a study's engines held, one record for each scored chunk, in order."""
-        table = schema.evidence
+    def move_old_samples(self) -> int:
+        """Move the samples of one recipe to where this version stores samples; return their number, 0 if none is left.
+
+        Earlier versions stored a row for each sample, which takes ten times the room. A study stays readable and its
+        driver may write meanwhile.
+        """
+        old = schema.samples
         with self._reads.connect() as connection:
-            rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.id))
+            found = connection.execute(sa.select(old.c.study, old.c.recipe_digest).limit(1)).one_or_none()
+        if found is None:
+            return 0
+        with transaction(self._engine) as connection:
+            lock_job(connection, found.study)
+            return max(1, move_old_samples(connection, found.study, found.recipe_digest))
+
+    def evidence(self, study_id: str, *, after: int = 0, limit: int | None = None) -> tuple[EvidenceRecord, ...]:
+        """Evidence of what a study's engines held, one record for each scored chunk, in order.
+
+        Only records with an id greater than `after` are returned, at most `limit`.
+        """
+        table = schema.evidence
+        where = (table.c.study == study_id) & (table.c.id > after)
+        with self._reads.connect() as connection:
+            rows = connection.execute(sa.select(table).where(where).order_by(table.c.id).limit(limit))
             return tuple(EvidenceRecord(**row) for row in rows.mappings())
 
-    def steps(self, study_id: str) -> tuple[Step, ...]:
-        """Steps of a study's searcher, in order."""
+    def steps(self, study_id: str, *, start: int = 0) -> tuple[Step, ...]:
+        """Steps of a study's searcher in order, from number `start`."""
         table = schema.search_steps
+        where = (table.c.study == study_id) & (table.c.number >= start)
         with self._reads.connect() as connection:
-            rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.number))
+            rows = connection.execute(sa.select(table).where(where).order_by(table.c.number))
             return tuple(read_step(row.number, row.proposal, row.document) for row in rows)
 
     def num_charged(self, study_id: str) -> int:
@@ -502,25 +576,19 @@ class Store:
 
     def void_samples(self, study_id: str) -> tuple[VoidSample, ...]:
         """Void samples of a study, scored after the last canary that the engine passed and before it failed a check."""
-        samples = schema.samples
-        query = void_samples(samples, schema.evidence.c.replica)
-        query = query.where(samples.c.study == study_id).order_by(*samples.primary_key)
         with self._reads.connect() as connection:
-            return tuple(
-                VoidSample(row.recipe_digest, Split(row.split), row.objective, row.position, row.value, row.replica)
-                for row in connection.execute(query)
-            )
+            return read_void_samples(connection, study_id)
 
     def num_unchecked(self, study_id: str, passed: Mapping[str, int]) -> int:
         """Number of a study's samples that are not followed by a passed canary of their engine yet.
 
         `passed` are numbers of passed canaries by replica, besides those that the evidence of all studies has.
         """
-        samples, table = schema.samples, schema.evidence
+        held, table = holdings(), schema.evidence
         scored = (
-            sa.select(table.c.replica, table.c.canaries, sa.func.count())
-            .join(samples, samples.c.evidence == table.c.id)
-            .where(samples.c.study == study_id)
+            sa.select(table.c.replica, table.c.canaries, sa.func.sum(held.c.num_samples))
+            .join(held, held.c.evidence == table.c.id)
+            .where(held.c.study == study_id)
             .group_by(table.c.replica, table.c.canaries)
         )
         latest = sa.select(table.c.replica, sa.func.max(table.c.canaries)).group_by(table.c.replica)

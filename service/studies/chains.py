@@ -130,7 +130,7 @@ def _trial(store: Store, record: JobRecord, source: FromStudy, known: ChainedSou
         number = source.trial
     if number >= len(trials):
         raise NotFound(f"study {record.name!r}: has no trial {number}; its trials are 0 to {len(trials) - 1}")
-    recipe = trials[number].recipe
+    recipe = trials[number].read_recipe()
     if known is not None and recipe.digest != known.recipe_digest:
         raise Conflict(f"study {record.name!r}: trial {number} is not the one that this study was created with")
     return number, recipe

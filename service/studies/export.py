@@ -69,7 +69,7 @@ def export_trial(
     if alignments_in is not None:
         bank.alignments_dir = str(alignments_in)
     return write_model(
-        chosen.recipe,
+        chosen.read_recipe(),
         bank,
         out,
         dtype=dtype or engine_dtype(study),

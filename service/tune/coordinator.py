@@ -182,7 +182,7 @@ class Coordinator:
 
     def _evaluation(self, trial: TrialRecord, rung: int, split: Split) -> Evaluation:
         chunks = self._samples.missing_chunks(trial.recipe.digest, rung, split)
-        evaluation = Evaluation(self.plan.study_id, trial.number, rung, split, trial.recipe, chunks)
+        evaluation = Evaluation(self.plan.study_id, trial.number, rung, split, trial.read_recipe(), chunks)
         return replace(evaluation, crashes=self._crashes.count(evaluation))
 
     def _started(self, evaluation: Evaluation) -> Evaluation:

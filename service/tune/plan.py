@@ -10,7 +10,7 @@ from search_spaces.costs import ModelSize
 from search_spaces.fidelity import Bracket, Scheduler
 from search_spaces.objectives import Objective
 from search_spaces.recipe import Recipe
-from service.types import Origin, TrialRecord
+from service.types import Origin, StoredRecipe, TrialRecord
 from workers.types import TaskSpec
 
 __all__ = ["PROPOSALS_AHEAD", "Baseline", "Plan", "baselines_of"]
@@ -56,10 +56,13 @@ class Plan:
     size: ModelSize | None = None
     """Sizes from which costs of recipes are computed, where objectives are such costs."""
 
-    def recipe_values(self, recipe: Recipe) -> dict[str, float]:
+    def recipe_values(self, recipe: Recipe | StoredRecipe) -> dict[str, float]:
         """The values of the objectives that follow from the recipe alone."""
-        size, costs = self.size, {o.name: o.cost_of_recipe for o in self.objectives}
-        return {name: size.of(recipe, cost) for name, cost in costs.items() if cost is not None and size is not None}
+        size, costs = self.size, {o.name: cost for o in self.objectives if (cost := o.cost_of_recipe) is not None}
+        if not costs or size is None:
+            return {}
+        whole = recipe.read() if isinstance(recipe, StoredRecipe) else recipe
+        return {name: size.of(whole, cost) for name, cost in costs.items()}
 
     def costs(self, values: Mapping[str, float]) -> tuple[float, ...]:
         """The costs of a trial, to be minimised, from its values by objective.
@@ -85,7 +88,7 @@ def baselines_of(trials: Sequence[TrialRecord], known: Sequence[Baseline], *, ha
     of this program with other baselines changes nothing for it.
     """
     stored = sorted((t for t in trials if t.origin in (Origin.SOURCE, Origin.PUBLISHED)), key=lambda t: t.number)
-    found = tuple((trial.origin, trial.label, trial.recipe) for trial in stored)
+    found = tuple((trial.origin, trial.label, trial.read_recipe()) for trial in stored)
     if has_begun:
         return found
     digests = {trial.recipe.digest for trial in stored}

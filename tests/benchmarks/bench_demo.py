@@ -171,7 +171,7 @@ def measure_loop(directory: Path) -> dict[str, Any]:
 
     with read_run(directory) as (store, study):
         rows = _search_evidence(store, study.id)
-        recipes: dict[str, Recipe] = {trial.recipe.digest: trial.recipe for trial in store.trials(study.id)}
+        recipes: dict[str, Recipe] = {trial.recipe.digest: trial.read_recipe() for trial in store.trials(study.id)}
         preflight = examine(Study.model_validate(study.document))
     from workers.serving.engine_worker import EngineWorker
 

@@ -15,6 +15,7 @@ from service.results.selection import best_trial
 from service.types import JobState, TrialRecord
 from tests.end_to_end.processes import started
 from tests.mid_rung import expected_trials, restore
+from tests.service.stored_values import stored_values
 from workers.models.checkpoints import open_checkpoint
 from workers.tiny_family import family_dir
 from workers.types import Split
@@ -41,7 +42,7 @@ def test_earlier_versions_study_resumes(tmp_path: Path, ray_address: str) -> Non
         assert (record.state, record.attempt) == (JobState.COMPLETE, attempt + 1)
         trials = store.trials(record.id)
         assert [as_json(trial) for trial in trials] == expected_trials()
-        scored = store.sample_values(record.id, Split.SEARCH)
+        scored = stored_values(store, record.id, Split.SEARCH)
         chunks = [row for row in store.evidence(record.id) if row.is_of(Split.SEARCH)]
         winner = best_trial(trials, ResolvedStudy.of(record).objectives)
     assert sum(row.num_samples for row in chunks) == sum(len(values["sums"]) for values in scored.values())

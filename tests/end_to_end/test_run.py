@@ -39,7 +39,7 @@ def test_run_leaves_its_files_and_the_best_merge(shipped: Path) -> None:
     recipe = json.loads((shipped / "export" / "recipe.json").read_text())
     with read_run(shipped) as (store, study):
         best = next(trial for trial in store.trials(study.id) if trial.number == summary["best"]["trial"])
-    assert recipe.items() >= best.recipe.to_json().items()
+    assert recipe.items() >= best.read_recipe().to_json().items()
     assert recipe["digest"] == best.recipe.digest
 
 
@@ -50,7 +50,7 @@ def test_export_gives_stored_samples(shipped: Path, tmp_path: Path) -> None:
         searched = [trial for trial in store.trials(study.id) if trial.origin is Origin.SEARCH]
         stored = {trial.number: store.samples(study.id, trial.recipe.digest, Split.SEARCH) for trial in searched}
         exports = {n: export_trial(store, study, str(n), tmp_path / str(n)) for n in stored}
-    methods = {merge.method for trial in searched for merge in trial.recipe.merges()}
+    methods = {merge.method for trial in searched for merge in trial.read_recipe().merges()}
     assert methods >= {"task_arithmetic", "ties", "slerp", "linear"}
     bank = Bank(preflight.models.family)
     spans = tuple(Span(name, task, 0, SHIPPED_SAMPLES) for name, task in preflight.tasks.search.items())
@@ -59,7 +59,7 @@ def test_export_gives_stored_samples(shipped: Path, tmp_path: Path) -> None:
     for trial in searched:
         out = exports[trial.number]
         written = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
-        for name, tensor in merged_tensors(trial.recipe, bank, torch.float32):
+        for name, tensor in merged_tensors(trial.read_recipe(), bank, torch.float32):
             assert torch.equal(written.pop(name), tensor), name
         assert not written
         report = verify(

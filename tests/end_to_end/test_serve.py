@@ -22,6 +22,7 @@ from tests.conftest import record_engine_start
 from tests.end_to_end.processes import mergesearch
 from tests.end_to_end.server import Server, drivers, processes_of_ray, replicas, serving
 from tests.end_to_end.studies import SHIPPED_SAMPLES, shipped_study
+from tests.service.stored_values import stored_values
 from tests.service.tune.harness import trial_list
 from workers.engines.transformers.verification import verify
 from workers.types import Span, Split
@@ -124,7 +125,7 @@ def kill_all(server: Server, study: str) -> list[psutil.Process]:
 
 def chunks_scored_twice(store: Store, study: str) -> list[Any]:
     """Recipes of which more samples were stored as scored than there are."""
-    stored = {split: store.sample_values(study, split) for split in Split}
+    stored = {split: stored_values(store, study, split) for split in Split}
     scored: Counter[tuple[str, Split]] = Counter()
     for row in store.evidence(study):
         split = Split(next(iter(row.prompts)).split()[0])

@@ -129,7 +129,7 @@ class Site:
         """Store baselines at full budget, one trial that failed, and the held-out stage."""
         score_baselines(writer, self.preflight.baselines())
         record = run_record(self.store, writer.job_id)
-        for trial in held_out(record.trials, record.objectives):
+        for trial in held_out(record.whole_trials, record.objectives):
             writer.record_chunk(trial.number, Split.HOLDOUT, _holdout_chunk(trial))
         writer.heartbeat(wall_clock_s=754.0, progress=PROGRESS)
         writer.set_state(JobState.COMPLETE)

@@ -47,5 +47,7 @@ def score_baselines(writer: JobWriter, baselines: Iterable[tuple[Origin, str, Re
         writer.add_trial(TrialRecord(number, origin, label, TrialState.RUNNING, recipe))
         rung = RungRecord(2, {"sums": 36}, {"sums": number / 10}, {"sums": 0.01})
         writer.finish_rung(number, rung, samples_reused=0, state=TrialState.COMPLETE)
-    writer.add_trial(TrialRecord(number + 1, Origin.SEARCH, "trial:8", TrialState.WAITING, recipe, {"a": 1}, 0))
+    writer.add_trial(
+        TrialRecord(number + 1, Origin.SEARCH, "trial:8", TrialState.WAITING, recipe, 0, configuration={"a": 1})
+    )
     writer.finish_trials([number + 1], TrialState.FAIL, "NaN logits")

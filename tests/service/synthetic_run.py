@@ -162,7 +162,7 @@ def holdout(
     """Comparisons of finalists and all baselines, on the same samples, so that neighbours are correlated."""
     names = [objective.name for objective in run.objectives]
     luck = {name: rng.random(HOLDOUT_SAMPLES) for name in names}
-    rows = held_out(run.trials, run.objectives)
+    rows = held_out(run.whole_trials, run.objectives)
 
     def samples(trial: TrialRecord) -> dict[str, NDArray[np.float64]]:
         noise = np.random.default_rng(trial.number)
@@ -197,7 +197,7 @@ def verifications(run: RunRecord) -> tuple[VerificationReport, ...]:
             num_tokens=310,
             num_logprobs=700,
         )
-        for number, trial in enumerate(finalists(run.trials, run.objectives)[:3])
+        for number, trial in enumerate(finalists(run.whole_trials, run.objectives)[:3])
     )
 
 
@@ -266,7 +266,7 @@ def skill(recipe: Recipe) -> dict[str, float]:
 
 def best_of(run: RunRecord) -> TrialRecord:
     """The best trial of a run that has one."""
-    best = best_trial(run.trials, run.objectives)
+    best = best_trial(run.whole_trials, run.objectives)
     assert best is not None
     return best
 

@@ -18,7 +18,6 @@ from service.api.requests import JSON_TYPES, read_body, sent_as_json
 from service.errors import Conflict, NotFound
 from service.results.preference import choices
 from service.results.record import RunRecord
-from service.results.selection import best_trial
 from service.schemas.api import DeletedDocument, ExportDocument, ExportsDocument
 from service.schemas.files import PreferredDocument
 from service.store.blobs import StoredFile
@@ -195,7 +194,7 @@ def _are_weights(value: Any) -> bool:
 
 def _choices(record: RunRecord) -> tuple[int | None, int]:
     """Number of the best trial (None if there is none), and the total number of trials."""
-    best = best_trial(record.trials, record.objectives)
+    best = record.best
     return (None if best is None else best.number), len(record.trials)
 
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Union
 from urllib.parse import urlencode
 
-from fastapi import APIRouter, Path, Query
-from starlette.responses import HTMLResponse, Response
+from fastapi import APIRouter, Path, Query, Request
+from starlette.responses import Response
 
 from search_spaces.preferences import parse_preference
+from service.api.conditional import NOT_MODIFIED, answer
 from service.api.dependencies import MAX_NUMBER, PAGE_HEADERS, Context, Services, Study, TrialNumber
 from service.api.problems import Json, Refusal, refusals
 from service.errors import NotFound
@@ -18,13 +19,14 @@ from service.resolved_study import ResolvedStudy
 from service.results.documents import pareto, trial_document
 from service.results.feasibility import has_constraints
 from service.results.preference import choices
+from service.results.record import RunRecord
 from service.results.report import render_report
 from service.results.series import CHARTS
 from service.results.summary import summary
 from service.schemas.api import PlotsDocument, TrialsDocument
 from service.schemas.files import ParetoDocument, SummaryDocument, TrialDocument
 from service.schemas.recipe import RecipeDocument
-from service.types import JobRecord, TrialRecord
+from service.types import JobRecord, TrialRecord, TrialState
 
 __all__ = ["router"]
 
@@ -34,7 +36,7 @@ MAX_PAGE = 1000
 # Both are derived from the declared charts.
 PlotName: Any = Literal[*CHARTS]
 PlotDocument: Any = Union[*(chart.series_type for chart in CHARTS.values())]
-TrialState = Literal["WAITING", "RUNNING", "COMPLETE", "PRUNED", "FAIL"]
+StateName = Literal["WAITING", "RUNNING", "COMPLETE", "PRUNED", "FAIL"]
 
 
 @router.get(
@@ -47,17 +49,12 @@ def list_trials(
     services: Context,
     after: Annotated[int | None, Query(description="Only trials with a larger number.", ge=0, le=MAX_NUMBER)] = None,
     limit: Annotated[int, Query(description="Maximum number of trials.", ge=1, le=MAX_PAGE)] = 100,
-    state: Annotated[TrialState | None, Query(description="Only trials in this state.")] = None,
+    state: Annotated[StateName | None, Query(description="Only trials in this state.")] = None,
 ) -> Response:
     """List the trials of a study by number, a page at a time."""
-    found: list[TrialRecord] = []
     start = 0 if after is None else after + 1
-    while len(found) <= limit:
-        batch = services.store.trials(study.id, start=start, stop=start + limit + 1)
-        found += (trial for trial in batch if state is None or trial.state.value == state)
-        if not batch:
-            break
-        start = batch[-1].number + 1
+    wanted = None if state is None else TrialState(state)
+    found = services.store.trials(study.id, start=start, state=wanted, limit=limit + 1)
     page = found[:limit]
     query: dict[str, Any] = {"limit": limit, **({"state": state} if state else {})}
     more = (
@@ -83,17 +80,18 @@ def get_trial(study: Study, number: TrialNumber, services: Context) -> Response:
 )
 def get_recipe(study: Study, number: TrialNumber, services: Context) -> Response:
     """The recipe of a trial's merge, in the format that `mergesearch merge` reads."""
-    return Json(_trial(services, study, number).recipe.to_json())
+    return Json(_trial(services, study, number).read_recipe().to_json())
 
 
 @router.get(
     "/studies/{study_id:segment}/pareto",
     response_model=None,
-    responses={200: {"model": ParetoDocument}, **refusals(404, 422)},
+    responses={200: {"model": ParetoDocument}, **NOT_MODIFIED, **refusals(404, 422)},
 )
 async def get_pareto(
     study: Study,
     services: Context,
+    request: Request,
     prefer: Annotated[
         str | None, Query(description="Weights of the objectives that sum to 1, such as `math=0.6,code=0.4`.")
     ] = None,
@@ -102,31 +100,30 @@ async def get_pareto(
 
     If `prefer` has weights of the objectives, the document also says which trial of the front the weights pick.
     """
-    document = await services.records.result(study.id, pareto)
-    if prefer is not None:
-        picked = (await services.records.result(study.id, choices)).preferred(parse_preference(prefer))
-        document = {**document, "preferred": picked}
-    return Json(document)
+    if prefer is None:
+        return await answer(request, services.records, study.id, _pareto)
+    picked = (await services.records.result(study.id, choices)).preferred(parse_preference(prefer))
+    return Json({**await services.records.result(study.id, pareto), "preferred": picked})
 
 
 @router.get(
     "/studies/{study_id:segment}/summary",
     response_model=None,
-    responses={200: {"model": SummaryDocument}, **refusals(404)},
+    responses={200: {"model": SummaryDocument}, **NOT_MODIFIED, **refusals(404)},
 )
-async def get_summary(study: Study, services: Context) -> Response:
+async def get_summary(study: Study, services: Context, request: Request) -> Response:
     """The results and cost of a study, as in the file summary.json of a run directory."""
-    return Json(await services.records.result(study.id, summary))
+    return await answer(request, services.records, study.id, _summary)
 
 
 @router.get(
     "/studies/{study_id:segment}/report",
     response_model=None,
-    responses={200: {"description": "The report.", "content": {"text/html": {}}}, **refusals(404)},
+    responses={200: {"description": "The report.", "content": {"text/html": {}}}, **NOT_MODIFIED, **refusals(404)},
 )
-async def get_report(study: Study, services: Context) -> Response:
+async def get_report(study: Study, services: Context, request: Request) -> Response:
     """The report on a study's current state, an HTML page that works offline."""
-    return HTMLResponse(await services.records.result(study.id, render_report), headers=PAGE_HEADERS)
+    return await answer(request, services.records, study.id, _report, media_type="text/html", headers=PAGE_HEADERS)
 
 
 @router.get(
@@ -146,15 +143,28 @@ def list_plots(study: Study) -> Response:
 @router.get(
     "/studies/{study_id:segment}/plots/{name:segment}",
     response_model=None,
-    responses={200: {"model": PlotDocument}, **refusals(404)},
+    responses={200: {"model": PlotDocument}, **NOT_MODIFIED, **refusals(404)},
 )
 async def get_plot(
     study: Study,
     name: Annotated[PlotName, Path(description="The name of the plot.")],
     services: Context,
+    request: Request,
 ) -> Response:
     """The data series of a plot of a study, as numbers."""
-    return Json(await services.records.result(study.id, CHARTS[name].document))
+    return await answer(request, services.records, study.id, CHARTS[name].json)
+
+
+def _pareto(run: RunRecord) -> bytes:
+    return Json.encode(pareto(run))
+
+
+def _summary(run: RunRecord) -> bytes:
+    return Json.encode(summary(run))
+
+
+def _report(run: RunRecord) -> bytes:
+    return render_report(run).encode()
 
 
 def _documents(services: Services, study: JobRecord, trials: Sequence[TrialRecord]) -> list[TrialDocument]:

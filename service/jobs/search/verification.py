@@ -61,7 +61,7 @@ def verify_trials(
             continue
         note(f"Verifying trial {trial.number} with transformers ...")
         try:
-            found = scorer.verify(trial.recipe, samples, spans)
+            found = scorer.verify(trial.read_recipe(), samples, spans)
         except TrialFailed as error:
             raise StudyFailed(f"verification: transformers cannot score trial {trial.number}: {error}") from error
         reports[trial.number] = TrialVerification(**vars(found), trial=trial.number, samples=digest)

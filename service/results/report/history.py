@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from service.results.feasibility import sources_of, violations
+from service.results.feasibility import violations
 from service.results.format import sample_count, violation_text
 from service.results.record import RunRecord
 from service.results.report.charts import Legend, Plot, legend
@@ -57,7 +57,7 @@ def history_section(run: RunRecord) -> dict[str, Any] | None:
         "names": [objective.name for objective in run.objectives],
         "rows": trials[:MAX_ROWS],
         "violations": {
-            trial.number: violation_text(violations(trial.values, run.objectives, sources_of(trials)))
+            trial.number: violation_text(violations(trial.values, run.objectives, run.sources))
             for trial in trials[:MAX_ROWS]
         },
         "num_rows_left": max(0, len(trials) - MAX_ROWS),

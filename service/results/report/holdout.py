@@ -50,8 +50,7 @@ def holdout_section(run: RunRecord, *, best: int | None) -> dict[str, Any] | Non
         return {"name": name, "svg": drawn}
 
     has_mean = len(names) > 1 and any(row["mean"] for row in rows)
-    compared = {row["trial"] for row in rows}
-    depths = {len(trial.recipe.layers) for trial in run.trials if trial.number in compared}
+    depths = {len(trial.read_recipe().layers) for trial in run.compared}
     return {
         "names": names,
         "has_mean": has_mean,

@@ -25,7 +25,6 @@ from service.results.report.policies import policies_section
 from service.results.report.races import races_section
 from service.results.report.recipe_picture import recipe_picture
 from service.results.report.texts import headline, key_figures, number_text, trial_name
-from service.results.selection import best_trial
 from service.results.series.budget import budget
 from service.results.summary import summary
 from service.schemas.files import ConstraintDocument
@@ -42,7 +41,7 @@ def render_report(run: RunRecord) -> str:
     It can be rendered at any stage of the run; a sentence replaces each part that is not available yet.
     """
     document = summary(run)
-    best = best_trial(run.trials, run.objectives)
+    best = run.best
     return template("report.html.j2").render(
         run=run,
         summary=document,
@@ -62,7 +61,7 @@ def render_report(run: RunRecord) -> str:
         hypervolume=hypervolume_picture(run),
         recipe=None
         if best is None
-        else recipe_picture(best.recipe, experts=tuple(run.study.document.get("models", {}).get("experts", ()))),
+        else recipe_picture(best.read_recipe(), experts=tuple(run.study.document.get("models", {}).get("experts", ()))),
         coefficients=coefficients_picture(run),
         path=path_picture(run),
         savings=_savings(run),

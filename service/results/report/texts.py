@@ -7,7 +7,7 @@ from service.results.record import RunRecord
 from service.results.series.front import FrontPoint
 from service.results.series.history import HistoryPoint
 from service.schemas.files import EstimateDocument, HoldoutDocument, SummaryDocument
-from service.types import Origin, TrialRecord
+from service.types import Origin, TrialResult
 
 __all__ = ["headline", "interval_text", "key_figures", "number_text", "point_name", "row_name", "trial_name"]
 
@@ -26,7 +26,7 @@ def interval_text(estimate: EstimateDocument) -> str:
     return f"{number_text(estimate['value'])} [{low}, {high}]"
 
 
-def trial_name(trial: TrialRecord) -> str:
+def trial_name(trial: TrialResult) -> str:
     """Name of a trial: its number, or the label of a baseline."""
     return f"trial {trial.number}" if trial.origin is Origin.SEARCH else trial.label
 

@@ -45,6 +45,10 @@ class Chart(Generic[Series]):
     def _adapter(self) -> TypeAdapter[Series]:
         return TypeAdapter(self.series_type)
 
+    def json(self, run: RunRecord) -> bytes:
+        """Series of `run` as the text of JSON, without the fields that are declared with `exclude`."""
+        return self._adapter.dump_json(self(run))
+
     def document(self, run: RunRecord) -> Any:
         """Compute the series of `run` as JSON types, without the fields that are declared with `exclude`."""
         return self._adapter.dump_python(self(run))

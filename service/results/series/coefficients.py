@@ -12,7 +12,6 @@ from pydantic import Field
 from search_spaces.recipe import COMPONENTS, Merge, Recipe
 from search_spaces.spaces import SPACES
 from service.results.record import RunRecord
-from service.results.selection import best_trial
 from service.results.series.base import chart
 
 __all__ = ["Coefficient", "CoefficientsPlot", "coefficients"]
@@ -47,15 +46,16 @@ class CoefficientsPlot:
 @chart(place=7)
 def coefficients(run: RunRecord) -> CoefficientsPlot:
     """Coefficients of the best trial by layer, component and expert."""
-    best = best_trial(run.trials, run.objectives)
+    best = run.best
     if best is None:
         return CoefficientsPlot("coefficients", None, [], ())
     named = run.study.document.get("models", {}).get("experts", ())
-    experts = [*named] or [alias for alias in best.recipe.models if alias != best.recipe.base]
+    recipe = best.read_recipe()
+    experts = [*named] or [alias for alias in recipe.models if alias != recipe.base]
     kind = run.study.document.get("search_space", {}).get("kind", "")
     if kind in SPACES and SPACES[kind](kind=kind).changes_layers:  # parameters of a path are not coefficients
         return CoefficientsPlot("coefficients", best.number, experts, ())
-    values = tuple(_searched(best.configuration or {}, experts)) or tuple(_of_recipe(best.recipe, experts))
+    values = tuple(_searched(best.configuration or {}, experts)) or tuple(_of_recipe(recipe, experts))
     return CoefficientsPlot("coefficients", best.number, experts, values)
 
 

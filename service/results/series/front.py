@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from service.results.documents import pareto
-from service.results.feasibility import sources_of, violations
+from service.results.feasibility import violations
 from service.results.record import RunRecord
-from service.results.selection import best_trial, full_budget_trials
+from service.results.selection import full_budget_trials
 from service.results.series.base import chart
 from service.schemas.files import Number, ObjectiveDocument, StandardErrors, Values, Violations, VolumeDocument
 
@@ -44,7 +44,7 @@ def front(run: RunRecord) -> FrontPlot:
     """Trials at full budget, with those on the Pareto front marked."""
     document = pareto(run)
     numbers = {row["trial"] for row in document["front"]}
-    best = best_trial(run.trials, run.objectives)
+    best = run.best
     return FrontPlot(
         plot="front",
         objectives=document["objectives"],
@@ -58,9 +58,9 @@ def front(run: RunRecord) -> FrontPlot:
                 origin=trial.origin.value,
                 values=dict(trial.values),
                 standard_errors=dict(trial.standard_errors),
-                violations=violations(trial.values, run.objectives, sources_of(run.trials)),
+                violations=violations(trial.values, run.objectives, run.sources),
                 is_on_front=trial.number in numbers,
-                is_best=trial is best,
+                is_best=best is not None and trial.number == best.number,
             )
             for trial in full_budget_trials(run.trials)
         ),

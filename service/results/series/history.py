@@ -10,17 +10,17 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from search_spaces.objectives import Objective
-from service.results.feasibility import sources_of, violations
+from service.results.feasibility import violations
 from service.results.record import RunRecord
 from service.results.selection import accuracy_objectives
 from service.results.series.base import chart
 from service.schemas.files import Number
-from service.types import TrialRecord, TrialState
+from service.types import TrialResult, TrialState
 
 __all__ = ["HistoryPlot", "HistoryPoint", "HistorySeries", "RecordPoint", "history"]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # a frozen one takes three times as long to make, and a chart has one for every rung
 class HistoryPoint:
     trial: Number
     label: str
@@ -64,8 +64,7 @@ def history(run: RunRecord) -> HistoryPlot:
     """Every finished rung by trial number, for the mean of the accuracy objectives and for each objective."""
     trials = sorted(run.trials, key=lambda trial: trial.number)
     averaged = accuracy_objectives(run.objectives)
-    sources = sources_of(trials)
-    left_out = {trial.number for trial in trials if violations(trial.values, run.objectives, sources)}
+    left_out = {trial.number for trial in trials if violations(trial.values, run.objectives, run.sources)}
     series = [_series(trials, (objective.name,), objective, left_out) for objective in run.objectives]
     if len(averaged) > 1:
         series.insert(0, _series(trials, averaged, Objective("mean", "mean", "maximize"), left_out))
@@ -74,7 +73,7 @@ def history(run: RunRecord) -> HistoryPlot:
 
 
 def _series(
-    trials: Sequence[TrialRecord], names: Sequence[str], objective: Objective, left_out: Collection[int]
+    trials: Sequence[TrialResult], names: Sequence[str], objective: Objective, left_out: Collection[int]
 ) -> HistorySeries:
     """Compute the history of one objective, or of the mean over several.
 
@@ -86,26 +85,22 @@ def _series(
     """
     points: list[HistoryPoint] = []
     record: list[RecordPoint] = []
+    is_mean = len(names) > 1
     for trial in trials:
+        origin, last = trial.origin.value, trial.rungs[-1] if trial.state is TrialState.COMPLETE else None
         for rung in trial.rungs:
-            if not all(name in rung.values for name in names):
+            values = [rung.values[name] for name in names if name in rung.values]
+            if len(values) < len(names):
                 continue
             # The cost of a recipe has no samples: it is placed at the rung's number of samples.
             samples = [rung.num_samples[name] for name in names if name in rung.num_samples]
             samples = samples or [*rung.num_samples.values()]
-            point = HistoryPoint(
-                trial=trial.number,
-                label=trial.label,
-                origin=trial.origin.value,
-                rung=rung.rung,
-                samples=min(samples),
-                value=statistics.fmean(rung.values[name] for name in names),
-                is_full=trial.state is TrialState.COMPLETE and rung is trial.rungs[-1],
-                most_samples=max(samples),
+            value = statistics.fmean(values) if is_mean else values[0]
+            is_full = rung is last
+            points.append(
+                HistoryPoint(trial.number, trial.label, origin, rung.rung, min(samples), value, is_full, max(samples))
             )
-            points.append(point)
-            if point.trial in left_out:
-                continue
-            if point.is_full and (not record or objective.is_better(point.value, record[-1].value)):
-                record.append(RecordPoint(trial.number, point.value))
+            counts = is_full and trial.number not in left_out
+            if counts and (not record or objective.is_better(value, record[-1].value)):
+                record.append(RecordPoint(trial.number, value))
     return HistorySeries(objective.name, objective.direction, tuple(points), tuple(record))

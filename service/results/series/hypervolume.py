@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from search_spaces.objectives import REFERENCE_COST, Candidate, constrained_front
+from search_spaces.objectives import REFERENCE_COST, Candidate, constrained_dominates
 from search_spaces.objectives import hypervolume as volume_of
 from service.results.record import RunRecord
 from service.results.selection import candidates
@@ -57,17 +56,15 @@ def _points(run: RunRecord) -> tuple[HypervolumePoint, ...]:
     volume = 0.0
     points = []
     for trial, candidate in candidates(run.trials, run.objectives):
-        found = _front([*front, candidate])
-        if found != front:
-            front, volume = found, volume_of([of.costs for of in found if of.costs is not None])
+        if not any(constrained_dominates(other, candidate) for other in front):
+            front = [other for other in front if not constrained_dominates(candidate, other)]
+            front = [other for other in front if other.violation == candidate.violation]
+            front.append(candidate)
+            volume = volume_of([of.costs for of in front if of.costs is not None])
         points.append(
             HypervolumePoint(trial.number, trial.label, trial.origin.value, spent[trial.number], volume),
         )
     return tuple(points)
-
-
-def _front(found: Sequence[Candidate]) -> list[Candidate]:
-    return list(itertools.compress(found, constrained_front(found)))
 
 
 def _spent(run: RunRecord) -> dict[int, int]:

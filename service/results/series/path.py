@@ -10,7 +10,6 @@ from pydantic import Field
 
 from search_spaces.recipe import COMPONENTS, LayerRecipe
 from service.results.record import RunRecord
-from service.results.selection import best_trial
 from service.results.series.base import chart
 from service.schemas.files import Number
 
@@ -43,17 +42,18 @@ class PathPlot:
 @chart(place=9)
 def path(run: RunRecord) -> PathPlot:
     """Layer path of the best trial: the model and layer at each position, with its scales."""
-    best = best_trial(run.trials, run.objectives)
+    best = run.best
     if best is None:
         return PathPlot("path", trial=None, models=[], is_plain=True, steps=())
-    steps = layer_path(best.recipe.layers)
-    named = [best.recipe.base, *run.study.document.get("models", {}).get("experts", ())]
+    recipe = best.read_recipe()
+    steps = layer_path(recipe.layers)
+    named = [recipe.base, *run.study.document.get("models", {}).get("experts", ())]
     used = {step.model for step in steps}
     return PathPlot(
         plot="path",
         trial=best.number,
         models=[model for model in named if model in used],
-        is_plain=_is_plain(steps, best.recipe.layers),
+        is_plain=_is_plain(steps, recipe.layers),
         steps=steps,
     )
 

@@ -13,7 +13,7 @@ from service.results.record import RunRecord
 from service.results.selection import accuracy_objectives
 from service.results.series.base import chart
 from service.schemas.files import Number
-from service.types import Origin, TrialRecord, TrialState
+from service.types import Origin, TrialResult, TrialState
 
 __all__ = ["RaceEntry", "RaceLook", "RacesPlot", "races"]
 
@@ -37,7 +37,7 @@ RULES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # as history.HistoryPoint
 class RaceLook:
     rung: Number
     samples: Annotated[int, Field(description="Samples of each objective.")]
@@ -80,7 +80,7 @@ def races(run: RunRecord) -> RacesPlot:
     )
 
 
-def _entry(trial: TrialRecord, names: tuple[str, ...], scheduler: str | None) -> RaceEntry:
+def _entry(trial: TrialResult, names: tuple[str, ...], scheduler: str | None) -> RaceEntry:
     end = ENDS.get(trial.state, "running")
     rule = None
     if end == "stopped":

@@ -10,7 +10,6 @@ from pydantic import Field
 
 from search_spaces.recipe import COMPONENTS, LayerRecipe, Merge
 from service.results.record import RunRecord
-from service.results.selection import best_trial
 from service.results.series.base import chart
 from service.schemas.files import Number
 
@@ -50,20 +49,21 @@ class RecipePlot:
 @chart(place=4)
 def recipe(run: RunRecord) -> RecipePlot:
     """Merge of the best trial: every model's share, by runs of equal layers and by component."""
-    best = best_trial(run.trials, run.objectives)
+    best = run.best
     if best is None:
         return RecipePlot("recipe", trial=None, models=[], embedding=None, layers=[], head=None, tensors={})
+    whole = best.read_recipe()
     return RecipePlot(
         plot="recipe",
         trial=best.number,
-        models=list(best.recipe.models),
-        embedding=_picture(best.recipe.embedding),
+        models=list(whole.models),
+        embedding=_picture(whole.embedding),
         layers=[
             LayersPicture(start, stop - 1, {name: _picture(layer.component(name)) for name in COMPONENTS})
-            for start, stop, layer in layer_runs(best.recipe.layers)
+            for start, stop, layer in layer_runs(whole.layers)
         ],
-        head=_picture(best.recipe.head),
-        tensors={name: _picture(merge) for name, merge in best.recipe.tensors.items()},
+        head=_picture(whole.head),
+        tensors={name: _picture(merge) for name, merge in whole.tensors.items()},
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from search_spaces.costs import ModelSize
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.recipe import COMPONENTS
+from search_spaces.searchers import SEARCHERS
 from search_spaces.spaces.base import Part, SearchedModels, TensorLocation
 from search_spaces.study.file import Study
 from service.errors import Conflict
@@ -58,8 +59,17 @@ def with_revisions(study: Study, resolved: ResolvedStudy) -> Study:
 
 
 def check_unchanged(record: JobRecord, resolved: ResolvedStudy) -> None:
-    """Raise Conflict if models or task data are not what they were when the study was created."""
+    """Raise Conflict if models or task data are not what they were when the study was created.
+
+    Also raises Conflict if this program does not have the version of the searcher that the study was created with.
+    """
     stored = ResolvedStudy.of(record)
+    known = SEARCHERS[stored.algorithm].version if stored.algorithm in SEARCHERS else 1
+    if stored.searcher_version > known:
+        raise Conflict(
+            f"study {record.name!r}: was created with version {stored.searcher_version} of the searcher "
+            f"{stored.algorithm}, this program has versions up to {known}; continue it with the program that created it"
+        )
     for key in ("fingerprints", "tasks", "holdout_tasks"):
         before: Mapping[str, str] = getattr(stored, key)
         now: Mapping[str, str] = getattr(resolved, key)

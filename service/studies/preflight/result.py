@@ -146,6 +146,7 @@ class PreflightResult:
             access=self.access,
             algorithm=self.algorithm.name,
             algorithm_reason=self.algorithm.reason,
+            searcher_version=SEARCHERS[self.algorithm.name].version,
             chained=self.models.chained,
         )
 
@@ -162,10 +163,11 @@ class PreflightResult:
         episodes = self.study.search.hm3.episodes
         return min(max(staleness, episodes // 2), episodes)
 
-    def search_setting(self, *, num_baselines: int) -> SearchSetting:
+    def search_setting(self, *, num_baselines: int, version: int | None = None) -> SearchSetting:
         """The parts of the study that some searchers need in addition to parameters and results.
 
-        `num_baselines` is the number of trials before the first proposal.
+        `num_baselines` is the number of trials before the first proposal. `version` is the version of the searcher
+        that the study was created with; None: a new study, which takes the newest.
         """
         given = self.study.search.preferences
         scored = {
@@ -180,6 +182,7 @@ class PreflightResult:
             first_fitted=scored if self.study.search.fit_share < 1 else {},
             family=self.models.family if SEARCHERS[self.algorithm.name].trains_policy else None,
             start=self.start,
+            version=SEARCHERS[self.algorithm.name].version if version is None else version,
         )
 
     def gradient_inputs(self) -> GradientInputs | None:

@@ -141,5 +141,5 @@ class Observations:
     def _of_baseline(self, trial: TrialRecord) -> Mapping[str, Any] | None:
         """The configuration of a baseline, or None if the search space has none for its recipe. It is computed once."""
         if trial.number not in self._baselines:
-            self._baselines[trial.number] = self._space.from_recipe(replace(trial.recipe, keeps_equal=False))
+            self._baselines[trial.number] = self._space.from_recipe(replace(trial.read_recipe(), keeps_equal=False))
         return self._baselines[trial.number]

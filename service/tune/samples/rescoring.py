@@ -131,7 +131,7 @@ class Rescoring:
                 for objective, position in sorted(values):
                     positions[objective].append(position)
                 chunks = self._samples.chunks(positions, split)
-                return Evaluation(self._study_id, trial.number, 0, split, trial.recipe, chunks, is_again=True)
+                return Evaluation(self._study_id, trial.number, 0, split, trial.read_recipe(), chunks, is_again=True)
         return None
 
     def compare(

@@ -13,8 +13,9 @@ from search_spaces.objectives import Objective
 from search_spaces.recipe import Recipe
 from service.results.statistics import estimate
 from service.store import Store
+from service.store.samples import with_room
 from service.tune.plan import Plan
-from service.types import RungRecord, TrialRecord
+from service.types import RungRecord, StoredRecipe, TrialRecord
 from workers.types import SampleResult, Span, Split, TaskSpec
 
 __all__ = ["SampleCache"]
@@ -31,7 +32,8 @@ class SampleCache:
         self._void: dict[tuple[str, str, int], float] = {}  # removed search samples, until they are added again
         self._values = {split: store.sample_values(plan.study_id, split) for split in Split}
         self._num_scored = {
-            split: sum(len(p) for o in by.values() for p in o.values()) for split, by in self._values.items()
+            split: sum(int(np.count_nonzero(~np.isnan(array))) for of in by.values() for array in of.values())
+            for split, by in self._values.items()
         }
 
     @property
@@ -46,15 +48,18 @@ class SampleCache:
 
     def add(self, digest: str, split: Split, samples: Sequence[SampleResult]) -> None:
         values = self._values[split].setdefault(digest, {})
-        for sample in samples:
-            values.setdefault(sample.objective, {})[sample.position] = sample.value
+        for name in {sample.objective for sample in samples}:
+            found = {sample.position: sample.value for sample in samples if sample.objective == name}
+            values[name] = with_room(values.get(name), max(found) + 1)
+            values[name][list(found)] = list(found.values())
         self._num_scored[split] += len(samples)
 
     def take_out(self, digest: str, split: Split, objective: str, position: int) -> None:
         """Remove a sample from the cache, so that it is missing until it is added again."""
-        value = self._values[split][digest][objective].pop(position)
+        values = self._values[split][digest][objective]
         if split == Split.SEARCH:
-            self._void[digest, objective, position] = value
+            self._void[digest, objective, position] = float(values[position])
+        values[position] = np.nan
         self._num_scored[split] -= 1
 
     def missing(self, digest: str, rung: int, split: Split) -> list[Span]:
@@ -64,7 +69,10 @@ class SampleCache:
         """
         samples, tasks = self._targets(rung, split)
         known = self._values[split].get(digest, {})
-        missing = {name: [p for p in range(stop) if p not in known.get(name, {})] for name, stop in samples.items()}
+        missing = {
+            name: np.flatnonzero(np.isnan(with_room(known.get(name), stop)[:stop])).tolist()
+            for name, stop in samples.items()
+        }
         return _spans(missing, tasks)
 
     def missing_chunks(self, digest: str, rung: int, split: Split) -> tuple[tuple[Span, ...], ...]:
@@ -75,7 +83,7 @@ class SampleCache:
         """The given sample positions, by objective and ascending, divided into chunks of at most the plan's size."""
         return _chunks(_spans(positions, self._targets(-1, split)[1]), self._plan.chunk_samples)
 
-    def rung_record(self, recipe: Recipe, rung: int) -> RungRecord:
+    def rung_record(self, recipe: Recipe | StoredRecipe, rung: int) -> RungRecord:
         """The estimates of a finished rung of the search, and the values that follow from the recipe alone.
 
         All samples of the rung must be stored.
@@ -85,7 +93,7 @@ class SampleCache:
         values: dict[str, float] = {}
         standard_errors: dict[str, float | None] = {}
         for objective, stop in samples.items():
-            scored = [known[objective][position] for position in range(stop)]
+            scored = known[objective][:stop].tolist()
             if stop == 1 and scored[0] not in (0.0, 1.0):  # a single value of such a metric shows no spread
                 values[objective], standard_errors[objective] = scored[0], None
             else:
@@ -98,7 +106,9 @@ class SampleCache:
         """The method `cost_differences` as a function of three numbers: a trial, its rival, and the rung."""
         return lambda trial, rival, rung: self.cost_differences(trials[trial].recipe, trials[rival].recipe, rung=rung)
 
-    def cost_differences(self, recipe: Recipe, rival: Recipe, *, rung: int) -> tuple[NDArray[np.float64], ...]:
+    def cost_differences(
+        self, recipe: Recipe | StoredRecipe, rival: Recipe | StoredRecipe, *, rung: int
+    ) -> tuple[NDArray[np.float64], ...]:
         """Differences in cost between a recipe and its `rival`, for each objective, in [-1, 1].
 
         One array per objective [num_samples]: the cost of the recipe minus that of the rival on each sample of the
@@ -107,11 +117,12 @@ class SampleCache:
         removed count with their old values, as in the decisions that were made with them.
         """
 
-        def costs(recipe: Recipe, objective: Objective) -> NDArray[np.float64]:
+        def costs(recipe: Recipe | StoredRecipe, objective: Objective) -> NDArray[np.float64]:
             known, name = self._values[Split.SEARCH][recipe.digest][objective.name], objective.name
-            positions = range(self._plan.rung_samples[rung][name])
-            values = [known[p] if p in known else self._void[recipe.digest, name, p] for p in positions]
-            return np.clip([objective.cost_of_stored(value) for value in values], 0.0, 1.0)
+            values = known[: self._plan.rung_samples[rung][name]].copy()
+            for position in np.flatnonzero(np.isnan(values)).tolist():
+                values[position] = self._void[recipe.digest, name, position]
+            return np.clip([objective.cost_of_stored(value) for value in values.tolist()], 0.0, 1.0)
 
         def difference(objective: Objective) -> NDArray[np.float64]:
             if objective.cost_of_recipe is None:

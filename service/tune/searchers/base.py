@@ -78,6 +78,8 @@ class SearchSetting:
     first_fitted: Mapping[str, int] = field(default_factory=dict)
     family: Family | None = None
     start: tuple[bytes, ...] = ()
+    version: int | None = None
+    """Version of the searcher that the study was created with; None: the newest."""
 
     @property
     def vectors(self) -> tuple[tuple[float, ...], ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ class Encoding:
         self._space = parameters
         self._parameters = tuple(parameters)
         self._names = parameters.names
+        found = itemgetter(*self._names) if self._names else tuple
+        self._values = found if len(self._names) != 1 else lambda configuration: (found(configuration),)
         self._choices = {
             column: {(type(choice), choice): index for index, choice in enumerate(parameter.choices)}
             for column, parameter in enumerate(self._parameters)
@@ -57,7 +60,10 @@ class Encoding:
 
     def _numbers(self, configuration: Mapping[str, Any]) -> list[Any]:
         """The values of all parameters as numbers: a choice is its index, an inactive parameter is NaN."""
-        values = [configuration.get(name, math.nan) for name in self._names]
+        if len(configuration) == len(self._names):  # all are active
+            values = list(self._values(configuration))
+        else:
+            values = [configuration.get(name, math.nan) for name in self._names]
         for column, index_of in self._choices.items():
             if self._names[column] in configuration:
                 values[column] = index_of[type(values[column]), values[column]]

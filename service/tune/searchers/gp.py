@@ -22,6 +22,10 @@ class GpSearcher:
     """
 
     num_initial: int = 10  # trials with results before the process is used
+    # Fitting takes a time that grows with the cube of the trials, and the search for the largest improvement one that
+    # grows with parameters times trials. With more, the process learns from the best and the newest trials.
+    max_numbers: int = 24_000
+    max_rows: int = 150
 
     def advance(self, context: ProposalContext) -> dict[str, Any]:
         from optuna.samplers import GPSampler
@@ -31,7 +35,9 @@ class GpSearcher:
         def sampler_of(seed: int) -> GPSampler:
             return GPSampler(n_startup_trials=self.num_initial, warn_independent_sampling=False, seed=seed)
 
-        return propose(sampler_of, context, num_initial=self.num_initial)
+        return propose(
+            sampler_of, context, num_initial=self.num_initial, max_numbers=self.max_numbers, max_rows=self.max_rows
+        )
 
 
 SEARCHER = GpSearcher()

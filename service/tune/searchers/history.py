@@ -6,11 +6,13 @@ These are for searchers that use a result as it is, and do not learn how rungs d
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TypeAlias
 
-from service.tune.searchers.base import Observation
+from search_spaces.objectives import Candidate, promotion_order
+from service.tune.searchers.base import Observation, ProposalContext
 
-__all__ = ["Merit", "by_trial", "merit", "violation"]
+__all__ = ["Merit", "by_trial", "merit", "thinned", "violation"]
 
 # Smaller is better, compared from left to right.
 Merit: TypeAlias = tuple[int, float, float]
@@ -25,6 +27,31 @@ def by_trial(observations: Iterable[Observation]) -> tuple[Observation, ...]:
     for observation in sorted(observations, key=lambda o: (o.number, o.costs is None, o.rung)):
         newest[observation.number] = observation
     return tuple(newest.values())
+
+
+def thinned(context: ProposalContext, *, max_numbers: int, max_rows: int = 10**9, group: int = 1) -> ProposalContext:
+    """The context without observations that a model has no time to learn from: half of the rest are the newest.
+
+    Models are fitted anew for every proposal, which takes too long with many observations of many parameters. If the
+    table of observations [num_observations, num_parameters] has more than `max_numbers` numbers or `max_rows` rows, the
+    results of the newest trials are kept, and those of as many of the best trials before them. The best are those at
+    the highest rungs, and at one rung the first in the order of promotion. Trials stay in their order. The numbers of
+    best trials and of trials before the newest ones are multiples of `group`. A study that was created with version 1
+    of its searcher keeps all observations.
+    """
+    rows = min(max_rows, max_numbers // max(1, len(context.parameters)))
+    if context.setting.version == 1 or len(context.observations) <= rows:
+        return context
+    trials = by_trial(context.observations)
+    num_kept = rows * len(trials) // len(context.observations) // 2
+    num_kept = max(group, num_kept - num_kept % group)
+    first = max(0, len(trials) - num_kept)
+    before, newest = trials[: first - first % group], trials[first - first % group :]
+    order = promotion_order([Candidate(trial.number, trial.costs, violation(trial)) for trial in before])
+    rung = {trial.number: trial.rung for trial in before}
+    best = sorted(order, key=lambda number: -rung[number])[:num_kept]  # stable: the order of promotion within a rung
+    kept = {*best, *(trial.number for trial in newest)}
+    return replace(context, observations=tuple(o for o in context.observations if o.number in kept))
 
 
 def violation(observation: Observation) -> float:

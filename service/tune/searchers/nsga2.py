@@ -23,6 +23,7 @@ class NsgaSearcher:
 
     sampler: Literal["NSGAIISampler", "NSGAIIISampler"]
     population_size: int = 20
+    max_numbers: int = 240_000  # numbers in the table of observations and parameters: as in SMAC
 
     def advance(self, context: ProposalContext) -> dict[str, Any]:
         import optuna.samplers
@@ -40,7 +41,8 @@ class NsgaSearcher:
             )
             return sampler
 
-        return propose(sampler_of, context, num_initial=self.population_size)
+        size = self.population_size
+        return propose(sampler_of, context, num_initial=size, max_numbers=self.max_numbers, group=size)
 
 
 SEARCHER = NsgaSearcher("NSGAIISampler")

@@ -22,7 +22,7 @@ from optuna.trial import FrozenTrial, TrialState
 from search_spaces.parameters import Categorical, Float, Integer, Parameter, Parameters
 from service.tune.searchers.base import Observation, ProposalContext
 from service.tune.searchers.encoding import Encoding
-from service.tune.searchers.history import by_trial
+from service.tune.searchers.history import by_trial, thinned
 
 __all__ = ["propose"]
 
@@ -35,13 +35,17 @@ def propose(
     context: ProposalContext,
     *,
     num_initial: int,
+    max_numbers: int,
+    max_rows: int = 10**9,
+    group: int = 1,
 ) -> dict[str, Any]:
     """The configuration that a sampler of Optuna proposes, or a random one if the sampler proposes a known one.
 
-    `sampler_of` makes a sampler from a seed. Until there are `num_initial` trials, configurations are random.
+    `sampler_of` makes a sampler from a seed. `max_numbers`, `max_rows` and `group` are as for `history.thinned`. Until
+    there are `num_initial` trials, configurations are random.
     """
     rng, parameters = context.generator(), context.parameters
-    trials = by_trial(context.observations)
+    trials = by_trial(thinned(context, max_numbers=max_numbers, max_rows=max_rows, group=group).observations)
     # Samplers draw uniformly at first; a space with a structure draws in its own way.
     is_first = parameters.structure is not None and len(trials) < num_initial
     if is_first or all(trial.costs is None for trial in trials):

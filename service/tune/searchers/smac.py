@@ -22,7 +22,7 @@ import numpy as np
 from search_spaces.preferences import augmented_chebyshev, simplex_lattice
 from service.tune.searchers.base import Observation, ProposalContext
 from service.tune.searchers.encoding import Encoding, Rows
-from service.tune.searchers.history import violation
+from service.tune.searchers.history import thinned, violation
 
 __all__ = ["SEARCHER", "SmacSearcher"]
 
@@ -50,25 +50,25 @@ class SmacSearcher:
     tied_share: float = 0.25  # share of proposals whose only candidates are tied merges
     num_parents: int = 10
     num_mutants: int = 50  # of each parent
+    # Numbers in the table of observations and parameters. With more, fitting the forest and its predictions take more
+    # than a second, and the forest learns from the best and the newest trials.
+    max_numbers: int = 240_000
     mutation_rate: float = 0.1
     mutation_step: float = 0.15
 
     def advance(self, context: ProposalContext) -> dict[str, Any]:
-        rng, observations = context.generator(), context.observations
-        known = [*(observation.configuration for observation in observations), *context.pending]
+        rng, observations = context.generator(), thinned(context, max_numbers=self.max_numbers).observations
         encoding = Encoding(context.parameters)
-        known_rows = encoding.encode(known)
-        known_keys = encoding.keys(known_rows)
-        scored = {key for key, o in zip(known_keys, observations, strict=False) if o.costs is not None}
+        rows = encoding.encode(observation.configuration for observation in observations)
+        scored = {key for key, o in zip(encoding.keys(rows), observations, strict=True) if o.costs is not None}
         if len(scored) < self.num_initial or rng.random() < self.random_share:
             return context.sample_unseen(rng)
-        rows = known_rows[: len(observations)]
         fidelities = np.array([observation.fidelity for observation in observations])
         costs = self._scalarise(observations, rng)
         acquisition = self._fit(rows, fidelities, costs, seed=int(rng.integers(2**31)))
         candidates = self._maximise(encoding, acquisition, rows, rng)
         candidate_keys = encoding.keys(candidates)
-        seen = set(known_keys)
+        seen = set(encoding.keys(encoding.encode(context.known_configurations())))
         unseen = (row for row, key in zip(candidates, candidate_keys, strict=True) if key not in seen)
         return encoding.decode(next(unseen, candidates[0]))
 

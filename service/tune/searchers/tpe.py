@@ -19,6 +19,7 @@ class TpeSearcher:
     """The searcher TPE. Parameters that always exist together are sampled jointly."""
 
     num_initial: int = 10  # trials with results before the estimators are used
+    max_numbers: int = 240_000  # numbers in the table of observations and parameters: as in SMAC
 
     def advance(self, context: ProposalContext) -> dict[str, Any]:
         from optuna.samplers import TPESampler
@@ -28,7 +29,7 @@ class TpeSearcher:
         def sampler_of(seed: int) -> TPESampler:
             return TPESampler(n_startup_trials=self.num_initial, multivariate=True, group=True, seed=seed)
 
-        return propose(sampler_of, context, num_initial=self.num_initial)
+        return propose(sampler_of, context, num_initial=self.num_initial, max_numbers=self.max_numbers)
 
 
 SEARCHER = TpeSearcher()

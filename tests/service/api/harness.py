@@ -168,9 +168,9 @@ def finished_study(store: Store, *, num_trials: int = 12, name: str = "math-text
     store.record_submission(record.id, 1)
     writer = store.open_attempt(record.id)
     writer.set_state(JobState.RUNNING)
-    for trial in made.trials:
+    for trial in made.whole_trials:
         write_trial(writer, trial)
-    for trial in held_out(made.trials, made.objectives):
+    for trial in held_out(made.whole_trials, made.objectives):
         write_holdout(writer, trial)
     reports = tuple(TrialVerification(**vars(report), trial=number) for number, report in enumerate(made.verifications))
     writer.set_document_named(VERIFICATION, asdict(Verification(reports)))

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from service.results.load import run_record
+from service.results.load import RunReader
 from service.results.record import RunRecord
 from service.store import Store
 from tests.service.api.harness import ApiServer, finished_study, stored_study
@@ -17,7 +17,7 @@ WAIT_S = 60.0
 
 
 class Slow:
-    """`run_record`, which for one study waits until it is let go."""
+    """A reader of records that waits, for one study, until it is let go."""
 
     def __init__(self) -> None:
         self.study = ""
@@ -25,18 +25,24 @@ class Slow:
         self.has_begun = threading.Event()
         self.may_end = threading.Event()
 
-    def __call__(self, store: Store, study_id: str) -> RunRecord:
-        if study_id == self.study:
-            self.num_computed += 1
-            self.has_begun.set()
-            assert self.may_end.wait(WAIT_S)
-        return run_record(store, study_id)
+    def reader(self, store: Store, study_id: str) -> RunReader:
+        waiter = self
+
+        class Reader(RunReader):
+            def read(self) -> RunRecord:
+                if study_id == waiter.study:
+                    waiter.num_computed += 1
+                    waiter.has_begun.set()
+                    assert waiter.may_end.wait(WAIT_S)
+                return super().read()
+
+        return Reader(store, study_id)
 
 
 @pytest.fixture
 def slow(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> Slow:
     slow = Slow()
-    monkeypatch.setattr("service.api.record_cache.run_record", slow)
+    monkeypatch.setattr("service.api.record_cache.RunReader", slow.reader)
     slow.study = stored_study(server.store, name="slow").id
     return slow
 
@@ -79,3 +85,19 @@ def test_results_are_computed_again_once_the_study_has_changed(
     server.store.open_attempt(slow.study)
     http.get(path)
     assert slow.num_computed == 2
+
+
+@pytest.mark.parametrize("rest", ["summary", "pareto", "report", "plots/history"])
+def test_unchanged_results_are_not_sent_again(http: httpx.Client, server: ApiServer, rest: str) -> None:
+    """A client that sends the tag of its answer gets 304 until the study changes."""
+    study = finished_study(server.store, num_trials=3).id
+    path = f"/v1/studies/{study}/{rest}"
+    first = http.get(path)
+    tag = first.headers["etag"]
+    again = http.get(path, headers={"If-None-Match": f'"other", W/{tag}'})
+    assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag)
+    assert http.get(path, headers={"If-None-Match": '"other"'}).content == first.content
+    server.store.open_attempt(study).add_event("search_note", {"trial": 10, "text": "a note"})
+    changed = http.get(path, headers={"If-None-Match": tag})
+    assert changed.status_code == 200
+    assert changed.headers["etag"] != tag

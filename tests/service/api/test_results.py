@@ -17,7 +17,7 @@ from service.results.documents import pareto, trial_document, trial_documents
 from service.results.load import run_record
 from service.results.preference import choices
 from service.results.report import render_report
-from service.results.selection import accuracy_objectives, best_trial, full_budget_trials
+from service.results.selection import accuracy_objectives, full_budget_trials
 from service.results.series import CHARTS
 from service.results.summary import summary
 from service.schemas.json_schemas import schemas
@@ -87,7 +87,7 @@ def test_pages_of_one_state_are_all_of_it(
 def test_a_trial_and_its_recipe(get: Any, server: ApiServer, study: JobRecord) -> None:
     trial = server.store.trial(study.id, 17)
     assert get("/trials/17") == as_json(trial_document(trial))
-    assert get("/trials/17/recipe") == as_json(trial.recipe.to_json())
+    assert get("/trials/17/recipe") == as_json(trial.read_recipe().to_json())
     jsonschema.validate(get("/trials/17/recipe"), schemas()["recipe"])
 
 
@@ -103,7 +103,7 @@ def test_a_trial_says_which_constraints_it_violates(http: httpx.Client, server: 
         accepted=replace(resolved(study), objectives=tuple(objectives)).to_json(),
     )
     writer = server.store.open_attempt(record.id)
-    for trial in made.trials:
+    for trial in made.whole_trials:
         write_trial(writer, trial)
     expected = as_json(trial_documents(run_record(server.store, record.id)))
     assert expected[0]["violations"] == {"text >= base + 0.05": pytest.approx(0.05)}
@@ -164,7 +164,7 @@ def test_history_holds_every_rung(get: Any, server: ApiServer, study: JobRecord)
         assert values
         assert values == sorted(set(values))
         assert values[-1] == max(point["value"] for point in series["points"] if point["is_full"])
-    best = best_trial(run.trials, run.objectives)
+    best = run.best
     assert best is not None
     assert plot["series"][0]["record"][-1]["trial"] == best.number
     assert plot["failed"] == [trial.number for trial in run.trials if trial.state is TrialState.FAIL]
@@ -222,7 +222,7 @@ def test_results_follow_what_is_stored(http: httpx.Client, server: ApiServer) ->
     assert scored() == (0, True)
     writer = server.store.open_attempt(record.id)
     writer.set_state(JobState.RUNNING)
-    first, *_ = made_up(num_trials=3).trials
+    first, *_ = made_up(num_trials=3).whole_trials
     write_trial(writer, first)
     assert scored() == (1, False)
     writer.finish_rung(0, rung(0), samples_reused=0)
@@ -244,9 +244,9 @@ def test_a_study_of_any_space_is_told_over_http_as_in_its_files(
     assert http.get(f"{url}/report").text == render_report(run)
     for name in CHARTS:
         assert http.get(f"{url}/plots/{name}").status_code == 200, name
-    best = best_trial(run.trials, run.objectives)
+    best = run.best
     assert best is not None
-    assert http.get(f"{url}/trials/{best.number}/recipe").json() == as_json(best.recipe.to_json())
+    assert http.get(f"{url}/trials/{best.number}/recipe").json() == as_json(best.read_recipe().to_json())
     told = http.get(f"{url}/events", headers={"Accept": "application/json"}).json()["events"]
     assert [event["id"] for event in told] == [event.id for event in server.store.events(study)]
     assert {event["kind"] for event in told} >= {"trial", "rung", EventKind.HOLDOUT_SCORED}

@@ -140,7 +140,7 @@ def test_a_study_is_meant_by_the_beginning_of_its_id_or_its_name(site: Site, ter
 def test_trials_and_front_are_shown_as_those_of_a_run(site: Site, finished: str, terminal: ServerTerminal) -> None:
     record = run_record(site.store, finished)
     assert terminal.document("trials", "finished") == json.loads(
-        json.dumps([trial_document(trial) for trial in record.trials])
+        json.dumps([trial_document(trial) for trial in record.whole_trials])
     )
     assert terminal.document("pareto", "finished") == json.loads(json.dumps(pareto(record)))
     lines = [words(line) for line in terminal.shown("trials", finished).splitlines()]

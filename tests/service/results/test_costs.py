@@ -40,11 +40,11 @@ def test_rungs_have_exact_costs(tmp_path: Path, scheduler: Any) -> None:
     changes = {"rung_samples": ({"math": 36, "text": 36},)} if scheduler == "none" else {}
     store, study = paths_study(tmp_path, scheduler=scheduler, **changes)
     trials = store.trials(study)
-    assert len({len(trial.recipe.layers) for trial in trials}) > 1
+    assert len({len(trial.read_recipe().layers) for trial in trials}) > 1
     for trial in trials:
         for rung in trial.rungs:
-            assert rung.values["depth"] == len(trial.recipe.layers)
-            assert rung.values["size"] == 100 + 10 * len(trial.recipe.layers)
+            assert rung.values["depth"] == len(trial.read_recipe().layers)
+            assert rung.values["size"] == 100 + 10 * len(trial.read_recipe().layers)
             assert rung.standard_errors["depth"] == rung.standard_errors["size"] == 0.0
             assert set(rung.num_samples) == {"math", "text"}
     complete = [trial for trial in trials if trial.state is TrialState.COMPLETE]
@@ -55,13 +55,13 @@ def test_rungs_have_exact_costs(tmp_path: Path, scheduler: Any) -> None:
 def test_costs_take_part_in_the_front_and_its_hypervolume(run: RunRecord) -> None:
     document = pareto(run)
     assert [o["name"] for o in document["objectives"]] == ["math", "depth", "text", "size"]
-    front = [run.trials[row["trial"]] for row in document["front"]]
+    front = [run.whole_trials[row["trial"]] for row in document["front"]]
     assert document["hypervolume"] == pytest.approx(hypervolume([costs_of(trial, OBJECTIVES) for trial in front]))
     assert front
     for trial in front:
         costs = costs_of(trial, OBJECTIVES)
-        assert costs[1] == len(trial.recipe.layers) / MAX_LAYERS
-        assert costs[3] == pytest.approx(SIZE.of(trial.recipe, "parameters") / SIZE.most("parameters"))
+        assert costs[1] == len(trial.read_recipe().layers) / MAX_LAYERS
+        assert costs[3] == pytest.approx(SIZE.of(trial.read_recipe(), "parameters") / SIZE.most("parameters"))
 
 
 def test_the_best_trial_is_that_of_the_scored_objectives(run: RunRecord) -> None:
@@ -106,10 +106,10 @@ def test_held_out_rows_say_how_fast_their_merges_were(run: RunRecord) -> None:
     }
     assert min(run.tokens_per_second.values()) > 0
     # The report shows it where depths differ.
-    of_row = next(trial for trial in run.trials if trial.number == rows[0]["trial"])
-    others = tuple(trial for trial in run.trials if trial.number != of_row.number)
+    of_row = next(trial for trial in run.whole_trials if trial.number == rows[0]["trial"])
+    others = tuple(trial for trial in run.whole_trials if trial.number != of_row.number)
     for times, is_shown in ((1, False), (2, True)):
-        recipe = replace(of_row.recipe, layers=of_row.recipe.layers[:1] * 4 * times)
+        recipe = replace(of_row.read_recipe(), layers=of_row.read_recipe().layers[:1] * 4 * times)
         flat = [replace(trial, recipe=replace(recipe, layers=recipe.layers[:4])) for trial in others]
         speeds = {recipe.digest: 1234.4}
         page = render_report(replace(run, trials=(replace(of_row, recipe=recipe), *flat), tokens_per_second=speeds))

@@ -41,7 +41,7 @@ def test_every_file_is_valid_under_its_schema(run: RunRecord, tmp_path: Path) ->
         jsonschema.validate(json.loads(line), shapes["trial"])
     jsonschema.validate(json.loads(files["summary.json"].read_text()), shapes["summary"])
     jsonschema.validate(json.loads(files["pareto.json"].read_text()), shapes["pareto"])
-    jsonschema.validate(run.trials[20].recipe.to_json(), shapes["recipe"])
+    jsonschema.validate(run.whole_trials[20].read_recipe().to_json(), shapes["recipe"])
     jsonschema.validate(
         {
             "name": "x",
@@ -54,7 +54,7 @@ def test_every_file_is_valid_under_its_schema(run: RunRecord, tmp_path: Path) ->
 
 
 def test_all_that_a_recipe_can_say_is_in_its_schema(run: RunRecord) -> None:
-    plain = run.trials[20].recipe
+    plain = run.whole_trials[20].read_recipe()
     vocabulary = {"tokens": {"<end>": {"token": "</s>", "force": True}}, "multiple_of": 64, "by_id": True}
     merge = replace(plain.head, base=plain.head.sources[0])
     recipe = replace(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from service.results.load import run_record
+from service.results.load import RunReader, run_record
+from service.results.ranges import OutOfRange
 from service.results.record import SearchFigures
+from service.results.selection import held_out
 from service.store import Store
 from service.store.steps import (
     GradientRequest,
@@ -21,8 +24,11 @@ from service.store.steps import (
     UpdateResult,
     UpdateStep,
 )
-from service.types import EventKind
+from service.types import EventKind, JobState, TrialState
+from tests.service.api.harness import stored_study, write_holdout
 from tests.service.resolved import resolved_study, study_document
+from tests.service.synthetic_run import run_record as made_up
+from workers.types import Split
 
 
 def test_searcher_record_is_the_stored_one(tmp_path: Path) -> None:
@@ -64,4 +70,38 @@ def test_gradients_and_updates_are_those_stored(tmp_path: Path) -> None:
     found = run_record(store, study.id)
     assert found.gradients == steps[1:3]
     assert found.updates == steps[3:]
+    store.close()
+
+
+def test_a_reader_finds_all_that_has_changed(tmp_path: Path) -> None:
+    """A record that is kept up to date equals one that is read anew, after every kind of write."""
+    store = Store(f"sqlite:///{tmp_path / 'study.db'}")
+    made = made_up(num_trials=6)
+    study = stored_study(store)
+    reader, writer = RunReader(store, study.id), store.open_attempt(study.id)
+
+    def check() -> None:
+        assert reader.read() == RunReader(store, study.id).read()
+
+    check()
+    for trial in made.whole_trials:
+        writer.add_trial(replace(trial, state=TrialState.WAITING, rungs=(), reason=None, values={}, standard_errors={}))
+        check()
+        for rung in trial.rungs:
+            writer.finish_rung(trial.number, rung, samples_reused=1)
+        check()
+        writer.finish_trials([trial.number], trial.state, trial.reason)
+        check()
+    for trial in held_out(made.whole_trials, made.objectives):
+        write_holdout(writer, trial)
+        check()
+    assert len(reader.read().holdout) > 3
+    writer.add_event(EventKind.SEARCH_NOTE, {"trial": 9, "text": "a note"})
+    writer.add_event(EventKind.HOLDOUT_FAILED, {"trial": 5, "reason": "NaN"})
+    warning = OutOfRange(3, "math", Split.SEARCH, "beyond").to_json()
+    writer.add_event(EventKind.OUT_OF_RANGE, warning)
+    check()
+    writer.record_engine_fault("replica-1", 0, "another canary")
+    store.open_attempt(study.id).set_state(JobState.COMPLETE)
+    check()
     store.close()

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import sqlalchemy as sa
 
@@ -21,13 +22,16 @@ from service.store import BracketRecord, JobWriter, Store, schema
 from service.store.steps import LossesRequest, LossesResult, LossesStep
 from service.types import EventKind, ExportRecord, ExportState, JobState, Origin, RungRecord, TrialRecord, TrialState
 from tests.service.resolved import resolved_study
+from tests.service.stored_values import stored_values
 from workers.types import Evidence, SampleResult, ScoreResult, Split
 
 MERGE = Merge("linear", (Source("base"), Source("math")), {"weight": (0.25, 0.75)})
 PART = Merge("passthrough", (Source("math", 0),))
 LAYER = LayerRecipe(PART, PART, PART)
 RECIPE = Recipe({"base": "b0", "math": "m1"}, "base", (LAYER,), embedding=MERGE, head=MERGE)
-TRIAL = TrialRecord(3, Origin.SEARCH, "trial:3", TrialState.WAITING, RECIPE, {"g0.method": "linear"}, bracket=1)
+TRIAL = TrialRecord(
+    3, Origin.SEARCH, "trial:3", TrialState.WAITING, RECIPE, bracket=1, configuration={"g0.method": "linear"}
+)
 RESOLVED = resolved_study(commits={"owner/math": "c0ffee"})
 RUNG = RungRecord(0, {"math": 4}, {"math": 0.5}, {"math": 0.25})
 
@@ -153,7 +157,7 @@ def test_studies_of_one_database_do_not_mix(store: Store, writer: JobWriter) -> 
     writer.finish_trials([3], TrialState.FAIL, "broken")
     writer.resize_bracket(0, 1)
     assert store.trials(other.job_id)[0].state is TrialState.RUNNING
-    assert store.sample_values(other.job_id, Split.SEARCH) == {RECIPE.digest: {"math": {0: 0.0, 1: 0.0}}}
+    assert stored_values(store, other.job_id, Split.SEARCH) == {RECIPE.digest: {"math": {0: 0.0, 1: 0.0}}}
     assert store.brackets(other.job_id) == (BracketRecord(0, 0, 9),)
     assert store.document(other.job_id, "engine") == [0.0]
     assert len(store.evidence(other.job_id)) == 1
@@ -193,7 +197,7 @@ def test_a_chunk_stores_its_samples_its_evidence_and_its_cost(store: Store, writ
     writer.record_chunk(3, Split.SEARCH, first)
     writer.record_chunk(3, Split.SEARCH, second)
     assert store.samples(writer.job_id, RECIPE.digest, Split.SEARCH) == first.samples + second.samples
-    assert store.sample_values(writer.job_id, Split.SEARCH)[RECIPE.digest]["math"] == {0: 1, 1: 1, 2: 1, 3: 0, 4: 0}
+    assert stored_values(store, writer.job_id, Split.SEARCH)[RECIPE.digest]["math"] == {0: 1, 1: 1, 2: 1, 3: 0, 4: 0}
     (trial,) = store.trials(writer.job_id)
     assert (trial.state, trial.samples_scored) == (TrialState.RUNNING, 5)
     assert trial.timings_s == {"score": 1.0, "swap": 0.5}
@@ -234,8 +238,8 @@ def test_holdout_samples_are_kept_apart(store: Store, writer: JobWriter) -> None
     writer.add_trial(replace(TRIAL, state=TrialState.COMPLETE))
     writer.record_chunk(3, Split.SEARCH, chunk(range(2), value=1.0))
     writer.record_chunk(3, Split.HOLDOUT, chunk(range(2), value=0.0))
-    assert store.sample_values(writer.job_id, Split.HOLDOUT) == {RECIPE.digest: {"math": {0: 0.0, 1: 0.0}}}
-    assert store.sample_values(writer.job_id, Split.SEARCH) == {RECIPE.digest: {"math": {0: 1.0, 1: 1.0}}}
+    assert stored_values(store, writer.job_id, Split.HOLDOUT) == {RECIPE.digest: {"math": {0: 0.0, 1: 0.0}}}
+    assert stored_values(store, writer.job_id, Split.SEARCH) == {RECIPE.digest: {"math": {0: 1.0, 1: 1.0}}}
     (trial,) = store.trials(writer.job_id)
     assert trial.samples_scored == 2
     assert trial.state is TrialState.COMPLETE  # a finished trial does not run again
@@ -245,7 +249,7 @@ def test_a_sample_stored_once_keeps_its_first_value(store: Store, writer: JobWri
     writer.add_trial(TRIAL)
     writer.record_chunk(3, Split.SEARCH, chunk(range(3), value=1.0))
     writer.record_chunk(3, Split.SEARCH, chunk(range(1, 5), value=0.0))
-    values = store.sample_values(writer.job_id, Split.SEARCH)[RECIPE.digest]["math"]
+    values = stored_values(store, writer.job_id, Split.SEARCH)[RECIPE.digest]["math"]
     assert values == {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.0, 4: 0.0}
 
 
@@ -267,8 +271,8 @@ def test_events_and_values_of_some_kinds_and_recipes_are_those(store: Store, wri
     writer.add_event(EventKind.HOLDOUT_FAILED, {"trial": 3, "reason": "x"})
     (event,) = store.events(writer.job_id, kinds=(EventKind.HOLDOUT_FAILED,))
     assert event.payload == {"trial": 3, "reason": "x"}
-    assert store.sample_values(writer.job_id, Split.SEARCH, recipes=()) == {}
-    assert set(store.sample_values(writer.job_id, Split.SEARCH, recipes=("other", RECIPE.digest))) == {RECIPE.digest}
+    assert stored_values(store, writer.job_id, Split.SEARCH, recipes=()) == {}
+    assert set(stored_values(store, writer.job_id, Split.SEARCH, recipes=("other", RECIPE.digest))) == {RECIPE.digest}
 
 
 def losses_step(number: int, *, loss: float = 0.5) -> LossesStep:
@@ -306,6 +310,52 @@ def test_samples_after_a_canary_are_void(store: Store, writer: JobWriter) -> Non
     assert store.void_samples(writer.job_id) == ()
     assert len(store.samples(writer.job_id, RECIPE.digest, Split.SEARCH)) == 7
     assert store.trial(writer.job_id, 3).samples_scored == 7
+
+
+def test_replaced_samples_leave_the_rest_of_their_chunk(store: Store, writer: JobWriter) -> None:
+    """Samples in the middle of a chunk are replaced; the others keep value, text and evidence."""
+    writer.add_trial(TRIAL)
+    first = chunk(range(8))
+    tokens = tuple(((number, 2),) for number in range(8))
+    first = replace(first, samples=tuple(map(lambda s, t: replace(s, tokens=t), first.samples, tokens)))
+    writer.record_chunk(3, Split.SEARCH, first)
+    second = chunk(range(2, 4), value=0.25)
+    second = replace(second, evidence=replace(second.evidence, replica="b", canaries=1))
+    writer.record_chunk(3, Split.SEARCH, second, again={("math", 2), ("math", 3)})
+    expected = (*first.samples[:2], *second.samples, *first.samples[4:])
+    assert store.samples(writer.job_id, RECIPE.digest, Split.SEARCH) == expected
+    writer.record_engine_fault("b", 1, "it failed")
+    assert [(sample.position, sample.value) for sample in store.void_samples(writer.job_id)] == [(2, 0.25), (3, 0.25)]
+    assert store.num_unchecked(writer.job_id, {"replica-1": 1}) == 2
+
+
+BYTES_PER_SAMPLE = 12
+SAMPLE_TABLES = ("sample_chunks", "sqlite_autoindex_sample_chunks_1", "sample_documents")
+
+
+@pytest.mark.parametrize("kind", ["right or wrong", "log-probability"])
+def test_samples_take_few_bytes_on_disk(store: Store, writer: JobWriter, kind: str) -> None:
+    """Values, documents and flags take at most 12 bytes a sample, tables' keys and pages included."""
+    writer.add_trial(TRIAL)
+    rng = np.random.default_rng(0)
+    for number in range(20):
+        for start in (0, 500):
+            values = rng.normal(size=500) if kind == "log-probability" else rng.integers(2, size=500).astype(float)
+            samples = tuple(
+                SampleResult("math", position, f"document {position}", value, "an answer", bool(rng.integers(2)))
+                for position, value in enumerate(values.tolist(), start=start)
+            )
+            evidence = Evidence(f"{number:064}", "bank", {"search math": "p"}, "sum", "replica-1", 7, "vllm 0")
+            writer.record_chunk(3, Split.SEARCH, ScoreResult(samples, evidence, {}))
+    with store.engine.connect() as connection:
+        query = sa.text("SELECT sum(pgsize) FROM dbstat WHERE name IN :names").bindparams(
+            sa.bindparam("names", SAMPLE_TABLES, expanding=True)
+        )
+        num_bytes = connection.execute(query).scalar_one()
+    assert num_bytes / 20_000 <= BYTES_PER_SAMPLE * (0.25 if kind == "right or wrong" else 1)
+    stored = store.evidence(writer.job_id)
+    assert all(row.sample_bytes and row.text_bytes for row in stored)
+    assert sum(row.sample_bytes or 0 for row in stored) < num_bytes
 
 
 def test_trials_of_the_same_recipe_share_its_samples(store: Store, writer: JobWriter) -> None:
@@ -646,7 +696,7 @@ def die_inside_a_chunk(url: str, study_id: str) -> None:
     writer.record_chunk(3, Split.SEARCH, chunk(range(3)))
     with writer._transaction() as connection:
         connection.execute(sa.update(schema.trials).values(samples_scored=1000, state="COMPLETE"))
-        connection.execute(sa.delete(schema.samples))
+        connection.execute(sa.delete(schema.sample_chunks))
         os._exit(9)
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from service.store import connection as connections
 from tests.mid_rung import write_database
 from tests.postgresql import PASSWORD, PostgreSQL
 from tests.service.resolved import resolved_study
-from workers.types import Split
+from tests.service.stored_values import stored_values
+from workers.types import Evidence, ScoreResult, Split
 
 NUM_PROCESSES = 6
 
@@ -103,13 +105,54 @@ def test_an_old_database_keeps_every_row(tmp_path: Path) -> None:
     file = tmp_path / "study.db"
     old_database(file)
     selects = {}
-    for name in {name for name, _ in tables(file)} & set(schema.metadata.tables):
+    for name in {name for name, _ in tables(file)} & set(schema.metadata.tables) - {"schema_version"}:
         columns = [str(column) for _, column, *_ in rows(file, f'PRAGMA table_info("{name}")')]
         selects[name] = 'SELECT "{}" FROM "{}"'.format('", "'.join(columns), name)
     before = {name: rows(file, select) for name, select in selects.items()}
     opened(file).close()
     assert {name: rows(file, select) for name, select in selects.items()} == before
     assert before["trials"]
+
+
+def test_old_samples_are_read_and_moved(tmp_path: Path) -> None:
+    """Samples of an old database are the same before, while and after they are moved, recipe by recipe."""
+    old_database(tmp_path / "study.db")
+    store = opened(tmp_path / "study.db")
+    (study,) = store.jobs()
+    digests = sorted({trial.recipe.digest for trial in store.trials(study.id)})
+
+    def found() -> list[Any]:
+        whole = [store.samples(study.id, digest, split) for digest in digests for split in Split]
+        values = [stored_values(store, study.id, split) for split in Split]
+        replicas = {row.replica for row in store.evidence(study.id)}
+        return [whole, values, store.num_unchecked(study.id, dict.fromkeys(replicas, 99)), store.void_samples(study.id)]
+
+    before, numbers = found(), [1]
+    assert len(before[0][0]) > 10
+    while numbers[-1]:
+        numbers.append(store.move_old_samples())
+        assert found() == before
+    store.close()
+    assert rows(tmp_path / "study.db", "SELECT count(*) FROM samples") == [(0,)]
+    assert sum(numbers[1:]) == sum(map(len, before[0]))
+    assert len(numbers) > 3
+
+
+def test_a_write_moves_the_old_samples_of_its_recipe(tmp_path: Path) -> None:
+    """A chunk that is scored again adds nothing to the old samples of its recipe, which are moved."""
+    old_database(tmp_path / "study.db")
+    store = opened(tmp_path / "study.db")
+    (study,) = store.jobs()
+    digest = store.trials(study.id)[0].recipe.digest
+    before = store.samples(study.id, digest, Split.SEARCH)
+    again = tuple(replace(sample, value=0.5) for sample in before[:3])
+    more = replace(before[0], position=before[-1].position + 100)
+    evidence = Evidence(digest, "bank", {"search math[0:3]": "0"}, "sum", "replica", 0, "fake")
+    store.open_attempt(study.id).record_chunk(0, Split.SEARCH, ScoreResult((*again, more), evidence, {}))
+    assert sorted(store.samples(study.id, digest, Split.SEARCH), key=str) == sorted((*before, more), key=str)
+    store.close()
+    query = f"SELECT count(*) FROM samples WHERE recipe_digest = '{digest}'"
+    assert rows(tmp_path / "study.db", query) == [(0,)]
 
 
 def test_samples_of_an_old_database_have_no_tokens(tmp_path: Path) -> None:
@@ -161,7 +204,9 @@ def test_an_old_database_of_another_version_is_refused(tmp_path: Path) -> None:
     connection.execute("UPDATE schema_version SET version = 1")
     connection.commit()
     connection.close()
-    with pytest.raises(Conflict, match="schema version 1, this program reads 2; use the program that wrote it"):
+    with pytest.raises(
+        Conflict, match=f"schema version 1, this program reads {schema.SCHEMA_VERSION}; use the program that wrote it"
+    ):
         opened(file)
     assert rows(file, "SELECT name FROM sqlite_master WHERE name LIKE '%alembic%'") == []
 

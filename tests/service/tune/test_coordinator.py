@@ -18,6 +18,7 @@ from service.store import Store
 from service.tune.evaluation import Evaluation
 from service.tune.schedulers import SCHEDULERS
 from service.types import EventKind, Origin, TrialState
+from tests.service.stored_values import stored_values
 from tests.service.tune.harness import (
     SPACES,
     InlineProposer,
@@ -70,7 +71,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Scheduler
     def run(scheduler: Scheduler, kind: str) -> Undisturbed:
         directory = tmp_path_factory.mktemp("undisturbed")
         store, study, _ = finished_study(directory, scheduler=scheduler, space=space_of(kind))
-        return Undisturbed(trial_list(store, study), store.sample_values(study, Split.HOLDOUT))
+        return Undisturbed(trial_list(store, study), stored_values(store, study, Split.HOLDOUT))
 
     return run
 
@@ -148,7 +149,7 @@ def test_own_rungs_decide_what_is_scored(tmp_path: Path) -> None:
     climber = next(t for t in store.trials(study) if [rung.rung for rung in t.rungs] == [0, 1, 2])
     assert [dict(rung.num_samples) for rung in climber.rungs] == [dict(counts) for counts in samples]
     assert climber.samples_scored == 36 + 20
-    stored = store.sample_values(study, "search")[climber.recipe.digest]
+    stored = stored_values(store, study, Split.SEARCH)[climber.recipe.digest]
     assert {name: len(values) for name, values in stored.items()} == {"math": 36, "text": 20}
 
 
@@ -228,7 +229,7 @@ def test_kill_at_any_step_changes_no_trial(
         break
     assert num_kills > 50
     assert trial_list(store, study) == undisturbed(scheduler, kind).trials
-    assert store.sample_values(study, Split.HOLDOUT) == undisturbed(scheduler, kind).holdout
+    assert stored_values(store, study, Split.HOLDOUT) == undisturbed(scheduler, kind).holdout
 
 
 @pytest.mark.slow
@@ -270,7 +271,7 @@ def test_no_stored_sample_is_scored_twice_whatever_was_killed(tmp_path: Path) ->
         stored = {
             (digest, split, objective, position)
             for split in Split
-            for digest, by_objective in store.sample_values(study, split).items()
+            for digest, by_objective in stored_values(store, study, split).items()
             for objective, values in by_objective.items()
             for position in values
         }
@@ -620,7 +621,7 @@ def new_study_in(directory: Path) -> tuple[Store, str]:
 def test_holdout_covers_finalists(tmp_path: Path) -> None:
     """Finalists and baselines are scored on all samples of the held-out data."""
     store, study, coordinator = finished_study(tmp_path)
-    values = store.sample_values(study, "holdout")
+    values = stored_values(store, study, Split.HOLDOUT)
     baselines = {trial.recipe.digest for trial in coordinator.trials if trial.origin is not Origin.SEARCH}
     assert baselines <= set(values)
     assert {len(by_position) for by in values.values() for by_position in by.values()} == {50}

@@ -18,6 +18,7 @@ from service.tune.coordinator import Coordinator
 from service.tune.schedulers import SCHEDULERS
 from service.tune.searchers.base import Observation
 from service.types import Origin, TrialState
+from tests.service.stored_values import stored_values
 from tests.service.tune.harness import (
     InlineProposer,
     Killed,
@@ -72,7 +73,7 @@ def finished(
 
 
 def values_at(store: Store, study: str, digest: str, rung: int) -> dict[str, float]:
-    stored = store.sample_values(study, Split.SEARCH)[digest]
+    stored = stored_values(store, study, Split.SEARCH)[digest]
     size = (4, 12, 36)[rung]
     return {name: sum(stored[name][i] for i in range(size)) / size for name in stored}
 
@@ -168,7 +169,7 @@ def test_an_expert_that_failed_is_no_bound(tmp_path: Path) -> None:
 
 def test_the_finalists_keep_to_the_constraints(tmp_path: Path) -> None:
     store, study, _, coordinator = finished(tmp_path, *RELATIVE)
-    scored = set(store.sample_values(study, Split.HOLDOUT))
+    scored = set(stored_values(store, study, Split.HOLDOUT))
     found = [t for t in coordinator.trials if t.recipe.digest in scored and t.origin is Origin.SEARCH]
     assert found
     for trial in found:

@@ -170,7 +170,7 @@ def test_the_statistics_of_a_step_are_those_of_its_trials(undisturbed: Search) -
     trials = undisturbed.store.trials(undisturbed.study)
     (step,) = [step for step in undisturbed.steps if step.request.iteration == 2]
     mine = trials[NUM_BASELINES + 10 : NUM_BASELINES + 15]
-    lengths = [len(trial.recipe.layers) for trial in mine]
+    lengths = [len(trial.read_recipe().layers) for trial in mine]
     outcomes = [sum(trial.values.values()) / 2 - 0.001 * length for trial, length in zip(mine, lengths, strict=True)]
     assert step.result.statistics["length"] == pytest.approx(sum(lengths) / 5)
     assert step.result.statistics["outcome"] == pytest.approx(sum(outcomes) / 5)

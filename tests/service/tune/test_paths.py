@@ -46,7 +46,7 @@ def test_repaired_proposal_is_stored(tmp_path: Path) -> None:
         rng = np.random.default_rng(trial.number)
         drawn = own.parameters.build(lambda parameter, rng=rng: parameter.sample(rng))  # type: ignore[misc]
         assert trial.configuration == own.parameters.repair(drawn)
-        assert len(trial.recipe.layers) <= 5
+        assert len(trial.read_recipe().layers) <= 5
         assert trial.recipe == own.to_recipe(trial.configuration)
         assert trial.state.is_finished
         used = [value for name, value in drawn.items() if ".use." in name]
@@ -61,7 +61,7 @@ def test_searcher_receives_sources(tmp_path: Path) -> None:
     store, study = new_study(tmp_path)
     proposer = type("Both", (RecordingProposer, UniformProposer), {})(own)
     drive(coordinator_of(store, study, space=own, proposer=proposer, max_trials=30, scheduler="none"), FakeScorer())
-    sources = [t.recipe for t in store.trials(study) if t.label in ("base", "expert:math")]
+    sources = [t.read_recipe() for t in store.trials(study) if t.label in ("base", "expert:math")]
     for recipe in sources:
         assert own.from_recipe(recipe) in proposer.told
     scored: dict[str, int] = {}

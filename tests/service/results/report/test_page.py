@@ -71,7 +71,7 @@ def test_single_tensors_of_the_best_recipe_are_listed(run: RunRecord, page: Page
     assert "a merge of its own" not in page.text
     best = best_of(run)
     own = Merge("task_arithmetic", (Source("math"), Source("text")), {"lambda": (0.35, -0.15)})
-    finer = replace(best, recipe=replace(best.recipe, tensors={"model.norm.weight": own}))
+    finer = replace(best, recipe=replace(best.read_recipe(), tensors={"model.norm.weight": own}))
     trials = tuple(finer if trial.number == best.number else trial for trial in run.trials)
     text = Page(render_report(replace(run, trials=trials))).text
     assert "1 tensor has a merge of its own" in text
@@ -162,7 +162,7 @@ def test_coefficients_are_drawn(run: RunRecord) -> None:
     for expert in ("math", "text", "lookup"):
         titles = re.findall(rf"<title>{expert}, layer (\d+) (attention|mlp|norm): -?\d\.\d+</title>", html)
         methods = [
-            layer.component(name).method for layer in best.recipe.layers for name in ("attention", "mlp", "norm")
+            layer.component(name).method for layer in best.read_recipe().layers for name in ("attention", "mlp", "norm")
         ]
         assert len(titles) == sum(method != "slerp" for method in methods)
 

@@ -14,7 +14,7 @@ from tests.service.synthetic_run import best_of, run_record
 def test_recipe_picture_has_a_row_per_run_of_equal_layers() -> None:
     run = run_record()
     best = best_of(run)
-    drawn = recipe_picture(best.recipe, experts=("text", "math"))
+    drawn = recipe_picture(best.read_recipe(), experts=("text", "math"))
     assert [row["name"] for row in drawn["rows"]] == [
         "layers 0 to 1",
         "layers 2 to 3",
@@ -29,7 +29,7 @@ def test_recipe_picture_has_a_row_per_run_of_equal_layers() -> None:
 
 def test_single_tensors_are_listed_with_their_own_coefficients() -> None:
     run = run_record()
-    whole = best_of(run).recipe
+    whole = best_of(run).read_recipe()
     assert recipe_picture(whole)["tensors"] == []
     names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1)]
     sources = (Source("math", 0), Source("text", 0))

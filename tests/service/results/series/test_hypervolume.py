@@ -21,8 +21,8 @@ NAMES = ("math", "text")
 
 def trial(number: int, math: float, text: float, *, scored: int = 20, copy_of: int | None = None) -> TrialRecord:
     """At full budget, with a recipe of its own."""
-    full = next(found for found in RUN.trials if found.state is TrialState.COMPLETE)
-    recipe = RUN.trials[number if copy_of is None else copy_of].recipe
+    full = next(found for found in RUN.whole_trials if found.state is TrialState.COMPLETE)
+    recipe = RUN.whole_trials[number if copy_of is None else copy_of].recipe
     values = {"math": math, "text": text}
     origin = Origin.SOURCE if number == 0 else Origin.SEARCH
     return replace(

@@ -31,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
     best = best_of(found)
     layers = (step("math", 0, 0.75), step("math", 1), step("text", 1, 1.5), step("text", 2), step("math", 3))
     known = {"base": "b0", "math": "m1", "text": "t2"}
-    recipe = replace(best.recipe, layers=layers, models=known)
+    recipe = replace(best.read_recipe(), layers=layers, models=known)
     return replace(found, trials=tuple(replace(t, recipe=recipe) if t is best else t for t in found.trials))
 
 

@@ -37,7 +37,7 @@ def test_the_series_has_the_single_tensors_of_the_best_recipe() -> None:
     assert recipe(run).tensors == {}
     best = best_of(run)
     own = Merge("task_arithmetic", (Source("math"), Source("text")), {"lambda": (0.3, 0.1)})
-    finer = replace(best, recipe=replace(best.recipe, tensors={"model.norm.weight": own}))
+    finer = replace(best, recipe=replace(best.read_recipe(), tensors={"model.norm.weight": own}))
     trials = tuple(finer if trial.number == best.number else trial for trial in run.trials)
     picture = recipe(replace(run, trials=trials)).tensors["model.norm.weight"]
     assert (picture.method, picture.coefficients) == ("task_arithmetic", {"lambda": [0.3, 0.1]})

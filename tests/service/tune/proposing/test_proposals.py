@@ -34,17 +34,26 @@ def test_observation_fields() -> None:
     proposed = space.to_recipe(configuration)
     full = rung_record(2, (0.5, 5.0), (0.1, 1.0))
     trials = {
-        0: TrialRecord(0, origin, label, TrialState.COMPLETE, recipe, configuration, rungs=(full,), values=full.values),
+        0: TrialRecord(
+            0,
+            origin,
+            label,
+            TrialState.COMPLETE,
+            recipe,
+            configuration=configuration,
+            rungs=(full,),
+            values=full.values,
+        ),
         7: TrialRecord(
             7,
             Origin.SEARCH,
             "",
             TrialState.PRUNED,
             proposed,
-            configuration,
+            configuration=configuration,
             rungs=(rung_record(0, (1.0, 10.0), (None, 2.0)), rung_record(1, (0.75, 10.0), (0.125, 1.0))),
         ),
-        8: TrialRecord(8, Origin.SEARCH, "", TrialState.FAIL, proposed, configuration),
+        8: TrialRecord(8, Origin.SEARCH, "", TrialState.FAIL, proposed, configuration=configuration),
     }
     proposal = Proposal(9, 0, visible=((0, 2), (7, 0), (7, 1)), failed=(8,), pending=(), opens=None)
     feasibility = Feasibility(plan.objectives, trials)

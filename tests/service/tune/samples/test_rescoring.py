@@ -176,7 +176,7 @@ def wrong_samples(store: Store, study: str) -> set[tuple[int, str, int]]:
     for trial in store.trials(study):
         for sample in store.samples(study, trial.recipe.digest, Split.SEARCH):
             span = Span(sample.objective, tasks[sample.objective], sample.position, sample.position + 1)
-            (truth,) = FakeScorer().score(ScoreRequest(study, trial.recipe, (span,))).samples
+            (truth,) = FakeScorer().score(ScoreRequest(study, trial.read_recipe(), (span,))).samples
             if truth.value != sample.value:
                 found.add((trial.number, sample.objective, sample.position))
     return found

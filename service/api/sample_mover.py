@@ -1,0 +1,39 @@
+"""Moves samples that earlier versions stored a row each to where this version stores them, while the server runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from fastapi.concurrency import run_in_threadpool
+from sqlalchemy.exc import SQLAlchemyError
+
+from service.store import Store
+
+__all__ = ["move_old_samples"]
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two recipes, so that drivers get the database's write lock in between.
+PAUSE_S = 0.05
+
+# Seconds before another attempt after the database has not responded.
+RETRY_S = 30.0
+
+
+async def move_old_samples(store: Store) -> None:
+    """Move the samples of all studies, a recipe at a time; returns when none is left."""
+    number = 0
+    while True:
+        try:
+            moved = await run_in_threadpool(store.move_old_samples)
+        except SQLAlchemyError:
+            logger.exception("samples of an earlier version could not be moved; the next attempt is in %g s", RETRY_S)
+            await asyncio.sleep(RETRY_S)
+            continue
+        if not moved:
+            break
+        number += moved
+        await asyncio.sleep(PAUSE_S)
+    if number:
+        logger.info("moved %d samples of an earlier version", number)

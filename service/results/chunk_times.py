@@ -1,0 +1,92 @@
+"""Times of a study's scored chunks: how long its engines worked, swapped and waited.
+
+A study has many chunks, so only numbers are kept of each.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from service.results.record import EngineFigures, StoredBytes
+from service.store import EvidenceRecord
+from service.store.documents import Canaries
+from workers.types import Split
+
+__all__ = ["ChunkTimes"]
+
+# Seconds without work that no engine has while a driver lives; a restart takes longer.
+PAUSE_S = 30.0
+
+
+class ChunkTimes:
+    """Figures of all chunks that were added, in the order in which they were stored."""
+
+    def __init__(self) -> None:
+        self._replicas: set[str] = set()
+        self._kinds: set[str] = set()
+        # Of the search's chunks.
+        self._finished_at = array("d")
+        self._worked_s = array("d")
+        self._swap_s = array("d")
+        self._num_samples = 0
+        self._bytes = [0, 0]
+        self._holdout_s: dict[str, float] = defaultdict(float)
+
+    def add(self, chunks: Iterable[EvidenceRecord]) -> None:
+        """Add chunks in the order of their ids."""
+        for row in chunks:
+            self._replicas.add(row.replica)
+            self._kinds.add(row.engine)
+            self._bytes[0] += row.sample_bytes or 0
+            self._bytes[1] += row.text_bytes or 0
+            if row.is_of(Split.SEARCH):
+                self._finished_at.append(row.finished_at)
+                self._worked_s.append(sum(seconds for name, seconds in row.timings_s.items() if name != "wait"))
+                self._swap_s.append(row.timings_s.get("materialise", 0.0) + row.timings_s.get("swap", 0.0))
+                self._num_samples += row.num_samples
+            if row.is_of(Split.HOLDOUT):
+                self._holdout_s[row.recipe_digest] += row.timings_s.get("score", 0.0)
+
+    def engine_figures(self, *, num_replicas: int, canaries: Canaries) -> EngineFigures:
+        """Describe the engines of the study, of which `num_replicas` work at the same time."""
+        span = self._span_s()
+        return EngineFigures(
+            starts=len(self._replicas),  # engines that were killed count too
+            kinds=tuple(sorted(self._kinds)),
+            swap_s=tuple(seconds for seconds in self._swap_s if seconds > 0),
+            busy_fraction=min(1.0, sum(self._worked_s) / (span * num_replicas)) if span else None,
+            samples_not_checked=canaries.samples_not_checked,
+            skipped=tuple(sorted(set(canaries.skipped.values()))),
+        )
+
+    def stored_bytes(self) -> StoredBytes:
+        """Bytes of all chunks in the database; chunks of earlier versions do not count."""
+        return StoredBytes(*self._bytes)
+
+    def samples_per_second(self) -> float | None:
+        """Rate of the search; None if nothing was scored."""
+        span = self._span_s()
+        return self._num_samples / span if span else None
+
+    def tokens_per_second(self, num_tokens: Mapping[str, int]) -> dict[str, float]:
+        """Rates of the held-out stage by recipe digest, from the numbers of tokens: all recipes have the same prompts.
+
+        Recipes without a number or a measured time are left out.
+        """
+        seconds = self._holdout_s
+        return {digest: number / seconds[digest] for digest, number in num_tokens.items() if seconds.get(digest)}
+
+    def _span_s(self) -> float | None:
+        """Seconds from the start of the first search chunk to the end of the last, without pauses between attempts."""
+        if not self._finished_at:
+            return None
+        order = np.argsort(np.frombuffer(self._finished_at), kind="stable")
+        finished = np.frombuffer(self._finished_at)[order]
+        started = finished - np.frombuffer(self._worked_s)[order]
+        before = np.concatenate([[0.0], finished[:-1]])
+        begin = np.where(started - before > PAUSE_S, started, before)
+        return float(np.cumsum(np.maximum(0.0, finished - begin))[-1]) or None

@@ -1,0 +1,356 @@
+"""Samples in SQL: a row for adjacent samples of one objective that were scored together, not one for each sample.
+
+    sample_chunks      values and flags, packed: float64 and a bit each, compressed by zlib
+    sample_documents   lists of documents; recipes that are scored on the same data share them
+    sample_texts       responses and tokens, which are most of the bytes, as JSON compressed by zlib
+
+Earlier versions stored a row for each sample, in the table `samples`. Its rows are read where they are. They are moved
+to the other tables a recipe at a time: when a driver writes to their recipe, and by the server.
+
+All functions work inside the caller's transaction. Those that write need the lock of the job's row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import zlib
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import sqlalchemy as sa
+from numpy.typing import NDArray
+
+from service.store import schema
+from workers.types import SampleResult, Split
+
+__all__ = [
+    "SampleChunk",
+    "VoidSample",
+    "holdings",
+    "move_old_samples",
+    "not_stored",
+    "num_tokens",
+    "pack_documents",
+    "pack_texts",
+    "pack_values",
+    "read_chunks",
+    "read_samples",
+    "read_void_samples",
+    "remove_samples",
+    "store_samples",
+    "void_holdings",
+    "with_room",
+]
+
+Flags = NDArray[np.bool_]
+Values = NDArray[np.float64]
+
+
+# Columns of the table of evidence: bytes of its samples' values, and of their texts.
+SIZES = ("sample_bytes", "text_bytes")
+
+
+@dataclass(frozen=True)
+class SampleChunk:
+    """Values of adjacent samples of one objective, the first at position `start` [num_samples]."""
+
+    recipe_digest: str
+    objective: str
+    start: int
+    values: Values
+
+
+@dataclass(frozen=True)
+class VoidSample:
+    """A stored sample that an engine scored after the last canary that it passed, and before it failed a check."""
+
+    recipe_digest: str
+    split: Split
+    objective: str
+    position: int
+    value: float
+    replica: str
+
+
+# -- formats -----------------------------------------------------------------------------------------------------------
+
+
+def pack_values(values: Values, is_truncated: Flags) -> bytes:
+    """Pack values and flags, one of each for every sample; `_unpack_values` reads them."""
+    return zlib.compress(values.astype("<f8").tobytes() + np.packbits(is_truncated).tobytes())
+
+
+def _unpack_values(packed: bytes, count: int) -> tuple[Values, Flags]:
+    content = zlib.decompress(packed)
+    values = np.frombuffer(content, dtype="<f8", count=count).astype(np.float64)
+    bits = np.frombuffer(content, dtype=np.uint8, offset=8 * count)
+    return values, np.unpackbits(bits, count=count).astype(bool)
+
+
+def pack_texts(samples: Sequence[SampleResult]) -> bytes:
+    """Pack the responses and tokens of samples; `_unpack_texts` reads them."""
+    return _pack_json([[sample.response, sample.tokens] for sample in samples])
+
+
+def _unpack_texts(packed: bytes | None, count: int) -> list[tuple[str, tuple[tuple[int, ...], ...] | None]]:
+    """Response and tokens of each sample; without `packed`, texts that were deleted."""
+    if packed is None:
+        return [("", None)] * count
+    rows = json.loads(zlib.decompress(packed))
+    return [(response, None if tokens is None else tuple(map(tuple, tokens))) for response, tokens in rows]
+
+
+def pack_documents(names: Sequence[str]) -> bytes:
+    """Pack a list of documents."""
+    return _pack_json(names)
+
+
+def _pack_json(content: Any) -> bytes:
+    return zlib.compress(json.dumps(content, separators=(",", ":")).encode())
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read_chunks(
+    connection: sa.Connection, study: str, split: Split, *, recipes: Collection[str] | None = None
+) -> Iterator[SampleChunk]:
+    """Values of all scored samples of a split, or of those of `recipes`."""
+    table = schema.sample_chunks
+    where = (table.c.study == study) & (table.c.split == Split(split).value)
+    old = schema.samples
+    where_old = (old.c.study == study) & (old.c.split == Split(split).value)
+    if recipes is not None:
+        where &= table.c.recipe_digest.in_(list(recipes))
+        where_old &= old.c.recipe_digest.in_(list(recipes))
+    columns = (table.c.recipe_digest, table.c.objective, table.c.start, table.c.num_samples, table.c.packed)
+    for digest, objective, start, count, packed in connection.execute(sa.select(*columns).where(where)):
+        yield SampleChunk(digest, objective, start, _unpack_values(packed, count)[0])
+    columns_old = (old.c.recipe_digest, old.c.objective, old.c.position, old.c.value)
+    for digest, objective, position, value in connection.execute(sa.select(*columns_old).where(where_old)):
+        yield SampleChunk(digest, objective, position, np.array([value]))
+
+
+def with_room(known: Values | None, stop: int) -> Values:
+    """`known` values by position, in an array that ends at `stop` or later; NaN stands where there is no value."""
+    if known is None:
+        return np.full(stop, np.nan)
+    return known if len(known) >= stop else np.concatenate([known, np.full(stop - len(known), np.nan)])
+
+
+def read_samples(connection: sa.Connection, study: str, digest: str, split: Split) -> tuple[SampleResult, ...]:
+    """Scored samples of one recipe, ordered by objective and position."""
+    found = [sample for _, sample in _samples_of(connection, study, digest, split)]
+    found += [sample for _, _, sample in _old_samples(connection, study, digest, split)]
+    return tuple(sorted(found, key=lambda sample: (sample.objective, sample.position)))
+
+
+def _samples_of(connection: sa.Connection, study: str, digest: str, split: Split) -> Iterator[tuple[int, SampleResult]]:
+    """Evidence and result of each sample of a recipe that is stored in chunks."""
+    table, texts, documents = schema.sample_chunks, schema.sample_texts, schema.sample_documents
+    same = [texts.c[column.name] == column for column in table.primary_key]
+    query = (
+        sa.select(table, texts.c.packed.label("texts"), documents.c.packed.label("names"))
+        .join(documents, documents.c.id == table.c.documents)
+        .outerjoin(texts, sa.and_(*same))
+        .where(_is_of(table, study, digest, split))
+    )
+    for row in connection.execute(query):
+        values, is_truncated = _unpack_values(row.packed, row.num_samples)
+        names = json.loads(zlib.decompress(row.names))
+        each = zip(
+            names, values.tolist(), is_truncated.tolist(), _unpack_texts(row.texts, row.num_samples), strict=True
+        )
+        for position, (name, value, flag, (response, tokens)) in enumerate(each, start=row.start):
+            yield row.evidence, SampleResult(row.objective, position, name, value, response, flag, tokens)
+
+
+def num_tokens(connection: sa.Connection, study: str, split: Split) -> dict[str, int]:
+    """Number of tokens in all completions by recipe digest, for recipes whose scored samples all have tokens."""
+    table = schema.sample_chunks
+    where = (table.c.study == study) & (table.c.split == Split(split).value)
+    total = sa.case((sa.func.count() == sa.func.count(table.c.num_tokens), sa.func.sum(table.c.num_tokens)))
+    found: dict[str, int | None] = {}
+    for digest, number in connection.execute(
+        sa.select(table.c.recipe_digest, total).where(where).group_by(table.c.recipe_digest)
+    ):
+        found[digest] = None if number is None else int(number)
+    for digest in _old_recipes(connection, study, split):
+        for _, _, sample in _old_samples(connection, study, digest, split):
+            before, own = found.get(digest, 0), _num_tokens([sample])
+            found[digest] = None if before is None or own is None else before + own
+    return {digest: number for digest, number in found.items() if number is not None}
+
+
+def holdings() -> sa.Subquery:
+    """How many samples (`num_samples`) of a `study` each `evidence` has, in one row or several."""
+    chunks, old = schema.sample_chunks, schema.samples
+    return sa.union_all(
+        sa.select(chunks.c.study, chunks.c.evidence, chunks.c.num_samples),
+        sa.select(old.c.study, old.c.evidence, sa.literal(1).label("num_samples")),
+    ).subquery("holdings")
+
+
+def void_holdings(*columns: Any, held: sa.Subquery) -> sa.Select[Any]:
+    """Select columns of the void samples in `held`, of their `evidence` and of the `engine_faults` that void them."""
+    return _void(sa.select(*columns).select_from(held), held.c.evidence)
+
+
+def _void(query: sa.Select[Any], of: sa.ColumnElement[int]) -> sa.Select[Any]:
+    evidence, faults = schema.evidence, schema.engine_faults
+    is_void = (faults.c.replica == evidence.c.replica) & (evidence.c.canaries >= faults.c.canaries)
+    return query.join(evidence, evidence.c.id == of).join(faults, is_void)
+
+
+def read_void_samples(connection: sa.Connection, study: str) -> tuple[VoidSample, ...]:
+    """Void samples of a study, by recipe digest, split, objective and position."""
+    chunks, old, replica = schema.sample_chunks, schema.samples, schema.evidence.c.replica
+    found = []
+    query = _void(sa.select(chunks, replica).select_from(chunks), chunks.c.evidence).where(chunks.c.study == study)
+    for row in connection.execute(query):
+        for position, value in enumerate(_unpack_values(row.packed, row.num_samples)[0].tolist(), start=row.start):
+            found.append((row.recipe_digest, row.split, row.objective, position, value, row.replica))
+    query = _void(sa.select(old, replica).select_from(old), old.c.evidence).where(old.c.study == study)
+    for row in connection.execute(query):
+        found.append((row.recipe_digest, row.split, row.objective, row.position, row.value, row.replica))
+    return tuple(VoidSample(digest, Split(split), *rest) for digest, split, *rest in sorted(found))
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def not_stored(
+    connection: sa.Connection, study: str, digest: str, split: Split, samples: Sequence[SampleResult]
+) -> list[SampleResult]:
+    """Those of `samples` that the recipe does not have yet."""
+    table = schema.sample_chunks
+    query = sa.select(table.c.objective, table.c.start, table.c.num_samples).where(_is_of(table, study, digest, split))
+    known: dict[str, set[int]] = defaultdict(set)
+    for objective, start, count in connection.execute(query):
+        known[objective].update(range(start, start + count))
+    return [sample for sample in samples if sample.position not in known[sample.objective]]
+
+
+def store_samples(
+    connection: sa.Connection, study: str, digest: str, split: Split, evidence: int, samples: Iterable[SampleResult]
+) -> None:
+    """Store all samples of one `evidence`, none of which may be stored already."""
+    chunks: list[dict[str, Any]] = []
+    texts: list[dict[str, Any]] = []
+    for run in _runs(samples):
+        key = {
+            "study": study,
+            "split": Split(split).value,
+            "recipe_digest": digest,
+            "objective": run[0].objective,
+            "start": run[0].position,
+        }
+        packed = pack_values(
+            np.array([sample.value for sample in run]), np.array([sample.is_truncated for sample in run])
+        )
+        documents = _documents_id(connection, study, [sample.document for sample in run])
+        numbers = {
+            "num_samples": len(run),
+            "num_tokens": _num_tokens(run),
+            "documents": documents,
+            "evidence": evidence,
+        }
+        chunks.append({**key, **numbers, "packed": packed})
+        texts.append({**key, "packed": pack_texts(run)})
+    if chunks:
+        connection.execute(sa.insert(schema.sample_chunks), chunks)
+        connection.execute(sa.insert(schema.sample_texts), texts)
+    sizes = {name: sum(len(row["packed"]) for row in rows) for name, rows in zip(SIZES, (chunks, texts), strict=True)}
+    connection.execute(sa.update(schema.evidence).where(schema.evidence.c.id == evidence).values(sizes))
+
+
+def remove_samples(
+    connection: sa.Connection, study: str, digest: str, split: Split, keys: Collection[tuple[str, int]]
+) -> None:
+    """Remove the samples at these (objective, position) of a recipe; others of the same chunks stay."""
+    if not keys:
+        return
+    kept: dict[int, list[SampleResult]] = defaultdict(list)
+    for evidence, sample in _samples_of(connection, study, digest, split):
+        kept[evidence] += [] if (sample.objective, sample.position) in keys else [sample]
+    for table in (schema.sample_texts, schema.sample_chunks):
+        connection.execute(sa.delete(table).where(_is_of(table, study, digest, split)))
+    for evidence, samples in kept.items():
+        store_samples(connection, study, digest, split, evidence, samples)
+
+
+def _runs(samples: Iterable[SampleResult]) -> Iterator[list[SampleResult]]:
+    """Samples of adjacent positions of one objective, in order."""
+    ordered = sorted(samples, key=lambda sample: (sample.objective, sample.position))
+    numbered = enumerate(ordered)
+    for _, run in itertools.groupby(numbered, key=lambda item: (item[1].objective, item[1].position - item[0])):
+        yield [sample for _, sample in run]
+
+
+def _documents_id(connection: sa.Connection, study: str, names: Sequence[str]) -> int:
+    """Id of the stored list of documents, which is stored if it is new to the study."""
+    table = schema.sample_documents
+    packed = pack_documents(names)
+    digest = hashlib.sha256(packed).hexdigest()
+    where = (table.c.study == study) & (table.c.digest == digest)
+    found: int | None = connection.execute(sa.select(table.c.id).where(where)).scalar()
+    if found is None:
+        row = sa.insert(table).values(study=study, digest=digest, packed=packed).returning(table.c.id)
+        found = connection.execute(row).scalar_one()
+    return found
+
+
+def _num_tokens(samples: Iterable[SampleResult]) -> int | None:
+    """Number of tokens in the completions of samples; None if one has none stored."""
+    total = 0
+    for sample in samples:
+        if sample.tokens is None:
+            return None
+        total += sum(map(len, sample.tokens))
+    return total
+
+
+def _is_of(table: sa.Table, study: str, digest: str, split: Split) -> sa.ColumnElement[bool]:
+    return (table.c.study == study) & (table.c.split == Split(split).value) & (table.c.recipe_digest == digest)
+
+
+# -- rows of earlier versions ------------------------------------------------------------------------------------------
+
+
+def move_old_samples(connection: sa.Connection, study: str, digest: str) -> int:
+    """Move a recipe's samples out of the table of earlier versions; return their number."""
+    by_chunk: dict[tuple[Split, int], list[SampleResult]] = defaultdict(list)
+    for split, evidence, sample in _old_samples(connection, study, digest):
+        by_chunk[split, evidence].append(sample)
+    for (split, evidence), samples in by_chunk.items():
+        store_samples(connection, study, digest, split, evidence, samples)
+    table = schema.samples
+    where = (table.c.study == study) & (table.c.recipe_digest == digest)
+    return connection.execute(sa.delete(table).where(where)).rowcount
+
+
+def _old_samples(
+    connection: sa.Connection, study: str, digest: str, split: Split | None = None
+) -> Iterator[tuple[Split, int, SampleResult]]:
+    """Split, evidence and result of each sample of a recipe that an earlier version stored."""
+    table = schema.samples
+    where = (table.c.study == study) & (table.c.recipe_digest == digest)
+    if split is not None:
+        where &= table.c.split == Split(split).value
+    for row in connection.execute(sa.select(table).where(where)):
+        tokens = None if row.tokens is None else tuple(map(tuple, json.loads(row.tokens)))
+        found = SampleResult(
+            row.objective, row.position, row.document, row.value, row.response, row.is_truncated, tokens
+        )
+        yield Split(row.split), row.evidence, found
+
+
+def _old_recipes(connection: sa.Connection, study: str, split: Split) -> list[str]:
+    table = schema.samples
+    where = (table.c.study == study) & (table.c.split == Split(split).value)
+    return list(connection.execute(sa.select(table.c.recipe_digest).where(where).distinct()).scalars())

@@ -1,0 +1,180 @@
+"""A study of 10,000 trials: seconds of the server's routes, its memory, and what a driver needs to resume.
+
+The study is made up (`scale_study`), and kept in `.bench/scale`; `BENCH_DATABASE` names another database by its URL,
+PostgreSQL for example. CPU seconds of the server stand beside wall seconds, and a calibration of the machine beside
+both: the seconds in which Python decodes a fixed text of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+
+from service.results.series import CHARTS
+from service.store import JobWriter, Store
+from service.types import TrialState
+from tests.benchmarks.scale_study import Size, stored_study
+
+PLACE = Path(".bench/scale")
+SIZE = Size()
+PAGES = 40
+START_S = 60.0
+
+MUST = {"page_s": 0.1, "changed_s": 1.0, "unchanged_s": 0.15, "rss_mb": 400}
+
+
+def run() -> dict[str, Any]:
+    PLACE.mkdir(parents=True, exist_ok=True)
+    database = os.environ.get("BENCH_DATABASE") or f"sqlite:///{(PLACE / 'study.db').resolve()}"
+    store = Store(database)
+    try:
+        study = stored_study(store, SIZE)
+        return {
+            "database": store.engine.dialect.name,
+            "num_trials": SIZE.num_trials,
+            "calibration_s": calibration_s(),
+            "must": MUST,
+            "server": _server(store, study),
+        }
+    finally:
+        store.close()
+
+
+def show(result: dict[str, Any]) -> None:
+    must, server = result["must"], result["server"]
+    print(f"{result['num_trials']} trials on {result['database']}; calibration {result['calibration_s']:.2f} s")
+    print("list of 100 trials          p95 s  CPU s   must")
+    for name, found in server["pages"].items():
+        print(f"  {name:<24} {found['p95_s']:7.3f} {found['cpu_s']:6.3f}  {must['page_s']:5.2f}")
+    print("results              first s  CPU s  changed s  CPU s   must  unchanged s   must     KB")
+    for name, found in server["results"].items():
+        print(
+            f"  {name:<18} {found['first']['s']:7.3f} {found['first']['cpu_s']:6.3f}  {found['changed']['s']:9.3f} "
+            f"{found['changed']['cpu_s']:6.3f}  {must['changed_s']:5.2f}  {found['unchanged']['s']:11.3f}  "
+            f"{must['unchanged_s']:5.2f}  {found['bytes'] / 1000:5.0f}"
+        )
+    print(f"memory of the server: {server['rss_mb']:.0f} MB   must {must['rss_mb']}")
+
+
+def calibration_s() -> float:
+    """Seconds in which this machine decodes a fixed text of JSON."""
+    text = json.dumps([{"number": n, "values": {"math": n / 7, "text": n / 11}} for n in range(1000)])
+    start = time.perf_counter()
+    for _ in range(200):
+        json.loads(text)
+    return time.perf_counter() - start
+
+
+class _Server:
+    """The server in a process of its own."""
+
+    def __init__(self, client: httpx.Client, process: psutil.Process) -> None:
+        self.client = client
+        self.process = process
+
+    def get(self, path: str, **headers: str) -> tuple[httpx.Response, dict[str, float]]:
+        cpu, start = self._cpu_s(), time.perf_counter()
+        answer = self.client.get(path, headers=headers)
+        seconds = time.perf_counter() - start
+        assert answer.status_code in (200, 304), answer.text
+        return answer, {"s": seconds, "cpu_s": self._cpu_s() - cpu}
+
+    def rss_mb(self) -> float:
+        return float(self.process.memory_info().rss) / 1e6
+
+    def _cpu_s(self) -> float:
+        times = self.process.cpu_times()
+        return float(times.user + times.system)
+
+
+@contextmanager
+def _serving(database: str) -> Iterator[_Server]:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="mergesearch-bench-") as directory:
+        command = [sys.executable, "-m", "tests.benchmarks.scale_server", database, str(port), directory]
+        child = subprocess.Popen(command)
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600) as client:
+                _wait_until(lambda: _answers(client))
+                yield _Server(client, psutil.Process(child.pid))
+        finally:
+            child.terminate()
+            child.wait()
+
+
+def _answers(client: httpx.Client) -> bool:
+    try:
+        return client.get("/healthz").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + START_S
+    while not is_true():
+        assert time.monotonic() < deadline, "the server does not answer"
+        time.sleep(0.05)
+
+
+def _server(store: Store, study: str) -> dict[str, Any]:
+    path = f"/v1/studies/{study}"
+    names = ["summary", "pareto", *(f"plots/{name}" for name in CHARTS), "report"]
+    with _serving(store.url) as server:
+        pages = {name: _pages(server, f"{path}/trials", query) for name, query in QUERIES.items()}
+        results = {name: _result(server, store, study, f"{path}/{name}") for name in names}
+        return {"pages": pages, "results": results, "rss_mb": server.rss_mb()}
+
+
+QUERIES: dict[str, dict[str, str]] = {
+    "any state": {},
+    "COMPLETE": {"state": "COMPLETE"},
+    "FAIL": {"state": "FAIL"},
+    "PRUNED (none)": {"state": "PRUNED"},
+}
+
+
+def _pages(server: _Server, path: str, query: dict[str, str]) -> dict[str, float]:
+    starts = np.random.default_rng(0).integers(SIZE.num_trials, size=PAGES)
+    found = []
+    for start in starts:
+        parameters = "&".join(f"{name}={value}" for name, value in {"after": start, **query}.items())
+        found.append(server.get(f"{path}?{parameters}")[1])
+    return {
+        "p95_s": float(np.percentile([each["s"] for each in found], 95)),
+        "cpu_s": statistics.fmean(each["cpu_s"] for each in found),
+    }
+
+
+def _result(server: _Server, store: Store, study: str, path: str) -> dict[str, Any]:
+    _, first = server.get(path)
+    _add_result(store, study)
+    answer, changed = server.get(path)
+    again, unchanged = server.get(path, **{"If-None-Match": answer.headers["etag"]})
+    assert again.status_code == 304
+    return {"first": first, "changed": changed, "unchanged": unchanged, "bytes": len(answer.content)}
+
+
+def _add_result(store: Store, study: str) -> None:
+    """Give the study one more trial at full budget, as its running driver would."""
+    attempt = store.job(study).attempt
+    last = store.trials(study, start=SIZE.num_trials)[-1]
+    writer = JobWriter(store.engine, study, attempt)
+    number = last.number + 1
+    writer.add_trial(replace(last, number=number, state=TrialState.WAITING, rungs=()))
+    writer.finish_rung(number, last.rungs[-1], samples_reused=0, state=TrialState.COMPLETE)
