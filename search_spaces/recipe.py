@@ -281,7 +281,10 @@ class Recipe:
 
 
 def may_keep_equal(text: str) -> bool:
-    """Whether the recipe of this JSON text may keep equal elements: it has format 1 and names a method that cuts."""
+    """Whether a recipe, given as JSON text, may keep all elements of equal magnitude at a cut.
+
+    It may if it has format 1 and names a method that keeps the largest elements up to a rank.
+    """
     return FORMAT in text and any(f'"{name}"' in text for name, method in METHODS.items() if method.cuts_at_rank)
 
 

@@ -23,7 +23,7 @@ PAUSE_S = 30.0
 
 
 class ChunkTimes:
-    """Figures of all chunks that were added, in the order in which they were stored."""
+    """Times and sizes of all chunks of samples that engines scored, added in the order in which they were stored."""
 
     def __init__(self) -> None:
         self._replicas: set[str] = set()
@@ -37,7 +37,7 @@ class ChunkTimes:
         self._holdout_s: dict[str, float] = defaultdict(float)
 
     def add(self, chunks: Iterable[EvidenceRecord]) -> None:
-        """Add chunks in the order of their ids."""
+        """Add stored chunks, in the order of their ids."""
         for row in chunks:
             self._replicas.add(row.replica)
             self._kinds.add(row.engine)
@@ -68,20 +68,21 @@ class ChunkTimes:
         return StoredBytes(*self._bytes)
 
     def samples_per_second(self) -> float | None:
-        """Rate of the search; None if nothing was scored."""
+        """Samples scored per second in the search, or None if nothing was scored."""
         span = self._span_s()
         return self._num_samples / span if span else None
 
     def tokens_per_second(self, num_tokens: Mapping[str, int]) -> dict[str, float]:
-        """Rates of the held-out stage by recipe digest, from the numbers of tokens: all recipes have the same prompts.
+        """Tokens per second in the held-out stage, by recipe digest, from the numbers of tokens by digest.
 
-        Recipes without a number or a measured time are left out.
+        All recipes are given the same prompts in this stage, so the rates can be compared. Recipes without a number of
+        tokens or a measured time are left out.
         """
         seconds = self._holdout_s
         return {digest: number / seconds[digest] for digest, number in num_tokens.items() if seconds.get(digest)}
 
     def _span_s(self) -> float | None:
-        """Seconds from the start of the first search chunk to the end of the last, without pauses between attempts."""
+        """Seconds of scoring in the search, from its first chunk to its last, without pauses between attempts."""
         if not self._finished_at:
             return None
         order = np.argsort(np.frombuffer(self._finished_at), kind="stable")

@@ -69,7 +69,7 @@ def trial_document(
 
 
 def trial_documents(run: RunRecord) -> list[TrialDocument]:
-    """Describe the trials of a run by number."""
+    """Describe all trials of a run as JSON, by number."""
     trials = sorted(run.whole_trials, key=lambda trial: trial.number)
     return [trial_document(trial, objectives=run.objectives, sources=run.sources) for trial in trials]
 
@@ -107,7 +107,7 @@ def estimate_documents(estimates: Mapping[str, Estimate]) -> dict[str, EstimateD
 
 
 def holdout_documents(run: RunRecord) -> list[HoldoutDocument]:
-    """Describe the rows of the held-out stage."""
+    """Describe the rows of the held-out table as JSON."""
     values = {row.trial: {name: e.value for name, e in row.values.items()} for row in run.holdout}
     trials = {trial.number: trial for trial in run.trials if trial.number in values}
     return [_holdout_document(row, run, trials.get(row.trial), values) for row in run.holdout]
@@ -134,7 +134,7 @@ def _holdout_document(
 
 
 def pareto(run: RunRecord) -> ParetoDocument:
-    """Build the content of pareto.json."""
+    """Build the content of pareto.json: the Pareto front of a run, with its hypervolume."""
     return {
         "objectives": [_objective_document(objective) for objective in run.objectives],
         "reference_point": [REFERENCE_COST] * len(run.objectives),

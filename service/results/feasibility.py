@@ -32,14 +32,15 @@ def has_constraints(objectives: Sequence[Objective]) -> bool:
 
 
 def sources_of(trials: Iterable[TrialResult]) -> tuple[TrialResult, ...]:
-    """Trials of the source models."""
+    """Select the trials of the source models: the base model and the experts."""
     return tuple(trial for trial in trials if trial.origin is Origin.SOURCE)
 
 
 def reference_of(constraint: Constraint, objective: Objective, trials: Sequence[TrialResult]) -> TrialResult | None:
-    """Find the source model that a constraint's bound is relative to.
+    """Find the trial of the source model on which the bound of a constraint depends.
 
-    The best expert is the expert with the best value of the objective; of equal ones the first.
+    If the bound depends on the best expert, that is the expert with the best value of the objective; of equal ones the
+    first.
 
     Args:
         constraint: A constraint of `objective`.
@@ -47,7 +48,7 @@ def reference_of(constraint: Constraint, objective: Objective, trials: Sequence[
         trials: Trials at full budget.
 
     Returns:
-        The trial of the source model. None if the bound is a number, or the model is not among `trials`.
+        The trial, or None if the bound is a number or the model is not among `trials`.
     """
     scored = [t for t in trials if t.origin is Origin.SOURCE and objective.name in t.values]
     if constraint.reference == BEST_EXPERT:
@@ -103,7 +104,7 @@ def violations(
 
 
 def constraint_documents(objectives: Sequence[Objective], trials: Sequence[TrialResult]) -> list[ConstraintDocument]:
-    """Describe each constraint with its bound and the number of trials that keep to it.
+    """Describe each constraint as JSON, with its bound and the number of trials that satisfy it.
 
     Args:
         objectives: Objectives with their constraints.

@@ -137,7 +137,7 @@ def held_out_results(
 
 
 def _exact_values(trials: Iterable[TrialResult], objectives: Sequence[Objective]) -> dict[int, dict[str, float]]:
-    """Values of each trial that follow from its recipe, by trial number and objective."""
+    """Values of each trial in the objectives that are costs of its recipe, by trial number and objective."""
     costs = [objective.name for objective in objectives if objective.cost_of_recipe is not None]
     return {trial.number: {name: trial.values[name] for name in costs if name in trial.values} for trial in trials}
 

@@ -45,16 +45,19 @@ BATCH = 2000
 
 
 def run_record(store: Store, study_id: str) -> RunRecord:
-    """The record of a study, as far as it is stored; every trial has its recipe and configuration."""
+    """Read the record of a study from the store, with everything that is stored so far.
+
+    Every trial has its recipe and configuration.
+    """
     return RunReader(store, study_id, is_whole=True).read()
 
 
 class RunReader:
-    """Reads the record of one study; later calls of `read` read only what has changed.
+    """A reader of one study's record, which reads again only what has changed since the last call.
 
-    A trial changes with an event that names it, and as long as it is not finished. With `is_whole`, every trial has
-    its recipe and configuration, else only the best and those of the held-out table: a study may have tens of thousands
-    of trials, and these two are most of a trial's data.
+    A trial is read again if an event names it, and as long as it is not finished. With `is_whole`, every trial has its
+    recipe and configuration. Otherwise only the best trial and those of the held-out table have them, because these two
+    are most of a trial's data, and a study may have tens of thousands of trials.
     """
 
     def __init__(self, store: Store, study_id: str, *, is_whole: bool = False) -> None:
@@ -69,7 +72,7 @@ class RunReader:
         self._chunks = ChunkTimes()
 
     def read(self) -> RunRecord:
-        """The record at one moment, which is now. Raises NotFound."""
+        """Read the present record of the study. Raises NotFound if there is no such study."""
         with self._store.snapshot() as snapshot:
             return self._read(snapshot)
 
@@ -114,7 +117,7 @@ class RunReader:
         )
 
     def _read_trials(self, store: Store) -> None:
-        """Read new events, and the trials that may have changed since the last ones."""
+        """Read new events, and the trials that may have changed since the last call."""
         study_id, changed = self._study_id, None
         if not self._trials:
             self._events = []
@@ -142,7 +145,7 @@ class RunReader:
         return [event for event in self._events if event.kind == kind]
 
     def _with_recipes(self, store: Store, trials: tuple[TrialResult, ...], stage: _HeldOut) -> tuple[TrialResult, ...]:
-        """`trials`, with recipes and configurations of those that the results describe."""
+        """Add recipes and configurations to those of `trials` that the results describe."""
         if self._is_whole:
             return trials
         read = {number: store.trial(self._study_id, number) for number in sorted(stage.described)}
@@ -166,7 +169,10 @@ class RunReader:
 def held_out_estimates(
     store: Store, study_id: str, trial: int, *, trials: Sequence[TrialResult], objectives: Sequence[Objective]
 ) -> dict[str, Estimate] | None:
-    """The held-out values of one of `trials`, as in its row of the held-out table; None where it has no row."""
+    """Read the held-out values of one of `trials`, as its row of the held-out table has them.
+
+    Returns None if the trial has no row.
+    """
     failures = store.events(study_id, kinds=(EventKind.HOLDOUT_FAILED,))
     file = Study.model_validate(store.job(study_id).document)
     stage = _held_out(store, study_id, file, trials, objectives, failures=failures)
@@ -175,7 +181,10 @@ def held_out_estimates(
 
 @dataclass(frozen=True)
 class _HeldOut:
-    """The held-out stage, and the samples that its results are made of, of the trials with numbers `described`."""
+    """The held-out stage: its results, and the samples from which they are computed.
+
+    `described` are the numbers of the trials that the results describe.
+    """
 
     described: frozenset[int]
     results: HeldOut
@@ -238,7 +247,10 @@ def _arrays(values: Mapping[str, Samples]) -> dict[str, Samples]:
 def _warnings(
     stored: Iterable[EventRecord], trials: Sequence[TrialResult], objectives: Sequence[Objective], stage: _HeldOut
 ) -> tuple[OutOfRange, ...]:
-    """Warnings that drivers stored, and those of the loaded samples: earlier versions stored no warnings."""
+    """Warnings about samples out of range: those that drivers stored, and those that follow from the loaded samples.
+
+    Earlier versions stored no warnings.
+    """
     found = [OutOfRange.from_json(event.payload) for event in stored]
     for split, scored in ((Split.SEARCH, stage.search), (Split.HOLDOUT, stage.holdout)):
         for trial in trials:

@@ -62,9 +62,10 @@ class Choices:
 
 
 def choices(run: RunRecord) -> Choices:
-    """Trials of the front that may be picked, with held-out values where there are any, else those on search data.
+    """Collect the trials of the front from which a user's weights may pick one.
 
-    Of a front with more trials than are scored on the holdout data, only the scored ones may be picked.
+    Their values are those on holdout data if there are any, else those on search data. If not all trials of the front
+    were scored on holdout data, only those that were may be picked.
     """
     names = {objective.name for objective in run.objectives}
     rows = {row.trial: {name: e.value for name, e in row.values.items()} for row in run.holdout}

@@ -79,15 +79,13 @@ class SearchFigures:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Data that result files and report are computed from.
+    """The record of a run: all data from which result files and report are computed.
 
-    The held-out stage's fields are described in `service.results.holdout.HeldOut`.
+    The fields of the held-out stage are described in `service.results.holdout.HeldOut`.
 
     Attributes:
-        trials: Trials by number. They may lack recipes and configurations, except the best and those in `holdout`.
         full_budget: Samples per objective at the last rung.
         holdout: Rows of the held-out stage, with differences "this row minus `holdout_reference`".
-        max_samples: Limit of the samples of the search; None if there is none.
         verification_reason: Reason why no trial was verified.
         samples_per_second: Rate of the search; None if nothing was scored.
         tokens_per_second: Rate of the held-out stage by recipe digest.
@@ -120,29 +118,29 @@ class RunRecord:
 
     @property
     def whole_trials(self) -> tuple[TrialRecord, ...]:
-        """All trials, with recipes and configurations; for records of which every trial has them."""
+        """All trials, each with its recipe and configuration; only for a record in which every trial has them."""
         return tuple(map(_whole, self.trials))
 
     @cached_property
     def best(self) -> TrialRecord | None:
-        """The best trial; None before a trial has reached the full budget."""
+        """The best trial on search data, or None before a trial has reached the full budget."""
         found = best_trial(self.trials, self.objectives)
         return None if found is None else _whole(found)
 
     @cached_property
     def compared(self) -> tuple[TrialRecord, ...]:
-        """Trials in the held-out table, by number."""
+        """The trials that have a row in the held-out table, by number."""
         numbers = {row.trial for row in self.holdout}
         return tuple(_whole(trial) for trial in self.trials if trial.number in numbers)
 
     @cached_property
     def front(self) -> tuple[TrialResult, ...]:
-        """The Pareto front, by trial number."""
+        """The trials on the Pareto front, by number."""
         return pareto_front(self.trials, self.objectives)
 
     @cached_property
     def sources(self) -> tuple[TrialResult, ...]:
-        """Trials of the source models."""
+        """The trials of the source models: the base model and the experts."""
         return sources_of(self.trials)
 
 

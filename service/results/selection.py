@@ -85,16 +85,16 @@ def criteria(objectives: Sequence[Objective]) -> Criteria:
 
 
 def full_budget_trials(trials: Iterable[Trial]) -> tuple[Trial, ...]:
-    """Trials with values at full budget, baselines included: candidates for best, front and finalists."""
+    """Select the trials that have values at full budget, baselines included."""
     return tuple(trial for trial in trials if trial.state is TrialState.COMPLETE and trial.values)
 
 
 def best_trial(trials: Iterable[Trial], objectives: Sequence[Objective]) -> Trial | None:
     """Select the best trial on search data.
 
-    It has the highest mean of the accuracy objectives; without these, the lowest mean cost of the objectives that are
-    scored. Of equal trials it is the first. Where no trial keeps to all constraints, it is the one that violates them
-    least.
+    It is the trial with the highest mean of the accuracy objectives; without accuracy objectives, with the lowest mean
+    cost of the objectives that are scored. Of equal trials it is the first. If no trial satisfies all constraints, it
+    is the trial that violates them least.
 
     Returns:
         The best trial; None before a trial has reached the full budget.
@@ -106,16 +106,16 @@ def best_trial(trials: Iterable[Trial], objectives: Sequence[Objective]) -> Tria
 
 
 def finalists(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
-    """Finalists of the held-out stage: the front, the best trial first, at most MAX_FINALISTS."""
+    """Select the finalists of the held-out stage: the Pareto front, the best trial first, at most MAX_FINALISTS."""
     ranked = sorted(pareto_front(trials, objectives), key=_merit(objectives))
     return tuple(ranked[:MAX_FINALISTS])
 
 
 def pareto_front(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
-    """Full-budget trials that no other one dominates, by number.
+    """Select the trials at full budget that no other one dominates, by number.
 
-    Of trials with the same recipe only the first counts. Only trials that keep to all constraints are on the front;
-    where there are none, those that violate them least.
+    Of trials with the same recipe only the first counts. Only trials that satisfy all constraints can be on the front;
+    if no trial does, only those that violate them least.
     """
     found = candidates(trials, objectives)
     on_front = constrained_front([candidate for _, candidate in found])
@@ -123,7 +123,10 @@ def pareto_front(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tu
 
 
 def candidates(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[tuple[Trial, Candidate], ...]:
-    """Full-budget trials by number as candidates for the front; of trials with the same recipe only the first."""
+    """Describe the trials at full budget as candidates for the front, by number.
+
+    Of trials with the same recipe only the first is a candidate.
+    """
     trials = full_budget_trials(trials)
     violation = _violations(trials, objectives)
     first: dict[str, Trial] = {}
@@ -133,7 +136,7 @@ def candidates(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tupl
 
 
 def _violations(trials: Sequence[TrialResult], objectives: Sequence[Objective]) -> dict[int, float]:
-    """Total violation of each of the `trials`, which are at full budget, by trial number."""
+    """Total constraint violation of each trial, by trial number; all `trials` must be at full budget."""
     if not has_constraints(objectives):
         return dict.fromkeys((trial.number for trial in trials), 0.0)
     references = {c: reference_of(c, o, trials) for o in objectives for c in o.constraints}
@@ -146,7 +149,10 @@ def _violations(trials: Sequence[TrialResult], objectives: Sequence[Objective]) 
 
 
 def _merit(objectives: Sequence[Objective]) -> Callable[[TrialResult], tuple[float, int]]:
-    """Sort key, smaller is better; rounded, so that equal means computed in another order stay equal."""
+    """Sort key by which the best trial is selected; smaller is better.
+
+    The mean cost is rounded, so that equal means stay equal if they are computed in another order.
+    """
     names = accuracy_objectives(objectives)
     ranked = [objective for objective in objectives if objective.name in names]
     ranked = ranked or [objective for objective in objectives if objective.cost_of_recipe is None]
@@ -169,13 +175,13 @@ def costs_of_values(values: Mapping[str, float], objectives: Sequence[Objective]
 
 
 def held_out(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
-    """Trials that are scored on the holdout data, by number: the finalists and every baseline."""
+    """Select the trials that are scored on the holdout data, by number: the finalists and every baseline."""
     complete = full_budget_trials(trials)
     return compared_with(finalists(complete, objectives), complete)
 
 
 def compared_with(finalists: Iterable[Trial], trials: Iterable[Trial]) -> tuple[Trial, ...]:
-    """The finalists and every baseline among the `trials` at full budget, by number."""
+    """Select the trials of the held-out table, by number: the finalists, and every baseline among `trials`."""
     baselines = (t for t in full_budget_trials(trials) if t.origin in (Origin.SOURCE, Origin.PUBLISHED))
     by_number = {trial.number: trial for trial in (*finalists, *baselines)}
     return tuple(by_number[number] for number in sorted(by_number))

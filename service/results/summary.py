@@ -166,9 +166,10 @@ def _finding_document(run: RunRecord, best: TrialResult | None) -> FindingDocume
 
 
 def _search_minus_holdout(run: RunRecord, best: TrialResult | None) -> dict[str, Estimate]:
-    """Search value minus held-out value of the best trial, by objective.
+    """Estimate by objective the value of the best trial on search data minus its value on holdout data.
 
-    The samples differ, so the estimates are independent. Costs of the recipe are left out: they are equal on both.
+    The two values are independent estimates, because they are of different samples. Costs of the recipe are left out,
+    because they are equal on both.
     """
     row = next((row for row in run.holdout if best is not None and row.trial == best.number), None)
     if row is None or best is None:

@@ -57,7 +57,7 @@ class Plan:
     """Sizes from which costs of recipes are computed, where objectives are such costs."""
 
     def recipe_values(self, recipe: Recipe | StoredRecipe) -> dict[str, float]:
-        """The values of the objectives that follow from the recipe alone."""
+        """The values of those objectives that are costs of the recipe (its number of layers or parameters)."""
         size, costs = self.size, {o.name: cost for o in self.objectives if (cost := o.cost_of_recipe) is not None}
         if not costs or size is None:
             return {}

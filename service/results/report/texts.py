@@ -27,7 +27,7 @@ def interval_text(estimate: EstimateDocument) -> str:
 
 
 def trial_name(trial: TrialResult) -> str:
-    """Name of a trial: its number, or the label of a baseline."""
+    """Name of a trial in the report: its number, or the label of a baseline."""
     return f"trial {trial.number}" if trial.origin is Origin.SEARCH else trial.label
 
 

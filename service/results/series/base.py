@@ -46,7 +46,7 @@ class Chart(Generic[Series]):
         return TypeAdapter(self.series_type)
 
     def json(self, run: RunRecord) -> bytes:
-        """Series of `run` as the text of JSON, without the fields that are declared with `exclude`."""
+        """Compute the series of `run` as JSON text, without the fields that are declared with `exclude`."""
         return self._adapter.dump_json(self(run))
 
     def document(self, run: RunRecord) -> Any:

@@ -84,9 +84,9 @@ class SampleCache:
         return _chunks(_spans(positions, self._targets(-1, split)[1]), self._plan.chunk_samples)
 
     def rung_record(self, recipe: Recipe | StoredRecipe, rung: int) -> RungRecord:
-        """The estimates of a finished rung of the search, and the values that follow from the recipe alone.
+        """The estimates of a recipe's values at a rung of the search, whose samples must all be stored.
 
-        All samples of the rung must be stored.
+        It has the values of objectives that follow from the recipe alone, too.
         """
         samples = self._plan.rung_samples[rung]
         known = self._values[Split.SEARCH][recipe.digest]
