@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from search_spaces.constraints import parse_constraint
+from search_spaces.fidelity import OPEN_BRACKETS
 from search_spaces.objectives import Objective
 from service.types import JobRecord
 from workers.file_access import FileAccess
@@ -37,7 +38,8 @@ class ResolvedStudy:
 
     `fingerprints` are of the models by alias, `commits` those of hub models by the name in the study file, `tasks` and
     `holdout_tasks` the digests of the tasks by objective. `rung_samples[r]` are the samples by objective at rung r.
-    Proposals may run `max_staleness` trials ahead of evaluations. `version` is the program's. `access` says which files
+    Proposals may run `max_staleness` trials ahead of evaluations; `open_brackets` and `batch` are those of
+    `service.tune.plan.Plan`. `version` is the program's. `access` says which files
     the study may read, as the server allowed when it accepted the study; None: all. `algorithm` is the searcher, also
     if the study file says auto, and `algorithm_reason` why it was chosen; both are None for studies of early versions.
     `chained` are the sources that are merges of other studies.
@@ -56,6 +58,8 @@ class ResolvedStudy:
     algorithm: str | None = field(default=None, compare=False)
     algorithm_reason: str | None = field(default=None, compare=False)
     chained: Mapping[str, ChainedSource] = field(default_factory=dict, compare=False)
+    open_brackets: int = OPEN_BRACKETS
+    batch: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """This object as the JSON document that is stored; its key for `max_staleness` is `lag`."""
@@ -67,6 +71,8 @@ class ResolvedStudy:
             "holdout_tasks": dict(self.holdout_tasks),
             "rung_samples": [dict(samples) for samples in self.rung_samples],
             "lag": self.max_staleness,
+            "open_brackets": self.open_brackets,
+            "batch": self.batch,
             "objectives": [
                 {**asdict(objective), "constraints": [constraint.text for constraint in objective.constraints]}
                 for objective in self.objectives
@@ -85,7 +91,11 @@ class ResolvedStudy:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Read the document of `to_json`; early versions wrote no `commits`, `access`, `algorithm` and constraints."""
+        """Read the document of `to_json`.
+
+        Early versions wrote no `commits`, `access`, `algorithm` and constraints. Studies without `open_brackets` and
+        `batch` keep the rules that they began with: two open brackets, and proposals one by one.
+        """
         access = document.get("access")
         return cls(
             fingerprints=document["fingerprints"],
@@ -110,5 +120,7 @@ class ResolvedStudy:
             access=access and FileAccess(tuple(access["readable"]), tuple(access["trusted"])),
             algorithm=document.get("algorithm"),
             algorithm_reason=document.get("algorithm_reason"),
+            open_brackets=document.get("open_brackets", OPEN_BRACKETS),
+            batch=document.get("batch", 1),
             chained={alias: ChainedSource(**own) for alias, own in document.get("chained", {}).items()},
         )

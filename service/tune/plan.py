@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from search_spaces.costs import ModelSize
-from search_spaces.fidelity import Bracket, Scheduler
+from search_spaces.fidelity import OPEN_BRACKETS, Bracket, Scheduler
 from search_spaces.objectives import Objective
 from search_spaces.recipe import Recipe
 from service.types import Origin, TrialRecord
 from workers.types import TaskSpec
 
-__all__ = ["PROPOSALS_AHEAD", "Baseline", "Plan", "baselines_of"]
+__all__ = ["Baseline", "Plan", "baselines_of"]
 
-# Proposed trials that are kept waiting while others are in flight.
+# The least number of proposed trials that are kept waiting while others are in flight.
 PROPOSALS_AHEAD = 2
 
 Baseline: TypeAlias = tuple[Origin, str, Recipe]
@@ -28,8 +28,9 @@ class Plan:
 
     `rung_samples[r]` and `holdout_samples` are the numbers of samples to score by objective, `tasks` and
     `holdout_tasks` their tasks. With `waits_for_baselines`, the searcher is asked for its first proposal once all
-    `baselines` have ended. `error_rate` is that of the bound by which a race stops trials; None: a race stops trials
-    that are behind.
+    `baselines` have ended. Proposals may run `max_staleness` trials ahead of evaluations; those of a `batch` know the
+    same results. Under Hyperband, `open_brackets` brackets may be open at a time. `error_rate` is that of the bound by
+    which a race stops trials; None: a race stops trials that are behind.
     """
 
     study_id: str
@@ -47,12 +48,22 @@ class Plan:
     chunk_samples: int
     bank_fingerprint: str
     baselines: tuple[Baseline, ...]
+    open_brackets: int = OPEN_BRACKETS
+    batch: int = 1
     waits_for_baselines: bool = False
     error_rate: float | None = None
     max_duplicates: int = 16
     """The search ends after this many proposals in a row whose recipe was scored already."""
     size: ModelSize | None = None
     """Sizes from which costs of recipes are computed, where objectives are such costs."""
+
+    @property
+    def proposals_ahead(self) -> int:
+        """The number of proposed trials that are kept waiting: half of those that may be proposed ahead of results.
+
+        It does not matter for which trials are proposed, only for when.
+        """
+        return max(PROPOSALS_AHEAD, self.max_staleness // 2)
 
     def recipe_values(self, recipe: Recipe) -> dict[str, float]:
         """The values of the objectives that follow from the recipe alone."""

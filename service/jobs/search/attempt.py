@@ -126,7 +126,7 @@ def execute(
     try:
         plan = preflight.plan(study_id, resolved, baselines=_baselines(store, study_id, preflight))
         algorithm = resolved.algorithm or preflight.study.search.algorithm
-        setting = preflight.search_setting(num_baselines=len(plan.baselines))
+        setting = preflight.search_setting(num_baselines=len(plan.baselines), batch=plan.batch)
         coordinator = Coordinator(
             plan,
             space=preflight.space,

@@ -8,16 +8,16 @@ from importlib.metadata import version
 
 from search_spaces.baselines import all_baselines
 from search_spaces.costs import ModelSize
-from search_spaces.fidelity import Bracket, bracket_plan
+from search_spaces.fidelity import Bracket, bracket_plan, open_brackets
 from search_spaces.objectives import Objective
 from search_spaces.searchers import SEARCHERS
 from search_spaces.spaces.base import DifferentiableSpace, LayeredSpace, SearchSpace
 from search_spaces.study.engine import EngineOptions
 from search_spaces.study.file import Study
 from service.resolved_study import ChainedSource, ResolvedStudy
-from service.studies.preflight.algorithm import Algorithm
+from service.studies.preflight.algorithm import Algorithm, iterations_ahead, num_policies_of
 from service.studies.preflight.resources import MemoryPlan
-from service.tune.plan import PROPOSALS_AHEAD, Baseline, Plan
+from service.tune.plan import Baseline, Plan
 from service.tune.proposing.gradient_actor import GradientJob
 from service.tune.searchers.base import SearchSetting
 from service.types import Origin
@@ -28,6 +28,13 @@ __all__ = ["ExpectedSamples", "PreflightResult", "StudyBudget", "StudyModels", "
 
 # Samples per request: the most that a crash loses, and that a replica scores before it looks at its queue again.
 CHUNK_SAMPLES = 512
+
+# Trials that proposals may run ahead of results for each replica, less one in all: measured with
+# tests/benchmarks/bench_replicas.py.
+STALENESS_PER_REPLICA = 6
+
+# Proposals that run ahead of results are made in this many batches, if they are at least as many.
+BATCHES_AHEAD = 8
 
 
 @dataclass(frozen=True)
@@ -137,6 +144,8 @@ class PreflightResult:
             holdout_tasks={name: spec.digest for name, spec in self.tasks.holdout.items()},
             rung_samples=self.budget.rung_samples,
             max_staleness=self._max_staleness,
+            open_brackets=open_brackets(self.budget.cycle, max_staleness=self._max_staleness),
+            batch=max(1, self._max_staleness // BATCHES_AHEAD),
             objectives=self.tasks.objectives,
             version=version("mergesearch"),
             access=self.access,
@@ -147,19 +156,24 @@ class PreflightResult:
 
     @property
     def _max_staleness(self) -> int:
-        """The largest number of trials that proposals may run ahead of results.
+        """The largest number of trials that proposals may run ahead of results: the study file's, or its default.
 
-        A policy learns from whole iterations. It proposes half an iteration ahead, so that engines do not wait while it
-        proposes repeated paths, which end immediately, or learns.
+        A policy learns from whole iterations. By default, it proposes at least half an iteration ahead, so that engines
+        do not wait while it proposes repeated paths, which end immediately, or learns; and at most one iteration for
+        each replica, as far as policies take turns.
         """
-        staleness = self.concurrency + PROPOSALS_AHEAD
+        if self.study.search.max_staleness is not None:
+            return self.study.search.max_staleness
+        replicas = self.study.engine.replicas
+        staleness = STALENESS_PER_REPLICA * replicas - 1
         if not SEARCHERS[self.algorithm.name].trains_policy:
             return staleness
         episodes = self.study.search.hm3.episodes
-        return min(max(staleness, episodes // 2), episodes)
+        iterations = min(replicas, iterations_ahead(num_policies_of(self.study)))
+        return min(max(staleness, episodes // 2), episodes * iterations)
 
-    def search_setting(self, *, num_baselines: int) -> SearchSetting:
-        """The facts about the study that a searcher with steps needs."""
+    def search_setting(self, *, num_baselines: int, batch: int = 1) -> SearchSetting:
+        """The facts about the study that searchers need beside its results; `batch` is that of its plan."""
         given = self.study.search.preferences
         scored = {
             name: self.study.search.num_scored(info.num_samples) for name, info in self.tasks.search_infos.items()
@@ -168,6 +182,7 @@ class PreflightResult:
             objectives=tuple(self.tasks.search),
             num_samples={name: info.num_samples for name, info in self.tasks.search_infos.items()},
             num_baselines=num_baselines,
+            batch=batch,
             options=self.study.search,
             preferences=() if given is None else given.weights(tuple(self.tasks.search), seed=self.study.search.seed),
             first_fitted=scored if self.study.search.fit_share < 1 else {},
@@ -189,8 +204,7 @@ class PreflightResult:
         """
         search = self.study.search
         num_vectors = 1 if search.preferences is None else search.preferences.size(len(self.tasks.search))
-        num_policies = 1 if search.hm3.policy == "conditioned" else num_vectors
-        return 2 * max(search.hm3.episodes * num_policies, num_vectors)
+        return 2 * max(search.hm3.episodes * num_policies_of(self.study), num_vectors)
 
     def plan(self, study_id: str, resolved: ResolvedStudy, *, baselines: tuple[Baseline, ...] | None = None) -> Plan:
         """The plan of the study's driver.
@@ -212,6 +226,8 @@ class PreflightResult:
             eta=self.study.fidelity.reduction_factor,
             max_trials=self.study.search.max_trials,
             max_staleness=resolved.max_staleness,
+            open_brackets=resolved.open_brackets,
+            batch=resolved.batch,
             chunk_samples=CHUNK_SAMPLES,
             bank_fingerprint=self.models.family.fingerprint,
             baselines=self.baselines() if baselines is None else baselines,

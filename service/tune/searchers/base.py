@@ -63,7 +63,7 @@ class SearchSetting:
     objective, the first sample position that losses and gradients may use, where trials are scored on the positions
     before it. `family` and `start` are for searchers that train a policy: the models whose weights describe the layers
     (None: layers are described by their positions alone), and the checkpoint from which each policy starts (empty: new
-    policies).
+    policies). `batch` is the number of proposals in a row that know the same results.
     """
 
     objectives: tuple[str, ...] = ()
@@ -74,11 +74,20 @@ class SearchSetting:
     first_fitted: Mapping[str, int] = field(default_factory=dict)
     family: Family | None = None
     start: tuple[bytes, ...] = ()
+    batch: int = 1
 
     @property
     def vectors(self) -> tuple[tuple[float, ...], ...]:
         """The study's preference vectors; one of equal weights where it has none."""
         return self.preferences or (equal_preference(len(self.objectives)),)
+
+    def first_in_batch(self, number: int) -> int:
+        """The first trial of the batch to which the proposal of trial `number` belongs."""
+        return number - (number - self.num_baselines) % self.batch
+
+    def num_left_in_batch(self, number: int) -> int:
+        """The number of proposals after that of trial `number` in its batch."""
+        return self.first_in_batch(number) + self.batch - 1 - number
 
     def fitted(self, name: str) -> range:
         """The positions of the objective's samples that losses and gradients may use."""
