@@ -31,6 +31,7 @@ from workers.serving.fake import FakeScorer
 NAMES = ("math", "text")
 RUNGS = (30, 90, 270)
 NUM_TRIALS = 1000
+WARM_TRIALS = 40
 HALVING: tuple[Scheduler, ...] = ("racing", "asha", "hyperband")
 MUST = {16: 0.95, 32: 0.9}
 SMAC_MUST = 0.9
@@ -87,8 +88,19 @@ def show(result: dict[str, Any]) -> None:
 
 
 def busy(replicas: int, scheduler: Scheduler, *, algorithm: str = "random", spread: float = 0.0) -> dict[str, Any]:
-    """A search on so many replicas, with the defaults that a study with so many has."""
-    plan, own, setting = search_of(replicas, scheduler, algorithm)
+    """A search on so many replicas, with the defaults that a study with so many has.
+
+    A short search comes first, during which libraries are loaded.
+    """
+    if algorithm != "random":
+        _searched(replicas, scheduler, algorithm=algorithm, num_trials=WARM_TRIALS)
+    return _searched(replicas, scheduler, algorithm=algorithm, spread=spread)
+
+
+def _searched(
+    replicas: int, scheduler: Scheduler, *, algorithm: str, num_trials: int = NUM_TRIALS, spread: float = 0.0
+) -> dict[str, Any]:
+    plan, own, setting = search_of(replicas, scheduler, algorithm, num_trials)
     clock = Clock()
     proposer = SimulatedProposer(clock, algorithm, own.parameters, setting, is_instant=algorithm == "random")
     with tempfile.TemporaryDirectory(prefix="mergesearch-bench-") as directory:
@@ -105,7 +117,9 @@ def busy(replicas: int, scheduler: Scheduler, *, algorithm: str = "random", spre
     return {**found, "max_staleness": plan.max_staleness, "open_brackets": plan.open_brackets, "batch": plan.batch}
 
 
-def search_of(replicas: int, scheduler: Scheduler, algorithm: str) -> tuple[Plan, SearchSpace, SearchSetting]:
+def search_of(
+    replicas: int, scheduler: Scheduler, algorithm: str, num_trials: int
+) -> tuple[Plan, SearchSpace, SearchSetting]:
     """The plan, space and setting of a search: with steps, a vector of preferences for each replica."""
     own: SearchSpace = lfs_space(layer_groups=4)
     options = Search()
@@ -119,18 +133,18 @@ def search_of(replicas: int, scheduler: Scheduler, algorithm: str) -> tuple[Plan
         own = space("hm3", family, max_path_length=8)
         options = Search(hm3=PolicyOptions())
         staleness = min(staleness, options.hm3.episodes * (replicas - 1))
-        changes["max_duplicates"] = NUM_TRIALS
+        changes["max_duplicates"] = num_trials
     if algorithm == "gradient":
         own = space_of("layerwise")
         options = Search(gradient=GradientOptions(points=replicas))
         changes["waits_for_baselines"] = True
     last = RUNGS[-1:] if scheduler == "none" else RUNGS
-    cycle = bracket_cycle(scheduler, num_rungs=len(last), eta=3, max_trials=NUM_TRIALS)
+    cycle = bracket_cycle(scheduler, num_rungs=len(last), eta=3, max_trials=num_trials)
     batch = max(1, staleness // BATCHES_AHEAD)
     plan = make_plan(
         "",
         scheduler=scheduler,
-        max_trials=NUM_TRIALS,
+        max_trials=num_trials,
         rung_samples=tuple(dict.fromkeys(NAMES, size) for size in last),
         holdout_samples={},
         cycle=cycle,

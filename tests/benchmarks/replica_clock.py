@@ -5,14 +5,15 @@ takes for a chunk, and the waiting. The driver and the searcher's process are on
 its CPU seconds pass on the clock, and nothing else of that process happens. As in the product, a replica has up to
 CHUNKS_IN_FLIGHT_PER_REPLICA chunks, works on one at a time, and a chunk goes to the replica that has fewest.
 
-Ray is left out: a message takes no time, but the driver looks for a proposal only every LOOK_S seconds, as Tune's loop
-lets it, or when a result comes.
+Ray is left out: a message takes no time. When a result comes, the driver takes proposals for SEARCHER_SOON_S seconds,
+and if none comes until then, looks again LOOK_S seconds later, as in Tune's loop. While nothing is in flight, it waits.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import pickle
 import random
 import time
@@ -51,6 +52,7 @@ from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, ScoreRequest
 __all__ = ["Busy", "Clock", "SimulatedProposer", "simulate"]
 
 LOOK_S = 0.1
+SEARCHER_SOON_S = 0.03  # that of service/tune/ray_tune.py
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ class SimulatedProposer:
         step_s: float = 1.0,
     ) -> None:
         self.ready_at = 0.0
+        self.is_asked = False
         self._busy_until = 0.0
         self.searcher_s = 0.0
         self.steps_s = 0.0
@@ -131,6 +134,7 @@ class SimulatedProposer:
     def submit(self, *, number: int, observations: Sequence[Any], pending: Sequence[Mapping[str, Any]]) -> None:
         """Compute the proposal, and as `RayProposer` does, those that follow in its batch."""
         self._call = {"number": number, "seed": 0, "observations": observations, "pending": pending}
+        self.is_asked = True
         if self._next:
             self._answer, self.ready_at = self._next.popleft()
             return
@@ -150,6 +154,7 @@ class SimulatedProposer:
         answer = self._answer
         assert answer is not None
         if isinstance(answer, dict):
+            self.is_asked = False
             with self._clock.elsewhere() as taken:
                 self._state.learn_ahead()
             self._takes(taken[0])
@@ -224,6 +229,7 @@ def simulate(
         heapq.heappush(done, (free_at[replica], next(order), replica, evaluation, chunk, result))
 
     concurrency = CHUNKS_IN_FLIGHT_PER_REPLICA * replicas
+    looks_until = 0.0
     while True:
         with clock.driver():
             while coordinator.num_in_flight < concurrency and (found := coordinator.next_evaluation()) is not None:
@@ -233,8 +239,14 @@ def simulate(
             is_finished = coordinator.is_finished
         if is_finished:
             break
-        looks_at = max(proposer.ready_at, clock.now + (LOOK_S if done else 0.0))
-        clock.now = max(clock.now, min([looks_at, *(done[0][:1] if done else ())]))
+        next_result = done[0][0] if done else math.inf
+        next_answer = proposer.ready_at if proposer.is_asked else math.inf
+        if done and next_answer > looks_until:
+            next_answer = max(next_answer, looks_until + LOOK_S)
+        assert min(next_result, next_answer) < math.inf, "the search waits for nothing"
+        clock.now = max(clock.now, min(next_result, next_answer))
+        if clock.now > looks_until:
+            looks_until = clock.now + SEARCHER_SOON_S
         while done and done[0][0] <= clock.now:
             _, _, replica, evaluation, chunk, result = heapq.heappop(done)
             queued[replica] -= 1
