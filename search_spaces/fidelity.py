@@ -12,7 +12,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["Bracket", "Scheduler", "bracket_cycle", "bracket_plan", "fidelities", "hyperband_brackets", "rungs"]
+__all__ = [
+    "OPEN_BRACKETS",
+    "Bracket",
+    "Scheduler",
+    "bracket_cycle",
+    "bracket_plan",
+    "fidelities",
+    "hyperband_brackets",
+    "open_brackets",
+    "rungs",
+]
+
+# The least number of brackets that may be open at a time: one more can start while the last trials of one climb.
+OPEN_BRACKETS = 2
 
 Scheduler = Literal["hyperband", "asha", "racing", "none"]
 
@@ -124,3 +137,12 @@ def bracket_plan(cycle: Sequence[Bracket], max_trials: int) -> tuple[Bracket, ..
             left -= started
 
     return tuple(cut())
+
+
+def open_brackets(cycle: Sequence[Bracket], *, max_staleness: int) -> int:
+    """The number of brackets that may be open at a time: as many as `max_staleness` configurations fill, at least two.
+
+    With k of them, a bracket opens once the bracket k before it and all older ones are closed.
+    """
+    size = sum(bracket.num_configurations for bracket in cycle)
+    return max(OPEN_BRACKETS, max_staleness * len(cycle) // size)

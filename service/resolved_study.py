@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from search_spaces.constraints import parse_constraint
+from search_spaces.fidelity import OPEN_BRACKETS
 from search_spaces.objectives import Objective
 from service.types import JobRecord
 from workers.file_access import FileAccess
@@ -41,6 +42,8 @@ class ResolvedStudy:
     - `tasks`, `holdout_tasks`: digests of the tasks for search and holdout data, by objective.
     - `rung_samples`: for each rung, the numbers of samples by objective.
     - `max_staleness`: the number of trials that proposals may run ahead of evaluations.
+    - `open_brackets`, `batch`: brackets of Hyperband that may be open at a time, and proposals in a row that know the
+      same results, as in `service.tune.plan.Plan`.
     - `version`: version of the program that created the study.
     - `access`: files that the study may read, as the server allowed at its creation; None if all.
     - `algorithm`, `algorithm_reason`: name of the searcher, and why it was chosen; None in studies of early versions.
@@ -62,6 +65,8 @@ class ResolvedStudy:
     algorithm_reason: str | None = field(default=None, compare=False)
     searcher_version: int = field(default=1, compare=False)
     chained: Mapping[str, ChainedSource] = field(default_factory=dict, compare=False)
+    open_brackets: int = OPEN_BRACKETS
+    batch: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """Convert this record to the JSON document that is stored. Its key for `max_staleness` is `lag`."""
@@ -73,6 +78,8 @@ class ResolvedStudy:
             "holdout_tasks": dict(self.holdout_tasks),
             "rung_samples": [dict(samples) for samples in self.rung_samples],
             "lag": self.max_staleness,
+            "open_brackets": self.open_brackets,
+            "batch": self.batch,
             "objectives": [
                 {**asdict(objective), "constraints": [constraint.text for constraint in objective.constraints]}
                 for objective in self.objectives
@@ -95,6 +102,8 @@ class ResolvedStudy:
         """Create a record from the JSON document that `to_json` returns.
 
         Documents of early versions have no `commits`, `access`, `algorithm`, `searcher_version` and constraints.
+        Studies without `open_brackets` and `batch` keep the rules that they began with: two open brackets, and
+        proposals one by one.
         """
         access = document.get("access")
         return cls(
@@ -121,5 +130,7 @@ class ResolvedStudy:
             algorithm=document.get("algorithm"),
             algorithm_reason=document.get("algorithm_reason"),
             searcher_version=document.get("searcher_version", 1),
+            open_brackets=document.get("open_brackets", OPEN_BRACKETS),
+            batch=document.get("batch", 1),
             chained={alias: ChainedSource(**own) for alias, own in document.get("chained", {}).items()},
         )

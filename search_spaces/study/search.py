@@ -172,6 +172,11 @@ class Search(Section):
     constraints: tuple[Line, ...] = ()
     """Bounds that a merge must meet: "text >= base - 0.01", "math >= 0.5"."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    max_staleness: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """How many trials proposals may run ahead of results, which keeps replicas busy: proposal n does not wait for, and
+    does not know, the results of the last `max_staleness` trials before it. Default: 6 for each replica, less 1; half
+    an iteration or more for a policy. The study keeps the number that it was created with.
+    """
     preferences: Preferences | None = None
     """How important each objective is: one descent or policy for each vector. Default: one vector of equal weights."""
     fit_share: Annotated[float, Field(gt=0, le=1)] = 1.0

@@ -19,7 +19,7 @@ from service.tune.ask_and_tell import AskAndTell
 from service.tune.crashes import Crashes
 from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
 from service.tune.holdout_stage import HoldoutStage
-from service.tune.plan import PROPOSALS_AHEAD, Plan
+from service.tune.plan import Plan
 from service.tune.proposing.proposals import Proposer
 from service.tune.samples.sample_cache import SampleCache
 from service.tune.samples.scored_chunks import ScoredChunks
@@ -153,12 +153,12 @@ class Coordinator:
                     return None
 
     def ask_ahead(self, *, timeout_s: float = 0.0) -> bool:
-        """Take proposals for at most `timeout_s` seconds, until PROPOSALS_AHEAD trials wait for their first evaluation.
+        """Take proposals for at most `timeout_s` seconds, until `Plan.proposals_ahead` trials wait to be evaluated.
 
         Engines then need not wait for the searcher. Returns True if a trial was added.
         """
         deadline, num_before = time.monotonic() + timeout_s, len(self._trials)
-        while not self._chunks.is_rescoring and self._num_unstarted() < PROPOSALS_AHEAD:
+        while not self._chunks.is_rescoring and self._num_unstarted() < self.plan.proposals_ahead:
             if not self._ask(timeout_s=max(0.0, deadline - time.monotonic())):
                 break
         return len(self._trials) > num_before

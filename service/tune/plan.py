@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from search_spaces.costs import ModelSize
-from search_spaces.fidelity import Bracket, Scheduler
+from search_spaces.fidelity import OPEN_BRACKETS, Bracket, Scheduler
 from search_spaces.objectives import Objective
 from search_spaces.recipe import Recipe
 from service.types import Origin, StoredRecipe, TrialRecord
 from workers.types import TaskSpec
 
-__all__ = ["PROPOSALS_AHEAD", "Baseline", "Plan", "baselines_of"]
+__all__ = ["Baseline", "Plan", "baselines_of"]
 
-# Proposed trials that are kept waiting while others are in flight.
+# The least number of proposed trials that are kept waiting while others are in flight.
 PROPOSALS_AHEAD = 2
 
 Baseline: TypeAlias = tuple[Origin, str, Recipe]
@@ -28,8 +28,10 @@ class Plan:
 
     `rung_samples` has, for each rung, the number of samples to score by objective, and `holdout_samples` the number of
     holdout samples. `tasks` and `holdout_tasks` are their tasks by objective. With `waits_for_baselines`, the searcher
-    is asked for its first proposal once all `baselines` have ended. If `error_rate` is a number, racing stops trials by
-    a bound with this error rate; if it is None, racing stops trials as soon as they are behind.
+    is asked for its first proposal once all `baselines` have ended. Proposals may run `max_staleness` trials ahead of
+    evaluations; the proposals of a `batch` know the same results. Under Hyperband, `open_brackets` brackets may be open
+    at a time. If `error_rate` is a number, racing stops trials by a bound with this error rate; if it is None, racing
+    stops trials as soon as they are behind.
     """
 
     study_id: str
@@ -47,6 +49,8 @@ class Plan:
     chunk_samples: int
     bank_fingerprint: str
     baselines: tuple[Baseline, ...]
+    open_brackets: int = OPEN_BRACKETS
+    batch: int = 1
     waits_for_baselines: bool = False
     error_rate: float | None = None
     max_duplicates: int = 16
@@ -55,6 +59,14 @@ class Plan:
     """The search ends before it uses more samples than this (`sample_limit`); None: there is no limit."""
     size: ModelSize | None = None
     """Sizes from which costs of recipes are computed, where objectives are such costs."""
+
+    @property
+    def proposals_ahead(self) -> int:
+        """The number of proposed trials that are kept waiting: half of those that may be proposed ahead of results.
+
+        It does not matter for which trials are proposed, only for when.
+        """
+        return max(PROPOSALS_AHEAD, self.max_staleness // 2)
 
     def recipe_values(self, recipe: Recipe | StoredRecipe) -> dict[str, float]:
         """The values of those objectives that are costs of the recipe (its number of layers or parameters)."""

@@ -23,8 +23,8 @@ class HalvingTable(RungTable):
     def _num_promoted_early(self, num_decided: int) -> int:
         return 0
 
-    def _later_evaluations(self, number: int, bracket: int) -> list[tuple[int, int]]:
-        return []
+    def _see_later(self, number: int, bracket: int) -> bool:
+        return True
 
     def position(self) -> None:
         """None: trials are at different rungs at the same time."""

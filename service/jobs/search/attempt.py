@@ -158,7 +158,9 @@ def execute(
     try:
         plan = preflight.plan(study_id, resolved, baselines=_baselines(store, study_id, preflight))
         algorithm = resolved.algorithm or preflight.study.search.algorithm
-        setting = preflight.search_setting(num_baselines=len(plan.baselines), version=resolved.searcher_version)
+        setting = preflight.search_setting(
+            num_baselines=len(plan.baselines), batch=plan.batch, version=resolved.searcher_version
+        )
         coordinator = Coordinator(
             plan,
             space=preflight.space,

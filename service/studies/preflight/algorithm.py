@@ -14,7 +14,7 @@ from search_spaces.study.objectives import CostSpec
 from workers.errors import InvalidTask
 from workers.types import TaskSpec
 
-__all__ = ["AUTO", "GRADIENT", "Algorithm", "algorithm_of"]
+__all__ = ["AUTO", "GRADIENT", "Algorithm", "algorithm_of", "iterations_ahead", "num_policies_of"]
 
 AUTO, GRADIENT = "auto", "gradient"
 
@@ -86,8 +86,13 @@ def _problems_of_policy(study: Study, space: SearchSpace) -> Iterator[Problem]:
     if options.mini_batches > options.episodes:
         message = f"{options.mini_batches} is above episodes={options.episodes}; give at most {options.episodes}"
         yield Problem("search.hm3.mini_batches", message)
-    num = 1 if study.search.preferences is None else study.search.preferences.size(len(study.objectives))
-    policies = num if options.policy == "per_preference" else 1
+    policies = num_policies_of(study)
+    most = options.episodes * iterations_ahead(policies)
+    if options.learns and study.search.max_staleness is not None and study.search.max_staleness > most:
+        message = f"{study.search.max_staleness}: the policies of iterations of {options.episodes} episodes would have"
+        yield Problem(
+            "search.max_staleness", f"{message} to learn from results that are not known; give at most {most}"
+        )
     warm_up = options.warm_up if options.start is None else 0
     least = (warm_up + 2) * options.episodes * policies if options.learns else 0
     if study.search.max_trials < least:
@@ -95,6 +100,17 @@ def _problems_of_policy(study: Study, space: SearchSpace) -> Iterator[Problem]:
         message = f"{study.search.max_trials} is too few for {each}, one to learn from and one to play"
         hint = "or policy: conditioned" if policies > 1 else "or fewer episodes"
         yield Problem("search.max_trials", f"{message}; give at least {least}, {hint}")
+
+
+def num_policies_of(study: Study) -> int:
+    """The number of policies that a study's searcher trains, if it trains any."""
+    vectors = study.search.preferences
+    return 1 if vectors is None or study.search.hm3.policy == "conditioned" else vectors.size(len(study.objectives))
+
+
+def iterations_ahead(num_policies: int) -> int:
+    """The number of iterations that policies which take turns may propose ahead of results."""
+    return max(1, num_policies - 1)
 
 
 def _algorithm_of(

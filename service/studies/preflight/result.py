@@ -8,16 +8,16 @@ from importlib.metadata import version
 
 from search_spaces.baselines import all_baselines
 from search_spaces.costs import ModelSize
-from search_spaces.fidelity import Bracket, bracket_plan
+from search_spaces.fidelity import Bracket, bracket_plan, open_brackets
 from search_spaces.objectives import Objective
 from search_spaces.searchers import SEARCHERS
 from search_spaces.spaces.base import DifferentiableSpace, LayeredSpace, SearchSpace
 from search_spaces.study.engine import EngineOptions
 from search_spaces.study.file import Study
 from service.resolved_study import ChainedSource, ResolvedStudy
-from service.studies.preflight.algorithm import Algorithm
+from service.studies.preflight.algorithm import Algorithm, iterations_ahead, num_policies_of
 from service.studies.preflight.resources import MemoryPlan
-from service.tune.plan import PROPOSALS_AHEAD, Baseline, Plan
+from service.tune.plan import Baseline, Plan
 from service.tune.proposing.gradient_actor import GradientInputs
 from service.tune.searchers.base import SearchSetting
 from service.types import Origin
@@ -28,6 +28,13 @@ __all__ = ["ExpectedSamples", "PreflightResult", "StudyBudget", "StudyModels", "
 
 # Samples per request: the most that a crash loses, and that a replica scores before it looks at its queue again.
 CHUNK_SAMPLES = 512
+
+# Trials that proposals may run ahead of results for each replica, less one in all: measured with
+# tests/benchmarks/bench_replicas.py.
+STALENESS_PER_REPLICA = 6
+
+# Proposals that run ahead of results are made in this many batches, if they are at least as many.
+BATCHES_AHEAD = 8
 
 
 @dataclass(frozen=True)
@@ -141,6 +148,8 @@ class PreflightResult:
             holdout_tasks={name: spec.digest for name, spec in self.tasks.holdout.items()},
             rung_samples=self.budget.rung_samples,
             max_staleness=self._max_staleness,
+            open_brackets=open_brackets(self.budget.cycle, max_staleness=self._max_staleness),
+            batch=max(1, self._max_staleness // BATCHES_AHEAD),
             objectives=self.tasks.objectives,
             version=version("mergesearch"),
             access=self.access,
@@ -152,22 +161,28 @@ class PreflightResult:
 
     @property
     def _max_staleness(self) -> int:
-        """The largest number of trials by which proposals may run ahead of results.
+        """The largest number of trials that proposals may run ahead of results: the study file's, or its default.
 
-        A searcher that trains a policy learns from whole iterations. It may propose half an iteration ahead, so that
-        engines have work while the policy learns, and while it proposes repeated paths, which need no scoring.
+        A searcher that trains a policy learns from whole iterations. By default, it proposes at least half an iteration
+        ahead, so that engines do not wait while it learns or proposes repeated paths, which need no scoring; and at
+        most one iteration for each replica, as far as its policies take turns.
         """
-        staleness = self.concurrency + PROPOSALS_AHEAD
+        if self.study.search.max_staleness is not None:
+            return self.study.search.max_staleness
+        replicas = self.study.engine.replicas
+        staleness = STALENESS_PER_REPLICA * replicas - 1
         if not SEARCHERS[self.algorithm.name].trains_policy:
             return staleness
         episodes = self.study.search.hm3.episodes
-        return min(max(staleness, episodes // 2), episodes)
+        iterations = min(replicas, iterations_ahead(num_policies_of(self.study)))
+        return min(max(staleness, episodes // 2), episodes * iterations)
 
-    def search_setting(self, *, num_baselines: int, version: int | None = None) -> SearchSetting:
+    def search_setting(self, *, num_baselines: int, batch: int = 1, version: int | None = None) -> SearchSetting:
         """The parts of the study that some searchers need in addition to parameters and results.
 
-        `num_baselines` is the number of trials before the first proposal. `version` is the version of the searcher
-        that the study was created with; None: a new study, which takes the newest.
+        `num_baselines` is the number of trials before the first proposal. `batch` is the number of proposals in a row
+        that know the same results. `version` is the version of the searcher that the study was created with; None
+        stands for a new study, which takes the newest.
         """
         given = self.study.search.preferences
         scored = {
@@ -177,6 +192,7 @@ class PreflightResult:
             objectives=tuple(self.tasks.search),
             num_samples={name: info.num_samples for name, info in self.tasks.search_infos.items()},
             num_baselines=num_baselines,
+            batch=batch,
             options=self.study.search,
             preferences=() if given is None else given.weights(tuple(self.tasks.search), seed=self.study.search.seed),
             first_fitted=scored if self.study.search.fit_share < 1 else {},
@@ -199,8 +215,7 @@ class PreflightResult:
         """
         search = self.study.search
         num_vectors = 1 if search.preferences is None else search.preferences.size(len(self.tasks.search))
-        num_policies = 1 if search.hm3.policy == "conditioned" else num_vectors
-        return 2 * max(search.hm3.episodes * num_policies, num_vectors)
+        return 2 * max(search.hm3.episodes * num_policies_of(self.study), num_vectors)
 
     def plan(self, study_id: str, resolved: ResolvedStudy, *, baselines: tuple[Baseline, ...] | None = None) -> Plan:
         """The plan of the study's driver: what it evaluates.
@@ -222,6 +237,8 @@ class PreflightResult:
             eta=self.study.fidelity.reduction_factor,
             max_trials=self.study.search.max_trials,
             max_staleness=resolved.max_staleness,
+            open_brackets=resolved.open_brackets,
+            batch=resolved.batch,
             chunk_samples=CHUNK_SAMPLES,
             bank_fingerprint=self.models.family.fingerprint,
             baselines=self.baselines() if baselines is None else baselines,

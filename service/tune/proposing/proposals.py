@@ -108,35 +108,40 @@ class Observations:
         self._feasibility = feasibility
         self._full = sum(plan.rung_samples[-1].values())
         self._baselines: dict[int, Mapping[str, Any] | None] = {}
+        self._built: dict[tuple[int, int], Observation | None] = {}
 
     def of(self, proposal: Proposal, trials: Mapping[int, TrialRecord]) -> tuple[Observation, ...]:
         """The observations that a proposal may use.
 
         Trials whose recipe has no configuration in the search space are left out.
         """
-        plan, found = self._plan, []
-        for number, rung in proposal.visible:
-            trial = trials[number]
-            configuration = trial.configuration or self._of_baseline(trial)
-            if configuration is None:
-                continue
-            record = next(record for record in trial.rungs if record.rung == rung)
-            found.append(
-                Observation(
-                    configuration,
-                    sum(plan.rung_samples[rung].values()) / self._full,
-                    plan.costs(record.values),
-                    number=number,
-                    rung=rung,
-                    standard_errors=plan.cost_errors(record.standard_errors),
-                    constraints=self._feasibility.values(number, rung),
-                    is_proposed=trial.origin is Origin.SEARCH,
-                )
-            )
+        for seen in proposal.visible:
+            if seen not in self._built:
+                self._built[seen] = self._of_rung(trials[seen[0]], seen[1])
+        found = [built for seen in proposal.visible if (built := self._built[seen]) is not None]
         for number in proposal.failed:
             if (configuration := trials[number].configuration) is not None:
-                found.append(Observation(configuration, 1.0, None, number=number, rung=len(plan.rung_samples) - 1))
+                last = len(self._plan.rung_samples) - 1
+                found.append(Observation(configuration, 1.0, None, number=number, rung=last))
         return tuple(found)
+
+    def _of_rung(self, trial: TrialRecord, rung: int) -> Observation | None:
+        """The observation of a trial at a rung, whose result does not change; None if the space cannot express it."""
+        configuration = trial.configuration or self._of_baseline(trial)
+        if configuration is None:
+            return None
+        plan = self._plan
+        record = next(record for record in trial.rungs if record.rung == rung)
+        return Observation(
+            configuration,
+            sum(plan.rung_samples[rung].values()) / self._full,
+            plan.costs(record.values),
+            number=trial.number,
+            rung=rung,
+            standard_errors=plan.cost_errors(record.standard_errors),
+            constraints=self._feasibility.values(trial.number, rung),
+            is_proposed=trial.origin is Origin.SEARCH,
+        )
 
     def _of_baseline(self, trial: TrialRecord) -> Mapping[str, Any] | None:
         """The configuration of a baseline, or None if the search space has none for its recipe. It is computed once."""

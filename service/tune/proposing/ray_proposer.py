@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from search_spaces.parameters import Parameters
+from search_spaces.searchers import SEARCHERS
 from service.errors import StudyFailed
 from service.store.steps import (
     ChargedRequest,
@@ -84,13 +86,31 @@ class RayProposer:
                 self._chosen = step.result.completions
         self._call: dict[str, Any] = {}
         self._pending: Any = None  # the actor's call whose result is awaited
+        self._next: deque[Any] = deque()  # the actor's calls for the rest of the batch, in order
+        self._answered: Mapping[str, Any] = {}  # the last call's configuration, repaired
         self._computing: ChargedRequest | UpdateRequest | None = None  # None: the searcher proposes
         self._gradients: Any = None
         self._num_deaths = 0
 
     def submit(self, **call: Any) -> None:
+        """Start computing a proposal, and those after it that know the same results, which will be submitted next."""
+        is_next = bool(self._next) and self._follows(call)
         self._call = {"seed": self._seed, **call}
+        if is_next:
+            self._pending = self._next.popleft()
+            return
         self._pending = self._searcher.propose.remote(**self._call)
+        self._next.clear()
+        if SEARCHERS[self._algorithm].proposes_at_once:
+            left = self._setting.num_left_in_batch(call["number"])
+            self._next.extend(self._searcher.propose_next.remote() for _ in range(left))
+
+    def _follows(self, call: Mapping[str, Any]) -> bool:
+        """Whether the proposal after the last one would be computed from this call."""
+        last = self._call
+        pending = (*last["pending"], self._answered)
+        is_next = call["number"] == last["number"] + 1 and tuple(call["pending"]) == pending
+        return is_next and tuple(call["observations"]) == tuple(last["observations"])
 
     def result(self, *, timeout_s: float) -> Step | ChargedRequest | dict[str, Any] | None:
         deadline = time.monotonic() + timeout_s
@@ -143,6 +163,7 @@ class RayProposer:
             return None
         if isinstance(answer, dict):
             self._num_deaths = 0
+            self._answered = self._parameters.repair(answer)
             if self._checkpoints is not None:
                 self._searcher.learn_ahead.remote()
             return answer
@@ -162,6 +183,7 @@ class RayProposer:
     def _replace_searcher(self, error: Exception) -> None:
         """Start another searcher actor with the same state, after the last one died of `error`."""
         self._count_death("searcher", error)
+        self._next.clear()
         self._searcher = self._new_searcher()
 
     def _updated(self, request: UpdateRequest) -> Step | None:

@@ -36,6 +36,7 @@ class SearcherState:
         self._steps = list(steps)
         self._checkpoints = dict(checkpoints)
         self._last_call: Mapping[str, Any] = {}
+        self._last_answer: StepRequest | dict[str, Any] | None = None
         self._ahead: _Ahead | None = None
 
     def propose(self, **call: Any) -> StepRequest | dict[str, Any]:
@@ -43,7 +44,15 @@ class SearcherState:
         self._last_call = call
         if isinstance(self._searcher, LearningSearcher):
             self._restore_checkpoints(self._searcher, call)
-        return self._searcher.advance(self._context(call))
+        self._last_answer = self._searcher.advance(self._context(call))
+        return self._last_answer
+
+    def propose_next(self) -> StepRequest | dict[str, Any]:
+        """The configuration of the next trial, if it knows the same results as the last proposal, which is pending."""
+        assert isinstance(self._last_answer, dict), "the last proposal has no configuration"
+        call = dict(self._last_call)
+        pending = (*call["pending"], self._parameters.repair(self._last_answer))
+        return self.propose(**{**call, "number": call["number"] + 1, "pending": pending})
 
     def propose_after(self, step: Step, **call: Any) -> StepRequest | dict[str, Any]:
         """Add `step`, which the driver has stored, and propose as `propose` does."""

@@ -53,6 +53,8 @@ def rung_table(
         num_baselines=len(plan.baselines),
         max_trials=plan.max_trials,
         max_staleness=plan.max_staleness,
+        open_brackets=plan.open_brackets,
+        batch=plan.batch,
         waits_for_baselines=plan.waits_for_baselines,
         violation=violation,
         **own,

@@ -101,9 +101,11 @@ class RungTable(ABC):
 
     The brackets in `cycle` repeat until `max_trials` configurations are proposed. The first `num_baselines` trials are
     baselines, which are evaluated once, at the last rung. Proposals may run `max_staleness` trials ahead of
-    evaluations; with `waits_for_baselines`, each proposal knows the results of all baselines. `violation(trial, rung)`
-    is the trial's violation of constraints at a rung for which it has a result; it is called when a decision is made on
-    a proposed trial.
+    evaluations, which keeps replicas busy. They are made in batches of `batch` trials, at most `max_staleness`: all
+    proposals of a batch know what its last one must know. With `waits_for_baselines`, each proposal knows the results
+    of all baselines. `open_brackets` is the number of brackets of Hyperband that may be open at a time.
+    `violation(trial, rung)` is the trial's violation of constraints at a rung for which it has a result; it is called
+    when a decision is made on a proposed trial.
     """
 
     def __init__(
@@ -115,6 +117,8 @@ class RungTable(ABC):
         num_baselines: int,
         max_trials: int,
         max_staleness: int,
+        open_brackets: int = 2,
+        batch: int = 1,
         waits_for_baselines: bool = False,
         violation: Callable[[int, int], float] = lambda number, rung: 0.0,
     ) -> None:
@@ -125,6 +129,8 @@ class RungTable(ABC):
         self._num_baselines = num_baselines
         self._max_trials = max_trials
         self._max_staleness = max_staleness
+        self._open_brackets = open_brackets
+        self._batch = batch
         self._last_awaited = num_baselines - 1 if waits_for_baselines else -1
         self._entries: dict[int, Entry] = {}
         self._brackets: dict[int, Bracket] = {}
@@ -289,9 +295,14 @@ class RungTable(ABC):
         number = len(self._entries)
         if number < self._num_baselines:
             raise AssertionError("baselines come first")
-        visible_up_to = max(number - self._max_staleness, self._last_awaited)
         bracket, opens = self._bracket_of_next()
-        if not (self._see_first(visible_up_to) and self._see_later(number, bracket)):
+        # All proposals of a batch know what its last one must know.
+        first = number - (number - self._num_baselines) % self._batch
+        last = first + self._batch - 1
+        visible_up_to = max(last - self._max_staleness, self._last_awaited)
+        known_from = bracket if first == number else self._entries[first].bracket
+        assert known_from is not None
+        if not (self._see_first(visible_up_to) and self._see_later(last, known_from)):
             return None
         return Proposal(
             number=number,

@@ -18,10 +18,11 @@ class HyperbandTable(RungTable):
     """Rung table with synchronous promotion: a rung promotes once, when no further member can arrive from its bracket.
 
     Proposal n in bracket b sees
-        - every rung of the trials in brackets up to b - 2 (bracket b opens when these are closed), and
+        - every rung of the trials in brackets up to b - open_brackets (bracket b opens when these are closed), and
         - the first evaluation of all trials numbered up to n - max_staleness (the proposal waits for these).
-    Later rungs of bracket b - 1 and all newer results stay hidden even if they are known, so the evaluations of two
-    brackets may overlap.
+    Later rungs of newer brackets and all newer results stay hidden even if they are known, so the evaluations of
+    `open_brackets` brackets may overlap. For a batch, n is its last proposal, and b the bracket of its first one. With
+    one open bracket, brackets follow each other as in the paper.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -32,7 +33,7 @@ class HyperbandTable(RungTable):
         return 0
 
     def _see_later(self, number: int, bracket: int) -> bool:
-        while self._num_closed <= bracket - 2:
+        while self._num_closed <= bracket - self._open_brackets:
             if not self._is_closed(self._num_closed):
                 return False
             self._num_closed += 1

@@ -68,6 +68,8 @@ class SearchSetting:
     - `family`: the models whose weights describe the layers to a policy; None if layers are described by their
       positions alone
     - `start`: the checkpoints from which policies start; empty for new policies
+    - `batch`: the number of proposals in a row that know the same results
+    - `version`: the version of the searcher that the study was created with; None for the newest
     """
 
     objectives: tuple[str, ...] = ()
@@ -78,13 +80,21 @@ class SearchSetting:
     first_fitted: Mapping[str, int] = field(default_factory=dict)
     family: Family | None = None
     start: tuple[bytes, ...] = ()
+    batch: int = 1
     version: int | None = None
-    """Version of the searcher that the study was created with; None: the newest."""
 
     @property
     def vectors(self) -> tuple[tuple[float, ...], ...]:
         """The study's preference vectors, or a single one of equal weights if the study has none."""
         return self.preferences or (equal_preference(len(self.objectives)),)
+
+    def first_in_batch(self, number: int) -> int:
+        """The first trial of the batch to which the proposal of trial `number` belongs."""
+        return number - (number - self.num_baselines) % self.batch
+
+    def num_left_in_batch(self, number: int) -> int:
+        """The number of proposals after that of trial `number` in its batch."""
+        return self.first_in_batch(number) + self.batch - 1 - number
 
     def fitted(self, name: str) -> range:
         """The sample positions of the objective `name` that losses and gradients may use."""

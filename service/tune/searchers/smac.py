@@ -13,14 +13,14 @@ points, and it can never change a method, because that changes which parameters 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from search_spaces.preferences import augmented_chebyshev, simplex_lattice
-from service.tune.searchers.base import Observation, ProposalContext
+from service.tune.searchers.base import Observation, ProposalContext, proposal_generator
 from service.tune.searchers.encoding import Encoding, Rows
 from service.tune.searchers.history import thinned, violation
 
@@ -55,6 +55,7 @@ class SmacSearcher:
     max_numbers: int = 240_000
     mutation_rate: float = 0.1
     mutation_step: float = 0.15
+    _last: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def advance(self, context: ProposalContext) -> dict[str, Any]:
         rng, observations = context.generator(), thinned(context, max_numbers=self.max_numbers).observations
@@ -64,13 +65,26 @@ class SmacSearcher:
         if len(scored) < self.num_initial or rng.random() < self.random_share:
             return context.sample_unseen(rng)
         fidelities = np.array([observation.fidelity for observation in observations])
-        costs = self._scalarise(observations, rng)
-        acquisition = self._fit(rows, fidelities, costs, seed=int(rng.integers(2**31)))
+        # The proposals of a batch share its first one's forest, and its draws for the forest.
+        first = context.setting.first_in_batch(context.number)
+        of_forest = rng if first == context.number else proposal_generator(seed=context.seed, number=first)
+        if of_forest is not rng:
+            of_forest.random()
+        costs = self._scalarise(observations, of_forest)
+        acquisition = self._acquisition(rows, fidelities, costs, seed=int(of_forest.integers(2**31)))
         candidates = self._maximise(encoding, acquisition, rows, rng)
         candidate_keys = encoding.keys(candidates)
         seen = set(encoding.keys(encoding.encode(context.known_configurations())))
         unseen = (row for row, key in zip(candidates, candidate_keys, strict=True) if key not in seen)
         return encoding.decode(next(unseen, candidates[0]))
+
+    def _acquisition(self, rows: Rows, fidelities: Rows, costs: Rows, *, seed: int) -> _Acquisition:
+        """The fitted acquisition function; that of the last call, if its data and seed were the same."""
+        data = (rows, fidelities, costs, np.array([seed]))
+        if len(self._last) == 0 or not all(map(np.array_equal, data, self._last[0])):
+            self._last[:] = [data, self._fit(rows, fidelities, costs, seed=seed)]
+        acquisition: _Acquisition = self._last[1]
+        return acquisition
 
     def _fit(self, rows: Rows, fidelities: Rows, costs: Rows, *, seed: int) -> _Acquisition:
         from smac.acquisition.function.expected_improvement import EI

@@ -191,17 +191,32 @@ def test_two_proposed_trials_wait(tmp_path: Path) -> None:
     """While an engine works, two proposed trials wait for it, and repeated ones end."""
     store, study = new_study(tmp_path)
     first = len(make_plan(study).baselines)
-    proposer = InTheOrderOf((0, 1, 0, 0, 0, 2, 3, 4), first=first)
-    search: dict[str, Any] = {"scheduler": "none", "max_trials": 8, "max_staleness": 8}
+    proposer = InTheOrderOf((0, 1, 0, 0, 2, 3, 4), first=first)
+    search: dict[str, Any] = {"scheduler": "none", "max_trials": 7, "max_staleness": 5}
     coordinator = coordinator_of(store, study, proposer=proposer, **search)
     while (evaluation := coordinator.next_evaluation()) is not None and evaluation.trial != first + 1:
         for chunk in range(len(evaluation.chunks)):
             coordinator.on_outcome(evaluation, score(FakeScorer(), evaluation, chunk))
     coordinator.ask_ahead()
     states = [trial.state for trial in store.trials(study)[first:]]
-    repeated = [TrialState.COMPLETE] * 3
+    repeated = [TrialState.COMPLETE] * 2
     assert states == [TrialState.COMPLETE, TrialState.WAITING, *repeated, TrialState.WAITING, TrialState.WAITING]
     assert coordinator.num_in_flight == 1
+
+
+@pytest.mark.parametrize(("max_staleness", "num_waiting"), [(5, 2), (12, 6), (20, 10)])
+def test_half_of_the_staleness_waits(tmp_path: Path, max_staleness: int, num_waiting: int) -> None:
+    """Half of the trials that may be proposed ahead of results are proposed while replicas work."""
+    store, study = new_study(tmp_path)
+    first = len(make_plan(study).baselines)
+    proposer = InTheOrderOf(tuple(range(40)), first=first)
+    search: dict[str, Any] = {"scheduler": "none", "max_trials": 40, "max_staleness": max_staleness}
+    coordinator = coordinator_of(store, study, proposer=proposer, **search)
+    while (evaluation := coordinator.next_evaluation()) is not None and evaluation.trial != first:
+        for chunk in range(len(evaluation.chunks)):
+            coordinator.on_outcome(evaluation, score(FakeScorer(), evaluation, chunk))
+    coordinator.ask_ahead()
+    assert len(store.trials(study)[first:]) == 1 + num_waiting
 
 
 @pytest.mark.slow

@@ -111,9 +111,12 @@ class PolicyTraining:
     def num_needed(self, number: int) -> int:
         """The number of iterations whose outcomes must be known before episode `number` is played.
 
-        These are all iterations before its own except the last one.
+        These are all iterations up to the last one that the episode's policy has learned from: two iterations before
+        its own, or with several policies, which take turns, the one before of the same policy.
         """
-        return max(0, self.iteration_of(number) - 1) if self.options.learns else 0
+        if not self.options.learns:
+            return 0
+        return max(0, self.iteration_of(number) + 1 - max(2, self.num_policies))
 
     def policy_of(self, iteration: int) -> int:
         return iteration % self.num_policies
@@ -152,8 +155,9 @@ class PolicyTraining:
         played = self._played.get(iteration)
         if played is None or played.by != by:
             played = _Played(by, self._play(iteration, source))
-            # Episodes are scored while those of the next iteration are played.
-            kept = {each: old for each, old in self._played.items() if each >= iteration - 1}
+            # Episodes are scored while those of the next iteration are played, or of the other policies.
+            oldest = iteration - max(1, self.num_policies)
+            kept = {each: old for each, old in self._played.items() if each >= oldest}
             self._played = {**kept, iteration: played}
         return played.episodes[number]
 

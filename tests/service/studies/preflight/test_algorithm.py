@@ -132,3 +132,14 @@ def test_auto_explains_unused_preferences(tasks: Any) -> None:
     _, (problem,) = chosen("auto", LFS, tasks, preferences={"lattice": 2})
     assert problem.field == "search.preferences"
     assert "smac does not use preference vectors, and auto is smac here as gradients cannot be used" in problem.message
+
+
+@pytest.mark.parametrize(("preferences", "most"), [(None, 16), ({"lattice": 2}, 32), ({"lattice": 4}, 64)])
+def test_a_policy_learns_in_time(tasks: Any, preferences: dict[str, Any] | None, most: int) -> None:
+    """Proposals of policies may run ahead only as far as results are known when a policy needs them."""
+    over = space("hm3")
+    given: dict[str, Any] = {"max_trials": 1000, **({} if preferences is None else {"preferences": preferences})}
+    assert chosen("hm3", over, tasks, max_staleness=most, **given)[1] == []
+    _, (problem,) = chosen("hm3", over, tasks, max_staleness=most + 1, **given)
+    assert problem.field == "search.max_staleness"
+    assert problem.message.endswith(f"not known; give at most {most}")

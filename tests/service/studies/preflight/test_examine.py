@@ -274,11 +274,54 @@ def test_resolution_follows_its_inputs(root: Path) -> None:
 
 def test_the_plan_keeps_the_staleness_that_the_study_began_with(root: Path) -> None:
     found = examined(root)
-    plan = found.plan("s", replace(found.resolved(), max_staleness=11))
-    assert (plan.max_staleness, plan.seed, plan.max_trials, plan.eta) == (11, 5, 14, 3)
+    plan = found.plan("s", replace(found.resolved(), max_staleness=11, open_brackets=4, batch=2))
+    assert (plan.max_staleness, plan.open_brackets, plan.batch) == (11, 4, 2)
+    assert (plan.seed, plan.max_trials, plan.eta) == (5, 14, 3)
     assert plan.holdout_samples == dict.fromkeys(SIZES, HOLDOUT)
     assert plan.bank_fingerprint == found.models.family.fingerprint
     assert found.concurrency == 3
+
+
+@pytest.mark.parametrize(
+    ("replicas", "stated", "expected"),
+    [
+        (1, None, (5, 2, 1)),
+        (2, None, (11, 2, 1)),
+        (16, None, (95, 16, 11)),
+        (32, None, (191, 33, 23)),
+        (1, 95, (95, 16, 11)),
+        (16, 5, (5, 2, 1)),
+        (16, 1, (1, 2, 1)),
+    ],
+)
+def test_staleness_follows_replicas(
+    root: Path, replicas: int, stated: int | None, expected: tuple[int, int, int]
+) -> None:
+    """The default staleness follows from the replicas; what the file states holds with any number of them."""
+    found = replace(examined(root), study=study_in(root, replicas, stated))
+    resolved = found.resolved()
+    assert (resolved.max_staleness, resolved.open_brackets, resolved.batch) == expected
+    plan = found.plan("s", resolved)
+    assert (plan.max_staleness, plan.open_brackets, plan.batch) == expected
+    assert found.search_setting(num_baselines=3, batch=plan.batch).batch == expected[2]
+
+
+def study_in(root: Path, replicas: int, max_staleness: int | None) -> Study:
+    """The study of `examined` with another number of replicas, which this machine has no room for."""
+    study = examined(root).study
+    search = study.search.model_copy(update={"max_staleness": max_staleness})
+    return study.model_copy(update={"search": search, "engine": study.engine.model_copy(update={"replicas": replicas})})
+
+
+def test_earlier_studies_keep_their_rules(root: Path) -> None:
+    """A study stored without open brackets and batches keeps two brackets and proposals one by one."""
+    found = replace(examined(root), study=study_in(root, 16, None))
+    facts = found.resolved().to_json()
+    assert facts.pop("open_brackets") == 16
+    assert facts.pop("batch") == 11
+    facts["lag"] = 50  # as earlier versions stored for 16 replicas
+    plan = found.plan("s", ResolvedStudy.from_json(json.loads(json.dumps(facts))))
+    assert (plan.max_staleness, plan.open_brackets, plan.batch) == (50, 2, 1)
 
 
 def test_comparing_search_awaits_baselines(root: Path) -> None:
