@@ -60,9 +60,13 @@ class Availability:
         self._ended: Outage | None = None
 
     def watch(self, engine: sa.Engine) -> sa.Engine:
-        """Observe every connection of the engine. Returns the engine with this object among its options."""
-        event.listen(engine, "handle_error", self._on_error)
-        event.listen(engine, "checkout", self._on_answer)
+        """Observe every connection of the engine. Returns the engine with this object among its options.
+
+        A file of SQLite is never away.
+        """
+        if engine.dialect.name == "postgresql":
+            event.listen(engine, "handle_error", self._on_error)
+            event.listen(engine, "checkout", self._on_answer)
         return engine.execution_options(**{AVAILABILITY: self})
 
     def problem(self) -> str | None:

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from service.store.steps import GradientStep, Step
 from service.types import JobState
 from tests.end_to_end.server import Server, drivers, processes_of_ray, replicas, serving
 from tests.end_to_end.studies import undisturbed, write_small_study
+from tests.postgresql import PostgreSQL
 from tests.service.tune.harness import trial_list
 
 __all__ = ["GRADIENT_KILLS", "KILLS", "STOPS", "on_the_server", "run_chaos"]
@@ -38,6 +39,7 @@ __all__ = ["GRADIENT_KILLS", "KILLS", "STOPS", "on_the_server", "run_chaos"]
 Results = list[tuple[Any, ...]]
 
 RECOVERY_S = 300.0
+DATABASE_AWAY_S = 2.0
 POLL_S = 0.1
 
 
@@ -56,6 +58,16 @@ def _kill_server(server: Server, _: str) -> bool:
     server.kill()
     server.start()
     return True
+
+
+def _kill_database(postgresql: PostgreSQL) -> Callable[[Server, str], bool]:
+    def kill(*_: Any) -> bool:
+        postgresql.kill()
+        time.sleep(DATABASE_AWAY_S)
+        postgresql.start()
+        return True
+
+    return kill
 
 
 # How each part is killed; False where it was not there.
@@ -90,6 +102,7 @@ class _Studies:
     file: Path
     undisturbed: Callable[[_Studies, int], Results]
     spaces: Sequence[Mapping[str, Any]] = ()
+    kills: Mapping[str, Callable[[Server, str], bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ids: list[str] = []
@@ -116,7 +129,7 @@ class _Studies:
     def kill(self, part: str, *, patience_s: float) -> bool:
         """Kill the part, waiting for it for so long if it is not there; False if it did not come."""
         deadline = time.monotonic() + patience_s
-        kill = {**KILLS, **GRADIENT_KILLS}[part]
+        kill = {**KILLS, **GRADIENT_KILLS, **self.kills}[part]
         while not kill(self.server, self.current):
             if time.monotonic() >= deadline:
                 return False
@@ -187,6 +200,7 @@ def run_chaos(
     max_pause_s: float = 1.0,
     seed: int = 0,
     command: Sequence[str] = ("tests.benchmarks.fake_serve",),
+    postgresql: PostgreSQL | None = None,
     **environment: Any,
 ) -> dict[str, Any]:
     """Kill the parts in `kills` and stop those in `stops`, in an order drawn from `seed`, while studies run.
@@ -197,7 +211,8 @@ def run_chaos(
 
     Each study has `rungs` and `max_trials`, and is written by `write_study`; `undisturbed` runs one again. Each study
     gets the next of `spaces`, by default the space that it is written with. `command` is the server's module and
-    arguments, `environment` holds the settings of `tests.benchmarks.fake_serve` and `fake_job`, as JSON.
+    arguments, `environment` holds the settings of `tests.benchmarks.fake_serve` and `fake_job`, as JSON. The store is
+    in `postgresql`, if that is given; then the part "database" can be killed, too.
 
     Returns the number of kills of each part, the studies, those that differ from an undisturbed run, how many gradients
     each one computed, and what was seen of each stop.
@@ -211,9 +226,13 @@ def run_chaos(
     done: Counter[str] = Counter()
     seen: list[dict[str, Any]] = []
     settings = {name: json.dumps(value) for name, value in environment.items()}
+    database, own_kills = f"sqlite:///{directory / 'data' / DATABASE}", {}
+    if postgresql is not None:
+        database, own_kills = postgresql.migrated(), {"database": _kill_database(postgresql)}
+        settings["MERGESEARCH_DATABASE"] = database
     with serving(command, directory / "data", environment=settings) as server:
-        store = Store(f"sqlite:///{directory / 'data' / DATABASE}")
-        studies = _Studies(server, store, directory, file, undisturbed, spaces)
+        store = Store(database, waits=True)
+        studies = _Studies(server, store, directory, file, undisturbed, spaces, own_kills)
         for fault in faults:
             studies.until_stored(1)
             time.sleep(draw.uniform(0.0, max_pause_s))

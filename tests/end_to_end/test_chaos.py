@@ -11,8 +11,26 @@ import pytest
 
 from tests.end_to_end.chaos import run_chaos
 from tests.end_to_end.studies import DIS, LFS, SFS
+from tests.postgresql import PostgreSQL
 
 KILLS = {"replica": 3, "server": 2, "driver": 1, "Ray head": 1}  # the last ones take longest
+
+
+@pytest.mark.timeout(900)
+def test_kills_with_the_database_change_no_trial(postgresql: PostgreSQL, tmp_path: Path) -> None:
+    """Kills of PostgreSQL, and of processes that use it, leave the undisturbed trials, and jobs say so."""
+    result = run_chaos(
+        tmp_path,
+        kills=["database", "database", "database", "driver", "server"],
+        rungs=[20, 60],
+        max_trials=12,
+        max_pause_s=0.3,
+        postgresql=postgresql,
+        FAKE_SCORER={"sample_delay_s": 0.02},
+        FAKE_SERVE={"LOST_AFTER_S": 8.0},
+    )
+    assert result["differing"] == [], result
+    assert result["kills"]["database"] == 3, result
 
 
 @pytest.mark.timeout(900)

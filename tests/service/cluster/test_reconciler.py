@@ -28,7 +28,7 @@ from service.cluster.reconciler import (
 )
 from service.store import Store
 from service.types import JobRecord, JobState
-from tests.postgresql import PostgreSQL
+from tests.postgresql import PASSWORD, PostgreSQL
 
 NOW = 1_000_000.0
 STUDY = JobRecord("0123456789abcdef", "math-code", JobState.RUNNING, {}, {}, NOW - 5000, "search", submissions=1)
@@ -220,6 +220,9 @@ def test_the_reconciler_goes_on_after_the_database_was_away(
                 writer.heartbeat(wall_clock_s=2.0)
                 time.sleep(0.5)
             assert list(dashboard.jobs) == [submission_id(job, 1)]
+            (asked,) = dashboard.asked
+            assert PASSWORD not in asked
+            assert "postgresql" not in asked
             assert dashboard.stopped == []
             wait_until(lambda: dashboard.stopped == [submission_id(job, 1)])  # silent while the database answers
         finally:
@@ -240,11 +243,12 @@ class Dashboard:
 
     def __init__(self) -> None:
         self.jobs: dict[str, dict[str, Any]] = {}
+        self.asked: list[str] = []
         self.stopped: list[str] = []
 
     @contextmanager
     def serving(self) -> Iterator[str]:
-        jobs, stopped = self.jobs, self.stopped
+        jobs, stopped, received = self.jobs, self.stopped, self.asked
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
@@ -263,6 +267,7 @@ class Dashboard:
                     self.answer(200, {"stopped": True})
                     return
                 asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                received.append(json.dumps(asked))
                 name = asked["submission_id"]
                 jobs[name] = {"type": "SUBMISSION", "submission_id": name, "entrypoint": "x", "status": "RUNNING"}
                 self.answer(200, {"job_id": name, "submission_id": name})

@@ -130,8 +130,9 @@ class InlineProposer:
         return propose(self._searcher, self._parameters, seed=seed, setting=self._setting, **self._call)
 
 
-def new_study(directory: Path) -> tuple[Store, str]:
-    store = Store(f"sqlite:///{directory / 'study.db'}")
+def new_study(directory: Path, database: str | None = None) -> tuple[Store, str]:
+    """A study in a new database in the directory, or in the one at the URL `database`."""
+    store = Store(database or f"sqlite:///{directory / 'study.db'}")
     return store, store.create_job(kind="search", name="test", document={}, accepted=resolved_study().to_json()).id
 
 

@@ -18,6 +18,7 @@ from service.store import Store
 from service.tune.evaluation import Evaluation
 from service.tune.schedulers import SCHEDULERS
 from service.types import EventKind, Origin, TrialState
+from tests.postgresql import PostgreSQL
 from tests.service.stored_values import stored_values
 from tests.service.tune.harness import (
     SPACES,
@@ -228,8 +229,24 @@ def test_kill_at_any_step_changes_no_trial(
 
     Every step: each ask, each chunk before and after its commit, each rung, each promotion, the holdout stage.
     """
+    kill_over_and_over(*new_study(tmp_path), scheduler, kind, undisturbed(scheduler, kind))
+
+
+@pytest.mark.slow
+def test_kill_at_any_step_on_postgresql(
+    tmp_path: Path, undisturbed: Callable[[Scheduler, str], Undisturbed], postgresql: PostgreSQL
+) -> None:
+    """A study on PostgreSQL that is killed at any step has the trial list of an undisturbed one on SQLite."""
+    scheduler, kind = SEARCHES[0]
+    url = postgresql.migrated()
+    store, study = new_study(tmp_path, url)
+    kill_over_and_over(store, study, scheduler, kind, undisturbed(scheduler, kind))
+    store.close()
+    postgresql.drop(url)
+
+
+def kill_over_and_over(store: Store, study: str, scheduler: Scheduler, kind: str, expected: Undisturbed) -> None:
     search: dict[str, Any] = {"scheduler": scheduler, "space": space_of(kind)}
-    store, study = new_study(tmp_path)
     kill_at, num_kills = 0, 0
     while True:
         # The same study is killed over and over, each time a few steps further than it has come.
@@ -243,8 +260,8 @@ def test_kill_at_any_step_changes_no_trial(
             continue
         break
     assert num_kills > 50
-    assert trial_list(store, study) == undisturbed(scheduler, kind).trials
-    assert stored_values(store, study, Split.HOLDOUT) == undisturbed(scheduler, kind).holdout
+    assert trial_list(store, study) == expected.trials
+    assert stored_values(store, study, Split.HOLDOUT) == expected.holdout
 
 
 @pytest.mark.slow
