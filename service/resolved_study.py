@@ -40,7 +40,8 @@ class ResolvedStudy:
     - `commits`: commits of hub models, by the name in the study file.
     - `tasks`, `holdout_tasks`: digests of the tasks for search and holdout data, by objective.
     - `rung_samples`: for each rung, the numbers of samples by objective.
-    - `max_staleness`: the number of trials that proposals may run ahead of evaluations.
+    - `max_staleness`: how many trials proposals may run ahead of evaluations: trial n is proposed once the trials up to
+      n - `max_staleness` have been evaluated.
     - `version`: version of the program that created the study.
     - `access`: files that the study may read, as the server allowed at its creation; None if all.
     - `algorithm`, `algorithm_reason`: name of the searcher, and why it was chosen; None in studies of early versions.
