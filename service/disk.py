@@ -44,17 +44,23 @@ def job_dir(data_dir: Path, job_id: str) -> Path:
 
 
 def artifacts_dir(data_dir: Path) -> Path:
-    """Directory for the files of artifacts, in a server's data directory or in that of a run."""
+    """Directory for the files of artifacts.
+
+    `data_dir` is a server's data directory, or the directory of a `mergesearch run`.
+    """
     return data_dir / "artifacts"
 
 
 def alignments_dir(directory: Path) -> Path:
-    """Directory for the files of a study's alignments, inside the directory of the study's run or job."""
+    """Directory for the files of a study's alignments.
+
+    `directory` is that of the study's job on a server, or of its `mergesearch run`.
+    """
     return directory / "alignments"
 
 
 def data_dir_of(work_dir: Path) -> Path:
-    """Data directory of the server that stores the job with the directory `work_dir`; the inverse of `job_dir`."""
+    """Data directory of the server whose job has the directory `work_dir`; the inverse of `job_dir`."""
     return work_dir.parents[1]
 
 
@@ -62,8 +68,8 @@ def data_dir_of(work_dir: Path) -> Path:
 def locked(directory: Path, *, is_shared: bool = False) -> Iterator[bool]:
     """Context in which the current process has a lock on `directory`, which is created if needed.
 
-    Processes whose locks are shared may hold them at the same time. The context's value is whether this process was
-    the only one at first.
+    Several processes may have the lock at the same time if it `is_shared` by all of them. Yields whether no other
+    process had the lock when this one took it.
 
     Raises:
         InUse: Another process holds the lock, and one of the two does not share it.
@@ -101,7 +107,9 @@ def sign_lock(directory: Path) -> None:
 
 @contextmanager
 def single_server(database: Path) -> Iterator[None]:
-    """Context in which the current process is the only server of a file of SQLite, which is created if needed.
+    """Context in which the current process is the only server that uses the SQLite file `database`.
+
+    The file is created if needed.
 
     Raises:
         InUse: Another server uses the file.
@@ -129,7 +137,8 @@ def existing(directory: Path) -> Path:
 def lack_of_space(directory: Path, num_bytes: int) -> str | None:
     """Reason why a model of `num_bytes` does not fit on the disk of `directory`; None if it fits.
 
-    The result is also None for a directory that is not empty, because it has the model already or is not written to.
+    It fits if MARGIN_BYTES remain free. The result is also None for a directory that is not empty, because it has the
+    model already or is not written to.
     """
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
         return None

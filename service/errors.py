@@ -58,7 +58,7 @@ class InUse(Conflict):
 
 
 class DatabaseUnavailable(ServiceError, ConnectionError):
-    """The database, which the message names, does not answer."""
+    """Raised if the database, which the message names, does not answer."""
 
 
 class StaleAttempt(ServiceError, RuntimeError):
@@ -70,7 +70,7 @@ class StudyFailed(ServiceError, RuntimeError):
 
 
 class StudyUnusable(ServiceError, RuntimeError):
-    """Raised if an engine cannot use a study's models or tasks, although they passed the checks before the start."""
+    """Raised if an engine cannot use a study's models or tasks, although they passed the checks before its start."""
 
 
 class RequestRefused(ServiceError, ValueError):

@@ -41,7 +41,8 @@ class ResolvedStudy:
     - `commits`: commits of hub models, by the name in the study file.
     - `tasks`, `holdout_tasks`: digests of the tasks for search and holdout data, by objective.
     - `rung_samples`: for each rung, the numbers of samples by objective.
-    - `max_staleness`: the number of trials that proposals may run ahead of evaluations.
+    - `max_staleness`: how many trials proposals may run ahead of evaluations: trial n is proposed once the trials up to
+      n - `max_staleness` have been evaluated.
     - `open_brackets`, `batch`: brackets of Hyperband that may be open at a time, and proposals in a row that know the
       same results, as in `service.tune.plan.Plan`.
     - `version`: version of the program that created the study.

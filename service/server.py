@@ -123,7 +123,9 @@ def serve(
 
 @contextmanager
 def _alone(data_dir: Path, address: URL) -> Iterator[None]:
-    """Context in which no other server uses the directory and the database, unless both use the same PostgreSQL.
+    """Context in which no other server uses the data directory or the database.
+
+    Servers that use the same PostgreSQL database, whose URL is `address`, may share both.
 
     Raises:
         InUse: Another server uses one of them.
@@ -141,7 +143,10 @@ def _alone(data_dir: Path, address: URL) -> Iterator[None]:
 
 
 def _directories(option: str, directories: Sequence[Path]) -> tuple[str, ...]:
-    """Absolute paths of `directories`. Raises Conflict if one is not a directory."""
+    """Absolute paths of `directories`, the values of the command's option `option`.
+
+    Raises Conflict, with the option's name, if one is not a directory.
+    """
     for directory in directories:
         if not directory.is_dir():
             raise Conflict(f"{option} {directory}: is not a directory; give one that exists")
@@ -149,7 +154,10 @@ def _directories(option: str, directories: Sequence[Path]) -> tuple[str, ...]:
 
 
 def _urls(urls: Sequence[str]) -> tuple[str, ...]:
-    """The `urls` unchanged. Raises Conflict if one is not the URL of an object store."""
+    """The `urls` unchanged, which are values of a command's option.
+
+    Raises Conflict if one is not the URL of an object store.
+    """
     for url in urls:
         if problem := object_url_problem(url):
             raise Conflict(f"--allow-url {problem}")
@@ -157,7 +165,10 @@ def _urls(urls: Sequence[str]) -> tuple[str, ...]:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 is any free port. Raises Conflict if the address cannot be used."""
+    """Create a socket that listens at the address `host` and the port `port`; port 0 is any free port.
+
+    Raises Conflict if the address cannot be used.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, OverflowError) as error:

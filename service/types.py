@@ -52,7 +52,7 @@ class TrialState(StrEnum):
 
 
 class Origin(StrEnum):
-    """Origin of a trial: a baseline (`source` or `published`), the searcher (`search`), or the user.
+    """Origin of a trial: a baseline (`source` or `published`), the searcher (`search`), or the user (`user`).
 
     The recipe of a `source` trial is the base or an expert alone. That of a `published` trial is from the literature.
     """
@@ -164,7 +164,10 @@ class StoredRecipe:
 
     @property
     def keeps_equal(self) -> bool:
-        """`Recipe.keeps_equal`; a text that cannot have it is not parsed."""
+        """The attribute `keeps_equal` of the recipe.
+
+        The recipe is not parsed if its text shows that the attribute is False.
+        """
         return may_keep_equal(self.text) and self.read().keeps_equal
 
     def __eq__(self, other: object) -> bool:
@@ -178,18 +181,21 @@ class StoredRecipe:
 
 @dataclass(frozen=True, slots=True)
 class RecipeDigest:
-    """Digest of a recipe that was not loaded."""
+    """Digest of a recipe, in place of the recipe, which was not read from the database."""
 
     digest: str
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """Trial of a study, without its recipe and its configuration, which are most of a trial's data.
+    """Result of a trial of a study, without its recipe and configuration, which are most of a trial's data.
 
-    `number` is unique in the study and never reused. `bracket` is None for baselines, which belong to no bracket.
-    `rungs` are the finished rungs in order. `values` are the objectives' values at full budget, and empty if the trial
-    did not reach the full budget.
+    `number` is unique in the study and never reused. `recipe` is at least the recipe's digest. `bracket` is None for
+    baselines, which belong to no bracket. `reason` says why the trial ended as PRUNED or FAIL. `rungs` are the finished
+    rungs in order. `samples_scored` counts the samples of search data that were scored for this trial, `samples_reused`
+    those that were known from lower rungs or from trials with an equal recipe. `timings_s` has the seconds that parts
+    of scoring took, by name. `values` are the objectives' values at full budget, and empty if the trial did not reach
+    the full budget.
     """
 
     number: int
@@ -215,14 +221,14 @@ class TrialRecord(TrialResult):
     configuration: Mapping[str, Any] | None = None
 
     def read_recipe(self) -> Recipe:
-        """Recipe of the trial; that of a stored trial is parsed at every call."""
+        """Return the recipe of the trial. If its text was read from the database, the text is parsed at every call."""
         return self.recipe if isinstance(self.recipe, Recipe) else self.recipe.read()
 
     def after_chunk(self, timings_s: Mapping[str, float], num_scored: int | None) -> Self:
         """Copy of this trial, updated after a chunk of its samples was stored.
 
         The chunk's `timings_s` (seconds by name) and its number of newly scored samples are added. `num_scored` is None
-        for samples outside the search, which are not counted.
+        for holdout data, whose samples are not counted.
         """
         timings = {name: self.timings_s.get(name, 0.0) + seconds for name, seconds in timings_s.items()}
         found = replace(self, timings_s={**self.timings_s, **timings})
@@ -242,12 +248,15 @@ class JobRecord:
     - `document`: the submitted document in canonical form.
     - `accepted`: findings of the checks when the job was created, as JSON; for a study, a `ResolvedStudy`.
     - `reason`: reason for the current state.
+    - `wall_clock_s`: seconds that all attempts have worked on the job.
     - `attempt`: number of drivers that have taken over the job.
+    - `progress`: the driver's latest progress, as JSON that users see; None before the first.
     - `submissions`: number of drivers that were submitted to a cluster.
     - `submitted_after`: value of `attempt` at the last submission.
+    - `request_digest`: hash of the body of the request that created the job; None if no request did.
     - `progressed_at`: time at which the driver last made progress.
-    - `patience_s`: seconds without progress after which the driver counts as hung.
-    - `waiting_for`: what the driver waits for.
+    - `patience_s`: seconds without progress after which the driver counts as hung; None if not known.
+    - `waiting_for`: what the driver waits for; None if it does not wait.
     """
 
     id: str
@@ -273,10 +282,10 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class ArtifactRecord:
-    """File or directory that a job made and the server stores by content, such as a trained expert.
+    """Directory of files that a job made and the server stores by content, such as a trained expert.
 
-    `digest` is the sha256 of the list of its files and their hashes. `num_bytes` is the total size of its files.
-    `facts` are properties that the job stored with the artifact.
+    `study` is the id of the job, of whatever kind. `digest` is the sha256 of the list of its files and their hashes.
+    `num_bytes` is the total size of its files. `facts` are properties that the job stored with the artifact.
     """
 
     study: str
@@ -289,7 +298,7 @@ class ArtifactRecord:
 
 @dataclass(frozen=True)
 class ExportRecord:
-    """Merged model that was requested for download; `reason` says why the model could not be written."""
+    """Export: a merged model that was requested for download; `reason` says why it could not be written."""
 
     id: str
     study: str
@@ -304,8 +313,9 @@ class ExportRecord:
 class Comparison:
     """Values of a finalist or baseline on the holdout data, compared with the best finalist.
 
-    `mean` is the mean over the accuracy objectives. `differences` are this trial's values minus those of the best
-    finalist, paired by sample; the keys are the objectives, and "mean".
+    `trial` is the number of its trial. `mean` is the mean over the accuracy objectives; None if there is none.
+    `differences` are this trial's values minus those of the best finalist, paired by sample; the keys are the
+    objectives, and "mean".
     """
 
     label: str

@@ -164,9 +164,10 @@ class WorkerProcess:
             return self._connection
 
     def _end(self, *, grace_s: float = 0.0) -> int | None:
-        """Kill the process and all processes that it started.
+        """End the process and all processes that it started.
 
-        Returns the exit code if the process ends by itself within `grace_s` seconds, else None.
+        They are killed, the process itself only after `grace_s` seconds. Returns its exit code if it ended by itself
+        before that, else None.
         """
         with self._starting:
             process, self._process = self._process, None
@@ -219,9 +220,10 @@ def _work(connection: Connection[Any, Any], warm_up: Callable[[], None] | None) 
 
 
 def _limit(kind: int, value: int | None) -> None:
-    """Set a soft resource limit of the current process; `value` None sets the hard limit, the highest possible.
+    """Set the current process's soft limit of a resource to `value`.
 
-    `kind` is a constant of the module `resource`, such as RLIMIT_CPU.
+    If `value` is None, it is set to the hard limit, the highest possible. `kind` is a constant of the module
+    `resource`, such as RLIMIT_CPU.
     """
     _, hard = resource.getrlimit(kind)
     is_free = hard == resource.RLIM_INFINITY

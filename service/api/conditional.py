@@ -28,9 +28,11 @@ async def answer(
     media_type: str = "application/json",
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """Respond with what `function` makes of the study's record, or with 304 if the client has it already.
+    """Respond with what `function` makes of the study's record, or with status 304 if the client has it already.
 
-    `function` is the key under which the result is kept until the study changes. Raises NotFound.
+    The client has it if the request's header If-None-Match names the study's present version. The result is cached, by
+    study and `function`, until the study changes. `headers` are further headers of the response. Raises NotFound if
+    there is no such study.
     """
     # The tag is read before the result: a study that changes meanwhile makes the tag outdated, never wrong.
     tag = f'"{await records.version(study_id)}"'

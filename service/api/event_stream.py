@@ -49,7 +49,10 @@ WINDOW = 1000
 
 
 def frame(data: Mapping[str, Any], *, event: str, id: int | None = None) -> bytes:
-    """Encode a server-sent event with `data` as JSON; clients resume a stream after the last `id` received."""
+    """Encode a server-sent event with `data` as JSON and the type `event`.
+
+    `id` is the event's id, after which clients resume a stream; None for events that are not stored.
+    """
     head = f"id: {id}\n" if id is not None else ""
     return f"{head}event: {event}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
 
@@ -67,14 +70,20 @@ class EventHub:
         self._threads = anyio.CapacityLimiter(MAX_THREADS)
 
     def start(self) -> None:
-        """Receive the database's announcements of new events, from any server and driver."""
+        """Start to receive the database's announcements that a server or driver has stored a job's event.
+
+        SQLite announces nothing; events are then found by reading the database regularly.
+        """
         self._notifications.start()
 
     def stop(self) -> None:
         self._notifications.stop()
 
     def _announced(self, job_id: str) -> None:
-        """Have the job's events read now; called by another thread."""
+        """Have the events of the job read at once, if clients watch it, because the database has announced a new one.
+
+        Another thread than that of the event loop calls this method.
+        """
 
         def announce() -> None:
             if (feed := self._feeds.get(job_id)) is not None:

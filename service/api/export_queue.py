@@ -260,7 +260,10 @@ class Exports:
             await anyio.to_thread.run_sync(self._store.set_export_state, name, state, reason)
 
     def _alignments(self, record: ExportRecord) -> str | Path:
-        """The directory of the study's alignments, or the URL of the object store that has them."""
+        """Place of the alignments of the exported trial's study.
+
+        It is their directory, or the URL of the object store that has them if there is no such directory.
+        """
         directory = alignments_dir(job_dir(self._data_dir, record.study))
         return directory if self._files is None or directory.is_dir() else self._files
 

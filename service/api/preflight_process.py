@@ -43,7 +43,10 @@ BODY = "the request's body"
 
 
 def _memory_share() -> int:
-    """A quarter of this machine's memory in bytes, but at least 2 GiB and at most 8 GiB."""
+    """Default limit of memory for the checks of one request, in bytes.
+
+    It is a quarter of this machine's memory, but at least 2 GiB and at most 8 GiB.
+    """
     total: int = psutil.virtual_memory().total
     return max(2 * 2**30, min(total // 4, 8 * 2**30))
 
@@ -69,10 +72,10 @@ class Preflight(Protocol):
     def stop(self) -> None: ...
 
     async def accept(self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "") -> Accepted:
-        """Check a request's body that describes a job of this `kind`.
+        """Check a request's body that describes a job of this `kind`; it is JSON if `is_json`, else YAML.
 
-        `client` names the sender. Requests of one client wait for each other and do not delay other clients. Raises
-        InvalidStudy with every problem, and Unavailable if no check is possible at the moment.
+        `client` names the sender. Many requests of one client do not delay those of other clients. Raises InvalidStudy
+        with every problem, and Unavailable if no check is possible at the moment.
         """
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
@@ -80,10 +83,11 @@ class Preflight(Protocol):
 
 
 class PreflightProcess:
-    """Preflight that checks jobs in separate processes, each request within `limits` (by default those of Limits).
+    """Preflight that checks jobs in separate processes, each request within `limits`; None means those of Limits().
 
-    `context` says which files jobs may read and which earlier jobs they may refer to; by default all files and no jobs.
-    At most `num_validators - 1` processes work for one client at the same time, but at least one.
+    `context` says which files jobs may read and which earlier jobs they may refer to; None means all files and no jobs.
+    At most `num_validators` processes do the checks. At most `num_validators - 1` of them work for one client at the
+    same time, but at least one.
     """
 
     def __init__(
@@ -172,10 +176,12 @@ def _warm_up() -> None:
 
 
 def check_request(content: bytes, noun: str, accept: Accept, context: RequestContext, *, is_json: bool) -> Accepted:
-    """Check a request's body that describes a job: the `accept` of its kind, whose noun is `noun`, does the checks.
+    """Check a request's body, JSON if `is_json` and else YAML, that describes a job.
 
-    Weights are read, and merges of other studies written, without limits of memory and processor time: their amount is
-    not the sender's choice, and reading large weights maps all of their files. Raises InvalidStudy with every problem.
+    `accept` has the checks of the job's kind, and `noun` is the word for such a job in messages. `context` says which
+    files the job may read. Weights are read, and merges of other studies written, without limits of memory and
+    processor time: their amount is not the sender's choice, and reading large weights maps all of their files. Raises
+    InvalidStudy with every problem.
     """
     try:
         return accept(parse_document(content, BODY, is_json=is_json), replace(context, lift_limits=lift_limits))

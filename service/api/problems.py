@@ -71,7 +71,7 @@ class Json(JSONResponse):
 
     @staticmethod
     def encode(content: Any) -> bytes:
-        """Text of the response. Raises ValueError for numbers that JSON does not have."""
+        """JSON text of `content`, in ASCII. Raises ValueError if `content` has NaN or infinite numbers."""
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
@@ -95,7 +95,7 @@ def problem_response(
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI descriptions of a route's error responses with the HTTP `statuses`, by status."""
+    """OpenAPI descriptions, by HTTP status, of a route's error responses with the given statuses."""
     content = {PROBLEM_JSON: {"schema": {"$ref": "#/components/schemas/ProblemDocument"}}}
     described: dict[int | str, dict[str, Any]] = {}
     for status in statuses:

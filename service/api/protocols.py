@@ -36,7 +36,10 @@ class Cluster(Protocol):
         """Output of all drivers that worked on `job`. Raises ConnectionError while the cluster is unreachable."""
 
     def is_leader(self) -> bool:
-        """Whether this server, of those that use the same database, starts drivers and writes exports."""
+        """Whether this server is the leader of the servers that use the same database.
+
+        Only the leader starts drivers and writes exports.
+        """
 
     def wake(self) -> None:
         """Check at once which jobs need a driver; called after a job was created, cancelled or resumed."""

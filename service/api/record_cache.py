@@ -29,7 +29,12 @@ Result = TypeVar("Result")
 
 @dataclass
 class _Entry:
-    """Cache entry of one study: its run record, and the results of functions that were applied to the record."""
+    """Cache entry of one study: its run record, and the results of functions that were applied to the record.
+
+    `reader` reads the record, and later only what has changed. `version` has the study's number of attempts and the id
+    of its last event when the record was read. The record is read again if one of them has changed. The `lock` lets one
+    request at a time use the entry.
+    """
 
     reader: RunReader
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -41,8 +46,9 @@ class _Entry:
 class RunRecords:
     """Cache of the run records of recently requested studies, and of results computed from the records.
 
-    A record is kept up to date: only what has changed is read again. Results are computed in separate threads.
-    Concurrent requests for a study share one computation. A cache is bound to one asyncio event loop.
+    A run record has all data of a study that its result files and report are computed from. It is kept up to date: only
+    what has changed is read again. Results are computed in separate threads. Concurrent requests for a study share one
+    computation. A cache is bound to one asyncio event loop.
     """
 
     def __init__(self, store: Store) -> None:
@@ -52,7 +58,10 @@ class RunRecords:
         self._threads = anyio.CapacityLimiter(MAX_THREADS)
 
     async def version(self, study_id: str) -> str:
-        """Text that changes whenever results of the study may have changed. Raises NotFound."""
+        """Text that changes whenever results of the study may have changed.
+
+        Raises NotFound if there is no such study.
+        """
         attempt, event = await anyio.to_thread.run_sync(self._version, study_id)
         return f"{self._program}-{attempt}-{event}"
 

@@ -22,7 +22,11 @@ RETRY_S = 30.0
 
 
 async def move_old_samples(store: Store) -> None:
-    """Move the samples of all studies, a recipe at a time; returns when none is left."""
+    """Move all samples that earlier versions stored to where this version stores samples.
+
+    The samples of one recipe are moved at a time, with pauses for other writers. Returns when none is left. If the
+    database does not answer, another attempt follows.
+    """
     number = 0
     while True:
         try:

@@ -30,7 +30,10 @@ Job = Mapping[str, Any]
 
 
 class JobView:
-    """Display of a server's jobs of one kind, with results on standard output and progress on standard error."""
+    """Display of a server's jobs of one kind, with results on standard output and progress on standard error.
+
+    Its subclasses, such as `StudyView`, show more of the jobs of one kind.
+    """
 
     def __init__(self, kind: JobKind, client: Client, *, as_json: bool) -> None:
         self._kind = kind
@@ -121,7 +124,7 @@ class StudyView(JobView):
 
 
 class FinetuneView(JobView):
-    """Display of fine-tunings, which also shows the experts' losses, and how to download the experts at the end."""
+    """Display of fine-tunings, which also shows the experts' losses and, at the end, how to download the experts."""
 
     def list_table(self, jobs: Sequence[Any]) -> Table:
         from service.cli.finetune_tables import finetunes_table

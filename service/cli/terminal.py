@@ -37,7 +37,10 @@ def print_json_line(document: Any) -> None:
 
 
 def print_export(directory: Path, chosen: PreferredDocument | None, *, as_json: bool) -> None:
-    """Print where a merged model was written, and `chosen`, the trial that weights of the objectives picked, if any."""
+    """Print where a merged model was written, and which trial weights of the objectives picked.
+
+    `chosen` is that trial; None if no weights were given.
+    """
     if as_json:
         print_json({"directory": str(directory)} | ({} if chosen is None else {"preferred": chosen}))
         return

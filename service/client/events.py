@@ -49,9 +49,10 @@ class Event:
 class EventReader:
     """Reader of a job's event stream that leaves sending and receiving to its caller.
 
-    The caller sends the request that `call` returns and passes the received bytes to `feed`, which yields events. When
-    a connection has ended, `pause_s` returns how long to wait before the next request, or raises the final error.
-    `after` is the id of the last event received. `patience_s` limits the seconds without a connection.
+    The caller sends the request that the method `call` returns and passes the received bytes to the method `feed`,
+    which yields events. When a connection has ended, the method `pause_s` returns how long to wait before the next
+    request, or raises the final error. `after` is the id of the last event received. `patience_s` limits the seconds
+    without a connection.
     """
 
     def __init__(

@@ -46,7 +46,10 @@ def awaited(flow: Callable[P, Flow[T]]) -> Callable[Concatenate[AwaitedRunner, P
 
 
 def named(client: type[C]) -> type[C]:
-    """Class decorator that sets the module and qualified name of methods made from flows, for the API pages."""
+    """Class decorator for clients, for the API pages: methods made from flows receive the module and name of `client`.
+
+    A flow is a generator of requests that `blocking` or `awaited` makes a method from.
+    """
     for name, method in vars(client).items():
         if inspect.isfunction(method) and method.__module__ == __name__:
             method.__module__, method.__qualname__ = client.__module__, f"{client.__qualname__}.{name}"

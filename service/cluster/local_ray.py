@@ -106,7 +106,8 @@ def stop_processes(record: HostRecord) -> None:
 def _is_of_session(process: psutil.Process, session_dir: str) -> bool:
     """Whether `process` belongs to the Ray cluster with the session directory `session_dir`.
 
-    This is decided by the command, the title and the open files of the process.
+    A worker of Ray, which is known by its title, belongs to the cluster if it has files in the directory open. Another
+    program of Ray belongs to it if its command names the directory.
     """
     try:
         command = process.cmdline()
@@ -196,8 +197,8 @@ def _is_dead(process: psutil.Process) -> bool:
 def _watch(vital: list[psutil.Process], stopping: threading.Event, data_dir: Path) -> str:
     """Wait until the Ray cluster must stop, and return the reason.
 
-    The cluster stops if one of the `vital` processes dies, if `stopping` is set, or if no server has used `data_dir`
-    for 600 s.
+    The cluster stops if one of the processes `vital` dies, if `stopping` is set, or if no server has used `data_dir`, a
+    server's data directory, for 600 s.
     """
     served_at = time.monotonic()
     while not stopping.wait(POLL_S):

@@ -111,13 +111,18 @@ def decide(
 ) -> Decision:
     """Decide what the reconciler does next for an unfinished job.
 
+    It waits while the job's Ray Job is pending or running, or stops it if the driver makes no progress. After the
+    driver has ended, it submits another one, after a pause that grows with the drivers in a row without a result. It
+    gives the job up after too many of them, unless the last one only ended because something was missing. A driver that
+    the cluster did not receive is submitted again.
+
     Args:
         job: The stored job.
         ray_job: State of the Ray Job of the job's last driver; None if the cluster does not know the Ray Job.
         consecutive_failures: Number of the last drivers in a row that ended without a result.
         now: The current time in seconds since the epoch, by the clock of the stored times.
         watched_since: Time since which the database has answered, by the same clock.
-        message: The cluster's explanation of the state.
+        message: The cluster's explanation of the state; None if it gives none.
         consecutive_waits: Number of the last drivers in a row that ended because something was missing for now.
         refusal: Reason why the cluster did not accept the last driver; None if the driver was accepted.
     """
@@ -160,8 +165,9 @@ def _end_of_driver(ray_job: str | None, reason: str) -> str:
 def _reason_to_stop(job: JobRecord, *, now: float, watched_since: float) -> str | None:
     """Reason to replace the running driver of `job`; None if the driver may continue.
 
-    A driver is replaced if it does not start, sends no heartbeats, or makes no progress for too long. Silence counts
-    from `watched_since`: a driver that could not reach the database is not lost.
+    A driver is replaced if it does not start, sends no heartbeats, or makes no progress for too long. `now` and
+    `watched_since`, since when the database has answered, are in seconds since the epoch. Heartbeats that are missing
+    from before `watched_since` do not count against a driver, because it could not store them.
     """
     heard_at = job.heartbeat_at or 0.0
     if job.attempt <= job.submitted_after or heard_at < job.submitted_at:  # the heartbeat is the previous driver's
@@ -178,11 +184,12 @@ def _reason_to_stop(job: JobRecord, *, now: float, watched_since: float) -> str 
 class RayCluster:
     """Thread of the server that keeps a driver running for every unfinished job, on a Ray cluster.
 
-    If the database has several servers, only their leader acts and runs Ray. The others decide the same from the same
-    stored state, so all servers give the same answers, and one of them becomes the leader when the leader ends.
+    If several servers use the database, one of them is the leader. Only the leader starts and stops drivers, and runs
+    Ray. The other servers compute the same decisions from the stored state, so that all servers give the same answers.
+    If the leader ends, another server becomes the leader.
 
-    The cluster is the one that RAY_ADDRESS names, or one that the server runs on this machine. Method `start` returns
-    at once. Method `not_ready` says why no job can continue yet.
+    The cluster is the one that RAY_ADDRESS names, or one that the server runs on this machine. The method `start`
+    returns at once. The method `not_ready` says why no job can continue yet.
     """
 
     def __init__(
@@ -310,7 +317,8 @@ class RayCluster:
     def _connect(self, is_leader: bool) -> str | None:
         """Connect to the Ray cluster, and return the reason why it cannot be used; None if it can be used.
 
-        Only the leader starts a cluster.
+        If the server is the leader (`is_leader`) and runs the cluster itself, the cluster is started first if
+        necessary.
         """
         if self._host is not None and (reason := self._host.not_ready(may_start=is_leader)) is not None:
             self._disconnect(reason)
@@ -332,9 +340,10 @@ class RayCluster:
         return self._too_many_machines()
 
     def _too_many_machines(self) -> str | None:
-        """The reason why drivers may not start on a cluster of several machines; None if they may.
+        """Reason why no driver may start: the cluster has several machines, and the database is a file on one of them.
 
-        The machines are counted every NODES_S seconds, as they come and go.
+        Returns None if drivers may start. The machines are counted every NODES_S seconds, because some may join or
+        leave.
         """
         if self._host is not None or not self._store.is_on_one_machine:
             return None
@@ -379,8 +388,8 @@ class RayCluster:
     def _look_at(self, job: JobRecord, *, now: float, may_start: bool, acts: bool) -> bool:
         """Decide the next action for an unfinished job: wait, submit or stop a driver, or end the job as FAILED.
 
-        The action is taken if this server `acts`. A driver is submitted only if `may_start`. Returns whether the job
-        has a driver, or will have one soon.
+        The action is taken only if this server `acts`, being the leader. A driver is submitted only if `may_start`.
+        `now` is in seconds since the epoch. Returns whether the job has a driver, or will have one soon.
         """
         ray_job, message = self._ray_job(job)
         decision = decide(
@@ -418,14 +427,17 @@ class RayCluster:
         return True
 
     def _lose_driver(self, job: JobRecord, because: str | None) -> None:
-        """Record why the last driver of a job is replaced; later reasons for the same driver are ignored."""
+        """Remember the reason `because` why the job's last driver is replaced, for the command line of the next one.
+
+        Later reasons for the same driver are ignored. Nothing is remembered if `because` is None.
+        """
         if because is not None:
             self._losses.setdefault(job.id, {}).setdefault(job.submissions, because)
 
     def _submit(self, job: JobRecord, number: int, because: str | None) -> bool:
         """Submit the driver with the given number for `job`, and return whether the cluster accepted the driver.
 
-        `because` says why the previous driver was replaced.
+        `because` says why the previous driver was replaced; None if there is no reason to state.
         """
         self._store.record_submission(job.id, number)
         name = submission_id(job, number)
@@ -477,7 +489,10 @@ class RayCluster:
 
 
 def _machines(dashboard_url: str | None) -> frozenset[str]:
-    """Addresses of the machines of the cluster with this dashboard. Raises ConnectionError if it does not answer."""
+    """Addresses of the machines of the Ray cluster with the dashboard at `dashboard_url`.
+
+    Raises ConnectionError if the dashboard does not answer.
+    """
     from ray.util.state import list_nodes
     from ray.util.state.exception import RayStateApiException
 

@@ -37,9 +37,9 @@ class RequestContext:
 
     `access` limits the files that the job may read; None is no limit. `store_url` and `data_dir` are the server's
     database and data directory, where other jobs are found that the job refers to. If they are None, a job cannot refer
-    to others. `files` is the location of the server's artifacts, by default in `data_dir`. `lift_limits` removes the
-    limits of memory and processor time from the checks that follow. It is called before large files are read or
-    written.
+    to others. `files` is the location of the server's artifacts: a directory or the URL of an object store. None is a
+    directory in `data_dir`. `lift_limits` removes the limits of memory and processor time from the checks that follow.
+    It is called before large files are read or written.
     """
 
     access: FileAccess | None = None
@@ -87,7 +87,7 @@ class Resources:
     - `scorer`: opens scoring replicas. Its arguments are the models, the engine's options and the number of replicas.
       Raises EngineUnavailable.
     - `fit`: trains an expert on Ray Train. Its arguments are the specification, the directory for the result, and the
-      files that may be read (None: all).
+      files that may be read. None for the files is no limit.
     """
 
     ray: Callable[[], AbstractContextManager[RaySession]]
@@ -99,7 +99,8 @@ class Resources:
 class Attempt:
     """One driver's attempt at a job, with everything that the driver needs to work on the job.
 
-    `writer` stores results in the name of this attempt. `work_dir` is the job's directory for files. `note` shows a
+    `writer` stores results in the name of this attempt. `work_dir` is the job's directory for files. `heartbeat`
+    reports that the driver is alive. `resources` are the functions with which it uses the cluster. `note` shows a
     message in the job's log or in a terminal.
     """
 
@@ -113,7 +114,7 @@ class Attempt:
 
     @property
     def job(self) -> JobRecord:
-        """The attempt's job as it is stored at the moment."""
+        """Record of the attempt's job, as it is stored at the moment."""
         return self.store.job(self.writer.job_id)
 
     def progressed(self, text: str) -> None:

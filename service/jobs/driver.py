@@ -78,9 +78,9 @@ def drive(
 
     The job passed its checks when it was created. If something is missing now, such as a model, the hub, an engine or
     Ray, this driver ends, and a later driver tries again. The job fails only for problems that later drivers would meet
-    again. `work_dir` is the job's directory for files. `files` is the location of artifacts, by default in the server's
-    data directory. `because` says why the previous driver was replaced. `resources` are the functions with which the
-    driver uses the cluster; by default those of `service.jobs.resources`.
+    again. `work_dir` is the job's directory for files. `files` is the location of artifacts; None is a directory in the
+    server's data directory. `because` says why the previous driver was replaced; None if there is no reason to state.
+    `resources` are the functions with which the driver uses the cluster; None means those of `service.jobs.resources`.
     """
     try:
         writer = store.open_attempt(job_id, because=because)
@@ -117,7 +117,10 @@ def drive(
 
 
 def _check_clock(store: Store) -> None:
-    """Warn if this machine's clock is not that of the database, whose times events and heartbeats have."""
+    """Log a warning if this machine's clock differs from that of the database.
+
+    Events and heartbeats have the times of the database's clock, log messages those of this machine's.
+    """
     before = time.time()
     skew_s = store.now() - time.time()
     if abs(skew_s) > MAX_SKEW_S + time.time() - before:

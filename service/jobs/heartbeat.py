@@ -38,7 +38,7 @@ class Heartbeat:
 
     A heartbeat has the driver's `progress` (as JSON), the seconds that all attempts at the job have worked, the seconds
     without progress, and what the driver waits for. The driver makes progress when it stores something with `writer`,
-    or when it calls `progressed`. `worked_s` are the seconds that earlier attempts at the job have worked.
+    or when it calls the method `progressed`. `worked_s` are the seconds that earlier attempts at the job have worked.
     """
 
     def __init__(self, writer: JobWriter, worked_s: float, *, interval_s: float = HEARTBEAT_S) -> None:
@@ -64,7 +64,10 @@ class Heartbeat:
 
     @property
     def patience_s(self) -> float:
-        """Seconds without progress after which the driver is replaced."""
+        """Seconds without progress after which the driver is replaced.
+
+        They are `min_patience_s`, or ten times the longest time of a chunk so far, whichever is more.
+        """
         return max(self.min_patience_s, PATIENCE_CHUNKS * self._writer.longest_chunk_s)
 
     def progressed(self) -> None:
@@ -72,7 +75,10 @@ class Heartbeat:
         self._progressed_at = time.monotonic()
 
     def wait_for(self, what: str | None) -> None:
-        """Report what the driver waits for, such as "an engine to start"; None if the driver does not wait."""
+        """Report what the driver waits for, such as "an engine to start".
+
+        If `what` is None, report that the driver does not wait.
+        """
         if what != self._waiting_for:
             self._waiting_for = what
             self.send()
@@ -81,7 +87,11 @@ class Heartbeat:
         self._send(self.wall_clock_s)
 
     def discount(self) -> None:
-        """Store the time that the driver has worked, without the time since the last scored chunk, when it waited."""
+        """Store a heartbeat for a driver that has waited in vain since its last scored chunk.
+
+        The time since then does not count as worked time. If this driver has scored no chunk, the stored working time
+        is that of earlier attempts alone.
+        """
         self._send(self._worked_s + max(self._writer.scored_at - self._started_at, 0.0))
 
     def check(self) -> None:

@@ -26,8 +26,8 @@ OTHER_PROGRAMS = {
 class Problems:
     """Collector of problems and warnings of a merge, so that all can be reported together.
 
-    Problems are about the merge's file (`of_file`), its models or the directory of the result. Warnings are lines about
-    keys of the file that have no effect. With `strict`, warnings count as problems.
+    Problems are about the merge's file, its models or the directory of the result; `of_file` has those about the file.
+    Warnings are lines about keys of the file that have no effect. With `strict`, warnings count as problems.
     """
 
     def __init__(self, file: Path, warnings: list[str], *, strict: bool) -> None:
@@ -46,7 +46,7 @@ class Problems:
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Context in which errors about the file, the models or the result's directory are caught and added."""
+        """Context that catches errors about the file, the models and the result's directory as problems."""
         try:
             yield
         except InvalidRecipe as error:

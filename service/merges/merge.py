@@ -127,7 +127,7 @@ class MergePlan:
         )
 
     def _download(self) -> tuple[str, ...]:
-        """Line about weights that will be downloaded from the hub, as a tuple; empty if there are no such weights."""
+        """Line about weights that will be downloaded from the hub, in a tuple; an empty tuple if there are none."""
         num_bytes = self.disk_bytes.download
         if not num_bytes:
             return ()
@@ -283,9 +283,11 @@ def _check(recipe: Recipe, bank: Bank) -> None:
 def _of_recipe(
     document: Any, directories: Mapping[str, Path], problems: Problems, **fetching: Any
 ) -> _PreparedMerge | None:
-    """Prepare the merge that a recipe describes.
+    """Prepare the merge that the recipe in `document` describes.
 
-    `directories` are those of the models by alias. Problems are added to `problems`; the result is None then.
+    `directories` has the directories of the models by alias. Problems that are found are added to `problems`. The
+    result is None if models cannot be opened because of them. `fetching` are further arguments of `_bank`, which opens
+    the weights.
     """
     recipe = Recipe.from_json(document)
     template = document.get("chat_template")
@@ -328,10 +330,11 @@ def _of_recipe(
 def _of_configuration(
     document: Any, file: Path, directories: Mapping[str, Path], problems: Problems, **fetching: Any
 ) -> _PreparedMerge | None:
-    """Prepare the merge that a mergekit configuration describes.
+    """Prepare the merge that the mergekit configuration in `document`, from `file`, describes.
 
-    Problems are added to `problems`; the result is None then. The models are checked even if other parts of the
-    configuration are wrong.
+    `directories` has directories of models by name. Problems that are found are added to `problems`, and the result is
+    None. The models are checked even if other parts of the configuration are wrong. `fetching` are further arguments of
+    `_bank`, which opens the weights.
     """
     warn = problems.warnings.append
     configuration = read_configuration(document, warn=warn, problems=problems.of_file)
@@ -393,8 +396,9 @@ def _opened(
 ) -> ResolvedFamily | None:
     """Locate the models of a merge and check their headers.
 
-    Problems are added to `problems`; the result is None then. Models that exist are checked even if others are missing.
-    The arguments are those of `_resolved`, with the models' directories or hub ids in `places`.
+    Problems that are found are added to `problems`. The result is None if `problems` has any, or if the base is
+    missing. Models that exist are checked even if others are missing. `places` has the directory, hub id or URL of each
+    model and adapter, by alias. The other arguments are those of `_resolved`.
     """
     if base not in places:
         return None
@@ -422,7 +426,8 @@ def _resolved(
         tokenizer: Vocabulary of the merged model: "base", "union" or an alias.
         adapted: Directory or hub id of the model that an adapter changes, by the adapter's alias, if not the base.
         vocabulary: Further options of the merged vocabulary.
-        unmerged: Names in messages of models that the configuration names and does not merge, by alias.
+        unmerged: Models that the configuration names and does not merge: their names in messages, by alias. None if
+            there are none.
     """
     others = {alias: directory for alias, directory in directories.items() if alias != base}
     if not others:
@@ -440,10 +445,10 @@ def _resolved(
 
 
 def _bank(sources: ResolvedFamily, *, downloads: bool = True, note: Callable[[str], None] = logger.info) -> Bank:
-    """Open the weights of models whose headers were checked, as a bank of merge sources.
+    """Open the weights of models whose headers were checked, and return them as a bank.
 
-    With `downloads`, models that are not on this machine are downloaded first. Raises InvalidModel if weights cannot be
-    used.
+    A bank gives merges the tensors of all sources. With `downloads`, models that are not on this machine are downloaded
+    first. `note` is called with messages about downloads and slow reads. Raises InvalidModel if weights cannot be used.
     """
     from workers.merging.bank import Bank
 

@@ -183,9 +183,10 @@ def _in_order(file: Path, documents: Sequence[_Document]) -> list[_Document]:
 
 
 def _named_in(document: _Document, directories: Mapping[str, Path]) -> dict[str, Path]:
-    """Select the directories of models that a document names, by name.
+    """Select from `directories`, by name, those of the models that a document names.
 
-    For the only document of a file, all `directories` are returned, so that unknown names are reported later.
+    For the only document of a file, all `directories` are returned, so that names that it does not know are reported
+    later.
     """
     if document.content is None:
         return dict(directories)

@@ -31,9 +31,10 @@ __all__ = ["ArtifactStore"]
 
 @repeated
 class ArtifactStore:
-    """Artifacts of the jobs in `store`, with their files at `location`: a directory or the URL of an object store.
+    """Store of artifacts, the directories of files that the jobs in `store` made, such as trained experts.
 
-    Every process may use it. Methods that read or write files raise OSError if the location cannot be used.
+    The files are at `location`: a directory or the URL of an object store. Every process may use it. Methods that read
+    or write files raise OSError if the location cannot be used.
     """
 
     def __init__(self, store: Store, location: str | Path) -> None:
@@ -43,9 +44,10 @@ class ArtifactStore:
         self._blobs = open_blobs(location)
 
     def put(self, job_id: str, name: str, source: Path, *, facts: Mapping[str, Any] | None = None) -> ArtifactRecord:
-        """Store the directory `source` as an artifact of the job.
+        """Store the directory `source` as an artifact of the job, and return the artifact's record.
 
-        An earlier artifact of that name is replaced.
+        An earlier artifact of the job with the same name is replaced. `facts` are properties to store with the
+        artifact, as JSON; None stores none.
 
         Raises:
             Conflict: The directory holds no file, or a file changed while it was stored.
@@ -94,17 +96,17 @@ class ArtifactStore:
         return found[0]
 
     def of(self, job_id: str) -> tuple[ArtifactRecord, ...]:
-        """Artifacts of a job, by name."""
+        """Records of a job's artifacts, ordered by name."""
         table = schema.artifacts
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(table.c.study == job_id).order_by(table.c.name))
             return tuple(ArtifactRecord(**row) for row in rows.mappings())
 
     def files(self, record: ArtifactRecord) -> dict[str, StoredFile]:
-        """Return the artifact's files by their paths in it.
+        """Return the files of an artifact, by their paths inside the artifact.
 
         Raises:
-            Conflict: A file is missing, or the manifest has changed.
+            Conflict: A file is missing, or the artifact's manifest (the stored list of its files) has changed.
         """
         found = {}
         for path, entry in self._manifest(record).items():
@@ -115,20 +117,23 @@ class ArtifactStore:
         return found
 
     def url(self, record: ArtifactRecord) -> str | None:
-        """URL under which studies on every machine can name the artifact as a model; None if it is in a directory."""
+        """URL under which studies on every machine can name the artifact as a model.
+
+        Returns None if the artifacts are stored in a directory.
+        """
         return self.remote and f"{self.remote}/{blob_path(record.digest)}"
 
     @property
     def remote(self) -> str | None:
-        """URL of the object store that has the files; None if they are in a directory."""
+        """URL of the object store that has the artifacts' files; None if they are in a directory."""
         return self._blobs.remote
 
     def content(self, digest: str) -> bytes:
-        """Content of the stored file with this sha256. Raises FileNotFoundError."""
+        """Content of the stored file whose sha256 is `digest`. Raises FileNotFoundError if there is none."""
         return self._blobs.read(digest)
 
     def write_to(self, record: ArtifactRecord, out: Path) -> Path:
-        """Copy the artifact to the new directory `out`, which appears once it is complete.
+        """Copy the files of an artifact to the new directory `out`, which appears only when all are copied.
 
         Returns:
             `out`.
@@ -144,17 +149,19 @@ class ArtifactStore:
         return out
 
     def num_bytes(self) -> int:
-        """Size of all stored files together."""
+        """Total size in bytes of the stored files of all artifacts, including files that no artifact uses any more."""
         return self._blobs.num_bytes()
 
     def capacity(self) -> int | None:
-        """Bytes of the disk that holds the files; None for an object store, which has no end."""
+        """Size in bytes of the disk that holds the files; None for an object store, whose size has no limit."""
         return self._blobs.capacity()
 
     def collect(self) -> int:
         """Delete files that no artifact uses, such as those of deleted jobs.
 
-        Files that another process may be about to use stay until a later call.
+        In a directory, nothing is deleted while a process stores an artifact. In an object store, files that were
+        written in the last 24 h are kept, because a process may be about to use them. A later call deletes what was
+        kept.
 
         Returns:
             Number of bytes that were freed.
@@ -162,7 +169,7 @@ class ArtifactStore:
         return self._blobs.collect(self._used)
 
     def _used(self) -> set[str]:
-        """Digests of all files that artifacts use, manifests included."""
+        """Digests of all files that artifacts use, including their manifests (the lists of an artifact's files)."""
         with self._reads.connect() as connection:
             digests = set(connection.execute(sa.select(schema.artifacts.c.digest)).scalars())
         used = set(digests)

@@ -34,16 +34,17 @@ CHANNEL = "mergesearch_events"
 
 @repeated
 class JobWriter:
-    """The only writer of a job.
+    """Writer of what one attempt at a job stores; only the writer of the job's latest attempt may write.
 
-    Every method is one transaction, and raises StaleAttempt after another attempt has taken over.
+    Every method is one transaction, and raises StaleAttempt if a later attempt has begun.
 
-    Writing the same chunk, rung or bracket again changes nothing, so a driver may repeat a write after a crash. The
-    first write after a driver has waited for the database adds an event about that, and the time counts as progress.
+    Writing the same chunk, rung or bracket again changes nothing, so a driver may repeat a write after a crash. If the
+    driver has waited because the database did not answer, the next write also stores an event with the length of that
+    time. Even a heartbeat counts as progress then.
 
     `stored_at` is the time at which this writer last stored anything but a heartbeat, `scored_at` that at which it last
     stored a chunk (time.monotonic(); 0: never). `longest_chunk_s` is the longest time that a replica took for a chunk,
-    waiting included.
+    including the time that the chunk waited in the replica.
     """
 
     def __init__(self, engine: sa.Engine, job_id: str, attempt: int) -> None:
@@ -87,9 +88,10 @@ class JobWriter:
     ) -> None:
         """Store that the driver is alive.
 
-        `wall_clock_s` are the seconds that all attempts have worked, `idle_s` those without progress so far,
-        `patience_s` those without progress after which the driver is replaced (None: not known). `progress` None leaves
-        the stored one unchanged. `waiting_for` is what the driver waits for.
+        `wall_clock_s` are the seconds that all attempts have worked. `idle_s` are the seconds without progress so far;
+        None stores that no progress is known. `patience_s` are the seconds without progress after which the driver is
+        replaced; None stores that they are not known. `progress` is shown to users, as JSON; None leaves the stored one
+        unchanged. `waiting_for` is what the driver waits for; None stores that it does not wait.
         """
         changes: dict[str, Any] = {
             "wall_clock_s": wall_clock_s,
@@ -109,7 +111,10 @@ class JobWriter:
             self._add_event(connection, EventKind.STATE, {"state": state.value, "reason": reason})
 
     def set_waiting(self, reason: str) -> None:
-        """Stop the job until another driver tries again, because something that it needs is missing now."""
+        """Store that the job is STOPPED because something that it needs is missing now, which `reason` names.
+
+        The server starts another driver for the job later.
+        """
         stopped = JobState.STOPPED.value
         with self._transaction() as connection:
             self._update_job(connection, state=stopped, reason=reason)
@@ -117,7 +122,7 @@ class JobWriter:
             self._add_event(connection, EventKind.WAITING, {"reason": reason})
 
     def set_document(self, document: Mapping[str, Any]) -> None:
-        """Replace the stored study file by one with other limits or more trials."""
+        """Replace the stored study file by `document`, which has other limits or more trials."""
         with self._transaction() as connection:
             self._update_job(connection, document=dict(document))
 
@@ -130,7 +135,7 @@ class JobWriter:
             )
 
     def resize_bracket(self, bracket: int, size: int) -> None:
-        """Reduce a bracket to `size`, because the search ended before it was full."""
+        """Set a bracket's number of configurations to `size`, because the search ended before the bracket was full."""
         table = schema.brackets
         with self._transaction() as connection:
             where = (table.c.study == self.job_id) & (table.c.bracket == bracket)
@@ -160,11 +165,12 @@ class JobWriter:
     def record_chunk(
         self, trial: int, split: Split, result: ScoreResult, *, again: Collection[tuple[str, int]] = ()
     ) -> None:
-        """Store a chunk's samples and evidence, and add its cost to the trial.
+        """Store a chunk's samples and evidence, and add their number and timings to the trial.
 
-        Samples that are stored already are ignored; a chunk without others is not stored at all. `again` are the
-        samples (objective, position) that replace void ones. The trial's `samples_scored` is the cost of the search: it
-        counts neither replaced nor holdout samples.
+        Samples that are stored already are ignored; a chunk that has no other samples is not stored at all. `again` are
+        the samples, as (objective, position), that replace void ones: the stored samples are deleted first. The trial's
+        `samples_scored` grows by the new samples of search data. It counts neither samples that replace void ones nor
+        samples of holdout data.
         """
         evidence = result.evidence
         table = schema.trials
@@ -214,7 +220,12 @@ class JobWriter:
     def finish_rung(
         self, trial: int, rung: RungRecord, *, samples_reused: int, state: TrialState | None = None
     ) -> None:
-        """Store a finished rung and the trial's count of reused samples; a `state` ends the trial."""
+        """Store a finished rung of a trial.
+
+        `samples_reused` is the number of samples, summed over the trial's finished rungs, that were not scored for them
+        but reused from lower rungs or from trials with an equal recipe. `state` is the trial's final state; None means
+        that the trial continues.
+        """
         table = schema.trials
         with self._transaction() as connection:
             self._insert_once(
@@ -243,7 +254,10 @@ class JobWriter:
             )
 
     def finish_trials(self, trials: Sequence[int], state: TrialState, reason: str | None = None) -> None:
-        """End trials without a further rung: as PRUNED, or as FAIL with the reason."""
+        """Store that the trials with the given numbers have ended in `state`, PRUNED or FAIL, without a further rung.
+
+        `reason` says why.
+        """
         table = schema.trials
         with self._transaction() as connection:
             connection.execute(
@@ -269,7 +283,10 @@ class JobWriter:
             connection.execute(insert(connection, schema.search_steps).values(row).on_conflict_do_nothing())
 
     def set_document_named(self, name: str, document: Any) -> None:
-        """Store a document, such as the result of a closing stage; it replaces an earlier one of that name."""
+        """Store a document of the job under `name`, such as the report of a verification.
+
+        An event of the kind `name` is added. The document replaces an earlier one of the same name.
+        """
         table = schema.documents
         with self._transaction() as connection:
             connection.execute(sa.delete(table).where((table.c.study == self.job_id) & (table.c.name == name)))
@@ -277,10 +294,11 @@ class JobWriter:
             self._add_event(connection, name, {})
 
     def record_engine_fault(self, replica: str, canaries: int, reason: str) -> None:
-        """Store, for all studies, that an engine failed a check after `canaries` passed canaries.
+        """Store that the engine of the replica `replica` failed a check after it had passed `canaries` canaries.
 
-        Only the first fault of a replica is stored. Studies with a driver read it themselves; those that are COMPLETE
-        already get an event here.
+        The fault counts for all studies whose samples the engine scored. Only the first fault of a replica is stored.
+        Drivers of unfinished studies read the stored faults themselves. Studies that are COMPLETE are told by this
+        method, through an event and in their reason, if samples of theirs are void now.
         """
         with self._transaction() as connection:
             _lock_faults(connection)
@@ -302,7 +320,11 @@ class JobWriter:
         connection.execute(sa.update(schema.studies).where(schema.studies.c.id == self.job_id).values(**changes))
 
     def _notify_complete_studies(self, connection: sa.Connection, replica: str, reason: str) -> None:
-        """State in each COMPLETE study's reason, and in an event, how many of its samples a replica's fault voids."""
+        """Tell COMPLETE studies how many of their samples are void because of the stored fault of a replica.
+
+        Each study with such samples receives an event, and the number and `reason` are added to the reason of its
+        state.
+        """
         studies, held = schema.studies, holdings()
         study = held.c.study
         query = void_holdings(study, studies.c.reason, sa.func.sum(held.c.num_samples), held=held)
@@ -320,7 +342,7 @@ class JobWriter:
             insert_event(connection, study_id, EventKind.ENGINE_FAULT, payload)
 
     def _insert_once(self, connection: sa.Connection, table: sa.Table, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Insert rows; existing ones with the same key stay as they are."""
+        """Insert `rows` for the job into a table; a stored row with the same key stays as it is."""
         if not rows:
             return
         statement = insert(connection, table).on_conflict_do_nothing()
@@ -328,14 +350,17 @@ class JobWriter:
 
 
 def insert(connection: sa.Connection, table: sa.Table) -> Any:
-    """INSERT statement that supports ON CONFLICT, which SQLAlchemy has per dialect."""
+    """INSERT statement of the database's dialect, SQLite or PostgreSQL, which supports ON CONFLICT."""
     from sqlalchemy.dialects import postgresql, sqlite
 
     return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
 
 
 def lock_job(connection: sa.Connection, job_id: str) -> int | None:
-    """Lock the job's row until the transaction ends, and return its attempt; None if there is no such job."""
+    """Lock the job's row until the transaction ends, and return the number of the job's latest attempt.
+
+    Returns None if there is no such job.
+    """
     table = schema.studies
     query = sa.select(table.c.attempt).where(table.c.id == job_id).with_for_update(key_share=True)
     attempt: int | None = connection.execute(query).scalar()
@@ -345,8 +370,8 @@ def lock_job(connection: sa.Connection, job_id: str) -> int | None:
 def insert_event(connection: sa.Connection, job_id: str, kind: str, payload: Mapping[str, Any]) -> None:
     """Add an event of a job, whose row the transaction must have created, changed or locked.
 
-    Transactions with events of one job therefore end one after another, in the order of the events' ids: a reader that
-    continues after the last id that it saw misses none.
+    Transactions that add events of the same job therefore end one after another, in the order of the events' ids. A
+    reader that continues after the last id that it saw misses no event.
     """
     time_s = clock(connection)
     connection.execute(
@@ -357,7 +382,10 @@ def insert_event(connection: sa.Connection, job_id: str, kind: str, payload: Map
 
 
 def _lock_faults(connection: sa.Connection) -> None:
-    """Make transactions that add faults wait for each other, so that they end in the order of the faults' ids."""
+    """Make transactions that store engine faults wait for each other, so that faults appear in the order of their ids.
+
+    On SQLite nothing needs to be done, because only one transaction writes at a time.
+    """
     if connection.dialect.name == "postgresql":
         connection.execute(sa.text("LOCK TABLE engine_faults IN SHARE ROW EXCLUSIVE MODE"))
 

@@ -40,16 +40,20 @@ Class = TypeVar("Class", bound=type)
 
 @dataclass(frozen=True)
 class Outage:
-    """A time during which the database did not answer, in seconds since the epoch by this machine's clock."""
+    """A time during which the database did not answer.
+
+    It lasted from `since` until `until`, in seconds since the epoch by this machine's clock.
+    """
 
     since: float
     until: float
 
 
 class Availability:
-    """Whether the database of an engine answered when it was last used.
+    """Observer of a database's connections, which knows whether the database answered when it was last used.
 
-    Changes are logged. `place` is the database as messages show it. Thread-safe.
+    A message is logged when the database stops answering and when it answers again. `place` names the database in
+    messages. Thread-safe.
     """
 
     def __init__(self, place: str) -> None:
@@ -60,9 +64,9 @@ class Availability:
         self._ended: Outage | None = None
 
     def watch(self, engine: sa.Engine) -> sa.Engine:
-        """Observe every connection of the engine. Returns the engine with this object among its options.
+        """Observe every connection of `engine`, and return the engine with this object among its execution options.
 
-        A file of SQLite is never away.
+        The function `availability_of` finds the object there. A file of SQLite is never away.
         """
         if engine.dialect.name == "postgresql":
             event.listen(engine, "handle_error", self._on_error)
@@ -70,7 +74,10 @@ class Availability:
         return engine.execution_options(**{AVAILABILITY: self})
 
     def problem(self) -> str | None:
-        """The database and since when it does not answer, as a message; None if it answers."""
+        """Message with the database, the time since when it does not answer, and the error.
+
+        Returns None if the database answered when it was last used.
+        """
         with self._lock:
             if self._since is None:
                 return None
@@ -78,13 +85,16 @@ class Availability:
             return f"database: {self._place} does not answer since {since}: {self._reason}"
 
     def take_ended(self) -> Outage | None:
-        """The last outage that has ended, once; None if there is none."""
+        """Return the last outage that has ended, and forget it.
+
+        Returns None if no outage has ended since the last call.
+        """
         with self._lock:
             ended, self._ended = self._ended, None
             return ended
 
     def put_back(self, outage: Outage) -> None:
-        """Let the next caller of `take_ended` have this outage."""
+        """Let the next call of `take_ended` return `outage`, unless a later outage ends before."""
         with self._lock:
             self._ended = self._ended or outage
 
@@ -110,18 +120,21 @@ class Availability:
 
 
 def availability_of(engine: sa.Engine) -> Availability:
-    """The availability that observes the engine."""
+    """The `Availability` that observes the connections of `engine`."""
     found: Availability = engine.get_execution_options()[AVAILABILITY]
     return found
 
 
 def waiting(engine: sa.Engine, *, waits: bool = True) -> sa.Engine:
-    """The same engine, for calls that wait while the database does not answer, or that do not wait."""
+    """The same engine with an option for the stores that use it: whether their calls wait for the database.
+
+    If `waits`, a call waits while the database does not answer, and is then repeated. Otherwise it raises the error.
+    """
     return engine.execution_options(**{WAITING: waits})
 
 
 def is_waiting(engine: sa.Engine) -> bool:
-    """Whether calls that use this engine wait while the database does not answer."""
+    """Whether calls of stores that use `engine` wait while the database does not answer."""
     return bool(engine.get_execution_options().get(WAITING, False))
 
 
@@ -131,7 +144,10 @@ def is_away(error: BaseException) -> bool:
 
 
 def may_repeat(error: BaseException) -> bool:
-    """Whether the same transaction may succeed later: the database did not answer, or rolled it back for another."""
+    """Whether a transaction that failed with `error` may succeed later.
+
+    It may if the database did not answer, or if the database rolled the transaction back because of another one.
+    """
     return is_away(error) or (isinstance(error, sa.exc.DBAPIError) and _code(error.orig).startswith(ROLLED_BACK_CODES))
 
 
@@ -144,14 +160,17 @@ def _is_away(error: BaseException | None) -> bool:
 
 
 def _code(error: BaseException | None) -> str:
-    """PostgreSQL's code of an error; "" if it has none, as lost connections."""
+    """PostgreSQL's code of an error (SQLSTATE); "" if the error has none, as that of a lost connection."""
     return getattr(error, "sqlstate", None) or ""
 
 
 def repeated(cls: Class) -> Class:
-    """Class decorator: public methods are repeated until the database answers, if the object's `_engine` waits.
+    """Class decorator that repeats public methods while the database does not answer, if the object waits for it.
 
-    Each method must be one transaction, and may be called within another one.
+    The object waits if `is_waiting` is true of its `_engine`. A method is then called again, with growing pauses, as
+    long as its transaction fails because the database does not answer, or rolled the transaction back because of
+    another one. Each public method must therefore be one transaction. It may call other public methods, which are
+    repeated by themselves.
     """
     for name, method in list(vars(cls).items()):
         if isfunction(method) and not name.startswith("_"):

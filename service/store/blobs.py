@@ -41,9 +41,9 @@ GRACE_S = 24 * 3600.0
 
 
 class BlobStore(Protocol):
-    """Files stored by content. Every process may use it.
+    """Interface of stores of files, each of which is named by its digest, the sha256 of its content.
 
-    `place` names the store in messages.
+    Every process may use a store. `place` names the store in messages.
     """
 
     @property
@@ -51,56 +51,69 @@ class BlobStore(Protocol):
 
     @property
     def remote(self) -> str | None:
-        """URL of the object store; None for a directory."""
+        """URL of the object store that has the files; None if they are in a directory."""
 
     def add(self, file: Path) -> tuple[str, int]:
-        """Store a file and return its digest and its size in bytes. Raises Conflict if the file changes meanwhile."""
+        """Store a file, and return its digest and its size in bytes.
+
+        Raises Conflict if the file changes while it is stored.
+        """
 
     def add_bytes(self, content: bytes) -> str:
-        """Store `content` and return its digest."""
+        """Store a file with the content `content`, and return its digest."""
 
     def read(self, digest: str) -> bytes:
-        """Return the content of a stored file. Raises FileNotFoundError."""
+        """Return the content of the stored file with the given digest. Raises FileNotFoundError if there is none."""
 
     def copy(self, digest: str, target: Path) -> None:
-        """Write a stored file to the new file `target`. Raises FileNotFoundError."""
+        """Write the stored file with the given digest to the new file `target`.
+
+        Raises FileNotFoundError if there is no stored file with the digest.
+        """
 
     def stored(self, digest: str) -> StoredFile | None:
-        """Return a stored file for reading; None if it does not exist."""
+        """Return the stored file with the given digest, for reading; None if there is none."""
 
     def num_bytes(self) -> int:
-        """Size of all stored files together."""
+        """Total size in bytes of all stored files."""
 
     def capacity(self) -> int | None:
-        """Bytes of the disk that holds the files; None for an object store, which has no end."""
+        """Size in bytes of the disk that holds the files; None for an object store, whose size has no limit."""
 
     def check(self) -> None:
-        """Check that files can be stored, listed, read and deleted. Raises OSError."""
+        """Check that files can be stored, listed, read and deleted. Raises OSError if not."""
 
     def storing(self) -> AbstractContextManager[None]:
-        """Context in which files are stored and then named in SQL; `collect` deletes none of them."""
+        """Context in which a process stores files and then stores rows in the database that name the files.
+
+        The method `collect` deletes none of these files meanwhile.
+        """
 
     def collect(self, used: Callable[[], Collection[str]]) -> int:
-        """Delete the files whose digests `used` does not return, and return the number of bytes that were freed.
+        """Delete the files whose digests are not among those that `used` returns, and return the number of bytes freed.
 
-        Files that another process may be about to use stay until a later call.
+        Files that another process may be about to name in the database are kept. A later call deletes them if they are
+        not used.
         """
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Size in bytes of a stored file, and the place that it is read from."""
+    """A stored file: its size in bytes, and the place that it is read from.
+
+    `source` is a path, or an object store and the file's path in it.
+    """
 
     num_bytes: int
     source: Path | tuple[ObjectStore, str]
 
     @classmethod
     def of(cls, file: Path) -> StoredFile:
-        """The stored file that is `file`."""
+        """The `StoredFile` that is read from `file` on this machine."""
         return cls(file.stat().st_size, file)
 
     def open(self) -> BinaryIO:
-        """Open the file for reading in order."""
+        """Open the file for reading from its beginning to its end."""
         if isinstance(self.source, Path):
             return self.source.open("rb")
         objects, path = self.source
@@ -108,9 +121,9 @@ class StoredFile:
 
 
 def open_blobs(location: str | Path) -> BlobStore:
-    """Return the store at `location`: a directory, a file URL, or the URL of an object store.
+    """Return the store of files at `location`: a directory, a file URL, or the URL of an object store.
 
-    Raises Conflict if it is neither.
+    Raises Conflict if `location` is none of these.
     """
     text = str(location)
     if is_object_url(text):
@@ -128,7 +141,8 @@ def check_location(location: str | Path) -> None:
     """Check that files at `location` can be stored, listed, read and deleted.
 
     Raises:
-        Conflict: The location is none, or refuses one of these; the message says which.
+        Conflict: `location` is neither a directory nor the URL of a directory or an object store, or one of these
+            operations fails there; the message says which.
     """
     blobs = open_blobs(location)
     try:
@@ -138,10 +152,10 @@ def check_location(location: str | Path) -> None:
 
 
 class DirectoryBlobs:
-    """Files in a directory of this machine, or of a file system that all machines share.
+    """Store of files in a directory DIR of this machine, or of a file system that all machines share.
 
-    DIR/blobs/ab/cdef... is the file with the digest abcdef.... DIR/.lock is locked, shared, while files are stored, and
-    exclusively while unused files are deleted.
+    The file with the digest abcdef... is DIR/blobs/ab/cdef.... Processes lock the file DIR/.lock: shared while they
+    store files, and exclusively while they delete unused files.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -224,10 +238,11 @@ class DirectoryBlobs:
 
 
 class ObjectBlobs:
-    """Files in an object store. URL/blobs/ab/cdef... is the file with the digest abcdef....
+    """Store of files in an object store. URL/blobs/ab/cdef... is the file with the digest abcdef....
 
-    An object store has no locks. Unused files are therefore deleted only `GRACE_S` after they were written, and a file
-    that is stored again is written again once half of that time has passed.
+    An object store has no locks. Unused files are therefore deleted only `GRACE_S` (24 h) after they were written. If a
+    process stores a file again that was written more than half of that time ago, the file is written again, so that it
+    is not deleted before the process has named it in the database.
     """
 
     def __init__(self, objects: ObjectStore) -> None:
@@ -298,7 +313,7 @@ def digest_of(file: Path) -> str:
 
 
 def blob_path(digest: str) -> str:
-    """Path of the file with the sha256 `digest` in an object store."""
+    """Path, inside an object store, of the stored file whose sha256 is `digest`."""
     return f"{BLOBS}/{digest[:2]}/{digest[2:]}"
 
 

@@ -14,16 +14,19 @@ BIG_NUMBER = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def string(length: int) -> sa.String:
-    """Short text, sorted by code points: PostgreSQL would sort by the rules of a language."""
+    """Column type for text of at most `length` characters that is sorted by code points.
+
+    PostgreSQL would otherwise sort it by the rules of a language.
+    """
     return sa.String(length).with_variant(sa.String(length, collation="C"), "postgresql")
 
 
 class LosslessText(sa.types.TypeDecorator[str]):
-    """Text that may hold every character of a Python string, such as a model's response.
+    """Column type for text that may hold every character of a Python string, such as a model's response.
 
-    PostgreSQL stores no NUL, and UTF-8 has no lone surrogates. NUL, lone surrogates and the character ESCAPE itself are
-    stored as ESCAPE and the four hexadecimal digits of their code point. Text of earlier versions has no such sequence
-    and stays as it is.
+    PostgreSQL stores no NUL, and UTF-8 has no lone surrogates. NUL, lone surrogates and the character `ESCAPE` (U+001A)
+    itself are stored as `ESCAPE` and the four hexadecimal digits of their code point. Text that earlier versions stored
+    has no such sequence and is read unchanged.
     """
 
     impl = sa.Text

@@ -39,9 +39,10 @@ RECYCLE_S = 1800
 
 
 def connect(url: sa.URL) -> sa.Engine:
-    """Open the database at `url`, which `parse_url` has returned; nothing is sent yet.
+    """Create the SQLAlchemy engine for the database at `url`, which `parse_url` has returned; nothing is sent yet.
 
-    Write transactions on SQLite take the write lock when they begin. JSON has finite numbers only.
+    Write transactions on SQLite take the write lock when they begin. NaN and infinite numbers in values of JSON columns
+    are refused (ValueError).
 
     Raises:
         Conflict: The driver for this kind of database is not installed.
@@ -68,7 +69,10 @@ def connect(url: sa.URL) -> sa.Engine:
 
 
 def reading(engine: sa.Engine) -> sa.Engine:
-    """The engine for transactions that only read: all queries of one see the same moment, and wait for no writer."""
+    """The same engine with the options for transactions that only read.
+
+    All queries of such a transaction see the database at the same moment, and wait for no transaction that writes.
+    """
     if engine.dialect.name == "sqlite":
         return engine.execution_options(read_only=True)
     return engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
@@ -78,7 +82,8 @@ def reading(engine: sa.Engine) -> sa.Engine:
 def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
     """A transaction that writes; it is committed at the end of the context.
 
-    A commit whose answer was lost with the connection is looked up, so that an error means that nothing was stored.
+    If the connection is lost during the commit, PostgreSQL is asked whether the transaction was committed. An error
+    therefore means that nothing was stored.
     """
     with engine.connect() as connection, connection.begin() as begun:
         yield connection
@@ -91,7 +96,10 @@ def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
 
 
 def _number_of(connection: sa.Connection) -> int | None:
-    """Number by which PostgreSQL knows the transaction; None on SQLite, and if the transaction has written nothing."""
+    """PostgreSQL's id of the transaction that is open on `connection`.
+
+    Returns None on SQLite, and if the transaction has written nothing.
+    """
     if connection.dialect.name == "sqlite":
         return None
     found: int | None = connection.execute(sa.text("SELECT pg_current_xact_id_if_assigned()::text::bigint")).scalar()
@@ -99,7 +107,11 @@ def _number_of(connection: sa.Connection) -> int | None:
 
 
 def _is_committed(engine: sa.Engine, number: int) -> bool:
-    """Whether a transaction was committed; waits until the database knows, if the engine waits for the database."""
+    """Whether the transaction with PostgreSQL's id `number` was committed.
+
+    The database is asked again while the transaction still counts as in progress there. It is also asked again while it
+    does not answer, if `is_waiting` is true of `engine`; otherwise the error is raised.
+    """
     query = sa.text("SELECT pg_xact_status(CAST(:number AS text)::xid8)")
     while True:
         try:
@@ -115,9 +127,10 @@ def _is_committed(engine: sa.Engine, number: int) -> bool:
 
 
 def clock(connection: sa.Connection) -> Any:
-    """Time in seconds since the epoch, to be stored: of the database, which all machines share.
+    """Present time in seconds since the epoch, by the clock of all stored times.
 
-    It is a number on SQLite, which only one machine uses, and an SQL expression on PostgreSQL.
+    The result is a number on SQLite, which only one machine uses. On PostgreSQL, which all machines share, it is an SQL
+    expression for the time of the database's clock.
     """
     if connection.dialect.name == "sqlite":
         return time.time()
@@ -136,10 +149,10 @@ def _prepare_sqlite(connection: Any, _: Any) -> None:
 
 
 def _to_wal(cursor: Any) -> None:
-    """Switch a file to write-ahead logging.
+    """Switch an SQLite file to write-ahead logging; while the file is locked, try again for up to 60 s.
 
-    Where several connections switch a file at once, SQLite refuses all but one, whatever its timeout is: each would
-    wait for the others to stop reading.
+    If several connections switch a file at once, SQLite refuses all but one without waiting for its own timeout,
+    because each would wait for the others to stop reading.
     """
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:

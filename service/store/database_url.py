@@ -47,10 +47,11 @@ SECRETS = ("password", "sslpassword", "oauth_client_secret")
 
 
 def parse_url(text: str | sa.URL) -> sa.URL:
-    """Parse the URL of a database; the file of SQLite becomes absolute.
+    """Parse the URL of a database, SQLite or PostgreSQL, for SQLAlchemy. The path of an SQLite file becomes absolute.
 
     Raises:
-        Conflict: The URL is not one of a database that can be used. The message holds no part that may be secret.
+        Conflict: The URL is not one of a database that can be used. The message contains no part of the URL that may be
+            secret.
     """
     try:
         url = sa.make_url(text)
@@ -81,18 +82,21 @@ def _sqlite(url: sa.URL) -> sa.URL:
 
 
 def shown(url: sa.URL) -> str:
-    """The URL as messages show it: without passwords, and as users write it."""
+    """The URL of a database as messages show it: without secrets, and with the scheme `sqlite` or `postgresql`."""
     hidden = {name: "hidden" for name in SECRETS if name in url.query}
     return url.set(drivername=url.get_backend_name()).update_query_dict(hidden).render_as_string()
 
 
 def has_password(url: sa.URL) -> bool:
-    """Whether the URL itself holds a password."""
+    """Whether the URL itself contains a password or another secret."""
     return url.password is not None or any(name in url.query for name in SECRETS)
 
 
 def database_url(data_dir: Path, given: str | None = None) -> sa.URL:
-    """URL of the database of the server with this data directory; `given` takes precedence over every other place.
+    """URL of the database of the server with the data directory `data_dir`.
+
+    It is `given`, else that of the environment variable MERGESEARCH_DATABASE, else the one that `remember` stored in
+    the data directory, else that of an SQLite file in the data directory.
 
     Raises:
         Conflict: What is given, or found, is not the URL of a database.
@@ -102,7 +106,10 @@ def database_url(data_dir: Path, given: str | None = None) -> sa.URL:
 
 
 def remembered(data_dir: Path) -> sa.URL:
-    """URL of the database of the last server in this directory; a file there by default."""
+    """URL of the database of the last server with this data directory, which `remember` has stored there.
+
+    If none is stored, it is that of an SQLite file in the data directory.
+    """
     try:
         return parse_url((data_dir / URL_FILE).read_text().strip())
     except FileNotFoundError:
@@ -110,10 +117,10 @@ def remembered(data_dir: Path) -> sa.URL:
 
 
 def named_url(text: str) -> sa.URL:
-    """URL of the database that `text` names: a URL, or the data directory of a server.
+    """URL of the database that `text` names: by its URL, or by the data directory of the server that uses it.
 
     Raises:
-        Conflict: It is neither.
+        Conflict: `text` is neither.
     """
     if "://" not in text and Path(text).is_dir():
         return database_url(Path(text))
@@ -121,7 +128,10 @@ def named_url(text: str) -> sa.URL:
 
 
 def remember(data_dir: Path, url: sa.URL) -> None:
-    """Store the URL of a server's database in its data directory, for its drivers and for its next start."""
+    """Store the URL of a server's database in its data directory, for its drivers and for its next start.
+
+    For the default database, an SQLite file in the data directory, no URL is stored, and an earlier one is removed.
+    """
     place = data_dir / URL_FILE
     if url.get_backend_name() == "sqlite" and Path(str(url.database)) == (data_dir / DATABASE).absolute():
         place.unlink(missing_ok=True)

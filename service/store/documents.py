@@ -32,7 +32,10 @@ CANARIES, POLICY_START, VERIFICATION = "canaries", "policy_start", "verification
 
 @dataclass(frozen=True)
 class StartPolicy:
-    """Checkpoint of a policy: its sha256, and the last iteration from which the policy has learned."""
+    """Checkpoint of a policy with which a study begins.
+
+    `digest` is the checkpoint's sha256, `iteration` the last iteration from which the policy has learned.
+    """
 
     iteration: int
     digest: str
@@ -40,7 +43,7 @@ class StartPolicy:
 
 @dataclass(frozen=True)
 class PolicyStart:
-    """Policies that a study begins with, in the order of its own policies.
+    """Policies, trained by another study, that a study begins with, in the order of the study's own policies.
 
     `study` and `name` are the id and name of the study that trained them.
     """
@@ -52,10 +55,10 @@ class PolicyStart:
 
 @dataclass(frozen=True)
 class Canaries:
-    """The last canaries of the engines.
+    """Results of the last canary that each engine of a study was given.
 
-    `samples_not_checked` counts the samples after the last canary that their engine passed, None before the study's
-    end. `skipped` are the reasons of canaries that could not be made, by replica.
+    `samples_not_checked` is the number of the study's samples that their engine scored after the last canary that it
+    passed; None before the study's end. `skipped` has the reasons why canaries could not be run, by replica.
     """
 
     samples_not_checked: int | None = None
@@ -64,7 +67,7 @@ class Canaries:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialVerification(VerificationReport):
-    """Report of the verification of one trial.
+    """Report of the verification of the trial with the number `trial`.
 
     `samples` is a digest of the stored samples that were compared; None in reports of earlier versions.
     """
@@ -75,7 +78,10 @@ class TrialVerification(VerificationReport):
 
 @dataclass(frozen=True)
 class Verification:
-    """The reports of a verification; `reason` is why no trial was to be verified."""
+    """Result of a study's verification, with a report for each verified trial.
+
+    `reason` says why no trial was to be verified; None if trials were.
+    """
 
     reports: tuple[TrialVerification, ...] = ()
     reason: str | None = None
@@ -87,17 +93,27 @@ _VERIFICATION = TypeAdapter(Verification)
 
 
 def read_canaries(document: Mapping[str, Any] | None) -> Canaries:
-    """The stored canaries; None: nothing is stored."""
+    """The stored `Canaries` of a study, from their JSON document.
+
+    If `document` is None, nothing is stored, and the result has the default of each field.
+    """
     return _CANARIES.validate_python(document or {})
 
 
 def read_policy_start(document: Mapping[str, Any] | None) -> PolicyStart | None:
-    """The stored start of a study's policies; None: nothing is stored."""
+    """The stored `PolicyStart` of a study, from its JSON document.
+
+    Returns None if `document` is None, that is if nothing is stored.
+    """
     return None if document is None else _POLICY_START.validate_python(document)
 
 
 def read_verification(document: Mapping[str, Any] | None) -> Verification:
-    """The stored verification; None: nothing is stored. Earlier versions compared values only."""
+    """The stored `Verification` of a study, from its JSON document.
+
+    If `document` is None, nothing is stored, and the result has no reports. Reports of earlier versions, which compared
+    only the values of samples, are read too.
+    """
     found = dict(document or {})
     found["reports"] = [_with_kinds(report) for report in found.get("reports", ())]
     return _VERIFICATION.validate_python(found)

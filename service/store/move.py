@@ -28,7 +28,7 @@ NOT_COPIED = frozenset({"schema_version"})
 
 @dataclass(frozen=True)
 class MovedTable:
-    """A table that was copied: its number of rows, and the sha256 of all of them in the order of their keys."""
+    """A table that was copied: its number of rows, and the sha256 of all its rows in the order of their keys."""
 
     name: str
     rows: int
@@ -36,11 +36,14 @@ class MovedTable:
 
 
 def move(source: Store, target: Store, *, note: Callable[[str], None] = lambda _: None) -> list[MovedTable]:
-    """Copy all tables of `source` to the empty `target`, in one transaction, and compare the copies with them.
+    """Copy all tables of `source` to the empty `target`, in one transaction, and compare the copies with the originals.
 
-    The source is read at one moment, and stays as it is. Ids stay the same, and ids that the source has given to rows
-    that were deleted are not given again. If this process ends early, the target is still empty. `note` receives the
-    progress as text.
+    The source is read at one moment, and stays as it is. Rows keep their ids. Ids of rows that were deleted in the
+    source are not given to new rows of the target. If this process ends early, the target is still empty. `note` is
+    called with messages about the progress.
+
+    Returns:
+        The copied tables.
 
     Raises:
         Conflict: The target has data, a job of the source has a driver, or a copy differs.

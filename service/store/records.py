@@ -45,8 +45,8 @@ class BracketRecord:
 class EventRecord:
     """Something that happened to a job.
 
-    `id` grows with time and is never reused. `kind` is an `EventKind`, or the text that a later version of the program
-    stored.
+    `id` grows with time and is never reused. `time` is in seconds since the epoch. `kind` is an `EventKind`, or the
+    text that a later version of the program stored. `payload` has details, as JSON, which depend on the kind.
     """
 
     id: int
@@ -59,9 +59,9 @@ class EventRecord:
 class EvidenceRecord:
     """Evidence of one scored chunk: what the engine held meanwhile, and how long the parts of scoring took.
 
-    `prompts` are hashes by "split objective[start:stop]"; `finished_at` is in seconds since the epoch; `canaries` is
-    None if an earlier version stored the chunk. The other fields are those of `workers.types.Evidence` and
-    `ScoreResult`.
+    `prompts` has hashes of the scored prompts. Its keys name them as "split objective[start:stop]", with the positions
+    of the first and after the last sample. `finished_at` is in seconds since the epoch. `canaries` is None if an
+    earlier version stored the chunk. The other fields are those of `workers.types.Evidence` and `ScoreResult`.
     """
 
     id: int
@@ -82,15 +82,15 @@ class EvidenceRecord:
     text_bytes: int | None = None
 
     def is_of(self, split: Split) -> bool:
-        """Whether the chunk's samples are of this split."""
+        """Whether the chunk's samples are of `split`, search or holdout data."""
         return any(key.startswith(f"{split} ") for key in self.prompts)
 
 
 @dataclass(frozen=True)
 class EngineFaultRecord:
-    """First failed check of an engine, after `canaries` passed canaries.
+    """First failed check of the engine of the replica `replica`, after it had passed `canaries` canaries.
 
-    `id` grows with time; `time` is in seconds since the epoch.
+    `id` grows with time. `time` is in seconds since the epoch.
     """
 
     id: int

@@ -57,7 +57,11 @@ SIZES = ("sample_bytes", "text_bytes")
 
 @dataclass(frozen=True)
 class SampleChunk:
-    """Values of adjacent samples of one objective, the first at position `start` [num_samples]."""
+    """Values of adjacent samples of one objective and recipe [number of samples].
+
+    The first value is that of the sample at position `start`. A position is a sample's index in the order in which the
+    objective's samples are scored.
+    """
 
     recipe_digest: str
     objective: str
@@ -67,7 +71,10 @@ class SampleChunk:
 
 @dataclass(frozen=True)
 class VoidSample:
-    """A stored sample that an engine scored after the last canary that it passed, and before it failed a check."""
+    """A void sample: the engine of `replica` scored it after the last canary that it passed, and later failed a check.
+
+    `position` is the sample's index in the order in which the objective's samples are scored.
+    """
 
     recipe_digest: str
     split: Split
@@ -81,7 +88,10 @@ class VoidSample:
 
 
 def pack_values(values: Values, is_truncated: Flags) -> bytes:
-    """Pack values and flags, one of each for every sample; `_unpack_values` reads them."""
+    """Pack the values of samples, and the flags whether their responses are truncated, into bytes.
+
+    The function `_unpack_values` reads them.
+    """
     return zlib.compress(values.astype("<f8").tobytes() + np.packbits(is_truncated).tobytes())
 
 
@@ -93,12 +103,16 @@ def _unpack_values(packed: bytes, count: int) -> tuple[Values, Flags]:
 
 
 def pack_texts(samples: Sequence[SampleResult]) -> bytes:
-    """Pack the responses and tokens of samples; `_unpack_texts` reads them."""
+    """Pack the responses of samples, and the token ids of their completions, into bytes; `_unpack_texts` reads them."""
     return _pack_json([[sample.response, sample.tokens] for sample in samples])
 
 
 def _unpack_texts(packed: bytes | None, count: int) -> list[tuple[str, tuple[tuple[int, ...], ...] | None]]:
-    """Response and tokens of each sample; without `packed`, texts that were deleted."""
+    """Response, and token ids of the completions, of each of the `count` samples in `packed`.
+
+    The token ids are None if they were not stored. If `packed` is None, the texts were deleted: each response is "",
+    and the token ids are None.
+    """
     if packed is None:
         return [("", None)] * count
     rows = json.loads(zlib.decompress(packed))
@@ -106,7 +120,7 @@ def _unpack_texts(packed: bytes | None, count: int) -> list[tuple[str, tuple[tup
 
 
 def pack_documents(names: Sequence[str]) -> bytes:
-    """Pack a list of documents."""
+    """Pack the names of the documents of adjacent samples into bytes."""
     return _pack_json(names)
 
 
@@ -120,7 +134,10 @@ def _pack_json(content: Any) -> bytes:
 def read_chunks(
     connection: sa.Connection, study: str, split: Split, *, recipes: Collection[str] | None = None
 ) -> Iterator[SampleChunk]:
-    """Values of all scored samples of a split, or of those of `recipes`."""
+    """Yield the values of all scored samples of a study and split, in chunks of adjacent samples.
+
+    They are those of all recipes, or of the recipes whose digests `recipes` has, if it is not None.
+    """
     table = schema.sample_chunks
     where = (table.c.study == study) & (table.c.split == Split(split).value)
     old = schema.samples
@@ -137,7 +154,10 @@ def read_chunks(
 
 
 def with_room(known: Values | None, stop: int) -> Values:
-    """`known` values by position, in an array that ends at `stop` or later; NaN stands where there is no value."""
+    """The values in `known`, by position, in an array that has room for the positions below `stop`, or more.
+
+    NaN stands where a position has no value. If `known` is None, no value is known.
+    """
     if known is None:
         return np.full(stop, np.nan)
     return known if len(known) >= stop else np.concatenate([known, np.full(stop - len(known), np.nan)])
@@ -151,7 +171,7 @@ def read_samples(connection: sa.Connection, study: str, digest: str, split: Spli
 
 
 def _samples_of(connection: sa.Connection, study: str, digest: str, split: Split) -> Iterator[tuple[int, SampleResult]]:
-    """Evidence and result of each sample of a recipe that is stored in chunks."""
+    """Yield each sample of a recipe that is stored in chunks, after the id of its evidence."""
     table, texts, documents = schema.sample_chunks, schema.sample_texts, schema.sample_documents
     same = [texts.c[column.name] == column for column in table.primary_key]
     query = (
@@ -171,7 +191,10 @@ def _samples_of(connection: sa.Connection, study: str, digest: str, split: Split
 
 
 def num_tokens(connection: sa.Connection, study: str, split: Split) -> dict[str, int]:
-    """Number of tokens in all completions by recipe digest, for recipes whose scored samples all have tokens."""
+    """Number of tokens in all completions of a recipe's scored samples, by recipe digest.
+
+    Recipes with a scored sample whose tokens are not stored are left out.
+    """
     table = schema.sample_chunks
     where = (table.c.study == study) & (table.c.split == Split(split).value)
     total = sa.case((sa.func.count() == sa.func.count(table.c.num_tokens), sa.func.sum(table.c.num_tokens)))
@@ -188,7 +211,10 @@ def num_tokens(connection: sa.Connection, study: str, split: Split) -> dict[str,
 
 
 def holdings() -> sa.Subquery:
-    """How many samples (`num_samples`) of a `study` each `evidence` has, in one row or several."""
+    """Subquery for the number of samples (`num_samples`) of a `study` that each `evidence` has.
+
+    A study and evidence may have several rows, whose numbers add up.
+    """
     chunks, old = schema.sample_chunks, schema.samples
     return sa.union_all(
         sa.select(chunks.c.study, chunks.c.evidence, chunks.c.num_samples),
@@ -197,7 +223,10 @@ def holdings() -> sa.Subquery:
 
 
 def void_holdings(*columns: Any, held: sa.Subquery) -> sa.Select[Any]:
-    """Select columns of the void samples in `held`, of their `evidence` and of the `engine_faults` that void them."""
+    """Query for `columns` of the rows of `held` (a subquery of `holdings`) whose samples are void.
+
+    The rows are joined with their `evidence` and the `engine_faults` that void them.
+    """
     return _void(sa.select(*columns).select_from(held), held.c.evidence)
 
 
@@ -208,7 +237,7 @@ def _void(query: sa.Select[Any], of: sa.ColumnElement[int]) -> sa.Select[Any]:
 
 
 def read_void_samples(connection: sa.Connection, study: str) -> tuple[VoidSample, ...]:
-    """Void samples of a study, by recipe digest, split, objective and position."""
+    """Void samples of a study, ordered by recipe digest, split, objective and position."""
     chunks, old, replica = schema.sample_chunks, schema.samples, schema.evidence.c.replica
     found = []
     query = _void(sa.select(chunks, replica).select_from(chunks), chunks.c.evidence).where(chunks.c.study == study)
@@ -227,7 +256,10 @@ def read_void_samples(connection: sa.Connection, study: str) -> tuple[VoidSample
 def not_stored(
     connection: sa.Connection, study: str, digest: str, split: Split, samples: Sequence[SampleResult]
 ) -> list[SampleResult]:
-    """Those of `samples` that the recipe does not have yet."""
+    """Those of `samples` that are not stored yet for the recipe with the given digest.
+
+    Samples that earlier versions stored, in the table `samples`, are not considered.
+    """
     table = schema.sample_chunks
     query = sa.select(table.c.objective, table.c.start, table.c.num_samples).where(_is_of(table, study, digest, split))
     known: dict[str, set[int]] = defaultdict(set)
@@ -239,7 +271,10 @@ def not_stored(
 def store_samples(
     connection: sa.Connection, study: str, digest: str, split: Split, evidence: int, samples: Iterable[SampleResult]
 ) -> None:
-    """Store all samples of one `evidence`, none of which may be stored already."""
+    """Store samples of a recipe that belong to the chunk with the id `evidence`, none of which may be stored already.
+
+    They must be all of the chunk's samples, because the sizes that are stored with the evidence are replaced.
+    """
     chunks: list[dict[str, Any]] = []
     texts: list[dict[str, Any]] = []
     for run in _runs(samples):
@@ -272,7 +307,7 @@ def store_samples(
 def remove_samples(
     connection: sa.Connection, study: str, digest: str, split: Split, keys: Collection[tuple[str, int]]
 ) -> None:
-    """Remove the samples at these (objective, position) of a recipe; others of the same chunks stay."""
+    """Remove the stored samples of a recipe whose (objective, position) are in `keys`; its other samples stay."""
     if not keys:
         return
     kept: dict[int, list[SampleResult]] = defaultdict(list)
@@ -285,7 +320,7 @@ def remove_samples(
 
 
 def _runs(samples: Iterable[SampleResult]) -> Iterator[list[SampleResult]]:
-    """Samples of adjacent positions of one objective, in order."""
+    """Yield groups of samples with adjacent positions of one objective, ordered by objective and position."""
     ordered = sorted(samples, key=lambda sample: (sample.objective, sample.position))
     numbered = enumerate(ordered)
     for _, run in itertools.groupby(numbered, key=lambda item: (item[1].objective, item[1].position - item[0])):
@@ -293,7 +328,7 @@ def _runs(samples: Iterable[SampleResult]) -> Iterator[list[SampleResult]]:
 
 
 def _documents_id(connection: sa.Connection, study: str, names: Sequence[str]) -> int:
-    """Id of the stored list of documents, which is stored if it is new to the study."""
+    """Id of the stored list of documents with the given names, which is stored if the study does not have it."""
     table = schema.sample_documents
     packed = pack_documents(names)
     digest = hashlib.sha256(packed).hexdigest()
@@ -306,7 +341,7 @@ def _documents_id(connection: sa.Connection, study: str, names: Sequence[str]) -
 
 
 def _num_tokens(samples: Iterable[SampleResult]) -> int | None:
-    """Number of tokens in the completions of samples; None if one has none stored."""
+    """Number of tokens in the completions of samples; None if one of them has no stored tokens."""
     total = 0
     for sample in samples:
         if sample.tokens is None:
@@ -323,7 +358,7 @@ def _is_of(table: sa.Table, study: str, digest: str, split: Split) -> sa.ColumnE
 
 
 def move_old_samples(connection: sa.Connection, study: str, digest: str) -> int:
-    """Move a recipe's samples out of the table of earlier versions; return their number."""
+    """Move the samples of a recipe from the table of earlier versions to the present ones, and return their number."""
     by_chunk: dict[tuple[Split, int], list[SampleResult]] = defaultdict(list)
     for split, evidence, sample in _old_samples(connection, study, digest):
         by_chunk[split, evidence].append(sample)
@@ -337,7 +372,10 @@ def move_old_samples(connection: sa.Connection, study: str, digest: str) -> int:
 def _old_samples(
     connection: sa.Connection, study: str, digest: str, split: Split | None = None
 ) -> Iterator[tuple[Split, int, SampleResult]]:
-    """Split, evidence and result of each sample of a recipe that an earlier version stored."""
+    """Yield the split, the evidence's id and the result of each sample of a recipe that an earlier version stored.
+
+    They are those of both splits if `split` is None.
+    """
     table = schema.samples
     where = (table.c.study == study) & (table.c.recipe_digest == digest)
     if split is not None:

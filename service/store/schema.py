@@ -145,7 +145,10 @@ rungs = Table(
 
 
 def _of_samples() -> list[Column[Any]]:
-    """Key of adjacent samples of one objective: they belong to a recipe, whose trials share them."""
+    """Columns of the primary key of tables that have a row for adjacent samples of one objective of a recipe.
+
+    Trials with an equal recipe share the samples.
+    """
     return [
         Column("study", string(64), primary_key=True),
         Column("split", string(8), primary_key=True),

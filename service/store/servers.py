@@ -29,11 +29,12 @@ RETRY_S, LISTEN_S = 2.0, 1.0
 
 
 class Leadership:
-    """This server's claim to be the leader of its database, held by a session of PostgreSQL.
+    """This server's claim to be the leader of the servers that use its database.
 
-    PostgreSQL gives the lock to another server when the session ends. A leader that lost its session notices that the
-    next time it calls `is_held`. Until then two servers may act, which does no harm: a driver's Ray Job has a fixed id.
-    Thread-safe.
+    On PostgreSQL the leader is the server whose session holds a lock. When the session ends, another server can take
+    the lock. A leader whose session has ended notices that at the next call of `is_held`. Until then two servers may
+    act as leader, which does no harm: Ray refuses to start a driver twice, because its Ray Job has a fixed id. On
+    SQLite the only server is the leader. Thread-safe.
     """
 
     def __init__(self, store: Store) -> None:
@@ -68,7 +69,7 @@ class Leadership:
             return self._has_lock
 
     def has_others(self) -> bool:
-        """Whether other servers use the database; False if this server is not connected."""
+        """Whether other servers use the database; False if this is not known because the database does not answer."""
         with self._lock:
             if self._connection is None:
                 return False
@@ -82,7 +83,7 @@ class Leadership:
                 return False
 
     def release(self) -> None:
-        """Let another server be the leader."""
+        """Give up being the leader, so that another server can be it."""
         with self._lock:
             if self._engine is not None:
                 self._close()
@@ -111,9 +112,10 @@ class Leadership:
 
 
 class Notifications:
-    """Thread that calls `on_event` with the id of each job that has new events, as soon as they are stored.
+    """Thread that calls `on_event` with the id of each job that has a new event, as soon as the event is stored.
 
-    On SQLite, and while the connection is lost, nothing is called: `is_listening` says whether events may be missed.
+    Any server or driver may have stored it. On SQLite, and while the connection is lost, nothing is called.
+    `is_listening` is True while all new events are announced.
     """
 
     def __init__(self, store: Store, on_event: Callable[[str], None]) -> None:
@@ -159,7 +161,7 @@ class Notifications:
 
 
 def _single(store: Store) -> sa.Engine | None:
-    """Engine for one connection that stays open, apart from the store's; None on SQLite."""
+    """Engine for a connection that stays open, besides those of `store`; None on SQLite."""
     if store.engine.dialect.name == "sqlite":
         return None
     settings = {"connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 2}

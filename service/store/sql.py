@@ -93,14 +93,14 @@ SETBACK_EVENTS = (EventKind.ATTEMPT, EventKind.JOB_REFUSED, EventKind.WAITING)
 
 
 class _Connections(Protocol):
-    """What opens connections for reads."""
+    """Interface of objects that open connections for the reads of a store: an engine, or `_OneConnection`."""
 
     def connect(self) -> AbstractContextManager[sa.Connection]: ...
 
 
 @dataclass(frozen=True)
 class _OneConnection:
-    """A connection whose transaction is open, for all reads."""
+    """Gives all reads of a store the same connection, whose transaction is open, so that they see one moment."""
 
     connection: sa.Connection
 
@@ -110,15 +110,14 @@ class _OneConnection:
 
 @repeated
 class Store:
-    """All jobs of one database; thread-safe, to be closed after use.
+    """Store of all jobs, in one database; thread-safe, to be closed after use.
 
-    Creates or migrates the database at `url`, which is as `parse_url` accepts it.
-
-    Calls of a store that `waits`, and of its writers, wait while the database does not answer, and are then repeated.
+    Creates or migrates the database at `url`, which is as `parse_url` accepts it. If the store `waits`, its calls and
+    those of its writers wait while the database does not answer, and are then repeated. Otherwise they raise the error.
 
     Raises:
-        Conflict: It is not a database, one of a newer version, or one that this user may not use.
-        DatabaseUnavailable: The database does not answer.
+        Conflict: `url` is not a database, or one of a newer version, or one that this user may not use.
+        DatabaseUnavailable: The database does not answer, and the store does not wait.
     """
 
     def __init__(self, url: str | sa.URL, *, waits: bool = False) -> None:
@@ -128,7 +127,11 @@ class Store:
             time.sleep(MAX_WAIT_S)
 
     def _is_open(self) -> bool:
-        """Create or migrate the database. Returns False if it does not answer and the store waits for it."""
+        """Create or migrate the database, and return True.
+
+        Returns False if the database does not answer and the store waits for it. Raises DatabaseUnavailable if the
+        store does not wait, and Conflict if the database cannot be used.
+        """
         try:
             upgrade(self._engine)
         except sa.exc.DatabaseError as error:
@@ -147,12 +150,12 @@ class Store:
 
     @property
     def engine(self) -> sa.Engine:
-        """SQLAlchemy's engine, for other stores in the same database."""
+        """SQLAlchemy's engine of the database, for other stores there, such as `ArtifactStore`."""
         return self._engine
 
     @property
     def is_on_one_machine(self) -> bool:
-        """Whether only processes of one machine can open the database, since it is a file."""
+        """Whether only processes of one machine can open the database, because it is an SQLite file."""
         return self._engine.dialect.name == "sqlite"
 
     @property
@@ -161,11 +164,14 @@ class Store:
         return self._engine.url.render_as_string(hide_password=False)
 
     def reading(self) -> AbstractContextManager[sa.Connection]:
-        """A connection whose transaction only reads, for other stores in the same database; that of a snapshot."""
+        """Context with a connection whose transaction only reads, for other code that reads the database.
+
+        For a store that `snapshot` yields, it is the connection of the snapshot.
+        """
         return self._reads.connect()
 
     def waiting(self) -> Self:
-        """The same store, whose calls, and those of its writers, wait while the database does not answer."""
+        """A copy of this store whose calls, and those of its writers, wait while the database does not answer."""
         return self._with(waiting(self._engine))
 
     def _with(self, engine: sa.Engine) -> Self:
@@ -174,11 +180,11 @@ class Store:
         return other
 
     def problem(self) -> str | None:
-        """Since when the database does not answer, as a message; None if it answered when it was last used."""
+        """Message since when the database does not answer; None if it answered when it was last used."""
         return availability_of(self._engine).problem()
 
     def now(self) -> float:
-        """Seconds since the epoch by the clock of the stored times."""
+        """Present time in seconds since the epoch, by the clock of all stored times: the database's."""
         with self._reads.connect() as connection:
             time_s = clock(connection)
             return time_s if isinstance(time_s, float) else float(connection.execute(sa.select(time_s)).scalar_one())
@@ -190,7 +196,10 @@ class Store:
 
     @contextmanager
     def snapshot(self) -> Iterator[Self]:
-        """The store as it is now: all reads of the yielded store see the same moment. It must not be written to."""
+        """Yield a copy of this store whose reads all see the database as it is now.
+
+        The copy must not be used to write.
+        """
         with self._reads.connect() as connection:
             frozen = self._with(waiting(self._engine, waits=False))
             frozen._reads = _OneConnection(connection)
@@ -208,7 +217,11 @@ class Store:
         idempotency_key: str | None = None,
         request_digest: str | None = None,
     ) -> JobRecord:
-        """Store a new job, or return the one that was created with the same `idempotency_key`."""
+        """Store a new job and return it, or return the job that was created with the same `idempotency_key`.
+
+        `document` is the submitted document, and `accepted` the findings of its checks, as JSON. `request_digest` is a
+        hash of the request, by which a later request with the same key is compared.
+        """
         job_id = uuid.uuid4().hex
         row = {
             "id": job_id,
@@ -239,7 +252,7 @@ class Store:
         return found[0]
 
     def jobs(self, kind: str | None = None) -> tuple[JobRecord, ...]:
-        """Every job, or those of one kind, oldest first."""
+        """All jobs, oldest first; only those of one kind if `kind` names one."""
         return self._jobs(sa.true() if kind is None else schema.studies.c.kind == kind)
 
     def job_of_key(self, idempotency_key: str) -> JobRecord | None:
@@ -255,7 +268,8 @@ class Store:
     def open_attempt(self, job_id: str, *, because: str | None = None) -> JobWriter:
         """Start a new attempt at a job and return its writer, which alone may write to the job from now on.
 
-        `because` says why another attempt was needed. Raises NotFound, and StaleAttempt for a cancelled job.
+        `because` says why another attempt was needed; None gives no reason. Raises NotFound if there is no such job,
+        and StaleAttempt if the job was cancelled.
         """
         table = schema.studies
         with transaction(self._engine) as connection:
@@ -275,7 +289,7 @@ class Store:
     def delete_job(self, job_id: str, *, noun: str = "job") -> None:
         """Delete a job that has ended, with everything that is stored of it.
 
-        Messages call the job `noun`. Raises NotFound, and Conflict if the job has not ended.
+        Messages call the job `noun`. Raises NotFound if there is no such job, and Conflict if the job has not ended.
         """
         table = schema.studies
         with transaction(self._engine) as connection:
@@ -294,7 +308,10 @@ class Store:
             connection.execute(sa.delete(table).where(table.c.id == job_id))
 
     def record_submission(self, job_id: str, number: int) -> None:
-        """Store that driver `number` (1 for the first) is about to be submitted."""
+        """Store that a driver of the job is about to be submitted to the cluster.
+
+        `number` counts the job's drivers from 1.
+        """
         table = schema.studies
         with transaction(self._engine) as connection:
             connection.execute(
@@ -304,13 +321,13 @@ class Store:
             )
 
     def record_refusal(self, job_id: str, reason: str) -> None:
-        """Store that the cluster refused the Ray Job of the last submission."""
+        """Store an event: the cluster refused the driver that was submitted last for the job, for the given reason."""
         with transaction(self._engine) as connection:
             lock_job(connection, job_id)
             insert_event(connection, job_id, EventKind.JOB_REFUSED, {"reason": reason})
 
     def refusal(self, job_id: str) -> str | None:
-        """Reason why the cluster refused the Ray Job of the last submission; None if it has not."""
+        """Reason why the cluster refused the driver that was submitted last for the job; None if it did not."""
         events, jobs = schema.events, schema.studies
         query = (
             sa.select(events.c.payload)
@@ -325,10 +342,10 @@ class Store:
             return None if payload is None else str(payload["reason"])
 
     def resume(self, job_id: str, *, reason: str) -> JobRecord:
-        """Allow a job to continue that is FAILED or STOPPED, or COMPLETE with void samples.
+        """Allow a job to continue that is FAILED or STOPPED, or COMPLETE with void samples, and return the job.
 
-        The job becomes STOPPED, and its failed drivers are counted from zero again; other jobs stay as they are.
-        Returns the job. Raises NotFound.
+        The job becomes STOPPED, and its failed drivers are counted from zero again. A job in another state is not
+        changed. Raises NotFound if there is no such job.
         """
         table = schema.studies
         held = holdings()
@@ -352,9 +369,11 @@ class Store:
         return self.job(job_id)
 
     def consecutive_failures(self, job_id: str) -> int:
-        """Number of the latest drivers, in a row, that ended or failed to start without storing a result.
+        """Number of a job's latest drivers that ended, or failed to start, without a result, since the last result.
 
-        A stored chunk or step is a result. Drivers that only waited are not counted (`consecutive_waits`).
+        A result is a finished rung or trial, a stored chunk or step, or what else is in RESULT_EVENTS. A request to
+        resume the job counts as one. Drivers that ended to wait for something are counted by the method
+        `consecutive_waits` instead.
         """
         setbacks = self._setbacks(job_id)
         failures = [kind for kind, then in pairwise([*setbacks, ""]) if EventKind.WAITING not in (kind, then)]
@@ -362,15 +381,20 @@ class Store:
         return max(len(failures), job.submissions - job.attempt)
 
     def consecutive_waits(self, job_id: str) -> int:
-        """Number of drivers since the last result that stopped to wait for something that was missing.
+        """Number of a job's drivers since the last result that ended because something that they needed was missing.
 
-        The number is 0 if the last driver did not stop to wait.
+        A result is what `consecutive_failures` counts from. The number is 0 if the last driver ended for another
+        reason.
         """
         setbacks = self._setbacks(job_id)
         return setbacks.count(EventKind.WAITING) if setbacks[-1:] == [EventKind.WAITING] else 0
 
     def _setbacks(self, job_id: str) -> list[str]:
-        """Kinds of the SETBACK_EVENTS since the last result, in order."""
+        """The kinds of a job's events, oldest first, that may tell of a driver without a result.
+
+        They are those among SETBACK_EVENTS since the job's last result: one of the RESULT_EVENTS, a stored chunk or a
+        stored step.
+        """
         events, evidence, steps = schema.events, schema.evidence, schema.search_steps
         of_job = events.c.study == job_id
         last_result = (
@@ -387,7 +411,10 @@ class Store:
             return list(connection.execute(kinds).scalars())
 
     def trial_counts(self, study_id: str | None = None) -> dict[str, dict[str, int]]:
-        """Numbers of trials by state, of one study or of all: study id -> state -> number."""
+        """Numbers of trials in each state, as study id -> state -> number.
+
+        They are those of the study `study_id`, or of all studies if it is None.
+        """
         table = schema.trials
         counts: dict[str, dict[str, int]] = defaultdict(dict)
         query = sa.select(table.c.study, table.c.state, sa.func.count()).group_by(table.c.study, table.c.state)
@@ -418,14 +445,14 @@ class Store:
             connection.execute(sa.delete(schema.exports).where(schema.exports.c.id == export_id))
 
     def export(self, export_id: str) -> ExportRecord:
-        """The export with this id. Raises NotFound."""
+        """The export with this id. Raises NotFound if there is none."""
         for record in self.exports():
             if record.id == export_id:
                 return record
         raise NotFound(f"export {export_id!r}: no such export")
 
     def exports(self, study_id: str | None = None) -> tuple[ExportRecord, ...]:
-        """Exports of a study, or of all studies, oldest first."""
+        """Exports of the study `study_id`, or of all studies if it is None, oldest first."""
         table = schema.exports
         where = sa.true() if study_id is None else table.c.study == study_id
         with self._reads.connect() as connection:
@@ -443,9 +470,10 @@ class Store:
         state: TrialState | None = None,
         limit: int | None = None,
     ) -> tuple[TrialRecord, ...]:
-        """Trials of a study by number, from `start` up to but not including `stop`.
+        """Trials of a study by number, from `start` up to but not including `stop`; to the last if `stop` is None.
 
-        `state` leaves out those in another state. At most `limit` are returned, the first ones.
+        If `state` is not None, trials in other states are left out. At most `limit` trials are returned, the first
+        ones; all if `limit` is None.
         """
         table = schema.trials
         query = sa.select(*TRIAL_COLUMNS).where((table.c.study == study_id) & (table.c.number >= start))
@@ -459,9 +487,9 @@ class Store:
         return tuple(trial_record(row, rungs.get(row["number"], ())) for row in rows)
 
     def trial_results(self, study_id: str, numbers: Collection[int] | None = None) -> tuple[TrialResult, ...]:
-        """Results of a study's trials by number, of all or of those with the given `numbers`.
+        """Results of a study's trials, ordered by number: of those with the given `numbers`, or of all if it is None.
 
-        Neither recipes nor configurations are read, which are most of a trial's data.
+        Neither recipes nor configurations are read, because they are most of a trial's data.
         """
         table = schema.trials
         query = sa.select(*RESULT_COLUMNS).where(table.c.study == study_id).order_by(table.c.number)
@@ -475,7 +503,10 @@ class Store:
     def _rungs(
         self, connection: sa.Connection, study_id: str, trials: Sequence[int]
     ) -> dict[int, tuple[RungRecord, ...]]:
-        """Finished rungs of the given trials, by trial number."""
+        """Finished rungs of a study's trials with the numbers `trials`, by trial number.
+
+        If there are many, rungs of other trials may be among them.
+        """
         table = schema.rungs
         where = table.c.study == study_id
         if len(trials) <= MAX_NAMED:
@@ -489,7 +520,7 @@ class Store:
         return {trial: tuple(rungs) for trial, rungs in found.items()}
 
     def trial(self, study_id: str, number: int) -> TrialRecord:
-        """The study's trial with this number. Raises NotFound."""
+        """The study's trial with this number. Raises NotFound if there is none."""
         found = self.trials(study_id, start=number, stop=number + 1)
         if not found:
             raise NotFound(f"trial {number}: study {study_id} has no such trial")
@@ -504,9 +535,11 @@ class Store:
     def sample_values(
         self, study_id: str, split: Split, *, recipes: Collection[str] | None = None
     ) -> dict[str, dict[str, NDArray[np.float64]]]:
-        """Values of all scored samples, or of those of `recipes`, by recipe digest and objective.
+        """Values of the scored samples of a study, by recipe digest and objective, as arrays [last position + 1].
 
-        An array has the value of the sample at each position [last position + 1], NaN where there is none.
+        They are those of all recipes, or of the recipes whose digests `recipes` has, if it is not None. An array has
+        the value of the sample at each position, and NaN where none is stored. A position is a sample's index in the
+        order in which the objective's samples are scored.
         """
         found: dict[str, dict[str, NDArray[np.float64]]] = defaultdict(dict)
         with self._reads.connect() as connection:
@@ -517,7 +550,10 @@ class Store:
         return dict(found)
 
     def num_tokens(self, study_id: str, split: Split) -> dict[str, int]:
-        """Number of tokens in all completions by recipe digest, for recipes whose scored samples all have tokens."""
+        """Number of tokens in all completions of a recipe's scored samples, by recipe digest.
+
+        Recipes with a scored sample whose tokens are not stored are left out.
+        """
         with self._reads.connect() as connection:
             return num_tokens(connection, study_id, split)
 
@@ -527,10 +563,10 @@ class Store:
             return read_samples(connection, study_id, recipe_digest, split)
 
     def move_old_samples(self) -> int:
-        """Move the samples of one recipe to where this version stores samples; return their number, 0 if none is left.
+        """Move the samples of one recipe that an earlier version stored to where this version stores samples.
 
-        Earlier versions stored a row for each sample, which takes ten times the room. A study stays readable and its
-        driver may write meanwhile.
+        Returns their number; 0 if none is left. Earlier versions stored a row for each sample, which takes ten times
+        the room. The study stays readable meanwhile, and its driver may write.
         """
         old = schema.samples
         with self._reads.connect() as connection:
@@ -542,9 +578,9 @@ class Store:
             return max(1, move_old_samples(connection, found.study, found.recipe_digest))
 
     def evidence(self, study_id: str, *, after: int = 0, limit: int | None = None) -> tuple[EvidenceRecord, ...]:
-        """Evidence of what a study's engines held, one record for each scored chunk, in order.
+        """Evidence of what a study's engines held: one record for each scored chunk, in the order of storing.
 
-        Only records with an id greater than `after` are returned, at most `limit`.
+        Only records with an id above `after` are returned, and at most `limit` (None: all).
         """
         table = schema.evidence
         where = (table.c.study == study_id) & (table.c.id > after)
@@ -553,7 +589,7 @@ class Store:
             return tuple(EvidenceRecord(**row) for row in rows.mappings())
 
     def steps(self, study_id: str, *, start: int = 0) -> tuple[Step, ...]:
-        """Steps of a study's searcher in order, from number `start`."""
+        """Steps of a study's searcher, ordered by number, from the number `start`."""
         table = schema.search_steps
         where = (table.c.study == study_id) & (table.c.number >= start)
         with self._reads.connect() as connection:
@@ -561,28 +597,29 @@ class Store:
             return tuple(read_step(row.number, row.proposal, row.document) for row in rows)
 
     def num_charged(self, study_id: str) -> int:
-        """Number of samples that the steps of a study's searcher are charged as."""
+        """Number of samples that the steps of a study's searcher are charged as, all together."""
         table = schema.search_steps
         with self._reads.connect() as connection:
             charged = sa.select(sa.func.coalesce(sa.func.sum(table.c.charged), 0)).where(table.c.study == study_id)
             return int(connection.execute(charged).scalar_one())
 
     def engine_faults(self, *, after: int = 0) -> tuple[EngineFaultRecord, ...]:
-        """Engine faults (failed checks) of all studies with an id greater than `after`, in order."""
+        """Records of engines' first failed checks, of all studies, with an id above `after`, in order of ids."""
         table = schema.engine_faults
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(table.c.id > after).order_by(table.c.id))
             return tuple(EngineFaultRecord(**row) for row in rows.mappings())
 
     def void_samples(self, study_id: str) -> tuple[VoidSample, ...]:
-        """Void samples of a study, scored after the last canary that the engine passed and before it failed a check."""
+        """Void samples of a study: scored after the last canary that their engine passed before it failed a check."""
         with self._reads.connect() as connection:
             return read_void_samples(connection, study_id)
 
     def num_unchecked(self, study_id: str, passed: Mapping[str, int]) -> int:
-        """Number of a study's samples that are not followed by a passed canary of their engine yet.
+        """Number of a study's samples that were scored after the last canary that their engine passed.
 
-        `passed` are numbers of passed canaries by replica, besides those that the evidence of all studies has.
+        The number of canaries that an engine has passed is the larger one of that in the stored evidence of all studies
+        and that in `passed`, by replica.
         """
         held, table = holdings(), schema.evidence
         scored = (
@@ -600,7 +637,10 @@ class Store:
     def events(
         self, job_id: str, *, after: int = 0, limit: int | None = None, kinds: Collection[EventKind] | None = None
     ) -> tuple[EventRecord, ...]:
-        """Events of a job with an id greater than `after`, all or those of `kinds`, in order, at most `limit`."""
+        """Events of a job with an id above `after`, by id, and at most `limit` (None: all).
+
+        They are those whose kind is in `kinds`, or those of every kind if it is None.
+        """
         table = schema.events
         where = (table.c.study == job_id) & (table.c.id > after)
         if kinds is not None:
@@ -619,7 +659,10 @@ class Store:
             return found or 0
 
     def document(self, job_id: str, name: str) -> Any | None:
-        """Stored document of a job, such as the result of a closing stage; None if it is not stored yet."""
+        """Document that is stored for a job under `name`, such as the report of a verification.
+
+        Returns None if there is none yet.
+        """
         table = schema.documents
         with self._reads.connect() as connection:
             return connection.execute(

@@ -52,21 +52,23 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """Request for a step; `label` describes it to users."""
+    """Request of a searcher for a step; `label` describes it to users."""
 
     label: str
 
     @property
     def num_charged(self) -> int:
-        """Cost of the step, in samples."""
+        """Number of samples that the step is charged as; 0 unless a kind of request overrides it."""
         return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Measurement(_Request):
-    """Request for losses at `point` on the samples at `positions`.
+    """Request for losses of the merge at `point` on the samples at `positions`.
 
-    `completions` names the objectives whose references are the sources' own correct completions.
+    `point` has the values of all parameters of the search space, in their order. `positions` has the samples of each
+    objective. Losses are computed on reference answers. `completions` names the objectives whose references are the
+    sources' own correct completions.
     """
 
     point: tuple[float, ...]
@@ -83,7 +85,7 @@ class _Measurement(_Request):
 
 @dataclass(frozen=True, kw_only=True)
 class LossesRequest(_Measurement):
-    """Request for the mean loss of each objective."""
+    """Request for the mean loss of each objective at a point, which takes a forward pass."""
 
     kind: Literal["losses"] = "losses"
     charge: ClassVar[int] = 1
@@ -91,10 +93,10 @@ class LossesRequest(_Measurement):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientRequest(_Measurement):
-    """Request for losses, and for the derivatives of their sum weighted by `weights`.
+    """Request for the losses at a point, and for the derivatives of their sum weighted by `weights`.
 
     `descent` is the number of the descent that the gradient belongs to, from 0. `preference` is the preference vector
-    of that descent by objective, empty where the study has none.
+    of that descent by objective; empty if the study has none.
     """
 
     descent: int
@@ -106,7 +108,10 @@ class GradientRequest(_Measurement):
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionsRequest(_Request):
-    """Request for the sources' own correct completions of the objectives named in `completions`."""
+    """Request for the samples that sources answered correctly, of the objectives named in `completions`.
+
+    Their completions then serve as references for losses.
+    """
 
     completions: tuple[str, ...]
     kind: Literal["completions"] = "completions"
@@ -114,7 +119,10 @@ class CompletionsRequest(_Request):
 
 @dataclass(frozen=True, kw_only=True)
 class NoteRequest(_Request):
-    """Decision of the searcher to be stored: `label` is its text, `decision` what was decided."""
+    """Request to store a decision of the searcher; nothing is computed.
+
+    `label` is its text for users. `decision` states it for the searcher, which reads it from the stored step.
+    """
 
     decision: str
     kind: Literal["note"] = "note"
@@ -122,9 +130,9 @@ class NoteRequest(_Request):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRequest(_Request):
-    """Request that a policy learn from the trials of `iteration`.
+    """Request that a policy learn from the trials of the iteration `iteration` of the searcher.
 
-    `preference` is the preference vector of the policy that learns, by objective; empty where there is one policy.
+    `preference` is the preference vector of the policy that learns, by objective; empty if there is only one policy.
     """
 
     iteration: int
@@ -143,9 +151,10 @@ StepRequest: TypeAlias = ChargedRequest | CompletionsRequest | NoteRequest | Upd
 
 @dataclass(frozen=True, kw_only=True)
 class LossesResult:
-    """Mean losses by objective; `failure` is the reason if there are none.
+    """Mean losses by objective, of the merge at the requested point.
 
-    `recipe` is the digest of the merge at the point, `bank` the fingerprint of its sources.
+    `failure` says why there are none; None if there are. `recipe` is the digest of the merge's recipe, `bank` the
+    fingerprint of its sources.
     """
 
     losses: Mapping[str, float] = field(default_factory=dict)
@@ -156,7 +165,10 @@ class LossesResult:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientResult(LossesResult):
-    """Mean losses, and derivatives in the order of the point's values; computing them took `seconds`."""
+    """Mean losses at the requested point, and the derivatives of their weighted sum.
+
+    The derivatives in `gradient` are by the point's values, in their order. Computing the step took `seconds`.
+    """
 
     gradient: tuple[float, ...] = ()
     seconds: float = 0.0
@@ -164,7 +176,11 @@ class GradientResult(LossesResult):
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionsResult:
-    """Sample positions by objective, ascending, each with the trial number of the source that answered it correctly."""
+    """Samples that sources answered correctly, by objective.
+
+    Each is a pair of the sample's position and the trial number of a source that answered it correctly; positions
+    ascend.
+    """
 
     completions: Mapping[str, tuple[tuple[int, int], ...]]
 
@@ -176,7 +192,10 @@ class NoteResult:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateResult:
-    """Statistics of an update by name, and the sha256 of the policy's checkpoint ("" if nothing was learned)."""
+    """Result of an update of a policy: statistics by name, and the sha256 of the policy's new checkpoint.
+
+    `checkpoint` is "" if nothing was learned.
+    """
 
     statistics: Mapping[str, float] = field(default_factory=dict)
     checkpoint: str = ""
@@ -190,7 +209,7 @@ StepResult: TypeAlias = LossesResult | GradientResult | CompletionsResult | Note
 
 @dataclass(frozen=True)
 class _Step:
-    """Step `number` of a study, from 0, computed for the proposal of trial `proposal`."""
+    """Step with the number `number` in its study, from 0, computed before trial `proposal` was proposed."""
 
     number: int
     proposal: int
@@ -238,7 +257,7 @@ _STEP_OF_REQUEST: Mapping[type[StepRequest], type[Step]] = {
 
 
 def step_of(number: int, proposal: int, request: StepRequest, result: StepResult) -> Step:
-    """Step with a request and its result, which must be of the same kind."""
+    """Step with the given request and its result, of the class for this kind of request."""
     kind: Any = _STEP_OF_REQUEST[type(request)]
     step: Step = kind(number, proposal, request, result)
     return step
@@ -277,7 +296,7 @@ _READERS: Mapping[str, TypeAdapter[Any]] = {
 
 
 def step_document(step: Step) -> dict[str, Any]:
-    """The request and the result of a step as JSON."""
+    """JSON document that stores the request and the result of a step."""
     return {
         "request": {**_REQUEST_KEYS, **asdict(step.request)},
         "result": {**_RESULT_KEYS, **asdict(step.result)},
@@ -285,7 +304,10 @@ def step_document(step: Step) -> dict[str, Any]:
 
 
 def read_step(number: int, proposal: int, document: Mapping[str, Any]) -> Step:
-    """The step that `step_document` wrote, in this version or an earlier one."""
+    """The step whose request and result are in `document`.
+
+    The document is one that `step_document` of this or an earlier version returned.
+    """
     request: dict[str, Any] = dict(document["request"])
     kind = request["kind"]
     if kind == "gradient" and "descent" not in request:  # earlier versions stored it in the label alone

@@ -26,9 +26,10 @@ ADVISORY_LOCK = 0x6D657267
 
 @dataclass(frozen=True)
 class _Marks:
-    """Schema versions stored in a database, None if absent.
+    """Schema versions that a database states; None where it states none.
 
-    `version` is from programs before Alembic.
+    `revision` is that of Alembic. `version` is a number in the table `schema_version`, with which programs before
+    Alembic marked the database.
     """
 
     revision: str | None
@@ -36,12 +37,12 @@ class _Marks:
 
 
 def upgrade(engine: sa.Engine) -> None:
-    """Create or migrate the database's tables.
+    """Create the database's tables, or migrate them to this program's schema.
 
     On SQLite the engine's transactions must begin with the write lock.
 
     Raises:
-        Conflict: Another version of the program created the database.
+        Conflict: The database has a schema that this program cannot migrate: a newer one, or an unknown or too old one.
         DatabaseError: It is not a database (SQLAlchemy's error).
     """
     with reading(engine).connect() as connection:
@@ -57,7 +58,7 @@ def upgrade(engine: sa.Engine) -> None:
 
 
 def migrate(connection: sa.Connection, *, revision: str = schema.REVISION) -> None:
-    """Run the missing migrations up to `revision`, in the connection's transaction.
+    """Run the missing migrations up to the schema's `revision`, in the connection's transaction.
 
     Raises:
         Conflict: The database is at an unknown revision.
@@ -90,7 +91,10 @@ def _marks(connection: sa.Connection) -> _Marks:
 
 
 def _lock(connection: sa.Connection) -> None:
-    """Wait for other processes that migrate; on SQLite the transaction holds the write lock from its beginning."""
+    """Wait for other processes that migrate the database, and keep them waiting until the transaction ends.
+
+    On SQLite nothing needs to be done, because the transaction has held the write lock since its beginning.
+    """
     if connection.dialect.name == "postgresql":
         connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": ADVISORY_LOCK})
 

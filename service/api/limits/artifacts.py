@@ -23,7 +23,8 @@ Made = TypeVar("Made")
 class ArtifactQuota:
     """Limit on the total size of the artifacts of all jobs, in bytes.
 
-    By default the limit `quota_bytes` is a tenth of the disk. Artifacts in an object store have no limit by default.
+    The limit is `quota_bytes`. If it is None, the limit is a tenth of the disk, and artifacts in an object store have
+    no limit.
     """
 
     def __init__(self, store: Store, artifacts: ArtifactStore, quota_bytes: int | None = None) -> None:
@@ -34,8 +35,8 @@ class ArtifactQuota:
     def admit(self, num_bytes: int, make: Callable[[], Made]) -> Made:
         """Store a job by calling `make`, if the `num_bytes` of artifacts that the job will store fit into the quota.
 
-        The artifacts that are stored and those that unfinished jobs will still store take from the quota. Returns what
-        `make` returns. Raises Conflict, without calling `make`, if the job's artifacts do not fit.
+        The quota also has to hold the artifacts that are stored, and those that unfinished jobs will still store.
+        Returns what `make` returns. Raises Conflict, without calling `make`, if the job's artifacts do not fit.
         """
         with self._lock:
             used, reserved, quota = self._artifacts.num_bytes(), self._reserved(), self._quota_bytes()

@@ -17,7 +17,7 @@ class ExportLimits:
     """Limits on the age and the total size of exports.
 
     An export is removed `lifetime_s` seconds after it was written. While all exports together take more than
-    `quota_bytes`, by default a tenth of the disk, the oldest is removed.
+    `quota_bytes`, the oldest is removed. If `quota_bytes` is None, it is a tenth of the disk.
     """
 
     lifetime_s: float = 7 * DAY_S

@@ -22,7 +22,7 @@ EVENT_STREAM = "text/event-stream"
 
 
 def _frame(progress: str) -> dict[str, Any]:
-    """JSON Schema of one server-sent event, in the form of OpenAPI 3.2.
+    """JSON Schema of one server-sent event of a job's event stream, in the form of OpenAPI 3.2.
 
     `progress` is the name of the schema of progress documents, which differs between the kinds of job.
     """

@@ -161,9 +161,9 @@ def _document(services: Services, export: ExportRecord) -> ExportDocument:
 
 
 def _asked(content: bytes) -> tuple[Any, str | None, dict[str, float] | None]:
-    """Trial ("best" or a number), dtype and weights of the objectives in a request's body.
+    """Read the trial ("best" or a number), the dtype and the weights of the objectives from a request's body.
 
-    Dtype and weights are None where the body has none. Raises InvalidRequest with every problem.
+    Dtype and weights are None if the body has none. Raises InvalidRequest with every problem.
     """
     try:
         document = parse_document(content, "the request's body", is_json=True)
@@ -193,7 +193,7 @@ def _are_weights(value: Any) -> bool:
 
 
 def _choices(record: RunRecord) -> tuple[int | None, int]:
-    """Number of the best trial (None if there is none), and the total number of trials."""
+    """Number of a study's best trial, None if there is none, and the total number of its trials."""
     best = record.best
     return (None if best is None else best.number), len(record.trials)
 

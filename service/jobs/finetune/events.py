@@ -47,9 +47,9 @@ def storing_events(
 ) -> Iterator[None]:
     """Context in which new losses and evaluations of running trainings are stored as events every 2 s.
 
-    `places` has the experts' directories by alias. In an expert's directory, `spec_file` is written when a training
-    starts, and `worker_file` when its workers start. While `worker_file` is missing or older, the driver reports that
-    it waits for workers.
+    `places` has the experts' directories by alias. `spec_file` and `worker_file` are names of files there: the first is
+    written when a training starts, the second when the training's workers start. While the second is missing, or older
+    than the first, the driver reports that it waits for workers.
     """
     history = _HistoryEvents(store, writer, heartbeat, places)
     done = threading.Event()
@@ -78,7 +78,10 @@ def storing_events(
 
 
 class _HistoryEvents:
-    """Writer of events that have the new lines of the experts' training histories."""
+    """Writer of training events, which reads the lines that were added to the experts' training histories.
+
+    A history is a file to which an expert's training adds a line for each update and each evaluation.
+    """
 
     def __init__(self, store: Store, writer: JobWriter, heartbeat: Heartbeat, places: Mapping[str, Path]) -> None:
         self._writer, self._heartbeat = writer, heartbeat
@@ -105,9 +108,10 @@ class _HistoryEvents:
 
 
 def _summed(updates: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the last of the training `updates`, with the losses of all updates added; nothing without updates.
+    """Yield one event for the training `updates`: the last update, with a key `losses` for all of them.
 
-    The losses are at most 10 pairs. A pair is the mean loss of neighbouring updates and the step of the last of them.
+    `losses` has at most 10 pairs. A pair has the step of the last of some neighbouring updates and the mean of their
+    losses. Nothing is yielded without updates.
     """
     if updates:
         size = -(-len(updates) // MAX_LOSSES)

@@ -73,7 +73,11 @@ def fit(spec: FinetuneSpec, directory: Path, access: FileAccess | None) -> None:
 
 
 def _in_worker(config: Mapping[str, Any]) -> None:
-    """Training function that Ray Train runs in each worker of a torch process group."""
+    """Train an expert; Ray Train calls this function in each worker, one process of a torch process group.
+
+    `config` has the keys "spec" (the expert's specification), "directory", and "access" (the files that may be read;
+    None is no limit).
+    """
     import ray.train
     from ray.train.torch import get_device
 
@@ -93,11 +97,11 @@ def train_here(
     device: Any = None,
     access: FileAccess | None = None,
 ) -> None:
-    """Train an expert in the current process, which may be one of several ranks.
+    """Train an expert in the current process, which may be one of several that train the expert together.
 
-    One rank has `is_writer`. It waits until workers of an earlier driver have ended, and writes the summary or the
-    reason of a failure to `directory`. `report` receives the numbers of updates and evaluations. `device` is the torch
-    device. `access` limits the files that evaluation tasks may read; None is no limit.
+    One of them has `is_writer`. It waits until workers of an earlier driver have ended, and writes the summary, or the
+    reason why the training failed, to `directory`. `report` receives the numbers of updates and evaluations. `device`
+    is the torch device. `access` limits the files that evaluation tasks may read; None is no limit.
     """
     from workers.training.finetuning.trainer import train
 
@@ -128,9 +132,9 @@ def _report(line: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Context in which no other worker writes to `directory`, after waiting for workers of an earlier driver to end.
+    """Context in which no other worker writes to `directory`.
 
-    Raises TimeoutError if a worker has not ended after 120 s.
+    It waits until workers of an earlier driver have ended. Raises TimeoutError if one has not ended after 120 s.
     """
     with (directory / WRITER_LOCK).open("w") as file:
         deadline = time.monotonic() + PREDECESSOR_WAIT_S

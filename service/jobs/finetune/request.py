@@ -126,7 +126,7 @@ def access_of(job: JobRecord) -> FileAccess | None:
 
 
 def _files(spec: FinetuneSpec) -> Iterator[tuple[str, str]]:
-    """Yield the files that an expert's specification names, each after the specification's field that names it."""
+    """Yield the files that an expert's specification names, as pairs of the specification's field and the file."""
     if spec.data.file is not None:
         yield "data.file", spec.data.file
     for index, objective in enumerate(spec.evaluation.objectives if spec.evaluation is not None else ()):
@@ -144,7 +144,10 @@ def _models(spec: FinetuneSpec) -> Iterator[tuple[str, str]]:
 
 
 def _problems(pipeline: Pipeline, find: Callable[[FinetuneSpec], Iterator[tuple[str, str]]]) -> Iterator[Problem]:
-    """Yield the problems that `find` reports, as pairs of a field and a message, for each expert's specification."""
+    """Yield the problems of a fine-tuning's specification that `find` reports for each expert.
+
+    `find` takes an expert's specification, and returns pairs of a field and a message.
+    """
     for alias, spec in pipeline.experts.items():
         yield from (Problem(pipeline.field_of(alias, field), message) for field, message in find(spec))
 

@@ -64,10 +64,11 @@ def with_alignments(
 ) -> PreflightResult:
     """Learn the alignments that a study's search space needs, and return the prepared study with alignments.
 
-    An alignment is a map of the residual stream between two layers. The alignments' files are in `directory`. They are
-    learned once and stored with the study, so that the study's recipes stay the same. A study whose search space uses
-    no alignments is returned unchanged. Artifacts in an object store have the files, too, so that engines on other
-    machines can read them, and so can later drivers. Ray must be connected.
+    An alignment is a map of the residual stream between two layers. The files of the alignments are in `directory`.
+    They are learned once and stored with the study, so that the study's recipes stay the same. If `artifacts` is in an
+    object store, the files are stored there too, so that engines on other machines, and later drivers, can read them. A
+    study whose search space uses no alignments is returned unchanged. Ray must be connected. `note` is called with
+    messages about the progress.
 
     Raises:
         StudyFailed: The alignments cannot be learned; the study is stored as FAILED.
@@ -106,7 +107,10 @@ def with_alignments(
 
 
 def _restore(artifacts: ArtifactStore, directory: Path, names: Iterable[str]) -> None:
-    """Copy the alignments with these names, which another machine may have learned, to `directory`."""
+    """Copy the files of the alignments `names` from the stored artifacts to `directory`, if they are not there.
+
+    Another machine may have learned them. Files that are not among the artifacts are left out.
+    """
     for name in {*names}:
         if not is_stored(directory, name):
             with suppress(FileNotFoundError):
@@ -114,7 +118,7 @@ def _restore(artifacts: ArtifactStore, directory: Path, names: Iterable[str]) ->
 
 
 def stored_alignments(store: Store, study_id: str) -> dict[LayerPair, str]:
-    """Names of a study's learned alignments by pair of layers; empty if no alignments were learned yet."""
+    """Names of a study's learned alignments, by the pair of layers that each aligns; empty if none were learned yet."""
     rows: list[Any] = store.document(study_id, ALIGNMENTS) or []
     return {((first[0], first[1]), (second[0], second[1])): name for first, second, name in rows}
 
@@ -142,7 +146,7 @@ def execute(
         artifacts: Store of the policies that the study trains.
         heartbeat: Heartbeat of this driver, which receives the study's progress.
         view: Receiver of progress and messages.
-        observer: Called with the name of each stored stage.
+        observer: Called as soon as something is stored, with a word for it, such as "chunk", "rung" or "complete".
 
     Raises:
         StudyFailed: The study cannot continue; it is stored as FAILED with the reason.
@@ -244,7 +248,10 @@ def _baselines(store: Store, study_id: str, preflight: PreflightResult) -> tuple
 
 
 class _EngineWatch:
-    """Watcher of engine starts: the driver reports progress while an engine is starting, which may take minutes."""
+    """While an engine is starting, reports to the driver's heartbeat that the driver waits for it and makes progress.
+
+    Without these reports, the driver would be replaced if a start takes long.
+    """
 
     def __init__(self, scorer: Scorer, writer: JobWriter, heartbeat: Heartbeat) -> None:
         self._scorer = scorer
@@ -267,7 +274,11 @@ class _EngineWatch:
 
 
 class _Snapshots:
-    """Source of progress snapshots of a running study, with at least 0.25 s between two snapshots that are `due`."""
+    """Source of progress snapshots of a running study.
+
+    The method `due` returns a snapshot if the last one was taken at least 0.25 s ago, else None. The method `now`
+    always returns one.
+    """
 
     def __init__(self, coordinator: Coordinator, preflight: PreflightResult, planned: int) -> None:
         self._coordinator = coordinator
@@ -305,7 +316,10 @@ class _Snapshots:
 def _reason_to_fail(error: Exception, record: JobRecord, preflight: PreflightResult) -> str | None:
     """Reason why a study cannot continue after `error`; None if another attempt may succeed later.
 
-    The study cannot continue if its models or task data have changed since it was created.
+    After StudyFailed and EvidenceMismatch it cannot continue. After another error, its models and tasks are checked
+    again. It cannot continue if they have changed since the study was created, or may no longer be read. Another
+    attempt may succeed if they cannot be used at the moment, or if they are unchanged and the error is
+    EngineUnavailable. The study cannot continue after other errors.
     """
     if isinstance(error, (StudyFailed, EvidenceMismatch)):
         return str(error)
@@ -339,7 +353,8 @@ def _no_result(trials: tuple[TrialRecord, ...]) -> str:
 def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
     """Check engines and verify trials by calling `close`, and return whether the study is finished.
 
-    Returns False if an engine failed a check, because the samples that it scored must be scored again.
+    The result is False if an engine failed a check, during the call or earlier, because the samples that it scored must
+    be scored again.
     """
     try:
         close()
@@ -353,8 +368,8 @@ def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
 def _check_engines(store: Store, writer: JobWriter, scorer: Scorer) -> None:
     """Run a canary (fixed prompts that show whether an engine computes correctly) in every running engine.
 
-    An engine's samples count as checked once it passes a canary afterwards. The number of samples that remain unchecked
-    is stored with the study.
+    A sample counts as checked once its engine has passed a canary after scoring it. The number of the study's samples
+    that are not checked is stored with the study.
     """
     reports: Sequence[CanaryReport] = scorer.check()
     passed = {report.replica: report.canaries for report in reports}

@@ -34,12 +34,19 @@ BOUNDS = {"asha": ("at least ", "at most "), "racing": ("at most ", "at least ")
 
 @dataclass(frozen=True)
 class CheckedPlan:
-    """Expected cost of running a study.
+    """Expected costs of running a study: samples, time, memory and disk space.
 
-    `tokens` are the least and the most tokens that a sample is expected to have. `hours` and `most_hours` are rough
-    estimates of the running time for them. `step_samples` is the number of samples whose cost the searcher's gradients
-    are counted as; 0 for searchers without gradients. `samples_planned` are the samples that count towards
-    `max_samples` if the search is not cut short: scored ones and all steps; `samples_used` are those of earlier runs.
+    - `step_samples`: the samples that the searcher's gradients are charged as; 0 for searchers without gradients.
+    - `rungs`: for each rung, the samples by objective.
+    - `trials`: the numbers of baselines ("extras") and of proposed trials ("search").
+    - `max_samples`: the limit of samples of the search; None if there is none.
+    - `samples_used`: the samples that count towards the limit and are used already, by earlier runs.
+    - `samples_planned`: the samples that count towards the limit if nothing ends the search early, those of steps
+      included.
+    - `tokens`: the least and the most tokens that a sample is expected to have. `hours` and `most_hours` are rough
+      estimates of the running time for them.
+    - `memory_bytes`, `disk_bytes`: bytes needed for each use, and bytes available.
+    - `absent_models`: models whose weights must be downloaded first.
     """
 
     study: str
@@ -103,7 +110,10 @@ class CheckedPlan:
         )
 
     def _limit(self) -> tuple[str, ...]:
-        """The limit of samples, how many are used already, and whether the plan stays within it."""
+        """Line about the limit of samples, how many are used already, and whether the planned ones fit, as a tuple.
+
+        Without a limit, the line has the samples used in earlier runs. The tuple is empty if there are none either.
+        """
         if self.max_samples is None:
             return (f"used      {self.samples_used:,} samples in earlier runs",) if self.samples_used else ()
         used = f", {self.samples_used:,} of them used" if self.samples_used else ""
@@ -123,7 +133,10 @@ class CheckedPlan:
         )
 
     def _ladders(self) -> str:
-        """Text of the numbers of samples at each rung, by objective; stated once if equal for all objectives."""
+        """Text of the numbers of samples at each rung, such as `90 -> 270 samples of each objective, 2 objectives`.
+
+        If the objectives differ, the numbers of each objective are stated.
+        """
         ladders = {name: " -> ".join(str(rung[name]) for rung in self.rungs) for name in self.rungs[-1]}
         if len(set(ladders.values())) > 1:
             return ", ".join(f"{name} {ladder}" for name, ladder in ladders.items()) + " samples"
@@ -189,7 +202,10 @@ def _plan(study: Study, preflight: PreflightResult, directory: Path) -> CheckedP
 
 
 def _samples_used(directory: Path) -> int:
-    """Number of samples that the search of the study in `directory` has used; 0 if there is none."""
+    """Number of samples that the search of the study in `directory` has used: scored, or charged for its steps.
+
+    Returns 0 if the directory holds no study.
+    """
     with suppress(NotFound), read_run(directory) as (store, record):
         scored = sum(trial.samples_scored for trial in store.trials(record.id))
         return scored + store.num_charged(record.id)

@@ -57,7 +57,7 @@ def run_study(
         view: Receiver of progress and messages.
         exports: Check also that the best merge can be exported to `directory`/export. Nothing is exported.
         resources: Functions that connect to Ray and open scoring replicas.
-        observer: Called with the name of each stored stage.
+        observer: Called as soon as something is stored, with a word for it, such as "chunk", "rung" or "complete".
 
     Raises:
         InvalidStudy: The study has problems; nothing was started.
@@ -111,8 +111,9 @@ def prepared_in(
 ) -> PreflightResult:
     """Check a study, and prepare it to run or to continue in `directory`.
 
-    Sources that are merges of other studies are exported to `sources_in`, by default to `directory`. `options` are
-    further arguments of `service.studies.preflight.examine.examine`. Raises InvalidStudy with every problem.
+    Sources that are merges of other studies are exported to `sources_in`, or to `directory` if it is None. `note` is
+    called with messages about the progress. `options` are further arguments of
+    `service.studies.preflight.examine.examine`. Raises InvalidStudy with every problem.
     """
     before: ResolvedStudy | None = None
     with suppress(NotFound), read_run(directory) as (_, record):

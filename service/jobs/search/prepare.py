@@ -41,8 +41,10 @@ def prepared(
         study: The study file.
         open_study: Opens the other studies, whose merges or policies the study uses.
         directory: Directory of the run or of the server, to which merges of other studies are exported.
-        artifacts_in: Directory with the policies of other studies; by default that of the artifacts in `directory`.
+        artifacts_in: Location of the artifacts, in which policies of other studies are; None is a directory in
+            `directory`.
         before: For a study that continues, what it resolved to before, so that hub models keep their commits.
+            None for a new study.
         note: Called with messages about the progress.
         **options: Further arguments of `service.studies.preflight.examine.examine`.
 

@@ -34,7 +34,7 @@ class ProgressReporter(Protocol):
         ...
 
     def note(self, text: str) -> None:
-        """Receive a message to show once, such as the start of an engine or of a stage."""
+        """Receive a message to show once, such as that an engine starts."""
         ...
 
 
@@ -45,9 +45,12 @@ class ProgressSnapshot:
     - `stage`: the current stage, "searching" or "held-out".
     - `trials`: the number of trials in each state; `max_trials`: the planned number of trials, baselines included.
     - `bracket`, `rung`: the current bracket and rung, counted from 0; None while several are worked on.
+    - `num_brackets`: the number of brackets; None if it is not known.
     - `rungs`: the samples at each rung, of the objective with the most samples.
     - `best_trial`: the number of the best trial at full budget so far; `best`: its values by objective.
     - `samples_planned`: the expected total number of samples, including the `samples_scored`.
+    - `samples_used`: the samples that the search has used: scored, or charged for its steps.
+    - `max_samples`: the limit of `samples_used`; None if there is none.
     """
 
     study: str
@@ -83,9 +86,9 @@ class ProgressSnapshot:
 
 @dataclass(frozen=True)
 class Pace:
-    """Pace of a study: seconds worked, samples scored per second, and estimated seconds left.
+    """Pace of a study: the seconds that it has been worked on, its speed, and the estimated seconds left.
 
-    `samples_per_second` and `time_left_s` are None until they can be measured.
+    The speed `samples_per_second` and `time_left_s` are None until they can be measured.
     """
 
     elapsed_s: float
@@ -94,9 +97,10 @@ class Pace:
 
 
 class PaceMeter:
-    """Meter of a study's pace, measured over the last 60 s of the current stage.
+    """Measures a study's `Pace`: the time worked, the samples scored per second, and the time left.
 
-    `worked_s` are the seconds that earlier attempts have worked. `clock` returns a time in seconds.
+    The speed is measured over the last 60 s of the current stage (search or held-out scoring). `worked_s` are the
+    seconds that earlier attempts worked, which count as time worked. `clock` returns a time in seconds.
     """
 
     def __init__(self, *, worked_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -137,9 +141,9 @@ class PaceMeter:
         )
 
     def _samples_per_second(self) -> float | None:
-        """Samples scored per second in the measured window; None in the first two seconds of a stage.
+        """Samples scored per second, over the last 60 s of the stage or since its start.
 
-        The rate falls while no samples are scored.
+        Returns None in the first two seconds of a stage. The result falls while no samples are scored.
         """
         now = self._clock()
         if not self._points or now - self._points[0][0] < 2.0:
@@ -166,7 +170,7 @@ def as_line(snapshot: ProgressSnapshot, pace: Pace) -> str:
 def speed_text(pace: Pace, separator: str) -> str:
     """Text of the speed and the time left: `, 50/s, 4m10s left` with ", " as separator.
 
-    What is not measured yet is left out. A separator precedes each part.
+    A value that is not measured yet is left out. The separator precedes each value.
     """
     text = ""
     if pace.samples_per_second is not None:

@@ -15,7 +15,7 @@ INTERVAL_S = 30.0
 
 
 class ProgressLog:
-    """Progress reporter that writes a line to standard error every 30 s, at each new stage, and at the end.
+    """Progress reporter that writes a line to standard error every 30 s, at the start of each stage, and at the end.
 
     Use it as a context manager.
     """

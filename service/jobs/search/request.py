@@ -66,9 +66,10 @@ def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
 
 
 def studies_of(context: RequestContext) -> OpenStudy:
-    """Return a function that opens the server's other studies, to which a submitted study may refer by id.
+    """Return a function that opens the server's other studies by their ids, for studies that refer to them.
 
-    The function lifts the limits of memory and processor time, because merges of these studies are written next.
+    The function first lifts the limits of memory and processor time, because merges of the opened study are written
+    next.
     """
 
     @contextmanager

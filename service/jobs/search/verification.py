@@ -80,8 +80,8 @@ def _chosen(
 ) -> list[TrialRecord]:
     """Trials to verify: those whose samples differed before, the best trial, and others drawn at random.
 
-    The others are drawn, with the study's seed, from the trials at full budget. `known` has the stored reports by
-    trial number.
+    The others are drawn, with the study's seed, from the trials at full budget, so that `options.trials` are chosen
+    with the best one. `known` has the stored reports of earlier verifications by trial number.
     """
     candidates = full_budget_trials(trials)
     winner = best_trial(trials, preflight.tasks.objectives)
@@ -105,9 +105,10 @@ def _samples(store: Store, study_id: str, trial: TrialRecord, spans: Sequence[Sp
 
 
 def _is_verified(report: TrialVerification | None, trial: TrialRecord, digest: str) -> bool:
-    """Whether a stored report found the samples of a trial's merge equal; `digest` is the hash of the samples.
+    """Whether a stored report found the samples of a trial's merge equal; `digest` is the hash of these samples.
 
-    Reports of earlier versions do not say which samples they compared. Such trials count as not verified.
+    False if `report` is None, or if it is about another recipe or other samples. Reports of earlier versions do not say
+    which samples they compared, so their trials count as not verified.
     """
     return (
         report is not None

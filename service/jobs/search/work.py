@@ -25,7 +25,7 @@ def work(attempt: Attempt) -> None:
     """Continue a study on a server from its stored state to its end.
 
     Raises InvalidStudy if the study's files cannot be used at the moment, Conflict if its models or tasks have changed
-    since it was created, and the errors of `continue_study`.
+    since it was created, and the errors of the function `continue_study`.
     """
     job = attempt.job
     before = ResolvedStudy.of(job)
@@ -55,7 +55,7 @@ def continue_study(
     """Connect to Ray, wait for engines, and continue a prepared study from its stored state to its end.
 
     `open_study` opens other studies whose policies the study starts from. `view` receives progress. `observer` is
-    called with the name of each stored stage.
+    called as soon as something is stored, with a word for it, such as "chunk", "rung" or "complete".
 
     Raises:
         StudyFailed: The study cannot continue; it is stored as FAILED with the reason.
