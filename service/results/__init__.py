@@ -1,6 +1,7 @@
 """Results of a study, computed from stored records alone.
 
 - `load`: reads everything about a run from the store
+- `chunk_times`: times of scored chunks: how long engines worked, swapped and waited
 - `record`: the record of a run, from which all results are computed
 - `documents`: trials, held-out rows and the Pareto front as documents
 - `summary`: the summary of a run

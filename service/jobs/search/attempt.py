@@ -36,7 +36,6 @@ from service.tune.proposing.completions import SourceCompletions
 from service.tune.searchers import get_searcher
 from service.tune.searchers.base import LearningSearcher, SearchSetting
 from service.types import JobRecord, JobState, Origin, TrialRecord, TrialState
-from workers.alignments.files import is_stored, store_alignment
 from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask
 from workers.types import CanaryReport, Scorer
 
@@ -111,6 +110,8 @@ def _restore(artifacts: ArtifactStore, directory: Path, names: Iterable[str]) ->
 
     Another machine may have learned them. Files that are not among the artifacts are left out.
     """
+    from workers.alignments.files import is_stored, store_alignment
+
     for name in {*names}:
         if not is_stored(directory, name):
             with suppress(FileNotFoundError):
