@@ -54,7 +54,7 @@ class Conflict(ServiceError, RuntimeError):
 
 
 class InUse(Conflict):
-    """Raised if another process, which the message names, uses a directory."""
+    """Raised if another process uses a directory or a database, which the message names."""
 
 
 class DatabaseUnavailable(ServiceError, ConnectionError):

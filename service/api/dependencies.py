@@ -77,7 +77,7 @@ async def _services(request: Request) -> Services:
 
 
 class _Segment(StringConvertor):
-    """Route convertor for a path segment without a colon, since a colon starts a verb, as in `{job_id}:cancel`."""
+    """Route convertor for a path segment without a colon, because a colon starts an action, as in `{job_id}:cancel`."""
 
     regex = "[^/:]+"
 

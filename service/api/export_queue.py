@@ -286,8 +286,9 @@ def _export(url: str, study_id: str, trial: str, directory: Path, *, dtype: str,
 class Tar:
     """Uncompressed tar archive of one folder, generated while it is sent.
 
-    `files` maps paths inside the archive's folder to the files on disk. Only one chunk at a time is in memory. The same
-    files give the same bytes.
+    `files` maps paths inside the archive's folder to the files on disk. `modified_at` is the time of modification that
+    the archive states for all files, in seconds since the epoch. Only one chunk at a time is in memory. The same files
+    give the same bytes.
     """
 
     folder: str

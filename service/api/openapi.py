@@ -58,7 +58,7 @@ PARAMETERS = {
 
 
 def install_openapi(app: FastAPI) -> None:
-    """Make `app` serve the OpenAPI document of its routes, complete with the schemas that routes name.
+    """Make `app` serve the OpenAPI document of its routes, with all schemas that the routes refer to by name.
 
     The document is generated at the first request for it.
     """

@@ -35,11 +35,12 @@ INTERRUPTED = 130
 
 @contextmanager
 def server_verbs(server: str | None, *, as_json: bool, no_directory: str | None = None) -> Iterator[ServerVerbs]:
-    """Connect to a server, and yield the verbs that use it.
+    """Connect to a server, and yield the commands of `mergesearch` that use it.
 
     The address is `server`, else the environment variable MERGESEARCH_SERVER, else http://127.0.0.1:8080. With
-    `as_json` the verbs print JSON. `no_directory` is the command's argument if it could name a directory and no such
-    directory exists; the error message then says so. Raises NotFound if the address is invalid, and ServerUnreachable.
+    `as_json` the commands print JSON. `no_directory` is the command's argument if it could name a directory and no such
+    directory exists; the error message then says so. Raises NotFound if the address is invalid, and ServerUnreachable
+    if no server answers.
     """
     url = server or os.environ.get(SERVER_VARIABLE)
     with Client(url or DEFAULT_SERVER) as client:
@@ -58,7 +59,7 @@ def server_verbs(server: str | None, *, as_json: bool, no_directory: str | None 
 
 
 class ServerVerbs:
-    """Verbs that use a server, one method each, which return the exit code.
+    """Commands of `mergesearch` that use a server, one method each, which returns the exit code.
 
     Results go to standard output, progress and messages to standard error.
     """

@@ -325,7 +325,7 @@ def _error_text(error: float | None) -> str:
 
 
 def _exact_text(estimate: EstimateDocument, *, signed: bool = False) -> str:
-    """Text of a value that is exact because it was computed from the recipe; empty for a value that was scored.
+    """Text of a value that is exact because it was computed from the recipe alone; "" for a scored value.
 
     With `signed`, a positive value has a plus sign.
     """

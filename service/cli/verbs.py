@@ -317,7 +317,10 @@ def _on_server(options: argparse.Namespace) -> AbstractContextManager[ServerVerb
 
 
 def _is_directory(options: argparse.Namespace) -> bool:
-    """Whether the command's argument `run` names a run's directory rather than a job on a server."""
+    """Whether the command's argument `run` is the directory of a `mergesearch run` rather than a job on a server.
+
+    It is if no server is given, and the argument exists as a path or contains a path separator.
+    """
     return options.server is None and (os.sep in options.run or Path(options.run).exists())
 
 

@@ -75,7 +75,7 @@ class EventReader:
         return Call("GET", self._path, headers=headers)
 
     def feed(self, data: bytes) -> Iterator[Event]:
-        """Yield the events that are complete once the received bytes `data` are appended; no event twice."""
+        """Append the received bytes `data`, and yield the events that are complete now. Each event is yielded once."""
         self._heard_at, self._failures = self._clock(), 0
         # Split at line feeds only: str.splitlines also splits at characters that JSON text may contain.
         *lines, self._rest = (self._rest + data).split(b"\n")

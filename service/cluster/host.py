@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 class Host:
     """Supervisor of the Ray cluster that the server runs on this machine.
 
-    The cluster is a process of `service.cluster.local_ray`. It is started again if it dies, and a server that is
-    restarted finds the cluster of its predecessor.
+    The cluster is a process of `service.cluster.local_ray`. It is started again if it dies. It continues when the
+    server ends, and the next server uses it.
     """
 
     def __init__(self, data_dir: Path, dashboard_host: str, dashboard_port: int | None) -> None:

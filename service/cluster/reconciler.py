@@ -474,7 +474,7 @@ class RayCluster:
     def _ray_job(self, job: JobRecord) -> tuple[str | None, str | None]:
         """State of the Ray Job of the job's last driver, and the cluster's message about it on one line.
 
-        Both are None if the cluster does not know the Ray Job.
+        The message is None if there is none. Both are None if the cluster does not know the Ray Job.
         """
         if job.submissions == 0:
             return None, None

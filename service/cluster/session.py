@@ -111,7 +111,7 @@ def _joined(address: str) -> Any:
 
 
 def start_ray(**options: Any) -> Any:
-    """Start Ray and its dashboard on this machine, as part of the current process, and return Ray's context.
+    """Start Ray and its dashboard on this machine, as part of the current process, and return the result of `ray.init`.
 
     `options` are further arguments of `ray.init`. Raises ConnectionError if Ray does not start.
     """

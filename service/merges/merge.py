@@ -240,8 +240,8 @@ def _prepare(
 ) -> _PreparedMerge:
     """Read the file of a merge, and open and check its models.
 
-    All problems of the file, the models and `out` are raised as one error. `fetching` are further arguments of `_bank`,
-    which opens the weights.
+    The arguments are those of `merge_file`; `fetching` are further arguments of `_bank`, which opens the weights. All
+    problems of the file, the models and `out` are raised as one error.
     """
     warnings: list[str] = []
     document = document or read_document(file, warn=warnings.append)
@@ -332,9 +332,9 @@ def _of_configuration(
 ) -> _PreparedMerge | None:
     """Prepare the merge that the mergekit configuration in `document`, from `file`, describes.
 
-    `directories` has directories of models by name. Problems that are found are added to `problems`, and the result is
-    None. The models are checked even if other parts of the configuration are wrong. `fetching` are further arguments of
-    `_bank`, which opens the weights.
+    `directories` has directories of models by name. If problems are found, they are added to `problems`, and the result
+    is None. The models are checked even if other parts of the configuration are wrong. `fetching` are further arguments
+    of `_bank`, which opens the weights.
     """
     warn = problems.warnings.append
     configuration = read_configuration(document, warn=warn, problems=problems.of_file)

@@ -159,8 +159,8 @@ def chat_template_of(choice: str | None, file: Path, sources: ResolvedFamily | N
     """Chat template that the value `choice` of a configuration's key `chat_template` stands for.
 
     "auto" is the most common template of the models in `sources`. Other values are the name of a published format, a
-    file, relative to the folder of `file` or to the current directory, or the template itself. None is no template.
-    Raises InvalidRecipe if the value is none of these.
+    file, relative to the folder of `file` or to the current directory, or the template itself. Raises InvalidRecipe if
+    `choice` is none of these. Returns None if `choice` is None, that is if the key is absent: no template is chosen.
     """
     if choice is None or "{" in choice or "\n" in choice:
         return choice

@@ -245,7 +245,7 @@ class Store:
         return record
 
     def job(self, job_id: str) -> JobRecord:
-        """The job with this id. Raises NotFound."""
+        """The job with this id. Raises NotFound if there is none."""
         found = self._jobs(schema.studies.c.id == job_id)
         if not found:
             raise NotFound(f"job {job_id!r}: no such job in {self.place}")
@@ -558,7 +558,7 @@ class Store:
             return num_tokens(connection, study_id, split)
 
     def samples(self, study_id: str, recipe_digest: str, split: Split) -> tuple[SampleResult, ...]:
-        """Scored samples of one recipe, ordered by objective and position."""
+        """Scored samples of one recipe, search or holdout data by `split`, ordered by objective and position."""
         with self._reads.connect() as connection:
             return read_samples(connection, study_id, recipe_digest, split)
 
@@ -637,7 +637,7 @@ class Store:
     def events(
         self, job_id: str, *, after: int = 0, limit: int | None = None, kinds: Collection[EventKind] | None = None
     ) -> tuple[EventRecord, ...]:
-        """Events of a job with an id above `after`, by id, and at most `limit` (None: all).
+        """Events of a job with an id above `after`, in the order of their ids, and at most `limit` (None: all).
 
         They are those whose kind is in `kinds`, or those of every kind if it is None.
         """
