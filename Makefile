@@ -20,7 +20,7 @@ PYTEST_ARGS ?=
 # One process more than there are cores: many tests wait for a while.
 PARALLEL = $(BIN)/python -m pytest tests --numprocesses $$(( $$(nproc) + 1 )) --dist worksteal
 
-.PHONY: install demo test test-heavy test-others test-fast lint docs bench bench-tables clean
+.PHONY: install demo test test-heavy test-others test-fast test-cluster lint docs bench bench-tables clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -43,7 +43,11 @@ test: lint
 
 # They need memory and several cores: two at a time, in an order of their own.
 test-heavy: install
-	$(BIN)/python -m pytest tests --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m heavy $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m "heavy and not cluster" $(PYTEST_ARGS)
+
+# Studies on a Ray cluster of several nodes, which network namespaces make of this machine: needs root, and a quiet machine.
+test-cluster: install
+	$(BIN)/python -m pytest tests/cluster -m cluster -s $(PYTEST_ARGS)
 
 test-others: install
 	nice -n 5 $(PARALLEL) -m "not heavy" $(PYTEST_ARGS)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiers import END_TO_END, LANES, MAX_ENGINE_STARTS, STARTERS, lane, needs_ray_or_engine, starts_nothing
+from tests.tiers import COMMANDS, LANES, MAX_ENGINE_STARTS, STARTERS, lane, needs_ray_or_engine, starts_nothing
 
 HERE = Path(__file__)
 
@@ -20,8 +20,9 @@ def test_whatever_uses_an_engine_or_ray_is_heavy(fixture: str) -> None:
 
 
 def test_whatever_starts_commands_is_heavy() -> None:
-    assert END_TO_END.is_dir()
-    assert needs_ray_or_engine(END_TO_END / "test_run.py", [])
+    for directory in COMMANDS:
+        assert directory.is_dir()
+        assert needs_ray_or_engine(directory / "test_run.py", [])
 
 
 def test_all_else_is_not() -> None:

@@ -22,13 +22,13 @@ LANES = ("shipped", "scorer", "engine")
 # A session that starts more engines fails: each start takes 10 to 40 s of a core.
 MAX_ENGINE_STARTS = 16
 
-# Its tests start the commands that users start.
-END_TO_END = Path(__file__).with_name("end_to_end")
+# Their tests start the commands that users start, the latter on several Ray nodes.
+COMMANDS = tuple(Path(__file__).with_name(name) for name in ("end_to_end", "cluster"))
 
 
 def needs_ray_or_engine(file: Path, fixtures: Collection[str]) -> bool:
     """Whether a test in `file` starts Ray or an engine; `fixtures` are all that it uses, directly or not."""
-    return not STARTERS.isdisjoint(fixtures) or END_TO_END in file.parents
+    return not STARTERS.isdisjoint(fixtures) or any(directory in file.parents for directory in COMMANDS)
 
 
 def lane(fixtures: Collection[str]) -> str | None:

@@ -7,7 +7,9 @@
     │   └── MetricFailed                  the same; on the base model's answers fail the study: its task is unusable
     ├── EngineUnavailable (RuntimeError)  the engine did not start or died; try again on another replica, then stop
     │   ├── EngineCrashed                 the engine died with this chunk; count that, and try again
-    │   └── RequestFailed                 the engine works, the request failed outside it; try again, then stop
+    │   ├── RequestFailed                 the engine works, the request failed outside it; try again, then stop
+    │   ├── ServeUnavailable              it is unknown whether engines run; wait, and ask again
+    │   └── NodeDraining                  the engine's node is about to stop; score on another replica
     ├── TrainingFailed    (RuntimeError)  stop this fine-tuning: continuing from its last checkpoint would fail again
     └── EvidenceMismatch  (RuntimeError)  stop the study: what was scored is not what was asked for
         └── EngineFault                   score on another replica; what this one scored since its last check is void
@@ -28,7 +30,9 @@ __all__ = [
     "InvalidModel",
     "InvalidTask",
     "MetricFailed",
+    "NodeDraining",
     "RequestFailed",
+    "ServeUnavailable",
     "TrainingFailed",
     "TrialFailed",
     "WorkerError",
@@ -119,6 +123,14 @@ class EngineCrashed(EngineUnavailable):
 
 class RequestFailed(EngineUnavailable):
     """A request failed for a reason outside the engine, such as a full disk; the replica stays in service."""
+
+
+class ServeUnavailable(EngineUnavailable):
+    """The controller of Ray Serve does not answer, for example because Ray restarts it; replicas may be working."""
+
+
+class NodeDraining(EngineUnavailable):
+    """A replica begins no chunk of samples, because Ray drains the replica's node: the node is about to stop."""
 
 
 class TrainingFailed(WorkerError, RuntimeError):

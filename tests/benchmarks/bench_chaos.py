@@ -1,6 +1,8 @@
-"""Survival of studies: 100 kills of drivers, replicas, the server and Ray's head, and two stops of five minutes.
+"""Survival of studies: 100 kills of what works on them, five of them for lack of memory, and two stops of five minutes.
 
-Kills (SIGKILL) are drawn from a seed; a driver and a replica are stopped (SIGSTOP) once each.
+Kills are drawn from a seed: SIGKILL of drivers, trial actors, replicas, Serve's controller, the server and Ray's head.
+Five times memory is filled until Ray's memory monitor ends workers. A driver and a replica are stopped (SIGSTOP) once
+each.
 HTTP server, Ray, its jobs, Serve and store are real; the replicas are fakes. Every study must end with the trials of an
 undisturbed run, and an event must tell of the replacement of what was stopped.
 """
@@ -12,9 +14,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.end_to_end.chaos import KILLS, STOPS, run_chaos
+from tests.end_to_end.chaos import KILLS, MEMORY, STOPS, run_chaos
 
-NUM_KILLS, SEED = 100, 0
+NUM_KILLS, NUM_MEMORY, SEED = 100, 5, 0
 STOP_S = 300.0
 SETTINGS = {"sample_delay_s": 0.03}
 
@@ -23,7 +25,7 @@ def run() -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="mergesearch-bench-") as directory:
         result = run_chaos(
             Path(directory),
-            kills=random.Random(SEED).choices(tuple(KILLS), k=NUM_KILLS),
+            kills=[*random.Random(SEED).choices(tuple(KILLS), k=NUM_KILLS - NUM_MEMORY), *[MEMORY] * NUM_MEMORY],
             seed=SEED,
             stops=tuple(STOPS),
             stop_s=STOP_S,

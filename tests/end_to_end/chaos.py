@@ -33,7 +33,7 @@ from tests.end_to_end.studies import undisturbed, write_small_study
 from tests.postgresql import PostgreSQL
 from tests.service.tune.harness import trial_list
 
-__all__ = ["GRADIENT_KILLS", "KILLS", "STOPS", "on_the_server", "run_chaos"]
+__all__ = ["GRADIENT_KILLS", "KILLS", "MEMORY", "STOPS", "on_the_server", "run_chaos"]
 
 # Results of a study, in the order of their numbers: those of its trials, and the steps of its searcher.
 Results = list[tuple[Any, ...]]
@@ -41,6 +41,12 @@ Results = list[tuple[Any, ...]]
 RECOVERY_S = 300.0
 DATABASE_AWAY_S = 2.0
 POLL_S = 0.1
+
+# Memory that a node may use more than at the start, and how much at a time is filled to exceed it.
+HEADROOM_BYTES, STEP_BYTES = 3 * 2**30, 2**27
+
+# What a raylet logs when its memory monitor has ended workers (Ray 2.60).
+MEMORY_REPORT = "killed due to the node running low on memory"
 
 
 def _kill_processes(find: Callable[[Server, str], Iterable[psutil.Process]]) -> Callable[[Server, str], bool]:
@@ -70,13 +76,42 @@ def _kill_database(postgresql: PostgreSQL) -> Callable[[Server, str], bool]:
     return kill
 
 
+def memory_settings() -> dict[str, str]:
+    """Environment of a server whose Ray ends workers when HEADROOM_BYTES more memory is used than now."""
+    memory = psutil.virtual_memory()
+    used = memory.total - memory.available + HEADROOM_BYTES
+    return {"RAY_memory_usage_threshold": f"{used / memory.total:.4f}", "RAY_memory_monitor_refresh_ms": "100"}
+
+
+def press_memory(server: Server, _: str) -> bool:
+    """Fill memory until Ray's memory monitor has ended workers, and free it; False if the monitor ended none."""
+    logs = Path(server.host.session_dir) / "logs"
+
+    def num_reports() -> int:
+        return sum(file.read_text(errors="replace").count(MEMORY_REPORT) for file in logs.glob("raylet*.out"))
+
+    before = num_reports()
+    filled: list[bytes] = []
+    while num_reports() == before:
+        if len(filled) * STEP_BYTES >= 2 * HEADROOM_BYTES:
+            return False
+        filled.append(b"x" * STEP_BYTES)
+        time.sleep(POLL_S)
+    return True
+
+
 # How each part is killed; False where it was not there.
 KILLS: Mapping[str, Callable[[Server, str], bool]] = {
     "driver": _kill_processes(lambda _, study: drivers(study)),
     "replica": _kill_processes(lambda server, _: replicas(server)),
+    "trial actor": _kill_processes(lambda server, _: processes_of_ray(server, "ray::EvaluationTrainable")),
+    "Serve controller": _kill_processes(lambda server, _: processes_of_ray(server, "ray::ServeController")),
     "server": _kill_server,
     "Ray head": _kill_processes(lambda server, _: processes_of_ray(server, "gcs_server")),
 }
+
+# The part whose kills are those of Ray's memory monitor, which ends workers when the node runs low on memory.
+MEMORY = "memory"
 
 # The same in studies that compute gradients.
 GRADIENT_KILLS: Mapping[str, Callable[[Server, str], bool]] = {
@@ -129,7 +164,7 @@ class _Studies:
     def kill(self, part: str, *, patience_s: float) -> bool:
         """Kill the part, waiting for it for so long if it is not there; False if it did not come."""
         deadline = time.monotonic() + patience_s
-        kill = {**KILLS, **GRADIENT_KILLS, **self.kills}[part]
+        kill = {**KILLS, **GRADIENT_KILLS, MEMORY: press_memory, **self.kills}[part]
         while not kill(self.server, self.current):
             if time.monotonic() >= deadline:
                 return False
@@ -207,7 +242,8 @@ def run_chaos(
 
     A stop lasts for `stop_s` seconds, and until an event reports that the part was replaced. Before each fault, a chunk
     or a step is stored, then up to `max_pause_s` seconds pass. A part that is to be killed and does not exist is waited
-    for, for `patience_s` seconds.
+    for, for `patience_s` seconds. Where `kills` has MEMORY, memory is filled until Ray ends workers; other processes on
+    the machine must then use about as much memory as at the start.
 
     Each study has `rungs` and `max_trials`, and is written by `write_study`; `undisturbed` runs one again. Each study
     gets the next of `spaces`, by default the space that it is written with. `command` is the server's module and
@@ -230,6 +266,8 @@ def run_chaos(
     if postgresql is not None:
         database, own_kills = postgresql.migrated(), {"database": _kill_database(postgresql)}
         settings["MERGESEARCH_DATABASE"] = database
+    if MEMORY in kills:
+        settings |= memory_settings()
     with serving(command, directory / "data", environment=settings) as server:
         store = Store(database, waits=True)
         studies = _Studies(server, store, directory, file, undisturbed, spaces, own_kills)

@@ -109,7 +109,8 @@ class Server:
     def story(self, study: str) -> str:
         """What happened, for a failing test to show."""
         shown = [event for event in self.events(study) if event["kind"] not in ("rung", "trial", "trial_state")]
-        ray_log = (self.data_dir / "ray_host.log").read_text()
+        ray_log_file = self.data_dir / "ray_host.log"  # of a Ray that the server started
+        ray_log = ray_log_file.read_text() if ray_log_file.exists() else ""
         return f"{json.dumps(shown, indent=1)}\n{self.log[-5000:]}\n{ray_log[-3000:]}"
 
     def kill(self) -> None:

@@ -13,7 +13,7 @@ from tests.end_to_end.chaos import run_chaos
 from tests.end_to_end.studies import DIS, LFS, SFS
 from tests.postgresql import PostgreSQL
 
-KILLS = {"replica": 3, "server": 2, "driver": 1, "Ray head": 1}  # the last ones take longest
+KILLS = {"replica": 2, "Serve controller": 1, "server": 2, "driver": 1, "Ray head": 1}  # the last ones take longest
 
 
 @pytest.mark.timeout(900)

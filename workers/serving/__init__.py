@@ -8,7 +8,8 @@
 - `recipe_lock`: the order in which a replica takes its chunks
 - `watchdog`: how long a replica's work may take
 - `current_chunk`: the chunk that a replica was scoring when it died
-- `process_logs`: the files behind a process's standard output and error
+- `draining`: whether a replica leaves its node, which is about to stop
+- `process_logs`: the log files of a replica's process
 - `fatal_errors`: the signal that ended a replica's process
 - `fake`: a scorer without models, for tests and dry runs of the search
 """

@@ -3,59 +3,126 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
-from workers.errors import EngineUnavailable
+from workers.errors import EngineUnavailable, ServeUnavailable
 
-__all__ = ["application_state", "failure_reason", "num_replicas"]
+if TYPE_CHECKING:
+    from ray.serve.schema import ApplicationDetails
+
+__all__ = ["answered", "application_state", "failure_reason", "is_deployed", "num_replicas", "replica_state"]
+
+T = TypeVar("T")
+
+# Seconds within which Serve's controller answers. Ray restarts a controller that died, which takes about as long.
+ANSWER_S = 10.0
+
+# Seconds between two questions to a controller that is away.
+PAUSE_S = 0.5
+
+
+def answered(ask: Callable[[], T], *, deadline: float) -> T:
+    """Call `ask` until Serve's controller answers, and return the answer.
+
+    Raises ServeUnavailable if the controller is still away at `deadline`, a time of `time.monotonic`.
+    """
+    while True:
+        try:
+            return ask()
+        except ServeUnavailable:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(PAUSE_S)
 
 
 def num_replicas(name: str) -> Counter[str]:
     """The number of replicas of a Serve application by state ("RUNNING", "STARTING", ...).
 
-    The result is empty if there is no such application.
+    The result is empty if there is no such application. Raises ServeUnavailable if Serve's controller does not answer.
     """
-    from ray import serve
+    application = _applications().get(name)
+    deployments = application.deployments.values() if application else ()
+    return Counter(replica.state.value for deployment in deployments for replica in deployment.replicas)
 
-    application = serve.status().applications.get(name)
-    counts: Counter[str] = Counter()
-    for deployment in application.deployments.values() if application else ():
-        counts.update(deployment.replica_states)
-    return counts
+
+def replica_state(name: str, replica_id: str) -> str | None:
+    """The state of a replica of a Serve application; None if Serve does not know the replica any more."""
+    application = _applications().get(name)
+    deployments = application.deployments.values() if application else ()
+    replicas = (replica for deployment in deployments for replica in deployment.replicas)
+    return next((replica.state.value for replica in replicas if replica.replica_id == replica_id), None)
+
+
+def is_deployed(name: str) -> bool:
+    """Whether a Serve application runs or is being deployed."""
+    application = _applications().get(name)
+    return application is not None and application.status.value in ("RUNNING", "DEPLOYING")
 
 
 def application_state(name: str) -> str:
     """The state of a Serve application, such as "RUNNING".
 
     Raises EngineUnavailable if there is no application, if its deployment failed, or if no replica runs because its
-    models cannot be used any more. In this case Serve would retry without end.
+    models cannot be used any more. In this case Serve would retry without end. Raises ServeUnavailable, a subclass, if
+    Serve's controller does not answer; the application may be running.
     """
-    from ray import serve
-
-    application = serve.status().applications.get(name)
+    application = _applications().get(name)
     if application is None:
         raise EngineUnavailable(f"{name}: no such application runs on this Ray")
-    if application.status == "DEPLOY_FAILED" or _has_unusable_sources(application):
-        raise EngineUnavailable(failure_reason(name))
+    if application.status.value == "DEPLOY_FAILED" or _has_unusable_sources(application):
+        raise EngineUnavailable(_reason(application))
     return str(application.status.value)
 
 
-def _has_unusable_sources(application: Any) -> bool:
-    deployments = application.deployments.values()
-    is_running = any(deployment.replica_states.get("RUNNING") for deployment in deployments)
-    return not is_running and any("InvalidModel" in deployment.message for deployment in deployments)
-
-
 def failure_reason(name: str) -> str:
-    """The reason why a Serve application failed.
+    """The reason why a Serve application failed, or why its state is unknown.
 
     It is an error of `workers.errors` in Serve's message, else the message's last line.
     """
-    from ray import serve
+    try:
+        application = _applications().get(name)
+    except ServeUnavailable as error:
+        return str(error)
+    return "there is no such application" if application is None else _reason(application)
 
-    application = serve.status().applications[name]
+
+def _applications() -> Mapping[str, ApplicationDetails]:
+    """Serve's applications by name; empty if Serve was not started on this Ray.
+
+    `ray.serve.status` gives the same, but waits without limit for a controller that is being restarted. Raises
+    ServeUnavailable if the controller does not answer within ANSWER_S seconds, or answers with an error.
+    """
+    import ray
+    from ray.exceptions import RayError
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+    from ray.serve.schema import ServeInstanceDetails
+
+    try:
+        controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    except ValueError:  # no actor has the name
+        return {}
+    try:
+        details = ray.get(controller.get_serve_instance_details.remote(), timeout=ANSWER_S)
+    except RayError as error:
+        lines = str(error).splitlines() or [""]
+        raise ServeUnavailable(
+            f"Ray Serve's controller does not answer ({type(error).__name__}: {lines[-1]}); Ray restarts it if it died"
+        ) from error
+    applications: Mapping[str, ApplicationDetails] = ServeInstanceDetails(**details).applications
+    return applications
+
+
+def _has_unusable_sources(application: ApplicationDetails) -> bool:
+    deployments = application.deployments.values()
+    is_running = any(replica.state == "RUNNING" for deployment in deployments for replica in deployment.replicas)
+    return not is_running and any("InvalidModel" in deployment.message for deployment in deployments)
+
+
+def _reason(application: ApplicationDetails) -> str:
     text = "\n".join([application.message, *(each.message for each in application.deployments.values())])
     reasons = re.findall(r"(?:EngineUnavailable|InvalidModel|EvidenceMismatch|EngineFault)(?:\(.*?\))?: (.+)", text)
     lines = [line for line in text.splitlines() if line.strip()]
-    return reasons[-1].strip() if reasons else (lines[-1].strip() if lines else str(application.status))
+    return reasons[-1].strip() if reasons else (lines[-1].strip() if lines else application.status.value)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 
 from workers.types import ScoreRequest, digest_of
 
-__all__ = ["CurrentChunk", "chunk_id", "current_chunk", "note_chunk"]
+__all__ = ["CurrentChunk", "chunk_id", "current_chunk", "note_chunk", "scored_last"]
 
 log = logging.getLogger(__name__)
 
@@ -65,12 +65,29 @@ def note_chunk(current: CurrentChunk) -> None:
 
 def current_chunk(actor: str | None) -> CurrentChunk | None:
     """Read the last note of the replica that is the Ray actor `actor` (hex); None if there is none."""
+    return _read(f"{KEY}{actor}")
+
+
+def scored_last(chunk: str) -> CurrentChunk | None:
+    """Read the note of a replica whose last chunk has the id `chunk`; None if there is none."""
+    from ray.exceptions import RayError
+    from ray.experimental.internal_kv import _internal_kv_list
+
+    try:
+        notes = [_read(key.decode()) for key in _internal_kv_list(KEY, namespace=NAMESPACE)]
+    except RayError as error:
+        log.warning("the current chunks were not read: %s", error)
+        return None
+    return next((note for note in notes if note is not None and note.chunk == chunk), None)
+
+
+def _read(key: str) -> CurrentChunk | None:
     from ray.exceptions import RayError
     from ray.experimental.internal_kv import _internal_kv_get
 
     try:
-        found = _internal_kv_get(f"{KEY}{actor}", namespace=NAMESPACE)
+        found = _internal_kv_get(key, namespace=NAMESPACE)
     except RayError as error:
-        log.warning("the current chunk of %s was not read: %s", actor, error)
+        log.warning("%r was not read: %s", key, error)
         return None
     return CurrentChunk(**json.loads(found)) if found else None

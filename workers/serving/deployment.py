@@ -7,13 +7,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from search_spaces.study.engine import EngineOptions
 from workers.engines.vllm.environment import engine_environment
-from workers.errors import EngineUnavailable
-from workers.serving.application import application_state, failure_reason
+from workers.errors import EngineUnavailable, ServeUnavailable
+from workers.serving.application import answered, application_state, failure_reason, is_deployed, num_replicas
 from workers.serving.engine_worker import EngineWorker
 from workers.serving.replica import ScoringReplica, Worker
 from workers.serving.serve_scorer import ServeScorer
@@ -30,6 +30,16 @@ __all__ = ["app_name", "deploy_scorer", "serving"]
 # One chunk is scored while the next ones wait at the replica. At 1 the router's back-off idles the engine for up to
 # 0.5 s.
 MAX_ONGOING_REQUESTS = 3
+
+# Seconds for which a replica that Serve moves to another node may work on its chunk of samples. Serve stops a replica
+# at the latest so long before its node is taken away.
+FINISH_CHUNK_S = 300.0
+
+# A replica that fails its health checks is killed at once: its engine has failed or hangs, and finishes no chunk.
+CONTROLLER_ENVIRONMENT = {"RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}
+
+# Seconds for which the end of a command waits for its replicas to stop. Serve stops them in any case.
+STOP_S = 10.0
 
 # Only one process of the cluster at a time starts Serve or deploys; this is the name of the Ray actor that it holds.
 DEPLOYING = "deploying"
@@ -69,9 +79,8 @@ def deploy_scorer(
     name = name or app_name(family, options)
     deadline = time.monotonic() + start_timeout_s
     with _deploying(deadline):
-        serve.start(proxy_location="Disabled")
-        status = serve.status().applications.get(name)
-        if status is None or status.status not in ("RUNNING", "DEPLOYING"):
+        serve.start(proxy_location="Disabled", controller_options={"runtime_env": {"env_vars": CONTROLLER_ENVIRONMENT}})
+        if not answered(functools.partial(is_deployed, name), deadline=deadline):
             scaling = _scaling(replicas, options, keep_idle_s)
             processes = replicas * options.tensor_parallel_size
             threads = options.threads or max(1, ((os.cpu_count() or 2) - 1) // processes)
@@ -89,7 +98,7 @@ def deploy_scorer(
                 max_ongoing_requests=MAX_ONGOING_REQUESTS,
                 health_check_period_s=health_check_period_s,
                 health_check_timeout_s=health_check_timeout_s,
-                graceful_shutdown_timeout_s=5.0,
+                graceful_shutdown_timeout_s=FINISH_CHUNK_S,
                 max_constructor_retry_count=1,
                 ray_actor_options={
                     "num_cpus": 0.1,
@@ -101,7 +110,7 @@ def deploy_scorer(
             serve.run_many(
                 [serve.RunTarget(application, name=name, route_prefix=None)], wait_for_applications_running=False
             )
-    while application_state(name) != "RUNNING":
+    while answered(functools.partial(application_state, name), deadline=deadline) != "RUNNING":
         if time.monotonic() > deadline:
             raise EngineUnavailable(f"{name}: not ready within {start_timeout_s:.0f} s: {failure_reason(name)}")
         time.sleep(0.2)
@@ -114,14 +123,28 @@ def serving(family: Family, options: EngineOptions, *, replicas: int = 1) -> Ite
 
     Raises EngineUnavailable if a replica does not start.
     """
-    from ray import serve
+    import ray.serve  # noqa: F401  (sets the level of its log to INFO)
 
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing Serve sets it to INFO
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     scorer = deploy_scorer(family, options, replicas=replicas)
     try:
         yield scorer
     finally:
-        serve.delete(scorer.app_name)
+        _stop(scorer.app_name)
+
+
+def _stop(name: str) -> None:
+    """Delete a Serve application, and wait a few seconds until its replicas are gone.
+
+    Serve stops the replicas, also if its controller is away at the moment, or one finishes a chunk of samples.
+    """
+    from ray import serve
+
+    serve.delete(name, _blocking=False)
+    deadline = time.monotonic() + STOP_S
+    with suppress(ServeUnavailable):
+        while num_replicas(name) and time.monotonic() < deadline:
+            time.sleep(0.1)
 
 
 def _num_gpus() -> int:

@@ -1,10 +1,14 @@
-"""The files behind the standard output and standard error of a replica's process."""
+"""The log files of a replica's process: those behind its standard output and standard error, and Serve's."""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from logging.handlers import MemoryHandler
 
-__all__ = ["error_log", "log_file"]
+__all__ = ["error_log", "keeping_serve_log", "log_file"]
 
 
 def log_file() -> str:
@@ -15,6 +19,23 @@ def log_file() -> str:
 def error_log() -> str:
     """The path of the file behind this process's standard error; "" if it is not a file."""
     return _file_behind(2)
+
+
+@contextmanager
+def keeping_serve_log() -> Iterator[None]:
+    """Context manager after which Serve's log of this replica works as before.
+
+    vLLM configures logging when an engine starts, and Python then closes every log handler of the process. Without its
+    file, Serve's handler loses Serve's log, and Serve's controller cannot recover the replica after a restart: it asks
+    the replica for the file's name, gets an AttributeError, and fails the application (Ray 2.60).
+    """
+    handlers = [each for each in logging.getLogger("ray.serve").handlers if isinstance(each, MemoryHandler)]
+    targets = [handler.target for handler in handlers]
+    try:
+        yield
+    finally:
+        for handler, target in zip(handlers, targets, strict=True):
+            handler.setTarget(target)  # a closed file handler opens its file again when it is used
 
 
 def _file_behind(descriptor: int) -> str:

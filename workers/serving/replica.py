@@ -27,12 +27,14 @@ from workers.errors import (
     EngineCrashed,
     EngineFault,
     EngineUnavailable,
+    NodeDraining,
     RequestFailed,
     TrialFailed,
     WorkerError,
 )
 from workers.serving.current_chunk import CurrentChunk, chunk_id, note_chunk
-from workers.serving.process_logs import error_log, log_file
+from workers.serving.draining import is_being_moved
+from workers.serving.process_logs import error_log, keeping_serve_log, log_file
 from workers.serving.recipe_lock import RecipeLock
 from workers.serving.watchdog import TIME_LIMITS, TimeLimits, Watchdog
 from workers.types import (
@@ -136,10 +138,11 @@ class ScoringReplica:
         self._scored: set[str] = set()
         self._current: CurrentChunk | None = None
         self._overdue: CurrentChunk | None = None
-        start = self._thread.submit(make_worker)
-        if not wait([start], timeout=limits.start_s).done:
-            raise EngineUnavailable(f"no engine within {limits.start_s:.0f} s; its log is {log_file()}")
-        self._worker = start.result()
+        with keeping_serve_log():
+            start = self._thread.submit(make_worker)
+            if not wait([start], timeout=limits.start_s).done:
+                raise EngineUnavailable(f"no engine within {limits.start_s:.0f} s; its log is {log_file()}")
+            self._worker = start.result()
         self._watchdog = Watchdog(limits, start_s=time.monotonic() - started)
         self._metrics = ReplicaMetrics()
 
@@ -229,6 +232,8 @@ class ScoringReplica:
             ) from error
 
     def _score(self, request: ScoreRequest) -> ScoreResult:
+        if is_being_moved():
+            raise NodeDraining(f"{self._worker.name} begins no chunk: its node is drained, and Serve stops it")
         digest = request.recipe.digest
         if request.crashes and not self._has_scored_others(digest):
             self._try_the_base(request)

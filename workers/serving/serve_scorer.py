@@ -5,13 +5,24 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from search_spaces.recipe import Recipe
-from workers.errors import CrashKind, EngineCrashed, EngineUnavailable, EvidenceMismatch, RequestFailed, WorkerError
-from workers.serving.current_chunk import chunk_id, current_chunk
+from workers.errors import (
+    CrashKind,
+    EngineCrashed,
+    EngineUnavailable,
+    EvidenceMismatch,
+    RequestFailed,
+    ServeUnavailable,
+    WorkerError,
+)
+from workers.serving.application import answered, application_state, failure_reason, num_replicas
+from workers.serving.current_chunk import chunk_id, current_chunk, scored_last
 from workers.serving.fatal_errors import fatal_error
 from workers.types import (
     CanaryReport,
@@ -23,10 +34,6 @@ from workers.types import (
     TaskSpec,
     VerificationReport,
 )
-
-if TYPE_CHECKING:
-    from ray.exceptions import RayActorError
-from workers.serving.application import application_state, failure_reason, num_replicas
 
 __all__ = ["ServeScorer"]
 
@@ -45,6 +52,9 @@ class ServeScorer:
     raised instead. If sending fails for `deadline_s` seconds, EngineUnavailable is raised with the reason. Waiting
     behind other requests does not count as failing. Errors of the merge or its task (TrialFailed, InvalidTask) and a
     replica's EngineFault are raised as they are.
+
+    Serve's controller may be away for a while: requests are answered meanwhile, and calls that need the controller wait
+    for it, for at most `deadline_s` seconds. An application that was deleted or cannot start is not waited for.
     """
 
     app_name: str
@@ -67,12 +77,9 @@ class ServeScorer:
 
     def is_starting(self) -> bool:
         """Whether no replica runs, but at least one is being started."""
-        from ray.exceptions import RayError
-        from ray.serve.exceptions import RayServeException
-
         try:
             replicas = num_replicas(self.app_name)
-        except (RayError, RayServeException):  # Serve does not answer
+        except ServeUnavailable:
             return False
         return not replicas["RUNNING"] and bool(replicas["STARTING"])
 
@@ -81,7 +88,7 @@ class ServeScorer:
 
         No replica is started for this.
         """
-        if not num_replicas(self.app_name)["RUNNING"]:
+        if not self._known_replicas()["RUNNING"]:
             return ()
         answers = self._ask_each("check", lambda reports: reports[0].replica)
         return tuple(report for reports in answers.values() for report in reports)
@@ -91,7 +98,7 @@ class ServeScorer:
 
         `name_of` reads the name from an answer.
         """
-        running = num_replicas(self.app_name)["RUNNING"]
+        running = self._known_replicas()["RUNNING"]
         found: dict[Any, Any] = {}
         for _ in range(8 * max(running, 1)):  # the router chooses the replica: ask until each has answered
             answer = self._call(method)
@@ -99,6 +106,15 @@ class ServeScorer:
             if len(found) >= running:
                 break
         return found
+
+    def _known_replicas(self) -> Counter[str]:
+        """The number of replicas by state, once Serve's controller answers and has found its replicas again."""
+        deadline = time.monotonic() + self.deadline_s
+        while True:
+            replicas = answered(functools.partial(num_replicas, self.app_name), deadline=deadline)
+            if not replicas["RECOVERING"] or time.monotonic() > deadline:
+                return replicas
+            time.sleep(min(0.5, self.poll_s))
 
     def statistics(self) -> Mapping[str, Any]:
         """Statistics of all replicas that answer now, as sums and lists; replicas that died are not included."""
@@ -119,7 +135,7 @@ class ServeScorer:
         }
 
     def _call(self, method: str, *arguments: Any, model_id: str = "") -> Any:
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import RayError, RayTaskError
         from ray.serve.exceptions import RayServeException
 
         failing_since: float | None = None
@@ -139,12 +155,13 @@ class ServeScorer:
                 if isinstance(cause, EngineCrashed) and counts_crashes:
                     raise cause from error
                 reason = str(cause)
-            except (RayActorError, RayServeException) as error:
-                if isinstance(error, RayActorError) and counts_crashes:
+            except (RayError, RayServeException) as error:
+                if counts_crashes:
                     _raise_if_scoring(arguments[0], error)
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
             _handle.cache_clear()
-            application_state(self.app_name)
+            with suppress(ServeUnavailable):
+                application_state(self.app_name)
             failing_since = failing_since or time.monotonic()
             if time.monotonic() - failing_since > self.deadline_s:
                 raise EngineUnavailable(f"{self.app_name} has failed for {self.deadline_s:.0f} s: {reason}")
@@ -161,7 +178,7 @@ class ServeScorer:
             except TimeoutError:
                 pass
             try:
-                is_running = application_state(self.app_name) == "RUNNING"
+                is_running = self._is_running()
                 missing_since = None if is_running else missing_since or time.monotonic()
                 if missing_since is not None and time.monotonic() - missing_since > self.deadline_s:
                     reason = failure_reason(self.app_name)
@@ -170,14 +187,34 @@ class ServeScorer:
                 response.cancel()
                 raise
 
+    def _is_running(self) -> bool:
+        """Whether the application runs, as far as Serve says; it does not say so while its controller is away."""
+        try:
+            return application_state(self.app_name) == "RUNNING"
+        except ServeUnavailable as error:
+            log.warning("%s: %s", self.app_name, error)
+            return False
 
-def _raise_if_scoring(request: ScoreRequest, error: RayActorError) -> None:
-    """Raise EngineCrashed if the replica that died was scoring this request; return if the request only waited."""
-    current = current_chunk(error.actor_id)
+
+def _raise_if_scoring(request: ScoreRequest, error: Exception) -> None:
+    """Raise EngineCrashed if `error` says that a replica died which was scoring this request.
+
+    Returns if the request only waited at the replica, and if the replica died because its node was preempted.
+    """
+    from ray.exceptions import OutOfMemoryError, RayActorError
+
+    if isinstance(error, OutOfMemoryError):  # it does not say which actor Ray ended
+        current = scored_last(chunk_id(request))
+    elif isinstance(error, RayActorError) and not error.preempted:
+        current = current_chunk(error.actor_id)
+    else:
+        return
     if current is None or current.chunk != chunk_id(request):
         return
     kind, why = CrashKind.EXIT, "ended while it scored the chunk"
-    if current.overdue:
+    if isinstance(error, OutOfMemoryError):
+        why = "was ended by Ray for lack of memory on its node while it scored the chunk"
+    elif current.overdue:
         kind, why = CrashKind.HANG, f"was replaced: {current.overdue}"
     elif report := fatal_error(current):
         kind, why = CrashKind.ERROR, f"{why}: {report}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
-from workers.errors import CrashKind, EngineCrashed, EngineUnavailable, TrialFailed, WorkerError
+from workers.errors import CrashKind, EngineCrashed, EngineUnavailable, NodeDraining, TrialFailed, WorkerError
 from workers.serving.fake import FakeScorer
 from workers.serving.replica import ScoringReplica
 from workers.serving.watchdog import TimeLimits, Watchdog
@@ -108,6 +108,16 @@ def test_broken_engine_is_not_the_candidate() -> None:
         asyncio.run(replica.score(request(0.3, crashes=1)))
     assert not isinstance(caught.value, EngineCrashed)
     assert not is_healthy(replica)
+
+
+def test_moved_replica_begins_no_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that Serve moves off a drained node refuses its next chunk, and stays healthy."""
+    replica = ScoringReplica(FakeScorer)
+    assert asyncio.run(replica.score(request(0.3))).samples
+    monkeypatch.setattr("workers.serving.replica.is_being_moved", lambda: True)
+    with pytest.raises(NodeDraining, match=r"fake-\d+ begins no chunk: its node is drained"):
+        asyncio.run(replica.score(request(0.3)))
+    assert is_healthy(replica)
 
 
 def test_an_engine_that_does_not_start_in_time_is_given_up() -> None:

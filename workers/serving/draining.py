@@ -1,0 +1,39 @@
+"""Draining of nodes: whether a replica must begin no further work because its node is about to stop.
+
+Ray drains a node before the node is taken away, for example after a notice of preemption (`ray drain-node`, KubeRay,
+autoscaler). Serve then starts a replica on another node. It stops the replica on the drained node when the other one
+runs, or when the time left is that of a graceful stop: requests go elsewhere, and those at the replica are waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from workers.errors import ServeUnavailable
+from workers.serving.application import replica_state
+
+__all__ = ["is_being_moved"]
+
+log = logging.getLogger(__name__)
+
+
+def is_being_moved() -> bool:
+    """Whether Ray drains this process's node and Serve has begun to stop the replica in this process.
+
+    Only Ray is asked while no node drains. Without an answer the result is False: a chunk that is begun is no mistake.
+    """
+    import ray
+    from ray._private.state import state
+    from ray.exceptions import RayError
+    from ray.serve import get_replica_context
+
+    if not ray.is_initialized():
+        return False
+    try:
+        if ray.get_runtime_context().get_node_id() not in state.get_draining_nodes():
+            return False
+        context = get_replica_context()
+        return replica_state(context.app_name, context.replica_id.unique_id) in ("STOPPING", None)
+    except (RayError, ServeUnavailable) as error:
+        log.warning("whether this replica's node is drained is unknown: %s", error)
+        return False
