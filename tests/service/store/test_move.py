@@ -51,6 +51,15 @@ def filled(url: str) -> Store:
         with store.engine.begin() as connection:
             row = {"study": job.id, "name": "x", "digest": "d", "num_bytes": 2**40, "facts": {}, "created_at": 1 / 7}
             connection.execute(sa.insert(schema.artifacts).values(row))
+            key = {"study": job.id, "recipe_digest": "d", "split": "search", "objective": "math", "position": 1}
+            old = {
+                "document": "d",
+                "value": 0.5,
+                "response": "says",
+                "is_truncated": True,
+                "evidence": 1,
+            }
+            connection.execute(sa.insert(schema.samples).values({**key, **old}))
         writer.set_state(JobState.COMPLETE)
     store.delete_job(job.id)
     return store
