@@ -167,7 +167,7 @@ def test_faults_appear_in_the_order_of_their_ids(store: Store) -> None:
 
 
 def torn_trials(store: Store) -> bool:
-    """Whether a trial that ends between the queries of a read is seen as ended, but without its last rung."""
+    """Whether a trial that ends between the queries of a read is seen with its last rung, but as not ended."""
     writer = new_writer(store)
     writer.add_trial(TRIAL)
     full = RungRecord(1, {"math": 8}, {"math": 0.75}, {"math": 0.125})
@@ -175,7 +175,7 @@ def torn_trials(store: Store) -> bool:
 
     def end_trial(_: Any, __: Any, statement: str, *___: Any) -> None:
         nonlocal is_done
-        if not is_done and "FROM rungs" in statement:
+        if not is_done and "FROM trials" in statement:
             is_done = True
             thread = threading.Thread(
                 target=writer.finish_rung, args=(3, full), kwargs={"samples_reused": 0, "state": TrialState.COMPLETE}
@@ -188,7 +188,7 @@ def torn_trials(store: Store) -> bool:
     sa.event.remove(store.engine, "after_cursor_execute", end_trial)
     assert is_done
     assert store.trial(writer.job_id, 3).rungs == (full,)
-    return trial.state is TrialState.COMPLETE and not trial.rungs
+    return trial.state is not TrialState.COMPLETE and trial.rungs == (full,)
 
 
 def test_the_queries_of_a_read_see_one_moment(store: Store) -> None:
