@@ -1,4 +1,4 @@
-"""A study of 10,000 trials: seconds of the server's routes, its memory, and what a driver needs to resume.
+"""A study of 10,000 trials: the server's routes and memory, samples on disk, a driver that resumes, and proposals.
 
 The study is made up (`scale_study`), and kept in `.bench/scale`; `BENCH_DATABASE` names another database by its URL,
 PostgreSQL for example. CPU seconds of the server stand beside wall seconds, and a calibration of the machine beside
@@ -7,6 +7,7 @@ both: the seconds in which Python decodes a fixed text of JSON.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -18,16 +19,23 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import psutil
+import sqlalchemy as sa
 
+from search_spaces.parameters import Float, Parameters
+from search_spaces.searchers import SEARCHERS
 from service.results.series import CHARTS
-from service.store import JobWriter, Store
+from service.store import JobWriter, Store, schema
+from service.tune.searchers import get_searcher
+from service.tune.searchers.base import Observation, ProposalContext, SearchSetting
 from service.types import TrialState
+from tests.benchmarks.process_memory import output
 from tests.benchmarks.scale_study import Size, stored_study
 
 PLACE = Path(".bench/scale")
@@ -35,7 +43,24 @@ SIZE = Size()
 PAGES = 40
 START_S = 60.0
 
-MUST = {"page_s": 0.1, "changed_s": 1.0, "unchanged_s": 0.15, "rss_mb": 400}
+# Searchers that propose from observations alone, and what they are given.
+PROPOSING = [
+    name
+    for name, declared in SEARCHERS.items()
+    if declared.learns and declared.proposes_at_once and not declared.alias_of
+]
+NUM_OBSERVATIONS, NUM_PARAMETERS = 10_000, 800
+
+MUST = {
+    "page_s": 0.1,
+    "changed_s": 1.0,
+    "unchanged_s": 0.15,
+    "rss_mb": 400,
+    "disk_bytes": 12,
+    "driver_bytes": 30,
+    "resume_s": 60,
+    "proposal_s": 1.0,
+}
 
 
 def run() -> dict[str, Any]:
@@ -49,6 +74,9 @@ def run() -> dict[str, Any]:
             "num_trials": SIZE.num_trials,
             "calibration_s": calibration_s(),
             "must": MUST,
+            "proposals": {name: _proposal(name) for name in PROPOSING},
+            "disk": _disk(store, study),
+            "driver": json.loads(output("tests.benchmarks.scale_driver", store.url, study)),
             "server": _server(store, study),
         }
     finally:
@@ -69,6 +97,19 @@ def show(result: dict[str, Any]) -> None:
             f"{must['unchanged_s']:5.2f}  {found['bytes'] / 1000:5.0f}"
         )
     print(f"memory of the server: {server['rss_mb']:.0f} MB   must {must['rss_mb']}")
+    disk, driver = result["disk"], result["driver"]
+    print(
+        f"bytes on disk a sample: {disk['values']:.1f} for values, documents and flags   must {must['disk_bytes']}; "
+        f"{disk['texts']:.1f} for responses and tokens"
+    )
+    print(
+        f"a driver resumes {driver['samples'] / 1e6:.1f} million samples in {driver['resume_s']:.0f} s, "
+        f"{driver['resume_cpu_s']:.0f} CPU s   must {must['resume_s']}; "
+        f"{driver['bytes_per_sample']:.1f} bytes a sample in memory   must {must['driver_bytes']}"
+    )
+    print(f"a proposal at {NUM_OBSERVATIONS} observations of {NUM_PARAMETERS} parameters   must {must['proposal_s']}")
+    for name, found in result["proposals"].items():
+        print(f"  {name:<10} {found['s']:6.2f} s {found['cpu_s']:6.2f} CPU s")
 
 
 def calibration_s() -> float:
@@ -130,6 +171,57 @@ def _wait_until(is_true: Callable[[], bool]) -> None:
     while not is_true():
         assert time.monotonic() < deadline, "the server does not answer"
         time.sleep(0.05)
+
+
+def _proposal(name: str) -> dict[str, float]:
+    searcher, context = get_searcher(name), _observed()
+    first = replace(context, number=41, observations=context.observations[:40])
+    searcher.advance(first)  # imports what it needs
+    gc.collect()
+    start, cpu = time.perf_counter(), time.process_time()
+    searcher.advance(context)
+    return {"s": time.perf_counter() - start, "cpu_s": time.process_time() - cpu}
+
+
+@cache
+def _observed() -> ProposalContext:
+    rng = np.random.default_rng(0)
+    parameters = Parameters([Float(f"p{number}", -0.5, 1.5) for number in range(NUM_PARAMETERS)])
+    observations = tuple(
+        Observation(
+            dict(zip(parameters.names, rng.uniform(-0.5, 1.5, NUM_PARAMETERS).tolist(), strict=True)),
+            1.0,
+            tuple(rng.random(3).tolist()),
+            number=number,
+            rung=0,
+            standard_errors=(0.01,) * 3,
+        )
+        for number in range(NUM_OBSERVATIONS)
+    )
+    setting = SearchSetting(objectives=("a", "b", "c"))
+    return ProposalContext(parameters, number=NUM_OBSERVATIONS, seed=4, observations=observations, setting=setting)
+
+
+def _disk(store: Store, study: str) -> dict[str, float]:
+    """Bytes of the tables of samples, with their keys and pages, for each sample."""
+    table = schema.sample_chunks
+    with store.engine.connect() as connection:
+        count = connection.execute(sa.select(sa.func.sum(table.c.num_samples)).where(table.c.study == study)).scalar()
+        assert count
+
+        def size(*names: str) -> float:
+            return sum(_table_bytes(connection, name) for name in names) / int(count)
+
+        return {"values": size("sample_chunks", "sample_documents"), "texts": size("sample_texts")}
+
+
+def _table_bytes(connection: sa.Connection, name: str) -> int:
+    """Bytes of a table with its indexes."""
+    if connection.dialect.name == "postgresql":
+        query = "SELECT pg_total_relation_size(:name)"
+    else:
+        query = "SELECT sum(pgsize) FROM dbstat WHERE name IN (SELECT name FROM sqlite_master WHERE tbl_name = :name)"
+    return int(connection.execute(sa.text(query), {"name": name}).scalar_one())
 
 
 def _server(store: Store, study: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ the space draws. Arrays are [num_rows, num_parameters], float64.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from operator import itemgetter
@@ -54,8 +55,8 @@ class Encoding:
         )
 
     def encode(self, configurations: Iterable[Mapping[str, Any]]) -> Rows:
-        rows = [self._numbers(configuration) for configuration in configurations]
-        numbers = np.array(rows, dtype=np.float64).reshape(-1, len(self._parameters))
+        found = itertools.chain.from_iterable(map(self._numbers, configurations))
+        numbers = np.fromiter(found, dtype=np.float64).reshape(-1, len(self._parameters))
         return np.where(np.isnan(numbers), INACTIVE, (numbers - self._low + self._half) / self._span)
 
     def _numbers(self, configuration: Mapping[str, Any]) -> list[Any]:

@@ -24,7 +24,7 @@ class GpSearcher:
     num_initial: int = 10  # trials with results before the process is used
     # Fitting takes a time that grows with the cube of the trials, and the search for the largest improvement one that
     # grows with parameters times trials. With more, the process learns from the best and the newest trials.
-    max_numbers: int = 24_000
+    max_numbers: int = 16_000
     max_rows: int = 150
 
     def advance(self, context: ProposalContext) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class NsgaSearcher:
 
     sampler: Literal["NSGAIISampler", "NSGAIIISampler"]
     population_size: int = 20
-    max_numbers: int = 240_000  # numbers in the table of observations and parameters: as in SMAC
+    max_numbers: int = 160_000  # numbers in the table of observations and parameters: as in SMAC
 
     def advance(self, context: ProposalContext) -> dict[str, Any]:
         import optuna.samplers

@@ -52,7 +52,7 @@ class SmacSearcher:
     num_mutants: int = 50  # of each parent
     # Numbers in the table of observations and parameters. With more, fitting the forest and its predictions take more
     # than a second, and the forest learns from the best and the newest trials.
-    max_numbers: int = 240_000
+    max_numbers: int = 160_000
     mutation_rate: float = 0.1
     mutation_step: float = 0.15
     _last: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)

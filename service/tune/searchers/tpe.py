@@ -19,7 +19,7 @@ class TpeSearcher:
     """The searcher TPE. Parameters that always exist together are sampled jointly."""
 
     num_initial: int = 10  # trials with results before the estimators are used
-    max_numbers: int = 240_000  # numbers in the table of observations and parameters: as in SMAC
+    max_numbers: int = 160_000  # numbers in the table of observations and parameters: as in SMAC
 
     def advance(self, context: ProposalContext) -> dict[str, Any]:
         from optuna.samplers import TPESampler

@@ -51,18 +51,17 @@ def filled(url: str) -> Store:
         with store.engine.begin() as connection:
             row = {"study": job.id, "name": "x", "digest": "d", "num_bytes": 2**40, "facts": {}, "created_at": 1 / 7}
             connection.execute(sa.insert(schema.artifacts).values(row))
-            key = {"study": job.id, "recipe_digest": "d", "split": "search", "objective": "math", "position": 1}
-            old = {
-                "document": "d",
-                "value": 0.5,
-                "response": "says",
-                "is_truncated": True,
-                "evidence": 1,
-            }
-            connection.execute(sa.insert(schema.samples).values({**key, **old}))
+            connection.execute(sa.insert(schema.samples), [old_sample(job.id, *each) for each in enumerate(ODD)])
         writer.set_state(JobState.COMPLETE)
     store.delete_job(job.id)
     return store
+
+
+def old_sample(job: str, position: int, text: str) -> dict[str, Any]:
+    """Row of a sample as earlier versions stored it."""
+    key = {"study": job, "recipe_digest": TRIAL.recipe.digest, "split": "search", "objective": "math"}
+    values = {"document": "d", "value": 0.5, "response": text, "is_truncated": False, "evidence": 1, "tokens": "[[1]]"}
+    return {**key, "position": 100 + position, **values}
 
 
 def rows_of(store: Store) -> dict[str, list[Any]]:
