@@ -24,6 +24,7 @@ __all__ = [
     "Preferences",
     "Search",
     "SearchSpaceSpec",
+    "WarmStart",
 ]
 
 
@@ -161,6 +162,13 @@ class Preferences(Section):
         return tuple(tuple(map(float, vector)) for vector in found)
 
 
+class WarmStart(AnotherStudy):
+    """An earlier study whose results the searcher knows from its first proposal on."""
+
+    rungs: Literal["all", "full"] = "all"
+    """Which results are used: of trials at all rungs that they reached, or at the full budget only."""
+
+
 class Search(Section):
     algorithm: Algorithm = "auto"
     gradient: GradientOptions = GradientOptions()
@@ -172,6 +180,10 @@ class Search(Section):
     constraints: tuple[Line, ...] = ()
     """Bounds that a merge must meet: "text >= base - 0.01", "math >= 0.5"."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    warm_start: WarmStart | None = None
+    """An earlier study of the same models, search space and objectives, whose results the searcher knows from its
+    first proposal on. They are copied when this study begins, and are no trials of this study. Default: none.
+    """
     preferences: Preferences | None = None
     """How important each objective is: one descent or policy for each vector. Default: one vector of equal weights."""
     fit_share: Annotated[float, Field(gt=0, le=1)] = 1.0
