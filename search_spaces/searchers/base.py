@@ -53,6 +53,11 @@ class SearcherDeclaration:
         """Whether the searcher answers every request with a configuration, without steps to compute first."""
         return not (self.computes_steps or self.trains_policy)
 
+    @property
+    def uses_earlier_results(self) -> bool:
+        """Whether the searcher can begin with the results of an earlier study."""
+        return self.learns and self.proposes_at_once
+
 
 def needed_features(parameters: Parameters, *, num_objectives: int, num_constraints: int) -> frozenset[Feature]:
     """The features that a searcher must handle to search a space with these parameters.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from search_spaces.constraints import Constraint, contradictory, parse_constraint
 from search_spaces.errors import InvalidPreference, InvalidStudy, Problem
 from search_spaces.preferences import preference_vector
+from search_spaces.searchers import SEARCHERS
 from search_spaces.section import LINE, NAME
 from search_spaces.spaces import SPACES
 from search_spaces.study.fidelity import Fidelity
@@ -122,6 +123,7 @@ def _search_contradictions(search: Search, objectives: Sequence[str]) -> Iterato
     elif not policy.learns:
         message = "false: there is no trained policy that could propose paths; name its study as search.hm3.start"
         yield Problem("search.hm3.learns", message)
+    yield from _warm_start_contradictions(search)
     if gradient.warm_steps is not None and gradient.warm_steps > gradient.steps:
         message = f"{gradient.warm_steps} is above steps={gradient.steps}; give at most {gradient.steps}"
         yield Problem("search.gradient.warm_steps", message)
@@ -156,6 +158,18 @@ def _search_contradictions(search: Search, objectives: Sequence[str]) -> Iterato
     elif (num_points := max(size, gradient.points)) > search.max_trials:
         message = f"{search.max_trials} is below the {num_points} points of {size} descents that become trials"
         yield Problem("search.max_trials", f"{message}; give at least {num_points}, or fewer preference vectors")
+
+
+def _warm_start_contradictions(search: Search) -> Iterator[Problem]:
+    if search.warm_start is None:
+        return
+    place = "search.warm_start"
+    yield from _problems_of_name(search.warm_start, place)
+    if not SEARCHERS[search.algorithm].uses_earlier_results:
+        able = ", ".join(name for name, declared in SEARCHERS.items() if declared.uses_earlier_results)
+        hint = "; hm3 begins with the policies of another study: search.hm3.start" if search.algorithm == "hm3" else ""
+        message = f"{search.algorithm} cannot use results of another study; searchers that do: {able}{hint}"
+        yield Problem(place, message)
 
 
 def _fidelity_contradictions(fidelity: Fidelity, objectives: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:

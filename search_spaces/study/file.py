@@ -193,6 +193,9 @@ def _resolved(study: Study, directory: Path) -> Study:
     if search.hm3.start is not None and search.hm3.start.dir is not None:
         start = search.hm3.start.model_copy(update={"dir": _absolute(search.hm3.start.dir, directory)})
         search = search.model_copy(update={"hm3": search.hm3.model_copy(update={"start": start})})
+    if search.warm_start is not None and search.warm_start.dir is not None:
+        warm_start = search.warm_start.model_copy(update={"dir": _absolute(search.warm_start.dir, directory)})
+        search = search.model_copy(update={"warm_start": warm_start})
     experts = {
         alias: resolved_model(value, directory) if isinstance(value, str) else _run(value, directory)
         for alias, value in models.experts.items()

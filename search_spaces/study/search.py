@@ -24,6 +24,7 @@ __all__ = [
     "Preferences",
     "Search",
     "SearchSpaceSpec",
+    "WarmStart",
 ]
 
 
@@ -161,6 +162,13 @@ class Preferences(Section):
         return tuple(tuple(map(float, vector)) for vector in found)
 
 
+class WarmStart(AnotherStudy):
+    """An earlier study whose results the searcher knows from its first proposal on."""
+
+    rungs: Literal["all", "full"] = "all"
+    """Which results are used: of trials at all rungs that they reached, or at the full budget only."""
+
+
 class Search(Section):
     algorithm: Algorithm = "auto"
     gradient: GradientOptions = GradientOptions()
@@ -176,6 +184,10 @@ class Search(Section):
     """How many trials proposals may run ahead of results, which keeps replicas busy: proposal n does not wait for, and
     does not know, the results of the last `max_staleness` trials before it. Default: 6 for each replica, less 1; half
     an iteration or more for a policy. The study keeps the number that it was created with.
+    """
+    warm_start: WarmStart | None = None
+    """An earlier study of the same models, search space and objectives, whose results the searcher knows from its
+    first proposal on. They are copied when this study begins, and are no trials of this study. Default: none.
     """
     preferences: Preferences | None = None
     """How important each objective is: one descent or policy for each vector. Default: one vector of equal weights."""

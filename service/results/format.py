@@ -6,7 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from service.schemas.files import HoldoutDocument, PreferredDocument, SearchDocument, StartDocument
+    from service.schemas.files import (
+        HoldoutDocument,
+        PreferredDocument,
+        SearchDocument,
+        StartDocument,
+        WarmStartDocument,
+    )
 
 __all__ = ["duration", "preferred_text", "sample_count", "search_sentences", "sort_holdout", "violation_text"]
 
@@ -44,6 +50,8 @@ def search_sentences(search: SearchDocument) -> list[str]:
     if search["steps"]:
         cost += f"; {search['steps']:,} losses and gradients, charged as {search['step_samples']:,} samples"
     began = [] if search["start"] is None else [_start_sentence(search["start"])]
+    if search["warm_start"] is not None:
+        began.append(_warm_start_sentence(search["warm_start"]))
     return [f"{chosen}: {search['reason']}" if search["reason"] else chosen, *began, *search["notes"], cost]
 
 
@@ -52,6 +60,11 @@ def _start_sentence(start: StartDocument) -> str:
     digests = ", ".join(policy["digest"][:12] for policy in policies)
     noun = "policy" if len(policies) == 1 else "policies"
     return f"it began with the {noun} {digests} of study {start['name']!r} ({start['study']})"
+
+
+def _warm_start_sentence(start: WarmStartDocument) -> str:
+    counted = f"{start['observations']:,} results of {start['trials']:,} trials"
+    return f"it began with {counted} of study {start['name']!r} ({start['study']}), which are not counted here"
 
 
 def sort_holdout(rows: Iterable[HoldoutDocument]) -> list[HoldoutDocument]:

@@ -24,9 +24,11 @@ from service.store.documents import (
     CANARIES,
     POLICY_START,
     VERIFICATION,
+    WARM_START,
     read_canaries,
     read_policy_start,
     read_verification,
+    read_warm_start,
 )
 from service.store.steps import GradientStep, Step, UpdateStep
 from service.types import Estimate, EventKind, Origin, TrialResult
@@ -161,6 +163,7 @@ class RunReader:
             reason=resolved.algorithm_reason,
             notes=tuple(event.payload["text"] for event in self._of(EventKind.SEARCH_NOTE)),
             start=read_policy_start(store.document(self._study_id, POLICY_START)),
+            warm_start=read_warm_start(store.document(self._study_id, WARM_START)),
             steps=len(charged),
             charges=dict(charges),
         )

@@ -12,7 +12,7 @@ from service.results.finding import RivalTest
 from service.results.holdout import FrontVolume
 from service.results.ranges import OutOfRange
 from service.results.selection import best_trial, pareto_front
-from service.store.documents import PolicyStart
+from service.store.documents import PolicyStart, WarmStart
 from service.store.steps import GradientStep, UpdateStep
 from service.types import Comparison, Estimate, JobRecord, TrialRecord, TrialResult
 from workers.types import VerificationReport
@@ -60,6 +60,7 @@ class SearchFigures:
         reason: Reason why it was chosen; None in studies of early versions.
         notes: Notes that the searcher stored during the study.
         start: Policies of another study that the searcher started with (`service.studies.policies.start`).
+        warm_start: Results of an earlier study that the searcher began with (`service.studies.warm_start`).
         steps: Number of steps that the searcher computed for its proposals.
         charges: Samples that steps are charged, by the trial that they were computed for.
     """
@@ -68,6 +69,7 @@ class SearchFigures:
     reason: str | None = None
     notes: tuple[str, ...] = ()
     start: PolicyStart | None = None
+    warm_start: WarmStart | None = None
     steps: int = 0
     charges: Mapping[int, int] = field(default_factory=dict)
 

@@ -27,8 +27,9 @@ from service.schemas.files import (
     StartDocument,
     SummaryDocument,
     VerificationDocument,
+    WarmStartDocument,
 )
-from service.store.documents import PolicyStart
+from service.store.documents import PolicyStart, WarmStart
 from service.types import Estimate, Origin, TrialResult, TrialState
 from workers.types import VerificationReport
 
@@ -115,6 +116,7 @@ def _search_document(run: RunRecord) -> SearchDocument:
         "reason": search.reason,
         "notes": list(search.notes),
         "start": None if search.start is None else _start_document(search.start),
+        "warm_start": None if search.warm_start is None else _warm_start_document(search.warm_start),
         "steps": search.steps,
         "step_samples": search.step_samples,
         "trial_samples": sum(trial.samples_scored for trial in run.trials if trial.origin is Origin.SEARCH),
@@ -126,6 +128,16 @@ def _start_document(start: PolicyStart) -> StartDocument:
         {"iteration": policy.iteration, "digest": policy.digest} for policy in start.policies
     ]
     return {"study": start.study, "name": start.name, "policies": policies}
+
+
+def _warm_start_document(start: WarmStart) -> WarmStartDocument:
+    return {
+        "study": start.study,
+        "name": start.name,
+        "rungs": start.rungs,
+        "trials": start.num_trials,
+        "observations": start.num_observations,
+    }
 
 
 def _engine_document(engine: EngineFigures) -> EngineDocument:

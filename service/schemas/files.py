@@ -125,6 +125,14 @@ class StartDocument(TypedDict):
     policies: list[PolicyDocument]
 
 
+class WarmStartDocument(TypedDict):
+    study: Annotated[str, Field(description="Id of the earlier study.")]
+    name: str
+    rungs: Annotated[str, Field(description="all: results at every rung; full: only those at the full budget.")]
+    trials: Annotated[int, Field(ge=1, description="Number of trials of the earlier study that were used.")]
+    observations: Annotated[int, Field(ge=1, description="Number of their results.")]
+
+
 class SearchDocument(TypedDict):
     algorithm: Annotated[
         str | None, Field(description="Name of the searcher; where the study file says auto, the chosen one.")
@@ -133,6 +141,10 @@ class SearchDocument(TypedDict):
     notes: Annotated[list[str], Field(description="Decisions of the searcher during the study, with reasons.")]
     start: Annotated[
         StartDocument | None, Field(description="Policies of another study that the searcher started with.")
+    ]
+    warm_start: Annotated[
+        WarmStartDocument | None,
+        Field(description="Results of an earlier study that the searcher started with; they are none of this study."),
     ]
     steps: Annotated[int, Field(ge=0, description="Number of losses and gradients computed for proposals.")]
     step_samples: Annotated[

@@ -17,17 +17,20 @@ __all__ = [
     "CANARIES",
     "POLICY_START",
     "VERIFICATION",
+    "WARM_START",
     "Canaries",
     "PolicyStart",
     "StartPolicy",
     "TrialVerification",
     "Verification",
+    "WarmStart",
     "read_canaries",
     "read_policy_start",
     "read_verification",
+    "read_warm_start",
 ]
 
-CANARIES, POLICY_START, VERIFICATION = "canaries", "policy_start", "verification"
+CANARIES, POLICY_START, VERIFICATION, WARM_START = "canaries", "policy_start", "verification", "warm_start"
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,22 @@ class PolicyStart:
     study: str
     name: str
     policies: tuple[StartPolicy, ...]
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """Results of an earlier study that a study's searcher begins with.
+
+    `study` and `name` are the id and name of the earlier study. `rungs` is "all" if results at every rung are used, or
+    "full" if only those at the full budget are. `digest` is that of the artifact with the results.
+    """
+
+    study: str
+    name: str
+    rungs: str
+    num_trials: int
+    num_observations: int
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -90,6 +109,7 @@ class Verification:
 _CANARIES = TypeAdapter(Canaries)
 _POLICY_START = TypeAdapter(PolicyStart)
 _VERIFICATION = TypeAdapter(Verification)
+_WARM_START = TypeAdapter(WarmStart)
 
 
 def read_canaries(document: Mapping[str, Any] | None) -> Canaries:
@@ -117,6 +137,11 @@ def read_verification(document: Mapping[str, Any] | None) -> Verification:
     found = dict(document or {})
     found["reports"] = [_with_kinds(report) for report in found.get("reports", ())]
     return _VERIFICATION.validate_python(found)
+
+
+def read_warm_start(document: Mapping[str, Any] | None) -> WarmStart | None:
+    """The stored warm start of a study; None: nothing is stored."""
+    return None if document is None else _WARM_START.validate_python(document)
 
 
 def _with_kinds(report: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,5 +3,6 @@
 - `chains`: merged models of other studies as sources
 - `preflight`: every check that needs no engine
 - `export`: a trial's merged model
+- `warm_start`: results of an earlier study that a searcher knows from the start
 - `policies`: what trained policies are used for beyond their own study
 """

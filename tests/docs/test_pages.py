@@ -169,6 +169,7 @@ def test_pages_show_both_kinds_of_yaml() -> None:
         "docs/how-to/constraints.md": 1,
         "docs/how-to/layer-paths.md": 3,
         "docs/how-to/preferences.md": 1,
+        "docs/how-to/warm-start.md": 1,
         "docs/reference/study-file.md": 1,
         "docs/tutorial.md": 1,
     }

@@ -19,6 +19,7 @@ from service.studies.policies.start import check_start
 from service.studies.preflight.examine import examine
 from service.studies.preflight.models import with_revisions
 from service.studies.preflight.result import PreflightResult
+from service.studies.warm_start import check_warm_start
 
 __all__ = ["prepared"]
 
@@ -39,7 +40,7 @@ def prepared(
 
     Args:
         study: The study file.
-        open_study: Opens the other studies, whose merges or policies the study uses.
+        open_study: Opens the other studies, whose merges, policies or results the study uses.
         directory: Directory of the run or of the server, to which merges of other studies are exported.
         artifacts_in: Location of the artifacts, in which policies of other studies are; None is a directory in
             `directory`.
@@ -59,4 +60,5 @@ def prepared(
     preflight = examine(exported, chained=chained, note=note, **options)
     if before is None:
         check_start(preflight, open_study=open_study, artifacts_in=artifacts_in or artifacts_dir(directory))
+        check_warm_start(preflight, open_study=open_study)
     return preflight

@@ -17,6 +17,7 @@ from service.studies.chains import OpenStudy, on_server
 from service.studies.policies.start import with_start
 from service.studies.preflight.models import check_unchanged
 from service.studies.preflight.result import PreflightResult
+from service.studies.warm_start import with_warm_start
 
 __all__ = ["continue_study", "work"]
 
@@ -54,8 +55,8 @@ def continue_study(
 ) -> None:
     """Connect to Ray, wait for engines, and continue a prepared study from its stored state to its end.
 
-    `open_study` opens other studies whose policies the study starts from. `view` receives progress. `observer` is
-    called as soon as something is stored, with a word for it, such as "chunk", "rung" or "complete".
+    `open_study` opens other studies whose policies or results the study starts from. `view` receives progress.
+    `observer` is called as soon as something is stored, with a word for it, such as "chunk", "rung" or "complete".
 
     Raises:
         StudyFailed: The study cannot continue; it is stored as FAILED with the reason.
@@ -65,6 +66,7 @@ def continue_study(
     """
     store, writer, heartbeat = attempt.store, attempt.writer, attempt.heartbeat
     preflight = with_start(preflight, store, writer, artifacts=attempt.artifacts, open_study=open_study)
+    preflight = with_warm_start(preflight, store, writer, artifacts=attempt.artifacts, open_study=open_study)
     with attempt.resources.ray() as session:
         if session.dashboard_url:
             attempt.note(f"Ray dashboard: {session.dashboard_url}")

@@ -137,6 +137,8 @@ def _algorithm_of(
 def _lack_of_gradients(study: Study, space: SearchSpace, tasks: Mapping[str, TaskSpec]) -> str | None:
     from workers.evaluation.references import lack_of_references
 
+    if study.search.warm_start is not None:
+        return "a descent cannot begin with results of another study (search.warm_start)"
     if space.parameters.structure is not None:
         return "which layers a merge has, and in which order, are discrete choices, which have no gradients"
     if not isinstance(space, DifferentiableSpace):

@@ -19,7 +19,7 @@ from service.studies.preflight.algorithm import Algorithm, iterations_ahead, num
 from service.studies.preflight.resources import MemoryPlan
 from service.tune.plan import Baseline, Plan
 from service.tune.proposing.gradient_actor import GradientInputs
-from service.tune.searchers.base import SearchSetting
+from service.tune.searchers.base import Observation, SearchSetting
 from service.types import Origin
 from workers.file_access import FileAccess
 from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, Family, TaskInfo, TaskSpec
@@ -115,6 +115,7 @@ class PreflightResult:
         memory: Memory that the study needs.
         access: Files that the study may read; None for all.
         start: Checkpoints with which policies begin (`service.studies.policies.start`).
+        observed: Results of an earlier study that the searcher begins with (`service.studies.warm_start`).
     """
 
     study: Study
@@ -126,6 +127,7 @@ class PreflightResult:
     memory: MemoryPlan
     access: FileAccess | None = None
     start: tuple[bytes, ...] = ()
+    observed: tuple[Observation, ...] = ()
 
     @property
     def concurrency(self) -> int:
@@ -199,6 +201,7 @@ class PreflightResult:
             family=self.models.family if SEARCHERS[self.algorithm.name].trains_policy else None,
             start=self.start,
             version=SEARCHERS[self.algorithm.name].version if version is None else version,
+            observed=self.observed,
         )
 
     def gradient_inputs(self) -> GradientInputs | None:

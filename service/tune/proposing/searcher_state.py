@@ -84,8 +84,9 @@ class SearcherState:
                 self._ahead = _Ahead(iteration, known, *self._searcher.learn(context, iteration=iteration))
 
     def _context(self, call: Mapping[str, Any]) -> ProposalContext:
+        known = {**call, "observations": (*self._setting.observed, *call["observations"])}
         return ProposalContext(
-            self._parameters, steps=self._steps, setting=self._setting, checkpoints=self._checkpoints, **call
+            self._parameters, steps=self._steps, setting=self._setting, checkpoints=self._checkpoints, **known
         )
 
     def _learn(

@@ -40,7 +40,8 @@ class Observation:
     `costs` has one cost per objective, smaller is better, or is None if the candidate failed. `fidelity` is the rung's
     share of the full budget, in (0, 1]; a failure has that of the last rung. `standard_errors` are the standard errors
     of the costs; one that is not known is None. `constraints` has a value for each constraint, which is at most 0 if
-    the constraint holds. `is_proposed` is False for baselines.
+    the constraint holds. `is_proposed` is False for baselines and for
+    trials of an earlier study.
     """
 
     configuration: Mapping[str, Any]
@@ -69,6 +70,8 @@ class SearchSetting:
       positions alone
     - `start`: the checkpoints from which policies start; empty for new policies
     - `batch`: the number of proposals in a row that know the same results
+    - `observed`: results of an earlier study, which come before those of the study's own trials; their trials have
+      negative numbers and count as not proposed
     - `version`: the version of the searcher that the study was created with; None for the newest
     """
 
@@ -81,6 +84,7 @@ class SearchSetting:
     family: Family | None = None
     start: tuple[bytes, ...] = ()
     batch: int = 1
+    observed: tuple[Observation, ...] = ()
     version: int | None = None
 
     @property

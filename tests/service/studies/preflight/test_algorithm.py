@@ -85,6 +85,13 @@ def test_auto_takes_smac_elsewhere(tasks: Any, tmp_path: Path) -> None:
     assert "use auto or another searcher" in problems[0].message
 
 
+def test_auto_takes_smac_for_a_warm_start(tasks: Any) -> None:
+    """With the results of an earlier study `auto` is SMAC even where merges have gradients, and says why."""
+    found, problems = chosen("auto", LAYERWISE, tasks, warm_start={"dir": "/runs/first"})
+    assert (found.name, problems) == ("smac", [])
+    assert "a descent cannot begin with results of another study (search.warm_start)" in found.reason
+
+
 def test_a_searcher_that_is_named_is_taken(tasks: Any) -> None:
     assert chosen("random", LAYERWISE, tasks) == (Algorithm("random", "the study names it"), [])
 

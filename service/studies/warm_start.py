@@ -1,0 +1,246 @@
+"""Warm starts: studies whose searcher knows the results of an earlier study from its first proposal on.
+
+The observations are those that the earlier study has when the new one first runs. They are stored as an artifact of the
+new study, and their origin as one of its documents, so that it can be resumed whatever happens to the earlier study.
+They are no trials: only what the new study scores itself is among its results.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from search_spaces.errors import InvalidStudy, Problem, SearchSpaceError
+from search_spaces.objectives import Objective
+from search_spaces.study.file import Study, same_but_limits
+from service.errors import Conflict, NotFound, StudyFailed
+from service.resolved_study import ResolvedStudy
+from service.store import JobWriter, Store
+from service.store.artifacts import ArtifactStore
+from service.store.documents import WARM_START, WarmStart, read_warm_start
+from service.studies.chains import OpenStudy
+from service.studies.preflight.result import PreflightResult
+from service.tune.feasibility import Feasibility
+from service.tune.plan import Plan
+from service.tune.samples.sample_cache import SampleCache
+from service.tune.searchers.base import Observation
+from service.types import JobRecord, JobState, Origin, TrialRecord, TrialState
+
+__all__ = ["check_warm_start", "with_warm_start"]
+
+ARTIFACT, FILE = "warm-start", "observations.json.gz"
+
+
+def check_warm_start(preflight: PreflightResult, *, open_study: OpenStudy) -> None:
+    """Check that the results with which a study's searcher begins exist and fit the study.
+
+    Raises InvalidStudy if they do not. A study without a warm start always passes.
+    """
+    if preflight.study.search.warm_start is None:
+        return
+    try:
+        _found(preflight, preflight.resolved(), open_study)
+    except (NotFound, Conflict) as error:
+        raise InvalidStudy((Problem("search.warm_start", str(error)),)) from error
+
+
+def with_warm_start(
+    preflight: PreflightResult,
+    store: Store,
+    writer: JobWriter,
+    *,
+    artifacts: ArtifactStore,
+    open_study: OpenStudy,
+) -> PreflightResult:
+    """Add to the preflight result of a study the observations of its warm start.
+
+    The observations are copied to the study's own artifacts when it first runs. If the study has no warm start, the
+    result is unchanged. Raises StudyFailed if the observations cannot be used; the study's state is then FAILED, with
+    the reason.
+    """
+    if preflight.study.search.warm_start is None:
+        return preflight
+    study_id = writer.job_id
+    try:
+        start = read_warm_start(store.document(study_id, WARM_START))
+        if start is None:
+            start, content = _found(preflight, ResolvedStudy.of(store.job(study_id)), open_study)
+            with TemporaryDirectory() as temporary:
+                (Path(temporary) / FILE).write_bytes(content)
+                digest = artifacts.put(study_id, ARTIFACT, Path(temporary)).digest
+            start = replace(start, digest=digest)
+            writer.set_document_named(WARM_START, asdict(start))
+        kept = _read(artifacts, study_id, start)
+    except (NotFound, Conflict) as error:
+        reason = f"search.warm_start: {error}"
+        writer.set_state(JobState.FAILED, reason)
+        raise StudyFailed(reason) from error
+    return replace(preflight, observed=kept)
+
+
+def _read(artifacts: ArtifactStore, study_id: str, start: WarmStart) -> tuple[Observation, ...]:
+    """The stored observations of a study's warm start, in the order of the earlier study's trials.
+
+    The earlier trials have negative numbers, so that they come before the study's own. Raises NotFound and Conflict.
+    """
+    record = artifacts.get(study_id, ARTIFACT)
+    if record.digest != start.digest:
+        raise Conflict(f"artifact {ARTIFACT!r} has other content than the study began with")
+    with TemporaryDirectory() as temporary:
+        place = artifacts.write_to(record, Path(temporary) / ARTIFACT)
+        trials = json.loads(gzip.decompress((place / FILE).read_bytes()))
+    return tuple(
+        Observation(
+            trial["configuration"],
+            result["fidelity"],
+            None if result["costs"] is None else tuple(result["costs"]),
+            number=index - len(trials),
+            rung=result["rung"],
+            standard_errors=tuple(result["standard_errors"]),
+            constraints=tuple(result["constraints"]),
+            is_proposed=False,
+        )
+        for index, trial in enumerate(trials)
+        for result in trial["results"]
+    )
+
+
+def _found(preflight: PreflightResult, resolved: ResolvedStudy, open_study: OpenStudy) -> tuple[WarmStart, bytes]:
+    """Results of the study that `search.warm_start` in the study file names, and the content of their file.
+
+    The artifact's digest is not known yet. Raises NotFound and Conflict.
+    """
+    given = preflight.study.search.warm_start
+    assert given is not None
+    plan = preflight.plan("", resolved, baselines=())
+    with open_study(given) as (store, record):
+        if "rung_samples" not in record.accepted:
+            raise Conflict(f"job {record.name!r}: is no study; give one that searches for merges")
+        _check_same(preflight, record)
+        trials = _results(preflight, plan, store, record, is_full_only=given.rungs == "full")
+    if not trials:
+        what = "at the full budget " if given.rungs == "full" else ""
+        raise Conflict(f"study {record.name!r}: no trial of its search has a result {what}yet")
+    num = sum(len(trial["results"]) for trial in trials)
+    content = gzip.compress(json.dumps(trials).encode(), mtime=0)
+    return WarmStart(record.id, record.name, given.rungs, len(trials), num, ""), content
+
+
+def _results(
+    preflight: PreflightResult, plan: Plan, store: Store, record: JobRecord, *, is_full_only: bool
+) -> list[dict[str, Any]]:
+    """Configurations and results of the earlier study's searched trials, as JSON.
+
+    `plan` is the new study's: costs and constraints are those of its objectives, and fidelities are shares of its full
+    budget.
+    """
+    before = replace(plan, study_id=record.id, rung_samples=ResolvedStudy.of(record).rung_samples)
+    trials = {trial.number: trial for trial in store.trials(record.id)}
+    feasibility = _feasibility(before, trials, store, record)
+    full, last = sum(plan.rung_samples[-1].values()), len(before.rung_samples) - 1
+    found = []
+    for trial in trials.values():
+        if trial.origin is not Origin.SEARCH or trial.configuration is None:
+            continue
+        try:
+            preflight.space.parameters.check(trial.configuration)
+        except SearchSpaceError as error:
+            where = f"study {record.name!r}: trial {trial.number}"
+            raise Conflict(f"{where} is outside this search space: {error}") from error
+        results: list[dict[str, Any]] = [
+            {
+                "rung": each.rung,
+                "fidelity": min(1.0, sum(before.rung_samples[each.rung].values()) / full),
+                "costs": before.costs(each.values),
+                "standard_errors": before.cost_errors(each.standard_errors),
+                "constraints": feasibility.values(trial.number, each.rung),
+            }
+            for each in trial.rungs
+            if each.rung == last or not is_full_only
+        ]
+        if trial.state is TrialState.FAIL:
+            results.append(
+                {"rung": last, "fidelity": 1.0, "costs": None, "standard_errors": (), "constraints": ()},
+            )
+        if results:
+            found.append({"trial": trial.number, "configuration": dict(trial.configuration), "results": results})
+    return found
+
+
+def _feasibility(plan: Plan, trials: Mapping[int, TrialRecord], store: Store, record: JobRecord) -> Feasibility:
+    """Constraint values of the earlier study's trials, by the constraints of the new study.
+
+    Bounds relative to a source model are compared with its value on the samples of the rung. Raises Conflict if a
+    source model has not been scored.
+    """
+    feasibility = Feasibility(plan.objectives, trials)
+    try:
+        is_known = feasibility.is_known()
+    except StudyFailed as error:
+        raise Conflict(f"study {record.name!r}: {error}") from error
+    if not is_known:
+        raise Conflict(
+            f"study {record.name!r}: the source models that search.constraints name are not scored there yet"
+        )
+    if any(constraint.reference is not None for o in plan.objectives for constraint in o.constraints):
+        samples = SampleCache(plan, store)
+        for trial in trials.values():
+            if trial.origin is Origin.SOURCE and trial.state is TrialState.COMPLETE:
+                lower = (samples.rung_record(trial.recipe, rung) for rung in range(len(plan.rung_samples) - 1))
+                feasibility.know(trial.number, {each.rung: each.values for each in lower})
+    return feasibility
+
+
+def _check_same(preflight: PreflightResult, record: JobRecord) -> None:
+    """Check that results of another study are results of this study's merges on its objectives.
+
+    Raises Conflict with all differences.
+    """
+    study, other = preflight.study, Study.model_validate(record.document)
+    theirs, ours = ResolvedStudy.of(record), preflight.models.family.fingerprints
+    differing = _differing("model", theirs.fingerprints, ours)
+    differing += [
+        field
+        for field in same_but_limits(other, study)
+        if field.startswith("search_space.") or field in ("models.tokenizer", "limits.max_layers")
+    ]
+    if _weights(other) != _weights(study):
+        differing.append("search.preferences")
+    differing += _differing(
+        "objective",
+        {o.name: _meaning(o, theirs.tasks) for o in theirs.objectives},
+        {
+            o.name: _meaning(o, {name: spec.digest for name, spec in preflight.tasks.search.items()})
+            for o in preflight.tasks.objectives
+        },
+    )
+    if differing:
+        raise Conflict(
+            f"study {record.name!r}: its results cannot be used here, because these differ: {', '.join(differing)}; a "
+            "warm start needs the same models, search space and objectives"
+        )
+
+
+def _differing(what: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """The names whose values differ, each with `what` before it; a name that one side lacks says which."""
+    lacks = dict.fromkeys(theirs.keys() - ours, " (only there)") | dict.fromkeys(ours.keys() - theirs, " (only here)")
+    names = sorted(name for name in theirs.keys() | ours if name in lacks or theirs[name] != ours[name])
+    return [f"{what} {name}{lacks.get(name, '')}" for name in names]
+
+
+def _meaning(objective: Objective, tasks: Mapping[str, str]) -> tuple[Any, ...]:
+    """What a value of the objective means; constraints are left out, because they are evaluated anew."""
+    o = objective
+    return o.metric, o.direction, o.bounds, o.cost_of_recipe, tasks.get(o.name)
+
+
+def _weights(study: Study) -> tuple[tuple[float, ...], ...] | None:
+    """The preference vectors of a study, which some search spaces have as choices; None if it has none."""
+    given = study.search.preferences
+    names = tuple(spec.name for spec in study.scored_objectives.values())
+    return None if given is None else given.weights(names, seed=study.search.seed)
