@@ -6,6 +6,7 @@ import pytest
 
 from tests.workers.judged_tasks import write_task
 from tests.workers.recipes import arithmetic, slerp
+from tests.workers.serving.test_lost_processes import controller
 from workers.engines.source_recipes import base_recipe
 from workers.errors import TrialFailed
 from workers.serving.serve_scorer import ServeScorer
@@ -29,6 +30,18 @@ def test_real_replica_mixes_no_results(scorer: ServeScorer, tied_family: Family,
         assert result.evidence.prompts == quiet.evidence.prompts
     assert len({result.evidence.weights_checksum for result in results}) == 5
     assert len({tuple(sample.response for sample in result.samples) for result in results}) == 5
+
+
+def test_restarted_controller_finds_the_engine(scorer: ServeScorer, tied_family: Family, sums: TaskSpec) -> None:
+    """A controller of Serve that was killed and restarted finds the real replica again; no other engine starts."""
+    before = scorer.statistics()
+    killed = controller()
+    killed.kill()
+    result = scorer.score(request(tied_family, 0.4, 40, sums))
+    assert controller().pid != killed.pid
+    after = scorer.statistics()
+    assert (after["processes"], after["starts"]) == (before["processes"], before["starts"])
+    assert scorer.score(request(tied_family, 0.4, 40, sums)).samples == result.samples
 
 
 TIMER = """
