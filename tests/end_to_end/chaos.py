@@ -46,7 +46,7 @@ POLL_S = 0.1
 HEADROOM_BYTES, STEP_BYTES = 3 * 2**30, 2**27
 
 # What a raylet logs when its memory monitor has ended workers (Ray 2.60).
-MEMORY_REPORT = "killed due to the node running low on memory"
+MEMORY_REPORT = "worker(s), kill details: Memory on the node"
 
 
 def _kill_processes(find: Callable[[Server, str], Iterable[psutil.Process]]) -> Callable[[Server, str], bool]:
