@@ -186,8 +186,9 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
         if self._is_first_trial:
             self._is_first_trial = False
             self._last_up = time.monotonic()
-            cache = tune_controller._tune_controller._actor_cache
-            cache.increase_max(trial.placement_group_factory, by=self._num_actors)
+            controller = tune_controller._tune_controller
+            controller._actor_cache.increase_max(trial.placement_group_factory, by=self._num_actors)
+            _count_memory_kills_as_deaths(controller._actor_manager)
 
     def choose_trial_to_run(self, tune_controller: Any) -> Any:
         """Choose the next trial, and stop waiting for trial actors that are late.
@@ -230,6 +231,22 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
         held_back, self._held_back = self._held_back, []
         for trial in held_back:
             tune_controller._tune_controller._execute_action(trial, FIFOScheduler.CONTINUE)
+
+
+def _count_memory_kills_as_deaths(actor_manager: Any) -> None:
+    """Make Tune replace a trial actor that Ray's memory monitor ended, as it does after any other death of an actor.
+
+    The error of a task of such an actor is no RayActorError, and Tune's actor manager would end Tune (Ray 2.60).
+    """
+    task_failed = actor_manager._actor_task_failed
+
+    def on_failure(tracked_actor_task: Any, exception: Exception) -> None:
+        is_memory_kill = isinstance(exception, ray.exceptions.OutOfMemoryError)
+        task_failed(
+            tracked_actor_task, ray.exceptions.RayActorError(error_msg=str(exception)) if is_memory_kill else exception
+        )
+
+    actor_manager._actor_task_failed = on_failure
 
 
 def _is_late(waited_s: float) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from search_spaces.parameters import Parameters
 from search_spaces.searchers import SEARCHERS
@@ -39,6 +39,9 @@ from workers.errors import EngineUnavailable, InvalidModel, InvalidTask
 __all__ = ["RayProposer"]
 
 logger = logging.getLogger(__name__)
+
+# Errors of calls to an actor that died; the latter if Ray's memory monitor ended it.
+ACTOR_DEATH = (RayActorError, OutOfMemoryError)
 
 # An actor that died is replaced. After this many deaths without a step or a proposal between them, the attempt ends.
 MAX_DEATHS = 3
@@ -157,7 +160,7 @@ class RayProposer:
         """
         try:
             answer: StepRequest | dict[str, Any] = ray.get(self._pending)
-        except RayActorError as error:
+        except ACTOR_DEATH as error:
             self._replace_searcher(error)
             self._pending = self._searcher.propose.remote(**self._call)
             return None
@@ -193,7 +196,7 @@ class RayProposer:
         """
         try:
             result, content = ray.get(self._pending)
-        except RayActorError as error:
+        except ACTOR_DEATH as error:
             self._replace_searcher(error)
             self._compute(request)
             return None
@@ -236,7 +239,7 @@ class RayProposer:
         """
         try:
             result: StepResult = ray.get(self._pending)
-        except RayActorError as error:
+        except ACTOR_DEATH as error:
             self._gradients = None
             self._count_death("gradient actor", error)
             self._compute(request)
