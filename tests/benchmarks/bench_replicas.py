@@ -71,7 +71,7 @@ def run() -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    print(f"{NUM_TRIALS} trials, chunks of 1 s; calibration {result['calibration_s']:.2f} s")
+    print(f"{NUM_TRIALS} trials, chunks of 1 s; calibration {result['calibration_s']:.2f} CPU seconds")
     print("replicas  scheduler  searcher   busy  must  uneven chunks  driver ms a trial  driver  searcher  steps")
     for name in ("instant", "smac", "steps"):
         for row in result[name]:
