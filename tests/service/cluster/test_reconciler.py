@@ -308,6 +308,8 @@ class Dashboard:
                 name = self.path.rpartition("/")[2]
                 if self.path == "/api/version":
                     self.answer(200, {"version": "4", "ray_version": "2.60.0", "ray_commit": "x"})
+                elif self.path.startswith("/api/v0/nodes"):
+                    self.answer(200, {"result": True, "msg": "", "data": {"result": {"result": []}}})
                 elif name in jobs:
                     self.answer(200, jobs[name])
                 else:
