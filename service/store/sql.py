@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from service.errors import Conflict, DatabaseUnavailable, NotFound, StaleAttempt
 from service.store import schema
 from service.store.attempt_writer import JobWriter, insert, insert_event, lock_job
-from service.store.availability import MAX_WAIT_S, availability_of, is_away, is_waiting, repeated, waiting
+from service.store.availability import availability_of, is_away, is_waiting, repeated, waiting
 from service.store.connection import clock, connect, reading, transaction
 from service.store.database_url import parse_url, shown
 from service.store.records import (
@@ -62,6 +62,9 @@ from service.types import (
 from workers.types import SampleResult, Split
 
 __all__ = ["Store"]
+
+# Seconds until a store that waits tries again to open a database that does not answer.
+RETRY_S = 1.0
 
 # In PostgreSQL's refusals of a connection, which have no error code.
 REFUSALS = ("does not exist", "authentication failed", "no password supplied", "no pg_hba.conf entry")
@@ -124,7 +127,7 @@ class Store:
         self._engine = waiting(connect(parse_url(url)), waits=waits)
         self._reads: _Connections = reading(self._engine)
         while not self._is_open():
-            time.sleep(MAX_WAIT_S)
+            time.sleep(RETRY_S)
 
     def _is_open(self) -> bool:
         """Create or migrate the database, and return True.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -231,6 +232,58 @@ def test_the_reconciler_goes_on_after_the_database_was_away(
     postgresql.drop(url)
 
 
+@pytest.mark.slow
+def test_two_servers_answer_the_same_and_one_acts(
+    postgresql: PostgreSQL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that does not lead says the same of queued and refused jobs, and submits only once the leader ended."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    url, dashboard = postgresql.migrated(), Dashboard()
+    stores = [Store(url), Store(url)]
+    refused = stores[0].create_job(kind="search", name=REFUSED, document={}, accepted={})
+    jobs = [
+        stores[0].create_job(kind="search", name=f"s{number}", document={}, accepted={})
+        for number in range(MAX_RUNNING + 1)
+    ]
+    with dashboard.serving() as address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        clusters = [RayCluster(s, tmp_path, dashboard_host="127.0.0.1", dashboard_port=None) for s in stores]
+        try:
+            clusters[0].start()
+            wait_until(clusters[0].is_leader)
+            clusters[1].start()
+
+            def answers() -> list[list[str]]:
+                found = [[cluster.waiting_for(job) or "" for job in stores[0].jobs()] for cluster in clusters]
+                return [[re.sub(r"in \d+ s", "in N s", text) for text in texts] for texts in found]
+
+            wait_until(lambda: len(dashboard.jobs) == MAX_RUNNING)
+            wait_until(lambda: answers()[0] == answers()[1] and answers()[0][-1].startswith("one of the"))
+            assert answers()[1][0].startswith("its next driver, in N s: Ray refused its driver's job: ")
+            assert answers()[1][1:] == ["its driver to start"] * MAX_RUNNING + [
+                f"one of the {MAX_RUNNING} jobs before it to end"
+            ]
+            assert not clusters[1].is_leader()
+            asked = [json.loads(text)["submission_id"] for text in dashboard.asked]
+            assert len(asked) == len(set(asked))
+            clusters[0].stop()
+            wait_until(clusters[1].is_leader)
+            stores[1].open_attempt(jobs[0].id).set_state(JobState.COMPLETE)
+            wait_until(lambda: submission_id(jobs[-1], 1) in dashboard.jobs)
+            assert set(dashboard.jobs) == {submission_id(job, 1) for job in jobs}
+            assert stores[0].refusal(refused.id)
+        finally:
+            for cluster in clusters:
+                cluster.stop()
+            for store in stores:
+                store.close()
+    postgresql.drop(url)
+
+
+# The dashboard refuses jobs of this name.
+REFUSED = "refused"
+
+
 def wait_until(is_true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
     while not is_true():
@@ -255,6 +308,8 @@ class Dashboard:
                 name = self.path.rpartition("/")[2]
                 if self.path == "/api/version":
                     self.answer(200, {"version": "4", "ray_version": "2.60.0", "ray_commit": "x"})
+                elif self.path.startswith("/api/v0/nodes"):
+                    self.answer(200, {"result": True, "msg": "", "data": {"result": {"result": []}}})
                 elif name in jobs:
                     self.answer(200, jobs[name])
                 else:
@@ -269,6 +324,9 @@ class Dashboard:
                 asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 received.append(json.dumps(asked))
                 name = asked["submission_id"]
+                if name.startswith(REFUSED):
+                    self.answer(400, "no such runtime environment")
+                    return
                 jobs[name] = {"type": "SUBMISSION", "submission_id": name, "entrypoint": "x", "status": "RUNNING"}
                 self.answer(200, {"job_id": name, "submission_id": name})
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,7 +13,8 @@ import pytest
 
 from service.jobs import driver
 from service.store import Store
-from tests.postgresql import PostgreSQL
+from service.store.database_url import VARIABLE, parse_url, remember
+from tests.postgresql import PASSWORD, PostgreSQL
 
 
 def warnings_of(store: Store, caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -41,3 +45,27 @@ def test_one_machine_has_one_clock(tmp_path: Path, caplog: pytest.LogCaptureFixt
     store = Store(f"sqlite:///{tmp_path / 'a.db'}")
     assert warnings_of(store, caplog) == []
     store.close()
+
+
+def said_by_driver(directory: Path, **environment: str) -> str:
+    """Output of the driver of a job that does not exist."""
+    done = subprocess.run(
+        [sys.executable, "-m", "service.jobs.driver", "--data", str(directory), "--job", "nope"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_driver_finds_the_database_and_shows_no_password(postgresql: PostgreSQL, tmp_path: Path) -> None:
+    """A driver opens the database of its server's directory, or of its machine's variable; no password is shown."""
+    urls = [postgresql.migrated(), postgresql.migrated()]
+    remember(tmp_path, parse_url(urls[0]))
+    told = [said_by_driver(tmp_path), said_by_driver(tmp_path, **{VARIABLE: urls[1]})]
+    for url, text in zip(urls, told, strict=True):
+        assert f"job 'nope': no such job in postgresql://tests:***@/{parse_url(url).database}" in text
+        assert PASSWORD not in text
+        assert parse_url(url).render_as_string(hide_password=False) not in text
+        postgresql.drop(url)

@@ -1,0 +1,95 @@
+"""The queue of exports: which server writes them, and a database that is away meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.api import export_queue
+from service.api.export_queue import Exports
+from service.store import Store
+from service.types import ExportState
+from tests.postgresql import PostgreSQL
+from tests.service.api.harness import stored_study
+
+
+class _Writer:
+    """Stands for the process that writes a model."""
+
+    def __init__(self, _: str) -> None:
+        pass
+
+    async def call(self, _: Any, __: str, ___: str, ____: str, directory: Path, **_____: Any) -> None:
+        directory.mkdir()
+
+    def stop(self) -> None:
+        pass
+
+
+def test_the_leader_writes_the_exports_of_all_servers(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export that one server was asked for is written by the server that leads, also if that is another one."""
+    monkeypatch.setattr(export_queue, "WorkerProcess", _Writer)
+    monkeypatch.setattr(export_queue, "LOOK_S", 0.02)
+    store = Store(database)
+    study = stored_study(store)
+    leads = {"first": False, "second": False}
+
+    async def scenario() -> None:
+        first = Exports(store, tmp_path, is_leader=lambda: leads["first"])
+        second = Exports(store, tmp_path, is_leader=lambda: leads["second"])
+        first.start()
+        second.start()
+        record = await second.request(study.id, trial=1, dtype="float32")
+        await asyncio.sleep(0.3)
+        assert store.export(record.id).state is ExportState.WAITING
+        leads["first"] = True
+        deadline = time.monotonic() + 30
+        while store.export(record.id).state is not ExportState.COMPLETE:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        assert second.directory(record).is_dir()
+        await first.stop()
+        await second.stop()
+
+    asyncio.run(scenario())
+    store.close()
+
+
+def test_an_export_waits_for_the_database(
+    postgresql: PostgreSQL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export that is written while the database is away is COMPLETE afterwards, not failed."""
+    monkeypatch.setattr(export_queue, "LOOK_S", 0.02)
+    url = postgresql.migrated()
+    store = Store(url)
+    study = stored_study(store)
+
+    class _Killing(_Writer):
+        async def call(self, *arguments: Any, **options: Any) -> None:
+            await super().call(*arguments, **options)
+            postgresql.kill()
+
+    async def scenario() -> None:
+        exports = Exports(store, tmp_path)
+        exports.start()
+        record = await exports.request(study.id, trial=1, dtype="float32")
+        while postgresql.is_running:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(postgresql.start)
+        deadline = time.monotonic() + 30
+        while store.export(record.id).state is not ExportState.COMPLETE:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        await exports.stop()
+
+    monkeypatch.setattr(export_queue, "WorkerProcess", _Killing)
+    asyncio.run(scenario())
+    store.close()
+    postgresql.drop(url)
