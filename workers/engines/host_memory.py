@@ -13,12 +13,15 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_host_bytes(cgroup: Path = CGROUP) -> int:
-    """Bytes of host memory that are free now, within the limit of this process's container (cgroup v2)."""
+    """Bytes of host memory that are free now, within the limit of this process's container.
+
+    `cgroup` is the directory of the container's control group (cgroup v2).
+    """
     return min([int(psutil.virtual_memory().available), *_left_by_limit(cgroup)])
 
 
 def _left_by_limit(cgroup: Path) -> Iterator[int]:
-    """Yield the bytes that the cgroup may still allocate, or nothing if the cgroup has no limit.
+    """Yield the bytes that the control group `cgroup` may still allocate, or nothing if it has no limit.
 
     Cached file pages count as free, because the kernel can reclaim them.
     """

@@ -17,7 +17,7 @@ def bad_rows(logits: torch.Tensor) -> torch.Tensor:
     """Count the rows of `logits` [..., vocabulary] that contain NaN, and those that are infinite: int64 [2].
 
     The counts are on the device of the logits. A row counts as infinite if it contains +inf, or if all its values are
-    -inf, because its probabilities would be NaN. Other values of -inf are masks.
+    -inf, because its probabilities would be NaN. Other values of -inf mask single tokens, and are allowed.
     """
     import torch
 
@@ -26,6 +26,9 @@ def bad_rows(logits: torch.Tensor) -> torch.Tensor:
 
 
 def in_words(counts: Sequence[int], *, num_prompts: int) -> str:
-    """Describe the two counts of `bad_rows` (NaN, infinite) as text, leaving out a count of 0."""
+    """Describe the two `counts` of `bad_rows` (NaN, infinite) as text, leaving out a count of 0.
+
+    `num_prompts` is the number of prompts that the rows belong to.
+    """
     found = [(count, kind) for count, kind in zip(counts, KINDS, strict=True) if count]
     return " and ".join(f"{kind} ({count} rows in {num_prompts} prompts)" for count, kind in found)

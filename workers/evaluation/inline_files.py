@@ -28,7 +28,10 @@ class InlineRow:
 
 
 def read_inline(task: Mapping[str, Any]) -> list[InlineRow]:
-    """Read the samples of an inline JSONL task in file order. Raises InvalidTask with file, line and reason."""
+    """Read the samples of an inline task from its JSONL file, in the order of the file.
+
+    `task` has the `file` and the templates of the prompt and the answer. Raises InvalidTask with file, line and reason.
+    """
     if unknown := sorted(set(task) - INLINE_KEYS):
         raise InvalidTask(f"inline task: unknown key {unknown[0]!r}; known are {', '.join(sorted(INLINE_KEYS))}")
     file = str(task["file"])
@@ -54,8 +57,8 @@ def read_inline(task: Mapping[str, Any]) -> list[InlineRow]:
 class RowTemplates:
     """Jinja templates that make the prompt and the answer from the fields of a JSONL line.
 
-    A field that is null is written as None, or refused if `refuse_null` is true. Error messages begin with `where` and
-    call the answer `answer_name`. Raises InvalidTask for an invalid template.
+    A null field is written as None, or refused if `refuse_null` is true. `where` begins error messages, and
+    `answer_name` is what they call the answer. Raises InvalidTask for an invalid template.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class RowTemplates:
                 raise InvalidTask(f"{where}: {self._of(key)} is not valid: {error.message}") from error
 
     def row(self, fields: Mapping[str, Any], *, where: str) -> InlineRow:
-        """Make the prompt and the answer from `fields`.
+        """Make the prompt and the answer from `fields`, the JSON object of one line.
 
         Raises InvalidTask, with a message that begins with `where`, if a template cannot be rendered or the prompt is
         empty.
@@ -107,7 +110,7 @@ class RowTemplates:
 
 
 class _NullError(ValueError):
-    """A template uses a field whose value is null."""
+    """A template uses a field whose value is null, where null is refused."""
 
 
 def _not_null(value: Any) -> Any:
@@ -121,7 +124,7 @@ def _environment() -> SandboxedEnvironment:
 
 
 def _undefined(template: str, fields: Mapping[str, Any]) -> str:
-    """Describe what a template uses that the fields of a line do not define.
+    """Describe what `template` uses that `fields`, the JSON object of a line, do not define.
 
     The text does not quote values of the line, because a template could show any value.
     """

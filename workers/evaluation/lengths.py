@@ -73,7 +73,7 @@ def _counted(spec: TaskSpec, prompts: Prompts) -> Lengths:
 def _reference_tokens(task: Any, document: Any, prompts: Prompts) -> int:
     """The number of tokens of a document's longest right answer, including the token that ends a completion.
 
-    Returns 0 if the document has no reference answer.
+    Returns 0 if the document has no right answer as text, as in every task that does not generate.
     """
     from workers.evaluation.references import reference_texts
 

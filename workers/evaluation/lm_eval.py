@@ -34,7 +34,10 @@ KNOWN_ARGUMENTS = frozenset(
 
 @dataclass(frozen=True)
 class Scored:
-    """Scored samples in the order of the requested spans, and the hash of each objective's prompts."""
+    """Scored samples in the order of the requested spans, and the hash of each objective's prompts.
+
+    `prompts` maps an objective's name to this hash, the sha256 (hex) of the tokens of all prompts that were scored.
+    """
 
     samples: tuple[SampleResult, ...]
     prompts: Mapping[str, str]
@@ -42,9 +45,10 @@ class Scored:
 
 @dataclass(frozen=True)
 class _Request:
-    """A tokenized request with the request of lm-eval (`instance`) that it was made from.
+    """A request as a backend reads it (`tokenized`), with the request of lm-eval (`instance`) that it was made from.
 
-    `instance` is never modified.
+    `is_truncated` says that the beginning of its prompt was cut to the model's maximum length. `instance` is never
+    modified.
     """
 
     instance: Any
@@ -54,7 +58,10 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A task with its tokenized requests, which are stored by subtask and document: `requests[subtask][document]`."""
+    """A task with its tokenized requests: `requests[subtask][document]` has those of one document.
+
+    `subtask` and `document` are indices from 0.
+    """
 
     task: BuiltTask
     requests: tuple[tuple[tuple[_Request, ...], ...], ...]
@@ -80,7 +87,10 @@ class _Prepared:
 
 
 class BackendLM(TemplateLM):  # type: ignore[misc]
-    """Adapter that makes a backend a language model of lm-eval, so that lm-eval's own evaluator can use it too."""
+    """Adapter that makes a backend a language model of lm-eval, so that lm-eval's own evaluator can use it too.
+
+    `backend` is None if requests are only tokenized.
+    """
 
     def __init__(self, backend: Backend | None, prompts: Prompts) -> None:
         super().__init__()
@@ -100,7 +110,10 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that precedes an option without a prompt: BOS, or end of text if the tokenizer has no BOS."""
+        """The token that precedes an option of a task without a prompt.
+
+        It is BOS, or end of text if the tokenizer has no BOS.
+        """
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
 
@@ -253,7 +266,7 @@ class TaskEvaluator:
         return not (isinstance(first, Generation) and first.temperature > 0)
 
     def requests(self, spec: TaskSpec, position: int) -> tuple[Generation | Continuation, ...]:
-        """The tokenized requests of the sample at `position` of a task."""
+        """The tokenized requests of the sample at `position` of a task, in lm-eval's order."""
         return tuple(request.tokenized for request in self._prepare(spec).at(position))
 
     def task(self, spec: TaskSpec) -> BuiltTask:
@@ -261,9 +274,9 @@ class TaskEvaluator:
         return self._prepare(spec).task
 
     def instances(self, spec: TaskSpec, position: int) -> tuple[Any, ...]:
-        """The requests of lm-eval for the sample at `position`, in the order of `requests`.
+        """lm-eval's `Instance` objects for the sample at `position` of a task.
 
-        They must not be modified.
+        They are in the order in which the method `requests` returns their tokenized requests, and must not be modified.
         """
         return tuple(request.instance for request in self._prepare(spec).at(position))
 
@@ -298,7 +311,10 @@ class TaskEvaluator:
         return [(position, prepared.at(position)) for position in range(span.start, span.stop)]
 
     def _ask(self, requests: Sequence[_Request]) -> list[Any]:
-        """Let the backend answer requests; the answers are in the order of the requests."""
+        """Let the backend answer requests, and return the answers in the order of the requests.
+
+        The answer to a generation is a `Completion`. That to a continuation is (log-likelihood, whether it is greedy).
+        """
         assert self.backend is not None
         answers: list[Any] = [None] * len(requests)
         generations = {i: r.tokenized for i, r in enumerate(requests) if isinstance(r.tokenized, Generation)}
@@ -340,7 +356,10 @@ class TaskEvaluator:
         return prepared
 
     def _forget_all_but(self, in_use: Collection[str]) -> None:
-        """Drop tokenized tasks that are not in use, least recently used first, until MAX_KEPT_TOKENS is respected."""
+        """Drop tokenized tasks, least recently used first, until the others have at most MAX_KEPT_TOKENS prompt tokens.
+
+        Tasks whose digest is `in_use` are kept.
+        """
         kept = sum(prepared.num_tokens for prepared in self._prepared.values())
         for digest in [digest for digest in self._prepared if digest not in in_use]:
             if kept <= MAX_KEPT_TOKENS:
@@ -389,7 +408,10 @@ def describe(specs: Sequence[TaskSpec], *, directory: str, options: EngineOption
 
 
 def _temperature(arguments: Mapping[str, Any]) -> float:
-    """The sampling temperature in a task's generation arguments, or 0 (greedy) if they do not ask for sampling."""
+    """The sampling temperature in a task's generation arguments.
+
+    It is 0 (greedy) if they do not ask for sampling, and 1 if they ask for it (`do_sample`) without a temperature.
+    """
     if arguments.get("do_sample") is False:
         return 0.0
     given = arguments.get("temperature")
@@ -397,7 +419,10 @@ def _temperature(arguments: Mapping[str, Any]) -> float:
 
 
 def _answers(subtask: int, answered: Sequence[tuple[_Request, Any]]) -> Answers:
-    """Group the answers to one sample by lm-eval's requests; a request that lm-eval repeats has several answers."""
+    """Group the answers to one sample by lm-eval's requests; a request that lm-eval repeats has several answers.
+
+    `answered` has pairs of a tokenized request and its answer. `subtask` is the index of the sample's subtask.
+    """
     by_instance: dict[int, list[Any]] = {}
     for request, answer in answered:
         by_instance.setdefault(id(request.instance), []).append(

@@ -45,8 +45,8 @@ class MetricProcess:
     """A separate process that computes metrics of answers (`metrics.Metrics`).
 
     The process is started at once, and started again after it has ended. MetricFailed is raised for a sample whose
-    metric twice takes longer than `sample_limit_s` or twice ends the process. Only one thread may use the object at a
-    time. Linux kills the process when the thread that started it ends.
+    metric twice takes longer than `sample_limit_s` or twice ends the process. Building a task may take `task_limit_s`
+    seconds. Only one thread may use the object at a time. Linux kills the process when the thread that started it ends.
     """
 
     def __init__(self, *, sample_limit_s: float = SAMPLE_LIMIT_S, task_limit_s: float = TASK_LIMIT_S) -> None:
@@ -72,10 +72,11 @@ class MetricProcess:
             self._send(pickle.dumps(("close", digest)))
 
     def values(self, digest: str, answers: Sequence[Answers]) -> list[float]:
-        """The values of a task's metric for samples; all are finite.
+        """The values of a task's metric for samples, in the order of `answers`; all are finite.
 
-        `digest` names the task. Raises MetricFailed if the metric fails, InvalidTask if the process cannot build the
-        task, and EngineUnavailable if the process ends or hangs twice while it builds the task.
+        `digest` names the task, which the method `open` has sent before. Raises MetricFailed if the metric fails,
+        InvalidTask if the process cannot build the task, and EngineUnavailable if the process ends or hangs twice while
+        it builds the task.
         """
         task = self._tasks[digest][0]
         values: list[float] = []
@@ -117,7 +118,10 @@ class MetricProcess:
             )
 
     def _restart(self) -> str:
-        """Start a new process in place of one that has ended or hangs; return how the old one ended."""
+        """Start a new process in place of one that has ended or hangs, and send it all open tasks.
+
+        Returns how the old process ended: its exit code or signal.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired):  # the pipe closes just before the process ends
             self._process.wait(timeout=0.5)
         how = self.stop()
@@ -152,8 +156,10 @@ class MetricProcess:
 def serve() -> None:
     """Main function of the metric process, which runs until the other end of its pipe closes.
 
-    The only argument on the command line is the file descriptor of this process's end of the pipe. The first reply to a
-    request "values" is None once the task is built; the next replies are lists of values. An error ends the process.
+    The only argument on the command line is the file descriptor of this process's end of the pipe. The requests are
+    "open" (a task with its documents), "close", and "values". The first reply to "values" is None once the task is
+    built; the next replies are lists of values. A task that cannot be built, and a metric that fails, are reported by
+    an error as the last reply. Any other error ends the process.
     """
     _prepare_signals()
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))

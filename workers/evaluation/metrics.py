@@ -46,7 +46,7 @@ class Metrics(Protocol):
     def close(self, digest: str) -> None: ...
 
     def values(self, digest: str, answers: Sequence[Answers]) -> list[float]:
-        """The values of a task's metric for samples; all are finite.
+        """The values of a task's metric for samples, in the order of `answers`; all are finite.
 
         `digest` names the task. Raises MetricFailed if the metric fails.
         """
@@ -94,13 +94,19 @@ class LocalMetrics:
 
 
 def failure(task: BuiltTask, answers: Answers, what: str) -> MetricFailed:
-    """The MetricFailed to raise for a sample; its message names the task, the metric and the document, then `what`."""
+    """The MetricFailed to raise for the sample that `answers` belong to.
+
+    Its message names the task, the metric and the document, then `what`: in words, what is wrong.
+    """
     name = task.subtasks[answers.subtask].name
     return MetricFailed(f"task {name}, document {answers.document}: metric {task.spec.metric!r} {what}")
 
 
 def _results(subtask: Subtask, document: Any, answers: Answers) -> Mapping[str, Any]:
-    """Apply lm-eval's filters and metrics to the answers to one document; the result is by the metric's name."""
+    """Apply lm-eval's filters and metrics to the answers to one document.
+
+    Returns what each metric of the subtask gives for the document, by the metric's name.
+    """
     from lm_eval.api.instance import Instance
 
     instances = [

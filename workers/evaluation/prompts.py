@@ -67,14 +67,14 @@ class Backend(Protocol):
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
         """For each request, the log-likelihood (natural) of the scored tokens, and whether greedy decoding gives them.
 
-        The scored tokens of a request are those after its first `num_context`.
+        The scored tokens of a request are those after its first `num_context`. The log-likelihood is their sum.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Tokenizer of the model in `directory`, with the options of a study that affect prompts."""
+    """The tokenizer of the model in `directory`, with the options of a study that affect prompts."""
 
     directory: str
     options: EngineOptions

@@ -41,7 +41,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Target:
-    """What the loss of one sample is computed from.
+    """What the loss of one sample is computed from: texts that a model reads, and which of them are right.
 
     If `scales` is None, `readings` are alternative right completions; the loss is the negative log-likelihood (natural
     log) of the most likely one. Otherwise `readings` are the options of a multiple choice, and `right` has the indices
@@ -66,9 +66,9 @@ class Target:
 
 
 class References:
-    """The loss targets of tasks' samples, made of the right answers and tokenized as `evaluator` tokenizes prompts.
+    """What the losses of tasks' samples are computed from (`Target`): the samples' right answers, tokenized.
 
-    The targets of a task are built once.
+    `evaluator` provides the tokenized prompts. The targets of a task are built once.
     """
 
     def __init__(self, evaluator: TaskEvaluator) -> None:
@@ -147,9 +147,9 @@ class References:
         return Reading((*request.tokens, *tokens[: request.max_tokens]), len(request.tokens), ends)
 
     def _ends(self, stops: Sequence[str]) -> tuple[int, ...]:
-        """The ids of all tokens that end a completion.
+        """The ids of all tokens that end a completion, sorted.
 
-        They are the end-of-text tokens, and the strings of `stops` that are a single token.
+        They are the end-of-text tokens, and those of the task's stop strings (`stops`) that are a single token.
         """
         prompts = self._evaluator.lm.prompts
         encoded = [prompts.encode(stop, special_tokens=False) for stop in stops]
@@ -198,7 +198,10 @@ def _lack(task: Any, document: Any) -> str | None:
 
 
 def _texts(task: Any, document: Any) -> list[str]:
-    """The right answers of a document of a generating task, as lm-eval compares completions with them."""
+    """The right answers of a document of a generating task, as the texts that lm-eval compares completions with.
+
+    Raises TypeError for an answer that is neither text nor a number.
+    """
     target = task.doc_to_target(document)
     if task.config.doc_to_choice is not None and isinstance(target, int):
         target = task.doc_to_choice(document)[target]
@@ -209,7 +212,10 @@ def _texts(task: Any, document: Any) -> list[str]:
 
 
 def _right_options(task: Any, document: Any) -> tuple[int, ...]:
-    """The indices of the options of a document that lm-eval counts as right."""
+    """The indices, from 0, of the options of a multiple choice that lm-eval counts as right.
+
+    Indices that the document states and that no option has are left out.
+    """
     options = task.doc_to_choice(document)
     gold = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
     each = gold if isinstance(gold, list) else [gold]
@@ -218,10 +224,10 @@ def _right_options(task: Any, document: Any) -> tuple[int, ...]:
 
 
 def _scales(options: Sequence[str], metric: str) -> tuple[float, ...]:
-    """The factor for the log-likelihood of each option of a multiple choice.
+    """The factor for the log-likelihood of each option of a multiple choice, as `metric` compares options.
 
-    For a metric that divides by lengths it is the mean length of the options divided by the option's length; for any
-    other metric it is 1.
+    For a metric that divides by lengths (acc_norm, acc_bytes) it is the mean length of the options divided by the
+    option's length; for any other metric it is 1.
     """
     if metric == "acc_norm":
         lengths = [max(1, len(option)) for option in options]
@@ -238,7 +244,11 @@ def _alternatives(readings: Sequence[Reading]) -> Target:
 
 
 def _delimiter(task: Any, *, has_template: bool) -> str:
-    """The text that lm-eval puts between a prompt and its answer; "" after a chat template."""
+    """The text that lm-eval puts between a prompt and its answer.
+
+    It is "" after a chat template (`has_template`), unless the task begins the answer itself and this beginning does
+    not end in white space.
+    """
     prefix = task.config.gen_prefix
     if has_template and not (prefix and not str(prefix)[-1:].isspace()):
         return ""

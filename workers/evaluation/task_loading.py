@@ -83,9 +83,10 @@ def _wrapped(module: Any, name: str, wrapper: Wrapper) -> Iterator[None]:
 
 
 def _yaml_guard(access: FileAccess) -> Wrapper:
-    """Make a wrapper of lm-eval's `_make_loader(directory)` that refuses YAML files outside `access`.
+    """Make a wrapper of lm-eval's `_make_loader(directory)` that refuses YAML files outside `access` (InvalidTask).
 
-    lm-eval calls `_make_loader` for every YAML file, with the file's directory.
+    lm-eval calls `_make_loader` for every YAML file, with the file's directory. The files that lm-eval ships are
+    allowed.
     """
 
     def wrapper(make_loader: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,6 +104,7 @@ def _function_guard(access: FileAccess) -> Wrapper:
     """Make a wrapper of lm-eval's `_import_func_in_yml(name, directory)` that refuses code outside trusted directories.
 
     lm-eval calls `_import_func_in_yml` for each Python function (`!function`) that a YAML file in `directory` names.
+    `access` says which directories are trusted; lm-eval's own are, too. The refusal is an InvalidTask.
     """
 
     def wrapper(import_function: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,7 +119,11 @@ def _function_guard(access: FileAccess) -> Wrapper:
 
 
 def _data_guard(access: FileAccess | None) -> Wrapper:
-    """Make a wrapper of `datasets.load_dataset` that refuses data files outside `access`."""
+    """Make a wrapper of `datasets.load_dataset` that refuses data files outside `access` (InvalidTask).
+
+    If `access` is None, any file is allowed. A file format without files is always refused, because `datasets` would
+    search every directory below the current one.
+    """
 
     def wrapper(load_dataset: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(path: str, name: str | None = None, **options: Any) -> Any:
@@ -146,8 +152,8 @@ def _data_guard(access: FileAccess | None) -> Wrapper:
 def _local_files(path: str, options: Mapping[str, Any], *, is_format: bool) -> Iterator[Path]:
     """The files and directories on this machine that a call of `datasets.load_dataset` would read or write.
 
-    `path` and `options` are the arguments of the call. Raises InvalidTask for addresses that are neither files, nor on
-    the web or the hub.
+    `path` and `options` are the arguments of the call; `is_format` says that `path` names a file format such as "json".
+    Raises InvalidTask for data files that are neither local, nor on the web or the hub.
     """
     for key in DIRECTORIES:
         if directory := options.get(key):
@@ -165,7 +171,10 @@ def _local_files(path: str, options: Mapping[str, Any], *, is_format: bool) -> I
 
 
 def _matches(pattern: Path) -> Iterator[Path]:
-    """Yield the directory in which a path with wildcards begins, then every file that matches the path."""
+    """Yield the files that the path `pattern` with wildcards matches, and first the directory above the first wildcard.
+
+    Only the path itself is yielded if it has no wildcards.
+    """
     text = str(_place(str(pattern)))
     if not glob.has_magic(text):
         yield Path(text)
@@ -180,7 +189,7 @@ def _place(path: str) -> Path:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield all strings in a value made of nested lists and mappings."""
+    """Yield all strings in `value`, which may be nested lists and mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -190,7 +199,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _is_shipped(directory: Path) -> bool:
-    """Whether the directory is one of those that lm-eval's own tasks are in."""
+    """Whether `directory` is in lm-eval's own directory of tasks."""
     return Path(directory).is_relative_to(_shipped_dir())
 
 

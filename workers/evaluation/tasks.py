@@ -65,7 +65,10 @@ class BuiltTask:
     output_type: str
 
     def document(self, position: int) -> str:
-        """The sample's index in the task's data, after the name of its subtask if there are several."""
+        """A name of the sample at `position` of the order.
+
+        It is the sample's index in the task's data, after the name of its subtask if there are several.
+        """
         subtask, index = self.order[position]
         return f"{self.subtasks[subtask].name}/{index}" if len(self.subtasks) > 1 else str(index)
 
@@ -129,7 +132,7 @@ def permutation(sizes: Mapping[str, int], *, seed: int) -> tuple[tuple[int, int]
 
 
 def content_hash(file: str | Path) -> str:
-    """The sha256 (hex) of a data file. Raises InvalidTask if the file cannot be read."""
+    """The sha256 (hex) of the data file `file`. Raises InvalidTask if the file cannot be read."""
     try:
         return hashlib.sha256(Path(file).read_bytes()).hexdigest()
     except OSError as error:
@@ -137,7 +140,7 @@ def content_hash(file: str | Path) -> str:
 
 
 def _quieten() -> None:
-    """Silence lm-eval's warnings about defaults, and the progress bars for every split and task."""
+    """Silence lm-eval's warnings about default settings, and the progress bars of lm-eval and `datasets`."""
     import lm_eval.api.task
     from datasets import disable_progress_bars
 
@@ -188,7 +191,11 @@ def _check_content(spec: TaskSpec, file: str | Path) -> None:
 
 
 def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], *, num_fewshot: int) -> Any:
-    """Make an lm-eval task of the samples of a JSONL file: greedy completions must equal the whole answer."""
+    """Make an lm-eval task of `rows`, the samples of a JSONL file.
+
+    A greedy completion is right if it equals the whole answer, apart from white space at its ends. `task` has the
+    further settings of the inline task, such as `max_tokens`.
+    """
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
 
@@ -364,7 +371,10 @@ def _label(spec: TaskSpec) -> str:
 
 
 def documents_of(task: Any) -> Iterator[list[Any]]:
-    """Yield the requests of each document of an lm-eval task that has built its requests, in document order."""
+    """Yield the requests (`Instance` objects) of each document of an lm-eval task, in document order.
+
+    The task must have built its requests before.
+    """
     by_document: dict[int, list[Any]] = {}
     for instance in task.instances:
         by_document.setdefault(instance.doc_id, []).append(instance)

@@ -54,7 +54,7 @@ NAMED: Mapping[str, str] = {
 
 
 def stated_template(directory: Path) -> str | None:
-    """The chat template of the model in `directory`, the default one if there are several; None if there is none."""
+    """The chat template of the model in `directory`; None if it has none. Of several, it is the default one."""
     try:
         file = directory / FILE
         if file.is_file():
@@ -69,9 +69,9 @@ def stated_template(directory: Path) -> str | None:
 
 
 def most_common(directories: Iterable[Path]) -> str | None:
-    """The chat template that most of the models have; None if no model has one.
+    """The chat template that most of the models in `directories` have; None if no model has one.
 
-    Of templates with equal counts the first is chosen.
+    Of templates that equally many models have, the first is chosen.
     """
     stated = (template.strip() for directory in directories if (template := stated_template(directory)))
     return next((template for template, _ in Counter(stated).most_common(1)), None)

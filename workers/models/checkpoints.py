@@ -92,9 +92,9 @@ class Checkpoint:
 
     @cached_property
     def is_here(self) -> bool:
-        """Whether the weights of the checkpoint, and for an adapter of its base, are on this machine.
+        """Whether the weights of the checkpoint, and for an adapter those of its base too, are on this machine.
 
-        Of a hub model, only configuration and headers may have been downloaded.
+        They are not if the directory is a metadata-only snapshot of a model on the hub or in an object store.
         """
         return not is_metadata_only(self.directory) and (self.base is None or self.base.is_here)
 
@@ -115,13 +115,17 @@ class Checkpoint:
 def open_checkpoint(directory: str | Path) -> Checkpoint:
     """Open a checkpoint by reading its configuration and every safetensors header.
 
-    `directory` may also be a hub id, as for `hub.locate`. Raises InvalidModel with all problems.
+    `directory` may also be a hub id or the URL of a folder in an object store, as for `remote.locations.locate`. Raises
+    InvalidModel with all problems.
     """
     return read_checkpoint(locate(directory))
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """Open the checkpoint in a directory that `hub.locate` has returned. Raises InvalidModel with all problems."""
+    """Open the whole model in a directory that `remote.locations.locate` has returned.
+
+    Raises InvalidModel with all problems.
+    """
     problems: list[str] = []
     config = _read_config(directory, problems)
     stored = read_headers(directory, problems)
@@ -136,9 +140,10 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 
 def read_expert(directory: Path, base: Checkpoint | None) -> Checkpoint | None:
-    """Open the expert in `directory`: a whole model, or an adapter to `base`.
+    """Open the expert in `directory`: a whole model, or an adapter that changes `base`.
 
-    Returns None for an adapter if `base` is None. Raises InvalidModel with all problems.
+    `base` is None if the base could not be opened. The files of an adapter are checked then, and None is returned.
+    Raises InvalidModel with all problems.
     """
     if not is_adapter(directory):
         return read_checkpoint(directory)
@@ -157,9 +162,10 @@ def aligned(
 ) -> tuple[dict[str, Checkpoint], TokenAlignment]:
     """Give all checkpoints the same vocabulary in their embeddings and output heads.
 
-    `checkpoints` are by alias, the base first; `tokenizer` selects the vocabulary. Returns the aligned checkpoints, and
-    what the alignment changed. Rows are aligned as `vocabulary.align` says; the base gets the configuration of a model
-    with this vocabulary. Raises InvalidModel.
+    `checkpoints` are by alias, the base first. `tokenizer` selects the vocabulary: BASE, UNION or an alias. Returns the
+    aligned checkpoints, and what the alignment changed. Rows are aligned as `vocabulary.align` says. The aligned base
+    states the common vocabulary's size in its configuration, and, if `tokenizer` is the alias of an expert, the
+    expert's special tokens. Raises InvalidModel.
     """
     models = {
         alias: Vocabulary(

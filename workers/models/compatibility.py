@@ -45,8 +45,9 @@ MAX_SHAPES = 5
 def foreign_adapters(opened: Mapping[str, Checkpoint], given: Mapping[str, str]) -> Iterator[str]:
     """Yield the problems of adapters that were trained on another model of the family than the base.
 
-    The shapes of such an adapter fit the base as well. `opened` are the models by alias, the base first. `given` has
-    the name by which the caller gave each model, which an adapter's configuration may state.
+    They must be found by what an adapter's configuration says, because the shapes of such an adapter fit the base as
+    well. `opened` are the models by alias, the base first. `given` has the directory or hub id by which the caller
+    named each model, with which the configuration's statement is compared.
     """
     base_alias = next(iter(opened))
     for alias, adapter in opened.items():
@@ -105,9 +106,9 @@ def differences(base: Checkpoint, expert: Checkpoint, *, any_depth: bool = False
 
 
 def _structure(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a configuration that must be equal for two models to be merged.
+    """The settings in a configuration that must be equal for two models to be merged; absent ones are left out.
 
-    They include the settings of the rotary embeddings, because merges run with those of the base.
+    They include the settings of the rotary embeddings, because a merge has those of the base.
     """
     rope = settings.get("rope_parameters") or settings.get("rope_scaling")
     rope = rope if isinstance(rope, Mapping) else {}
@@ -117,10 +118,10 @@ def _structure(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _comparable(found: Layout, depth: int | None) -> set[str]:
-    """The names of the tensors to compare between models: those outside layers and those of the first `depth` layers.
+    """The names of the tensors whose presence and shapes are compared between models.
 
-    If `depth` is None, the tensors of all layers are included. Output heads are left out, because a difference between
-    them is reported separately.
+    They are the tensors outside layers and those of the first `depth` layers, or of all layers if `depth` is None.
+    Output heads are left out, because `differences` reports a difference between them separately.
     """
     return {
         name

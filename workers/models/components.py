@@ -81,10 +81,11 @@ class Layout:
 
     @cached_property
     def stacks(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
-        """The stacks of experts in all layers, by the name that transformers has for each.
+        """The stacks in all layers: for each one's name in transformers, the names of the stored tensors that it joins.
 
-        A stack joins a matrix of all experts of a layer. It is given as a tuple that has, for each expert, the names of
-        the stored tensors that are joined.
+        A stack is one matrix of all experts of a layer's mixture of experts. Its value is a tuple that has, for each
+        expert of the mixture, the names of the stored tensors. Stacks that a file stores as one tensor are not
+        included.
         """
         mixtures: dict[str, dict[int, set[str]]] = {}
         for name in self.places:
@@ -102,7 +103,7 @@ class Layout:
 
     @cached_property
     def stacked(self) -> Layout:
-        """The layout of the same model if each stack of experts (`stacks`) is one tensor."""
+        """The layout of the same model if each stack (of the property `stacks`) is stored as one tensor."""
         parts = {part for stack in self.stacks.values() for joined in stack for part in joined}
         places = {name: place for name, place in self.places.items() if name not in parts}
         for name, ((first, *_), *_) in self.stacks.items():
@@ -170,9 +171,9 @@ def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
 
 
 def _assign_final_norm(places: dict[str, TensorPlace]) -> None:
-    """Assign the only norm outside layers to the head, even if its name looks like a part of the embedding.
+    """Assign the norms outside layers to the head, if their names put all of them in the embedding.
 
-    Every decoder ends in a norm.
+    Every decoder ends in a norm, which belongs to the head even if its name looks like a part of the embedding.
     """
     norms = {
         name: place
@@ -197,7 +198,7 @@ def first_few(names: Iterable[str]) -> str:
 
 
 def _component(suffix: str) -> Component | None:
-    """The component of a tensor, by the names of the modules that contain it.
+    """The component of a tensor, by the names of the modules that contain it; None if no name tells it.
 
     The innermost module whose name tells a component decides: `norm_attn_norm.attn.Wqkv.weight` is attention.
     """

@@ -48,13 +48,13 @@ class SourceTensor(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def stored(self) -> Iterator[TensorInfo]:
-        """Yield the stored tensors that `value` reads."""
+        """Yield the stored tensors that the method `value` reads."""
         ...
 
     def value(self, read: Read) -> torch.Tensor:
         """The contiguous values of the tensor, which must not be written to.
 
-        They may be the memory that `read` returned.
+        `read` returns the values of a stored tensor. The result may be the memory that `read` returned.
         """
         ...
 
@@ -104,10 +104,10 @@ class LowRank(_Changed):
 class LowRankExpert(_Changed):
     """A matrix of one expert of a mixture that a LoRA adapter changes: weight + scaling x B_e A_e, in float32.
 
-    The adapter's two matrices are for all `num_experts` experts of the layer; A_e and B_e are the parts for expert e =
-    `number`. `a` is [experts x rank, inputs], ordered by expert. `b` is [outputs, rank x experts]; the experts are the
-    fastest index of its columns. The weight is stored on its own; it is the rows from `first_row` on of the expert's
-    whole matrix [outputs, inputs].
+    Experts are here those of a layer's mixture of experts. The adapter's two matrices are for all `num_experts` of
+    them; A_e and B_e are the parts for expert e = `number`. `a` is [experts x rank, inputs], ordered by expert. `b` is
+    [outputs, rank x experts]; the experts are the fastest index of its columns. The weight is stored on its own; it is
+    the rows from `first_row` on of the expert's whole matrix [outputs, inputs].
     """
 
     number: int
@@ -126,10 +126,10 @@ class LowRankExpert(_Changed):
 
 @dataclass(frozen=True)
 class LowRankStack(_Changed):
-    """Matrices of all experts of a layer, stored as one tensor, that a LoRA adapter changes, in float32.
+    """Matrices of all experts of a layer's mixture, stored as one tensor, that a LoRA adapter changes, in float32.
 
-    Each expert's matrix changes as in `LowRankExpert`. The tensor is [experts, outputs, inputs], or [experts, inputs,
-    outputs] if `is_transposed`.
+    The matrix of each expert of the mixture changes as in `LowRankExpert`. The tensor is [experts, outputs, inputs], or
+    [experts, inputs, outputs] if `is_transposed`.
     """
 
     is_transposed: bool
@@ -149,7 +149,7 @@ class LowRankStack(_Changed):
 class Dora:
     """A weight that a DoRA adapter changes: each output is scaled to a given length (arXiv:2402.09353, equation 5).
 
-    `magnitude` [outputs] has the lengths. `changed` is the weight with the low-rank change; an output is one of its
+    `magnitude` [outputs] has the lengths. `changed` is the weight with the low-rank change. An output is one of its
     rows, or one of its columns if the weight is transposed. The result is in float32.
     """
 
@@ -203,9 +203,9 @@ class Shifted:
 
 @dataclass(frozen=True)
 class ReplacedRows:
-    """A weight with some rows replaced, for adapters that train single tokens.
+    """A weight with some rows replaced, for adapters that train the rows of single tokens.
 
-    Row `numbers[i]` is replaced by row i of `rows`.
+    Row `numbers[i]` of `weight` is replaced by row i of `rows`.
     """
 
     weight: SourceTensor
@@ -238,8 +238,8 @@ class ReplacedRows:
 class RowsOfOthers:
     """Rows of a tensor that are taken from other models, for tokens that the model itself lacks.
 
-    The row at `positions[i]` is the mean, over the tensors k of `donors`, of row `rows[k][i]` of tensor k; without
-    donors it is zero.
+    `donors` are the tensors of the other models. The row at `positions[i]` is the mean, over the tensors k of `donors`,
+    of row `rows[k][i]` of tensor k; without donors it is zero.
     """
 
     positions: NDArray[np.int64]
@@ -293,9 +293,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Stacked:
-    """The experts of a layer as one tensor [experts, rows, columns].
+    """The experts of a layer's mixture of experts (not those that are merged) as one tensor [experts, rows, columns].
 
-    The tensors in `parts` of each expert are joined by rows.
+    `parts` has for each expert of the mixture its tensors, which are joined along the rows. The dtype is that of all
+    tensors, or float32 if they have several.
     """
 
     parts: tuple[tuple[SourceTensor, ...], ...]
@@ -323,7 +324,7 @@ class Stacked:
 
 @dataclass(frozen=True, eq=False)
 class Padded:
-    """A tensor that is extended to `num_rows` rows; each added row is the mean of the first `num_averaged` rows."""
+    """A tensor that is extended to `num_rows` rows; each added row is the mean of its first `num_averaged` rows."""
 
     tensor: SourceTensor
     num_rows: int

@@ -26,7 +26,10 @@ LAYERS_WITHOUT_EXPERTS = "mlp_only_layers"
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """Read the configuration, with common key names, of a model that was opened before. Raises InvalidModel."""
+    """Read config.json of the model in `directory`, with the key names that all model types share (`in_common_names`).
+
+    The model was opened before, so that the file is known to be valid. Raises InvalidModel.
+    """
     config: dict[str, Any] = json.loads((Path(directory) / "config.json").read_text())
     return in_common_names(config)
 
@@ -59,7 +62,7 @@ def of_each_layer(config: Mapping[str, Any], num_layers: int) -> dict[str, list[
 
 
 def _with_all_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the special numbers in a configuration, which transformers writes as {"__float__": "Infinity"}."""
+    """Replace numbers that transformers writes as {"__float__": "Infinity"} (infinite ones and NaN) by floats."""
 
     def decoded(entry: dict[str, Any]) -> Any:
         return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
@@ -70,10 +73,10 @@ def _with_all_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache
 def _known(model_type: str) -> tuple[Mapping[str, str], Mapping[str, Any]]:
-    """A model type's own names for the common configuration keys, and the defaults of its configuration.
+    """For a model type, its own name of each common configuration key, and the defaults of its configuration.
 
-    Both are cached between runs, because importing transformers' configurations takes longer than merging a small
-    model.
+    The names are by common key. Both are cached on disk, because importing transformers' configurations takes longer
+    than merging a small model. Raises InvalidModel if transformers does not know the model type.
     """
     release = version("transformers")
     key = f"names and defaults of {model_type!r} in transformers {release}"

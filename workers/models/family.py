@@ -44,13 +44,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class ResolvedFamily:
-    """Models that can be merged, located, opened and checked: by alias, the base first.
+    """Models that can be merged, located, opened and checked. All mappings are by alias, the base first.
 
     A single model is a base without experts. `checkpoints` are the models as they are stored. `views` are the same
-    models with embeddings and output heads in the vocabulary `tokenizer`, changed as `token_alignment` says. `given`
-    has the directory or hub id by which the caller named each model. `adapted` has, for adapters of other models than
-    the base, the directory of that model. With `any_depth` the numbers of layers may differ. Fingerprints, which need
-    the contents, are computed when first used; `cache` is as in `workers.cache.cache_dir`.
+    models with embeddings and output heads in the vocabulary that `tokenizer` selects, changed as `token_alignment`
+    says. `vocabulary` are the options of this vocabulary as a recipe states them. `given` has the directory or hub id
+    by which the caller named each model. `adapted` has, for adapters of other models than the base, the directory of
+    that model. With `any_depth` the numbers of layers may differ. Fingerprints, which need the contents, are computed
+    when first used; `cache` is as in `workers.cache.cache_dir`.
     """
 
     given: Mapping[str, str]
@@ -186,7 +187,10 @@ class ResolvedFamily:
         return Family(base, tuple(experts), self.tokenizer, self.vocabulary)
 
     def _origin(self, alias: str) -> str | None:
-        """The hub id with its commit, or the URL, of a model; None if it was given as a directory."""
+        """Where other machines find the model `alias`: its hub id with the commit, or its URL in an object store.
+
+        Returns None if the model was given as a directory.
+        """
         given = self.given[alias]
         if is_object_url(given):
             return given
@@ -200,7 +204,8 @@ class ResolvedFamily:
     def content_problems(self, *, exclude: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
         """The problems in the weights of each model, by alias, as `fingerprints.content_problems` finds them.
 
-        An example is NaN. The weights of models in `exclude` are not read.
+        They are NaN, infinite values, and a tied output head that differs from the embedding. The weights of the models
+        with the aliases in `exclude` are not read.
         """
         problems = {
             alias: content_problems(checkpoint, self.fingerprints[alias], cache=self.cache)
@@ -230,12 +235,15 @@ class ResolvedFamily:
 
     @property
     def absent_bytes(self) -> int:
-        """Bytes of weights that are not on this machine, which `fetched` would download."""
+        """Bytes of weights that are not on this machine, which the method `fetched` would download."""
         return absent_bytes((*self.directories.values(), *self.adapted.values()))
 
     @property
     def lack_of_space(self) -> str | None:
-        """The reason why the disk has no room for the weights that `fetched` would download; None if it has room."""
+        """The reason why a disk has no room for the weights that the method `fetched` would download.
+
+        Returns None if there is room.
+        """
         return lack_of_space((*self.directories.values(), *self.adapted.values()))
 
     def fetched(self, *, note: Callable[[str], None] = log.info) -> ResolvedFamily:
@@ -325,9 +333,10 @@ class LocatedFamily:
         )
 
     def _open(self, alias: str, opened: Mapping[str, Checkpoint]) -> Checkpoint | None:
-        """Open the model `alias`; `opened` are the models that were opened before.
+        """Open the model `alias`; `opened` are the models that were opened before it, by alias.
 
-        Returns None for an adapter whose base could not be opened.
+        Returns None for an adapter to the base if the base could not be opened. Raises InvalidModel if the model was
+        not found or has problems.
         """
         if alias in self.problems:
             raise InvalidModel(self.problems[alias])

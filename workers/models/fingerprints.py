@@ -36,12 +36,12 @@ class FileState:
 
     @classmethod
     def of(cls, file: Path) -> FileState:
-        """The present state of a file. Raises OSError if the file does not exist."""
+        """The present state of `file`. Raises OSError if the file does not exist."""
         found = file.stat()
         return cls(found.st_size, found.st_mtime_ns, found.st_ino)
 
     def change(self, file: Path) -> str:
-        """Describe in words how a file has changed since its state was recorded.
+        """Describe in words how `file` has changed since this state was recorded.
 
         Returns "" if it has not changed, or no longer exists.
         """
@@ -60,7 +60,7 @@ class FileState:
 
 
 def file_states(checkpoint: Checkpoint) -> dict[Path, FileState]:
-    """The states of the checkpoint's own files on whose contents its fingerprint depends."""
+    """The states, by path, of the checkpoint's own files on whose contents its fingerprint depends."""
     return {file: FileState.of(file) for file in _defining_files(checkpoint)}
 
 
@@ -81,8 +81,9 @@ def fingerprint(checkpoint: Checkpoint, *, base: str | None = None, cache: str |
 def content_problems(checkpoint: Checkpoint, content: str, *, cache: str | Path | None = None) -> tuple[str, ...]:
     """The problems in a checkpoint's weights: NaN or infinity, or a tied output head that differs from the embedding.
 
-    All weights are read, but only once for each fingerprint (`content`), because results are cached; `cache` is as in
-    `workers.cache.cache_dir`. The result is empty for models whose weights are not on this machine.
+    All weights are read, but only once for each content, because results are cached by the checkpoint's fingerprint,
+    which is the argument `content`. `cache` is as in `workers.cache.cache_dir`. The result is empty for models whose
+    weights are not on this machine.
     """
     if not checkpoint.is_here:
         return ()

@@ -100,7 +100,11 @@ def read_headers(path: Path, problems: list[str], *, stem: str = "model") -> dic
 
 
 def _shards(path: Path, stem: str, problems: list[str]) -> tuple[list[Path], Mapping[str, str] | None]:
-    """The safetensors files of a model, and the index's map from tensor to file if there is an index."""
+    """The safetensors files of a model, and the map from tensor to file of its index, or None without an index.
+
+    `stem` is the beginning of the files' names. What is wrong, for example a model of pickles only, is appended to
+    `problems`.
+    """
     single, index = path / f"{stem}.safetensors", path / f"{stem}.safetensors.index.json"
     if single.is_file():
         return [single], None
@@ -195,9 +199,10 @@ def _read_header(file: Path, problems: list[str]) -> dict[str, TensorInfo]:
 
 
 def _entry(name: str, entry: object, file: Path) -> tuple[TensorInfo, tuple[int, int]]:
-    """Check the description of one tensor in a safetensors header, and return it with the tensor's range of bytes.
+    """Check the entry of the tensor `name` in a safetensors header; return its description and its range of bytes.
 
-    Raises ValueError with a text that the caller puts after the tensor's name.
+    The range is (begin, end) after the header. Raises ValueError with a text that the caller puts after the tensor's
+    name.
     """
     if not name or not name.isprintable():  # it will be printed, and named in an index
         raise ValueError(": its name is not printable text")
@@ -225,7 +230,10 @@ def _are_counts(value: object) -> TypeGuard[list[int]]:
 
 
 def _span_problems(file: Path, spans: Mapping[str, tuple[int, int]], *, num_bytes: int) -> Iterator[str]:
-    """Yield the problems of tensors that overlap, leave gaps, or do not fill the `num_bytes` after the header."""
+    """Yield the problems of tensors that overlap, leave gaps, or do not fill the `num_bytes` after the header.
+
+    `spans` has the range of bytes (begin, end) of each tensor by name.
+    """
     in_order = sorted(spans.items(), key=lambda item: item[1])
     for (first, (_, end)), (second, (begin, _)) in pairwise([("", (0, 0)), *in_order]):
         if begin < end:
@@ -256,7 +264,7 @@ def _dtype_problems(file: Path, tensors: Mapping[str, TensorInfo]) -> Iterator[s
 def _json_object(value: object) -> dict[str, Any]:
     """Parse bytes as a JSON object, or check that a value that is already parsed is one.
 
-    Raises ValueError for anything else, and for an object with the same key twice.
+    Raises ValueError if it is not an object, or if parsed bytes have the same key twice in an object.
     """
     document = json.loads(value.decode(), object_pairs_hook=_unique) if isinstance(value, bytes) else value
     if not isinstance(document, dict):

@@ -62,9 +62,9 @@ def load_tokenizer(directory: str | Path) -> Any:
 def check_tokenizer(directory: str | Path, *, cache: str | Path | None = None) -> tuple[str, ...]:
     """Check that a checkpoint's tokenizer can be loaded, and return the names of its chat templates.
 
-    A single template is called "default". Warns and raises InvalidModel as `load_tokenizer` does. Importing
-    transformers' tokenizers takes seconds; therefore results are cached between runs, by the contents of the files.
-    `cache` is as in `workers.cache.cache_dir`.
+    A single template is called "default". Warns and raises InvalidModel as `load_tokenizer` does. Results are cached on
+    disk by the contents of the files, because importing transformers' tokenizers takes seconds. `cache` is as in
+    `workers.cache.cache_dir`.
     """
     path = Path(directory)
     key = f"tokenizer {tokenizer_digest(path)}"
@@ -106,7 +106,8 @@ def _warn(path: Path, difference: str) -> None:
 def _found(path: Path) -> tuple[Any, str]:
     """The tokenizer that agrees with tokenizer.json, and how the one that transformers chooses differs from it.
 
-    The second value is "" if there is no difference.
+    The second value is a description in words, or "" if there is no difference. Raises InvalidModel if there is no
+    tokenizer that agrees.
     """
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise InvalidModel((f"{path}: no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}",))
@@ -123,8 +124,8 @@ def _found(path: Path) -> tuple[Any, str]:
 def stated_directory(directory: str | Path, tokenizer: Any) -> TemporaryDirectory[str] | None:
     """A temporary directory with `tokenizer` whose files state its class, for programs that load tokenizers themselves.
 
-    `tokenizer` is the one that `load_tokenizer` loaded from `directory`. Returns None if such programs load the same
-    tokenizer from `directory`.
+    `tokenizer` is the one that `load_tokenizer` loaded from `directory`. Returns None if none is needed, because
+    transformers' AutoTokenizer loads the same class from `directory`.
     """
     if type(_loaded("AutoTokenizer", Path(directory))) is type(tokenizer):
         return None
@@ -144,7 +145,10 @@ def _loaded(name: str, path: Path) -> Any:
 
 
 def _difference(tokenizer: Any, path: Path) -> str:
-    """Describe how a tokenizer treats the first text of PROBES for which it differs from tokenizer.json; "" if none."""
+    """Describe the first difference of `tokenizer` from tokenizer.json in `path`; "" if there is none.
+
+    The texts of PROBES are encoded and decoded by both. The result is also "" if there is no tokenizer.json.
+    """
     from tokenizers import Tokenizer
 
     file = path / "tokenizer.json"

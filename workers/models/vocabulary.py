@@ -63,9 +63,10 @@ class TokenRow:
 class VocabularyOptions:
     """Options of the vocabulary of merges.
 
-    `tokens` has the source of the embedding row for single tokens, which are added to the vocabulary if it lacks them.
-    The number of rows is rounded up to a multiple of `multiple_of`. With `by_id`, a union adds tokens in the order of
-    their ids, otherwise in the order of their names.
+    `tokens` says for single tokens from where their embedding rows are taken; these tokens are added to the vocabulary
+    if it lacks them. The number of rows is rounded up to a multiple of `multiple_of`. With `by_id`, a union (the base's
+    vocabulary with the tokens that others added) has the added tokens in the order of their ids, otherwise in the order
+    of their names.
     """
 
     tokens: Mapping[str, TokenRow] = field(default_factory=dict)
@@ -74,7 +75,7 @@ class VocabularyOptions:
 
     @property
     def models(self) -> frozenset[str]:
-        """The models from which the options take embedding rows of single tokens."""
+        """The aliases of the models from which the options take embedding rows of single tokens."""
         return frozenset(row.model for row in self.tokens.values() if row.model is not None)
 
     @classmethod
@@ -122,8 +123,8 @@ class Vocabulary:
 class TokenAlignment:
     """The common vocabulary of a family's models, and the tensors of each model that it changes.
 
-    The vocabulary has `num_rows` rows; `num_unnamed` of these represent no token. `added` are the tokens that are added
-    to the tokenizer, in the order of their ids.
+    `tensors` has these tensors by alias and name. The vocabulary has `num_rows` rows; `num_unnamed` of these represent
+    no token. `added` are the tokens that are added to the tokenizer, in the order of their ids.
     """
 
     num_rows: int
@@ -135,9 +136,9 @@ class TokenAlignment:
 def align(models: Mapping[str, Vocabulary], tokenizer: str, options: VocabularyOptions = NO_OPTIONS) -> TokenAlignment:
     """Align the embeddings and output heads of `models` to one vocabulary.
 
-    The models are by alias, the base first. `tokenizer` selects the vocabulary: BASE, UNION or an alias. A model
-    without a tokenizer.json that has as many rows as the base is assumed to have the tokens of the base. Raises
-    InvalidModel with every problem.
+    The models are by alias, the base first. `tokenizer` selects the vocabulary: BASE, UNION (the base's tokens and
+    those that others added) or the alias of the model whose vocabulary it is. A model without a tokenizer.json that has
+    as many rows as the base is assumed to have the tokens of the base. Raises InvalidModel with every problem.
     """
     base, *_ = models
     tokens, problems = _tokens_with_rows(models)
@@ -205,7 +206,10 @@ def added_tokens(directory: Path) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _tokens_with_rows(models: Mapping[str, Vocabulary]) -> tuple[dict[str, Mapping[str, int]], list[str]]:
-    """The tokens of each model that have an embedding row, and the problems of models whose tokens are unknown."""
+    """The ids of the tokens that have an embedding row, by model and token, and what is wrong, in words.
+
+    What may be wrong is that a model's tokens are unknown. `models` and the result are by alias, the base first.
+    """
     base, *_ = models
     tokens: dict[str, Mapping[str, int]] = {}
     problems: list[str] = []
@@ -233,8 +237,9 @@ def _chosen_rows(
 ) -> Chosen:
     """The embedding row that the options choose for each token that they list.
 
-    The value is (row, whether all models get it); the row is (model, index), or None for a row of zeros. Raises
-    InvalidModel if a model has no such row.
+    The result maps the token to (row, is_forced): the row is (alias of the model, index), or None for a row of zeros.
+    All models get the row if `is_forced`, else only those without the token. `tokens` are the ids of each model's
+    tokens, by alias. Raises InvalidModel if a model has no such row.
     """
     found: dict[str, tuple[tuple[str, int] | None, bool]] = {}
     problems = []
@@ -254,9 +259,12 @@ def _chosen_rows(
 def _added_by_others(
     models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapping[str, int]], *, by_id: bool
 ) -> list[str]:
-    """The tokens that a union has beyond those of the base, sorted by name, or with `by_id` by their smallest id.
+    """The tokens that a union, the common vocabulary of all models, has beyond those of the base.
 
-    The order does not depend on the order of the models.
+    `models` are by alias, the base first; `tokens` has the ids of each model's tokens by alias. The result is sorted by
+    token, or with `by_id` by the smallest id that a token has, and does not depend on the order of the models. Raises
+    InvalidModel if a model has such tokens in its tokenizer's own vocabulary, not as added ones, or if the base's
+    tokenizer has tokens without a row.
     """
     base, *others = models
     problems = []
@@ -283,7 +291,12 @@ def _added_by_others(
 
 
 class _Plan:
-    """The source of each row of one model's aligned embedding and output head."""
+    """Where each row of one model's aligned embedding and output head comes from.
+
+    The model `alias` is aligned to the vocabulary `target`, token ids by token. Rows without a token are those of the
+    model `owner`. `tokens` has the ids of each model's tokens by alias. `chosen` has the rows that options choose
+    (`_chosen_rows`).
+    """
 
     def __init__(
         self,

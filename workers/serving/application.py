@@ -27,7 +27,8 @@ PAUSE_S = 0.5
 def answered(ask: Callable[[], T], *, deadline: float) -> T:
     """Call `ask` until Serve's controller answers, and return the answer.
 
-    Raises ServeUnavailable if the controller is still away at `deadline`, a time of `time.monotonic`.
+    `ask` raises ServeUnavailable while the controller is away. Raises ServeUnavailable if it still is at `deadline`, a
+    time of `time.monotonic`.
     """
     while True:
         try:
@@ -66,8 +67,8 @@ def application_state(name: str) -> str:
     """The state of a Serve application, such as "RUNNING".
 
     Raises EngineUnavailable if there is no application, if its deployment failed, or if no replica runs because its
-    models cannot be used any more. In this case Serve would retry without end. Raises ServeUnavailable, a subclass, if
-    Serve's controller does not answer; the application may be running.
+    models cannot be used any more, in which case Serve would try to start replicas without end. Raises
+    ServeUnavailable, a subclass, if Serve's controller does not answer; the application may be running.
     """
     application = _applications().get(name)
     if application is None:

@@ -24,9 +24,9 @@ KEY = "chunk of replica "
 class CurrentChunk:
     """The chunk of samples that a replica began last, as it is noted for the replica's callers.
 
-    `chunk` is the chunk's id. `scored_others` says whether the replica had scored another recipe before. `overdue` is
-    the reason why the replica counts as hung (`watchdog`), or None. `error_log` is a file of the Ray node `node` (hex);
-    both are "" if unknown.
+    `chunk` is the chunk's id. `replica` is the replica's name, `log_file` its log. `scored_others` says whether the
+    replica had scored another recipe before. `overdue` is the reason why the replica counts as hung (`watchdog`), or
+    None. `error_log` is a file of the Ray node `node` (hex); both are "" if unknown.
     """
 
     chunk: str
@@ -47,7 +47,7 @@ def chunk_id(request: ScoreRequest) -> str:
 def note_chunk(current: CurrentChunk) -> None:
     """Note the chunk of samples that a replica begins, with the Ray node, in Ray's key-value store.
 
-    This is called in the replica. Nothing is noted without Ray, or while Ray's head node does not answer.
+    This is called in the replica's process. Nothing is noted without Ray, or while Ray's head node does not answer.
     """
     import ray
     from ray.exceptions import RayError

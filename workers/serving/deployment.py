@@ -134,9 +134,10 @@ def serving(family: Family, options: EngineOptions, *, replicas: int = 1) -> Ite
 
 
 def _stop(name: str) -> None:
-    """Delete a Serve application, and wait a few seconds until its replicas are gone.
+    """Delete a Serve application, and wait at most STOP_S seconds until its replicas are gone.
 
-    Serve stops the replicas, also if its controller is away at the moment, or one finishes a chunk of samples.
+    Serve stops the replicas later too: if its controller is away at the moment, or a replica is finishing a chunk of
+    samples.
     """
     from ray import serve
 
@@ -154,7 +155,11 @@ def _num_gpus() -> int:
 
 
 def _scaling(replicas: int, options: EngineOptions, keep_idle_s: float | None) -> dict[str, Any]:
-    """Serve's settings for the number of replicas: fixed, or with `keep_idle_s` adapted to the load."""
+    """Serve's settings for the number of replicas: fixed, or adapted to the load.
+
+    If `keep_idle_s` is None, there are always `replicas` replicas. Otherwise there are at first as many, then as many
+    as requests keep busy and GPUs allow, down to none after `keep_idle_s` idle seconds.
+    """
     if keep_idle_s is None:
         return {"num_replicas": replicas}
     return {

@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 def is_being_moved() -> bool:
     """Whether Ray drains this process's node and Serve has begun to stop the replica in this process.
 
-    Only Ray is asked while no node drains. Without an answer the result is False: a chunk that is begun is no mistake.
+    Serve is asked only if the node drains. If Ray or Serve does not answer, the result is False, because beginning one
+    more chunk does no harm.
     """
     import ray
     from ray._private.state import state

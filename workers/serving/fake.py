@@ -298,7 +298,7 @@ def prompt_hash(span: Span) -> str:
 
 
 def _shares(recipe: Recipe) -> dict[str, float]:
-    """The share of each model in a recipe, by fingerprint, averaged over the recipe's merges."""
+    """The part of each model in a recipe, by fingerprint: its weight in a merge, averaged over all merges."""
     shares: dict[str, float] = {}
     merges = recipe.merges()
     for merge in merges:
@@ -341,7 +341,7 @@ def _draw(*key: object) -> float:
 
 
 def _quantile(probability: float) -> float:
-    """The number x with P((u + v)/2 < x) = probability, for independent uniform u and v in [0, 1)."""
+    """The number x with P((u + v)/2 < x) = `probability`, for independent uniform u and v in [0, 1)."""
     if probability < 0.5:
         return math.sqrt(probability / 2)
     return 1 - math.sqrt((1 - probability) / 2)

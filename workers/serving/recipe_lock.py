@@ -13,8 +13,8 @@ __all__ = ["RecipeLock"]
 class RecipeLock:
     """An asyncio lock that prefers waiters for the recipe that was held last, so that the engine swaps less often.
 
-    The lock goes to the longest waiter for this recipe. If no one waits for it, the longest waiter for any recipe gets
-    the lock.
+    When the lock is released, it goes to the longest waiter for this recipe. If no one waits for it, the longest waiter
+    for any recipe gets the lock.
     """
 
     def __init__(self) -> None:

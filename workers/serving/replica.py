@@ -81,8 +81,8 @@ class Worker(Protocol):
 class ReplicaMetrics:
     """A replica's metrics in Ray, with a tag for the study; Serve adds tags for deployment and replica.
 
-    The rate of `mergesearch_samples` is samples per second. A recipe's digest is not a tag, because each new digest
-    would start a time series that is never dropped.
+    `mergesearch_samples` is a counter, whose rate is samples per second. A recipe's digest is not a tag, because each
+    new digest would start a time series that is never dropped.
     """
 
     def __init__(self) -> None:
@@ -207,7 +207,8 @@ class ScoringReplica:
     def _run(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run a function in the engine's thread, and turn its errors into errors of this package.
 
-        Only an error of the engine ends the replica.
+        After an error of the engine (EngineCrashed or EngineFault) the replica refuses all work, and fails its health
+        checks. After any other error it continues.
         """
         if self._fault is not None:
             raise EngineUnavailable(self._fault)
@@ -263,10 +264,10 @@ class ScoringReplica:
             self._scored.add(digest)
 
     def _try_the_base(self, request: ScoreRequest) -> None:
-        """Score one sample of the base model, to find out whether the engine works at all.
+        """Score the request's first sample with the base model, to find out whether the engine works at all.
 
-        If it does, and the engine then crashes on the request, the request is the cause. Raises EngineUnavailable if
-        the engine crashes on the base model.
+        If it does, and the engine then crashes on the request, the request is the cause. Nothing is done if the
+        request's own recipe is the base model. Raises EngineUnavailable if the engine crashes on the base model.
         """
         recipe = _base_alone(request.recipe)
         if recipe.digest == request.recipe.digest:
@@ -284,7 +285,7 @@ class ScoringReplica:
 
 
 def _base_alone(recipe: Recipe) -> Recipe:
-    """The recipe whose merge is the base model of another recipe, unchanged."""
+    """The recipe with the models of `recipe` whose merge is its base model, unchanged."""
     return Recipe.of_model(
         recipe.base,
         models=recipe.models,

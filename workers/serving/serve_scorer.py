@@ -94,9 +94,10 @@ class ServeScorer:
         return tuple(report for reports in answers.values() for report in reports)
 
     def _ask_each(self, method: str, name_of: Callable[[Any], Any]) -> dict[Any, Any]:
-        """Call a method of each running replica; the answers are by the replica's name.
+        """Call the method `method` of each running replica; returns the answers by the replica's name.
 
-        `name_of` reads the name from an answer.
+        `name_of` reads the name from an answer. Serve chooses the replica for a call, so that calls are repeated until
+        each has answered, or 8 times as often as there are replicas.
         """
         running = self._known_replicas()["RUNNING"]
         found: dict[Any, Any] = {}
@@ -108,7 +109,11 @@ class ServeScorer:
         return found
 
     def _known_replicas(self) -> Counter[str]:
-        """The number of replicas by state, once Serve's controller answers and has found its replicas again."""
+        """The number of replicas by state ("RUNNING", ...), as soon as Serve's controller knows it.
+
+        A controller that was restarted must find its replicas again first. It is waited for, at most `deadline_s`
+        seconds. Raises ServeUnavailable if it does not answer within that time.
+        """
         deadline = time.monotonic() + self.deadline_s
         while True:
             replicas = answered(functools.partial(num_replicas, self.app_name), deadline=deadline)
@@ -170,7 +175,11 @@ class ServeScorer:
             pause_s = min(2 * pause_s, 10.0)
 
     def _result(self, response: Any) -> Any:
-        """Wait for the result of a request, without limit while the application is running."""
+        """Wait for the result of a request, without limit while the application is running.
+
+        `response` is what Serve's handle returned. Raises EngineUnavailable if the application has failed, or has not
+        been running for `deadline_s` seconds.
+        """
         missing_since: float | None = None
         while True:
             try:
@@ -188,7 +197,7 @@ class ServeScorer:
                 raise
 
     def _is_running(self) -> bool:
-        """Whether the application runs, as far as Serve says; it does not say so while its controller is away."""
+        """Whether Serve says that the application is running; False while Serve's controller does not answer."""
         try:
             return application_state(self.app_name) == "RUNNING"
         except ServeUnavailable as error:
@@ -199,7 +208,8 @@ class ServeScorer:
 def _raise_if_scoring(request: ScoreRequest, error: Exception) -> None:
     """Raise EngineCrashed if `error` says that a replica died which was scoring this request.
 
-    Returns if the request only waited at the replica, and if the replica died because its node was preempted.
+    Returns otherwise: if the request only waited at the replica, if the replica died because its node was preempted, or
+    if the error says something else.
     """
     from ray.exceptions import OutOfMemoryError, RayActorError
 

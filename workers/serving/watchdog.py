@@ -39,9 +39,9 @@ TIME_LIMITS = TimeLimits()
 class Watchdog:
     """Measures how long the work of one replica takes, and tells whether it is overdue.
 
-    The engine's thread enters the contexts `chunk` (scoring a chunk of samples) and `work`; any thread may call
-    `overdue`. `start_s` is the number of seconds that the worker's start took. The start includes a comparison with
-    transformers, as some later swaps do; therefore no chunk is overdue before that time.
+    The engine's thread enters the contexts `chunk` (scoring a chunk of samples) and `work`; any thread may call the
+    method `overdue`. `start_s` is the number of seconds that the start of the replica's worker took. A start includes a
+    comparison with transformers, as some later swaps do; therefore no chunk is overdue before that time.
     """
 
     def __init__(self, limits: TimeLimits, *, start_s: float) -> None:

@@ -165,7 +165,11 @@ class CoefficientGradients:
             return _by_objective(batch, self._read(_samples(batch, targets), None), targets)
 
     def _targets(self, batch: Batch, completions: Collection[str]) -> dict[str, _Targets]:
-        """The loss targets of each objective in `batch`, one for each of its samples."""
+        """What the loss of each sample in `batch` is computed from, by objective.
+
+        It is a completion given to `set_completions` for the objectives in `completions`, and the task's right answer
+        for others. Raises ValueError for an unknown objective, and for a position without a completion or right answer.
+        """
         found = {}
         for name, positions in batch.items():
             known = self._of_completions if name in completions else self._of_tasks
@@ -181,7 +185,10 @@ class CoefficientGradients:
         return found
 
     def _hold(self, recipe: Recipe) -> None:
-        """Write the merge of `recipe` into the model, except tensors that the model already holds."""
+        """Write the merge of `recipe` into the model, except tensors that the model already holds.
+
+        A tensor is held already if the last merge computed it in the same way.
+        """
         plan = plan_tensors(recipe, self.bank)
         wanted = computations(plan, self.bank)
         held, self._held = self._held, {}
@@ -191,9 +198,10 @@ class CoefficientGradients:
         self._held = wanted
 
     def _read(self, samples: Sequence[tuple[str, Target]], factors: Sequence[float] | None) -> list[float]:
-        """Compute the loss of every sample by forward passes.
+        """Compute the loss of every sample by forward passes, in the order of `samples`.
 
-        With `factors`, the gradients of the sum of all losses times their factors are computed too.
+        If `factors` has a number for each sample, the gradients of the sum of all losses times their factors are
+        computed too, by backward passes. Raises TrialFailed if a loss is NaN or infinite.
         """
         targets = [target for _, target in samples]
         found = [0.0] * len(targets)
@@ -210,9 +218,9 @@ class CoefficientGradients:
 
     @contextmanager
     def _reduced_by(self, reducers: Mapping[str, _Reducer]) -> Iterator[None]:
-        """Context manager in which gradients are passed to `reducers` as they appear, and then freed.
+        """Context manager in which the gradients of parameters are passed to `reducers` as they appear, and then freed.
 
-        Parameters without a reducer get no gradients.
+        `reducers` are by the name of the merged tensor. Parameters without a reducer get no gradients.
         """
         hooks = []
         leaf: Any  # torch's hooks have no types
@@ -232,7 +240,10 @@ class CoefficientGradients:
 
 @dataclass(frozen=True)
 class _Targets:
-    """The loss targets of one objective, by sample position, and the unit that its losses are divided by."""
+    """What the losses of one objective's samples are computed from, by position, and what they are divided by.
+
+    `unit` is the mean size of the task's samples (`References.unit`), or of the completions that replace right answers.
+    """
 
     at: Mapping[int, Target]
     unit: float
@@ -245,15 +256,19 @@ def _samples(batch: Batch, targets: Mapping[str, _Targets]) -> list[tuple[str, T
 def _by_objective(
     batch: Batch, losses: Sequence[float], targets: Mapping[str, _Targets]
 ) -> dict[str, tuple[float, ...]]:
-    """Sort the losses of samples by objective, each divided by the objective's unit."""
+    """Group the losses of samples by objective, each divided by the objective's unit, to compare objectives.
+
+    `losses` are in the order of `batch`.
+    """
     each = iter(losses)
     return {name: tuple(next(each) / targets[name].unit for _ in positions) for name, positions in batch.items()}
 
 
 class _Reducer:
-    """Adds up the derivatives by the coefficients of one merged tensor, from the tensor's gradients.
+    """Adds up the derivatives by the coefficients of one merged tensor, from gradients of the loss by the tensor.
 
-    If the merged tensor is given as `merged`, the inner product of gradient and tensor is added up too.
+    `stated` are the coefficients by which derivatives are computed. If `merged` is the tensor and not None, the inner
+    product of gradient and tensor is added up too (`along`), from which derivatives by the scales of layers follow.
     """
 
     def __init__(
@@ -284,7 +299,10 @@ class _Reducer:
 
 
 def _reduce(wanted: Sequence[tuple[ParameterPart, _Reducer]], leaf: torch.Tensor) -> None:
-    """Pass the parts of a parameter's gradient to their reducers, and free the gradient."""
+    """Pass the parts of a parameter's gradient to their reducers, and free the gradient.
+
+    `leaf` is the parameter. `wanted` has the parts of it that are merged tensors, each with its reducer.
+    """
     assert leaf.grad is not None
     gradient, leaf.grad = leaf.grad, None
     for part, reducer in wanted:
@@ -311,9 +329,10 @@ def _by_coefficient(reducers: Any) -> tuple[Slopes, Slopes]:
 
 
 def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
-    """The derivative of the loss by each layer's scale.
+    """The derivative of the loss by each layer's scale, by the layer's index.
 
-    A layer's scale is part of the factor of the last weights of all later layers' branches.
+    A layer's scale s divides the last weights of the branches of all later layers. The derivative by it is therefore -1
+    / s times the sum, over these weights, of the inner product of gradient and weight, which the reducers have.
     """
     after = [0.0] * len(recipe.layers)
     for reducer in reducers:
@@ -324,7 +343,7 @@ def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Context manager in which torch uses algorithms whose results do not depend on timing.
+    """Context manager in which torch uses deterministic algorithms, whose results do not depend on timing.
 
     torch warns about operations for which it has no such algorithm.
     """

@@ -17,9 +17,10 @@ IMPOSSIBLE = float("-inf")
 
 
 def minibatches(targets: Sequence[Target], max_tokens: int) -> Iterator[list[int]]:
-    """Yield the indices of loss targets that are read together in one forward pass, the shortest first.
+    """Yield the indices of the targets that are read together in one forward pass, the shortest first.
 
-    A minibatch has at most `max_tokens` tokens with padding, or a single target.
+    A target has the texts from which the loss of a sample is computed. A minibatch has at most `max_tokens` tokens with
+    padding, or a single target.
     """
     order = sorted(range(len(targets)), key=lambda i: (_width(targets[i].readings), i))
     together: list[int] = []
@@ -36,9 +37,9 @@ def minibatches(targets: Sequence[Target], max_tokens: int) -> Iterator[list[int
 
 
 def sample_losses(model: TrainableModel, targets: Sequence[Target]) -> torch.Tensor:
-    """The loss of each target by one forward pass of the model, in float32: [len(targets)].
+    """The loss of each target (the texts of one sample) by one forward pass of the model, in float32: [len(targets)].
 
-    The losses have gradients if gradients are enabled.
+    The losses have gradients if gradients are enabled in torch.
     """
     rows = [reading for target in targets for reading in target.readings]
     positions = _ScoredPositions.of(rows)
@@ -51,8 +52,9 @@ def sample_losses(model: TrainableModel, targets: Sequence[Target]) -> torch.Ten
 class _ScoredPositions:
     """The positions in a batch of texts at which a token's log-probability counts for the loss.
 
-    For logits [rows, num_columns, vocabulary], `index` has these positions in the flattened rows and columns, and `row`
-    the row of each. `accepted` has the tokens that count as right at each position.
+    Logits are [rows, num_columns, vocabulary], those of the last `num_columns` columns of the texts. `index` has the
+    positions in the flattened rows and columns of the logits, and `row` the row of each. `accepted` has the tokens that
+    count as right at each position.
     """
 
     num_columns: int
@@ -73,7 +75,7 @@ class _ScoredPositions:
         return found
 
     def log_likelihoods(self, logits: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """The log-likelihood of each row [num_rows].
+        """The log-likelihood of each row [num_rows], from `logits` [rows x columns, vocabulary].
 
         It is the sum over the row's scored positions of the log-probability that any accepted token follows.
         """
@@ -102,9 +104,9 @@ def _of_targets(targets: Sequence[Target], of_rows: torch.Tensor) -> torch.Tenso
 
 
 def _padded(rows: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join rows of numbers to one matrix, padded with zeros.
+    """Join rows of numbers to one matrix, padded with zeros to the longest row.
 
-    Also returns a mask that is true where a number is not padding.
+    Also returns a mask, bool of the same shape, that is true where a number is not padding.
     """
     width = max(map(len, rows))
     filled = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])

@@ -26,7 +26,8 @@ RANDOM = ("drop", "jitter")
 class ParameterPart:
     """The part of a model's parameter that is one merged tensor.
 
-    It is the whole parameter (`leaf`), or rows `start` to `stop` - 1 of one expert of a mixture.
+    It is the whole parameter (`leaf`) if `expert` is None. Otherwise the parameter joins a matrix of all experts of a
+    mixture of experts, and the part is rows `start` to `stop` - 1 of the expert with this index.
     """
 
     leaf: torch.nn.Parameter
@@ -97,7 +98,7 @@ def _loaded(bank: Bank, dtype: torch.dtype) -> Any:
 
 
 def _settled(config: Any) -> Any:
-    """Remove dropout and other randomness of training mode from a configuration."""
+    """Set dropout and other settings of `config` to 0 that make a forward pass random in training mode."""
     for name, value in config.to_dict().items():
         if isinstance(value, float) and any(word in name for word in RANDOM):
             setattr(config, name, 0.0)
@@ -105,17 +106,18 @@ def _settled(config: Any) -> Any:
 
 
 def _attention(config: Any) -> str | None:
-    """The attention implementation: eager where attention scores are capped, which fused attention silently ignores.
+    """The attention implementation for a model: "eager" if its attention scores are capped, else None.
 
-    Returns None for other models, where transformers chooses.
+    Fused attention silently ignores the cap. With None transformers chooses.
     """
     return "eager" if getattr(config, "attn_logit_softcapping", None) else None
 
 
 def _parts(module: Any, bank: Bank, dtype: torch.dtype) -> dict[str, ParameterPart]:
-    """The part of a model's parameter for every tensor of the base, by the tensor's name.
+    """For every tensor of the base, by name, the part of a parameter of `module` that is this tensor.
 
-    The model must hold the base's weights, by which parts are found. Raises InvalidModel if one is not found.
+    A part is found by the tensor's name, or else by its values. Therefore the model must hold the base's weights, in
+    `dtype`. Raises InvalidModel if a part is not found, or if several have the values.
     """
     named = dict(module.named_parameters())
     prefix = f"{module.base_model_prefix}."
@@ -141,16 +143,16 @@ def _parts(module: Any, bank: Bank, dtype: torch.dtype) -> dict[str, ParameterPa
 
 
 def _layer(name: str) -> str | None:
-    """The number of the layer in a tensor's name, as text; None if there is none."""
+    """The number of the layer in a tensor's name, as text; None if the name has no number."""
     found = re.search(r"\.(\d+)\.", name)
     return found[1] if found else None
 
 
 def _with_content(tensor: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> Iterator[ParameterPart]:
-    """Yield the parts of parameters whose values equal those of a tensor.
+    """Yield the parts of `parameters` whose values equal those of a tensor.
 
-    transformers renames some parameters, and joins those of a mixture's experts to one, some as two matrices one above
-    the other.
+    A part is a whole parameter, or rows of one expert of a mixture of experts: transformers renames some parameters,
+    and joins those of a mixture's experts to one, some as two matrices one above the other.
     """
     for leaf in parameters:
         if leaf.shape == tensor.shape and torch.equal(leaf, tensor):

@@ -34,10 +34,10 @@ CHUNK = 1 << 22  # elements of a difference at a time, where no kernel computes
 
 
 def stated_coefficients(tensor: MergedTensor) -> tuple[Coefficient, ...]:
-    """The coefficients that a tensor's merge states and that its method is differentiable by.
+    """The coefficients that a tensor's merge states and by which its method is differentiable.
 
     The result is empty for an unchanged source, which is constant. Raises InvalidRecipe, naming the method, if the
-    method is not differentiable by any coefficient.
+    method is not differentiable by any coefficient, or has several layers of one model among its sources.
     """
     merge, declared = tensor.merge, METHODS[tensor.merge.method]
     if not declared.gradients_by:
@@ -69,7 +69,7 @@ def derivatives(tensor: MergedTensor, plan: TensorPlan, bank: Bank, gradient: to
 
 
 def inner_product(first: torch.Tensor, second: torch.Tensor) -> float:
-    """The inner product of two tensors: parts are multiplied in float32 and added up in float64."""
+    """The inner product of two tensors, in chunks: a chunk's in float32, the sum over chunks in float64."""
     parts = zip(torch.split(first.flatten(), CHUNK), torch.split(second.flatten(), CHUNK), strict=True)
     return math.fsum(float(one.float() @ other.float()) for one, other in parts)
 
@@ -77,9 +77,9 @@ def inner_product(first: torch.Tensor, second: torch.Tensor) -> float:
 def _linear(tensors: Tensors, base: torch.Tensor | None, merge: Merge, gradient: torch.Tensor) -> Derivatives:
     """The derivatives of a loss by the weights of the method `linear`.
 
-    The merge is m = sum_t w_t theta_t / W with W = sum_t w_t. By w_j the derivative is <G, theta_j - m> / W, where G is
-    the gradient by the merge. Differences from the first source are used instead of whole tensors, whose inner products
-    would cancel.
+    The merge is m = sum_t w_t theta_t / W with the sources theta_t, their weights w_t, and W = sum_t w_t. By w_j the
+    derivative is <G, theta_j - m> / W, where G is the gradient of the loss by m. Differences from the first source are
+    used instead of whole tensors, whose inner products would cancel.
     """
     weights = merge.per_source("weight")
     products = _projections(gradient, tensors, tensors[0])
@@ -116,10 +116,10 @@ def _projections(gradient: torch.Tensor, tensors: Tensors, base: torch.Tensor) -
 def _through_the_function(
     operands: Operands, merge: Merge, gradient: torch.Tensor, per_model: Mapping[str, bool]
 ) -> Derivatives:
-    """The derivatives of the loss by the coefficients of a merge, by automatic differentiation of its plain function.
+    """The derivatives of the loss by the coefficients of a merge, by automatic differentiation.
 
-    `gradient` is the gradient of the loss by the merged tensor. `per_model` says for each coefficient whether it has a
-    value for each source.
+    The merge is computed by the method's plain function. `gradient` is the gradient of the loss by the merged tensor.
+    `per_model` has the coefficients by name, and says of each whether it has a value for each source.
     """
     leaves = {
         name: [

@@ -27,8 +27,9 @@ ATTENTION = "eager"
 class Reference:
     """A transformers model in float32 that generates completions, and records how close each choice of a token was.
 
-    `gaps` maps the token ids of a prompt to one (text so far, gap) for each generated token; the gap is the difference
-    between the two largest log-probabilities. `model`, if given, is used instead of the model in `directory`.
+    `gaps` maps the token ids of a prompt to one (text so far, gap) for each generated token. The gap is the difference
+    between the two largest log-probabilities in the token's place. `model`, if given, is used instead of the model in
+    `directory`, which then has only the tokenizer and the configuration.
     """
 
     def __init__(self, directory: str, options: EngineOptions, *, model: Any = None) -> None:
@@ -98,9 +99,10 @@ class Reference:
     def _step(
         self, request: Generation, chosen: list[int], steps: list[tuple[str, float]], token: int, gap: float
     ) -> str | None:
-        """Append the next token to a completion.
+        """Append the next token of a completion to `chosen`, and its (text so far, `gap`) to `steps`.
 
-        Returns the final text if the completion ends with this token, else None.
+        Returns the completion's final text if it ends with this token: an end-of-text token, a stop string, or the last
+        of `max_tokens`. Otherwise returns None.
         """
         chosen.append(token)
         is_end = token in self.prompts.stop_token_ids
@@ -131,15 +133,16 @@ def choice_gaps(model: Any, prompt: Sequence[int], completion: Sequence[int]) ->
 def typical_difference(ours: Sequence[float], theirs: Sequence[float], *, dtype: str) -> float:
     """The typical difference between two lists of log-probabilities; NaN if one of them contains NaN.
 
-    For float32 it is the largest difference. For dtypes of 16 bits it is the root mean square of the differences,
-    because the rounding errors of a whole model, small on average, change single unlikely tokens by large amounts.
+    `dtype` is that of the engine. For "float32" the result is the largest difference. For dtypes of 16 bits it is the
+    root mean square of the differences, because the rounding errors of a whole model, small on average, change single
+    unlikely tokens by large amounts.
     """
     apart = [0.0 if a == b else abs(a - b) for a, b in zip(ours, theirs, strict=True)]
     return float(np.max(apart) if dtype == "float32" else np.sqrt(np.mean(np.square(apart))))
 
 
 def whole_characters(text: str) -> str:
-    """Remove an incomplete character from the end of `text`.
+    """Remove replacement characters (U+FFFD) from the end of `text`, where a character is still incomplete.
 
     Engines hold back the bytes of a character until it is complete.
     """
@@ -148,15 +151,16 @@ def whole_characters(text: str) -> str:
 
 @torch.inference_mode()
 def _log_softmax(model: Any, tokens: Sequence[int]) -> torch.Tensor:
-    """Log-probabilities [num_tokens, vocabulary] of the token that follows each of `tokens`."""
+    """Log-probabilities [num_tokens, vocabulary] of the next token after each of `tokens`, by a transformers model."""
     logits = _checked(model(input_ids=torch.tensor([list(tokens)])).logits[0], 1)
     return logits.float().log_softmax(-1)
 
 
 def _checked(logits: torch.Tensor, num_prompts: int) -> torch.Tensor:
-    """Return the logits unchanged. Raises EvidenceMismatch if they contain NaN or are infinite.
+    """Return `logits` unchanged. Raises EvidenceMismatch if they contain NaN or are infinite.
 
-    The engine that scored the merge found neither, so that engine and transformers contradict each other.
+    Nothing is scored by an engine whose logits are not finite. If transformers' are not, for a merge that the engine
+    scored, the two contradict each other. `num_prompts` is for the message.
     """
     if any(rows := bad_rows(logits).tolist()):
         raise EvidenceMismatch(

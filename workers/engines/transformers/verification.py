@@ -117,8 +117,8 @@ def texts_to_read(
 ) -> tuple[Tokens, ...]:
     """The texts whose log-probabilities engine and transformers compare token by token, as token ids.
 
-    Each text is a prompt followed by the option or the stored completion. They are from the first samples of each span
-    whose task is greedy.
+    Each text is a prompt followed by the first option or by the completion in `samples`, cut to the length that the
+    engine reads. The texts are from the first TEXTS_READ samples of each span whose task is greedy.
     """
     known = {(sample.objective, sample.position): sample for sample in samples}
     room = evaluator.lm.max_length - 1  # the engine always generates one token
@@ -137,7 +137,8 @@ def texts_to_read(
 class _Pair:
     """One sample in two versions: as the engine scored it (`stored`), and as transformers scores it (`expected`).
 
-    `requests` are the sample's tokenized requests.
+    `requests` are the sample's tokenized requests: one or several prompts to complete, or the options of a multiple
+    choice.
     """
 
     stored: SampleResult
@@ -154,10 +155,11 @@ class _Pair:
 
 
 class _Comparison:
-    """Comparison of the engine's samples with those of transformers.
+    """Comparison of the engine's samples of one merge with those of transformers.
 
-    `apart` maps a sample to the `typical_difference` between the engine's and transformers' log-probabilities;
-    `num_logprobs` is the number of log-probabilities compared.
+    `apart` maps a sample (objective, position) to the largest `typical_difference` between the engine's and
+    transformers' log-probabilities. `num_logprobs` is the number of log-probabilities compared. `tolerance` is the
+    largest difference that rounding explains; `dtype` is the engine's.
     """
 
     def __init__(self, reference: Reference, tolerance: float, dtype: str) -> None:
@@ -168,7 +170,11 @@ class _Comparison:
         self._dtype = dtype
 
     def read(self, pairs: Sequence[_Pair], engine_logprobs: Mapping[Tokens, Sequence[float]]) -> None:
-        """Compare the log-probabilities of the tokens of all texts in `engine_logprobs`, and those of all options."""
+        """Compare log-probabilities by the engine and by transformers, and record how far each sample's are apart.
+
+        Compared are the tokens of all texts in `engine_logprobs`, and the options of the samples in `pairs` that are
+        multiple choices.
+        """
         for text, values in engine_logprobs.items():
             self._add(_pair_of(text, pairs), values, logprobs(self.reference.model, text))
         for pair in pairs:
@@ -190,7 +196,8 @@ class _Comparison:
     def difference(self, pair: _Pair) -> SampleDifference | None:
         """The difference between the answers of engine and transformers to one sample; None if they are equal.
 
-        `read` must have been called before.
+        The difference is beyond rounding if the log-probabilities differ by more than the tolerance, or if answers
+        differ where rounding cannot explain it. The method `read` must have been called before.
         """
         apart = self.apart.get(pair.key, 0.0)
         is_apart = apart > self.tolerance
@@ -217,10 +224,11 @@ class _Comparison:
         )
 
     def _parting(self, pair: _Pair) -> tuple[str, float] | None:
-        """What differs between the engine's completion and that of transformers ("tokens" or "text"), and by how much.
+        """What differs between the engine's completion and that of transformers ("tokens" or "text"), and a gap.
 
-        The number is by how much transformers preferred its own token, in log-probability. Returns None if the
-        completions are equal.
+        For "tokens" the gap is the largest, over the engine's completion, between the log-probability of its token and
+        that of the token that transformers finds most likely. For "text" it is the gap between transformers' two most
+        likely tokens where the texts begin to differ. Returns None if the completions are equal.
         """
         completions = zip(pair.requests, pair.stored.tokens or (), pair.expected.tokens or (), strict=False)
         for request, ours, theirs in completions:
@@ -231,16 +239,19 @@ class _Comparison:
         return None
 
     def _choice_gap(self, prompt: Tokens, completion: Tokens) -> float:
-        """The largest gap between a token's log-probability and that of the most likely token, over a completion."""
+        """By how much a token of `completion` is at most less likely than the most likely token in its place.
+
+        It is a difference of log-probabilities by transformers, at most FAR. It is FAR if the completion has a token
+        that the exported model lacks.
+        """
         if max(completion) >= self.reference.model.get_input_embeddings().num_embeddings:
             return FAR
         return _finite(max(choice_gaps(self.reference.model, prompt, completion)))
 
     def _gap_of_text(self, pair: _Pair) -> float:
-        """The gap between the two largest log-probabilities at the token where the two texts begin to differ.
+        """The gap between transformers' two largest log-probabilities at the token where two texts begin to differ.
 
-        The texts are the completion by transformers and the stored one; the log-probabilities are those of
-        transformers.
+        The texts are the completion by transformers and the stored one of the engine.
         """
         steps = self.reference.gaps[pair.requests[0].tokens]
         gaps = (gap for text, gap in steps if not pair.stored.response.startswith(whole_characters(text)))

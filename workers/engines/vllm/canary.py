@@ -46,10 +46,11 @@ MAX_STANDARD_ERRORS = 5.0
 
 @dataclass(frozen=True)
 class Calibration:
-    """Log-probabilities of the base model by transformers in float32 (`base`), and how much rounding changes them.
+    """What the comparison of an engine with transformers (canary) is measured by.
 
-    `rounding` is the root mean square of the changes when the weights are rounded to `dtype`; None if it could not be
-    measured.
+    `base` has the log-probabilities of the base model by transformers in float32. `rounding` is the typical change of
+    these when the weights are rounded to `dtype`, the engine's (a root mean square). It is None for "float32", and if
+    transformers cannot compute in `dtype`.
     """
 
     dtype: str
@@ -58,7 +59,11 @@ class Calibration:
 
     @property
     def tolerance(self) -> float:
-        """The largest difference between an engine and transformers that rounding explains (`typical_difference`)."""
+        """The largest `typical_difference` between an engine and transformers that rounding explains.
+
+        It is a multiple of `rounding`, with a lower bound for each dtype, or a constant of the dtype if `rounding` is
+        None.
+        """
         if self.rounding is None:
             return LOGPROB_TOLERANCE[self.dtype]
         return max(TIMES_ROUNDING * self.rounding, LEAST_TOLERANCE[self.dtype])
@@ -69,7 +74,7 @@ class Calibration:
         `ours` are the engine's log-probabilities, `theirs` those of the merge by transformers. The share is 0 if `ours`
         equals `theirs`, and 1 if `ours` equals the base model's. It is a least squares estimate, which averages the
         rounding of all tokens. Weights that a swap did not write show in the share long before they show in the typical
-        difference.
+        difference. The result is (0, infinity) if rounding was not measured or the merge equals the base model.
         """
         step = [base - merged for base, merged in zip(self.base, theirs, strict=True)]
         length = math.sqrt(sum(value * value for value in step))
@@ -80,10 +85,10 @@ class Calibration:
         return share, LEAST_SHARE + MAX_STANDARD_ERRORS * self.tolerance / TIMES_ROUNDING / length
 
     def check(self, ours: Sequence[float], theirs: Sequence[float], *, of: str) -> float:
-        """The typical difference between the log-probabilities of engine (`ours`) and transformers (`theirs`).
+        """The `typical_difference` between the log-probabilities of engine (`ours`) and transformers (`theirs`).
 
         `of` names what was compared, for the message. Raises EvidenceMismatch if the difference, or the share of the
-        base model in `ours`, is larger than rounding explains.
+        base model in `ours` (`base_share`), is larger than rounding explains.
         """
         difference = typical_difference(ours, theirs, dtype=self.dtype)
         share, most = self.base_share(ours, theirs)
@@ -101,7 +106,9 @@ class Calibration:
 class Canary:
     """Compares one engine with transformers from time to time, and counts the comparisons (canaries) that it passed.
 
-    If the last comparison was skipped, the reason is kept.
+    A comparison for which there is too little memory, or whose logits are not finite, is skipped, and the reason of the
+    last one is kept. `base` is the recipe whose merge is the base model, `replica` the name of the engine's replica,
+    `vocabulary` the number of tokens that prompts are made of, `max_length` the largest number of tokens in a text.
     """
 
     def __init__(
@@ -120,9 +127,9 @@ class Canary:
 
     @property
     def report(self) -> CanaryReport:
-        """The number of canaries (comparisons with transformers) that the engine passed so far.
+        """The number of canaries (comparisons with transformers) that the engine has passed so far.
 
-        It also has the reason if the last one was skipped.
+        If the last one was skipped, the report has the reason.
         """
         return CanaryReport(self._replica, self.num_passed, self._skipped)
 
@@ -137,9 +144,10 @@ class Canary:
         free_bytes: int,
         swap_count: int,
     ) -> CanaryReport:
-        """Compare the engine with transformers by `compare`, and count the canary as passed or skipped.
+        """Compare the engine with transformers by the method `compare`, and count the canary as passed or skipped.
 
-        `swap_count` is the number of swaps of the engine so far.
+        The arguments before `swap_count` are those of `compare`. `swap_count` is the number of swaps of the engine so
+        far. Raises EvidenceMismatch if the engine fails the canary.
         """
         if self.compare(recipe, engine_logprobs, free_bytes=free_bytes) is None:
             self.num_skipped += 1
@@ -155,11 +163,12 @@ class Canary:
         *,
         free_bytes: int,
     ) -> float | None:
-        """The typical difference between the engine's log-probabilities of fixed prompts and those of transformers.
+        """The `typical_difference` between the engine's log-probabilities of fixed prompts and those of transformers.
 
-        Returns None if a second model does not fit into `free_bytes` of memory, or the merge's logits are not finite.
-        Raises EvidenceMismatch if the difference, or the share of the base model in the engine's log-probabilities, is
-        larger than rounding explains.
+        `recipe` is the one that the engine is to hold. `engine_logprobs` returns the engine's log-probabilities of the
+        tokens of each prompt except the first. Returns None if a second model does not fit into `free_bytes` of memory,
+        or the merge's logits are not finite. Raises EvidenceMismatch if the difference, or the share of the base model
+        in the engine's log-probabilities, is larger than rounding explains.
         """
         size = sum(file.stat().st_size for file in Path(self._family.base.directory).glob("*.safetensors"))
         needed = 2 * size * max(1.0, len(recipe.layers) / len(self._base.layers))
@@ -209,7 +218,10 @@ def calibrate(model: Any, prompts: Sequence[Sequence[int]], *, dtype: str) -> Ca
 
 
 def read(model: Any, prompts: Sequence[Sequence[int]]) -> list[float]:
-    """Log-probabilities, by a transformers model, of the tokens of all prompts in one list."""
+    """The log-probabilities, by a transformers model, of all prompts' tokens, in one list.
+
+    The first token of each prompt has none.
+    """
     return _flat([logprobs(model, prompt) for prompt in prompts])
 
 

@@ -34,7 +34,7 @@ def main(questions: Path, answers: Path) -> None:
 
 
 def describe(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
-    """How vLLM would run a model with the configuration `config`.
+    """How vLLM would run a model with the configuration `config`, in an engine of `dtype`.
 
     The result has `asked`, the architecture in the configuration. If vLLM refuses the model it also has `error` and
     `knows`, whether vLLM knows the architecture. Otherwise it has the class that it `runs_as`, its `runner` ("generate"
@@ -74,7 +74,10 @@ def model_config(directory: str, *, dtype: str) -> Any:
 
 
 def _reason(error: Exception, asked: list[str]) -> str:
-    """The first sentence of a message of vLLM, or the error's cause if the message only refers to the log."""
+    """Why vLLM refuses a model: the first sentence of its message, or the cause if the message only refers to the log.
+
+    `asked` are the architectures in the model's configuration, which are inspected again to find the cause.
+    """
     details = error.errors() if hasattr(error, "errors") else []  # pydantic's
     text = str(details[0].get("ctx", {}).get("error", details[0]["msg"]) if details else error)
     if "failed to be inspected" in text:

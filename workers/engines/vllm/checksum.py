@@ -16,7 +16,7 @@ WEIGHT = 0x9E3779B97F4A7C15
 
 
 def checksum(parameters: Mapping[str, torch.Tensor]) -> str:
-    """Checksum of a model's parameters: sha256 (hex) over names, types, shapes and one 64-bit sum for each parameter.
+    """Checksum of a model's parameters: sha256 (hex) over names, dtypes, shapes and one 64-bit sum for each parameter.
 
     Each sum multiplies every 64-bit word with an odd number that depends on the word's position, modulo 2^64. Odd
     numbers can be inverted, so that a change of a single word always changes the sum; exchanging words changes it too.
@@ -25,7 +25,7 @@ def checksum(parameters: Mapping[str, torch.Tensor]) -> str:
 
 
 def combined(parameters: Mapping[str, torch.Tensor], sums: Mapping[str, int]) -> str:
-    """Checksum of parameters whose sums are already known; `sums` has the `word_sum` of each parameter."""
+    """The same as `checksum`, from sums that are already known: `sums` has the `word_sum` of each parameter by name."""
     total = hashlib.sha256()
     for name, parameter in sorted(parameters.items()):
         total.update(f"{name}:{parameter.dtype}:{tuple(parameter.shape)}:{sums[name]}\n".encode())
@@ -33,7 +33,7 @@ def combined(parameters: Mapping[str, torch.Tensor], sums: Mapping[str, int]) ->
 
 
 def word_sum(parameter: torch.Tensor) -> int:
-    """Sum of the 64-bit words of one parameter, each weighted by a number that depends on its position, modulo 2^64."""
+    """Sum of the words of one parameter, each times an odd number that depends on its position, modulo 2^64."""
     words = _words(parameter)
     if words.device.type == "cpu":
         from workers.merging.kernels.reductions import weighted_words
@@ -49,7 +49,11 @@ def word_sum(parameter: torch.Tensor) -> int:
 
 
 def _words(parameter: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor as int64 words, without a copy if their number and address allow it."""
+    """The bytes of a tensor as a flat tensor of int64 words.
+
+    If the bytes do not divide into words of 64 bits, or their address is not a multiple of 8, each int64 has a shorter
+    word.
+    """
     flat = parameter.detach().contiguous().view(-1)
     num_bytes = flat.numel() * flat.element_size()
     for dtype in (torch.int64, torch.int32, torch.int16):

@@ -56,9 +56,10 @@ MAX_NUM_BATCHED_TOKENS = 4096
 class SwapReport:
     """Evidence and duration of a swap.
 
-    `swap_s` includes `repack_s`, the seconds of packing weights for CPU kernels. `is_new` is false if the engine
-    already held the recipe and nothing was done. `canary` is the report of the comparison with transformers after the
-    swap; None if no comparison was due.
+    `digest` is that of the recipe. `materialise_s` are the seconds for computing the merge. `swap_s` are those for
+    writing it, including `repack_s`, the seconds of packing weights for vLLM's CPU kernels. `is_new` is false if the
+    engine already held the recipe and nothing was done. `canary` is the report of the comparison with transformers
+    after the swap; None if no comparison was due.
     """
 
     digest: str
@@ -74,7 +75,7 @@ class SwapReport:
 class _SourcesChanged(EvidenceMismatch):
     """Files of the source models have changed since the engine opened them.
 
-    Other engines would fail in the same way.
+    This is no fault of the engine: other engines would fail in the same way.
     """
 
 
@@ -166,15 +167,18 @@ class Engine:
     def _tokenizer_directory(self) -> str:
         """The directory of the tokenizer that vLLM loads.
 
-        It is the model's directory, or a copy of the tokenizer whose files name the tokenizer class that `prompts`
-        uses.
+        It is the model's directory, if vLLM loads the same tokenizer from it as the engine's `prompts` have. Otherwise
+        it is a temporary copy of this tokenizer, whose files name its class.
         """
         self._new_tokenizer = stated_directory(self.prompts.directory, self.prompts.tokenizer)
         return self._new_tokenizer.name if self._new_tokenizer else self.prompts.directory
 
     @property
     def held_digest(self) -> str | None:
-        """The digest of the recipe that the engine reports to hold; None after a failed swap or check."""
+        """The digest of the recipe that the engine reports to hold.
+
+        It is None after a failed swap, and after the engine failed a check.
+        """
         if self._fault is not None:
             return None
         with self._failing_for_good():
@@ -200,9 +204,9 @@ class Engine:
         return str(self._call("mergesearch_checksum"))
 
     def fault(self, reason: str) -> EngineFault:
-        """Make the engine refuse all further calls, and return the error to raise.
+        """Make the engine refuse all further calls, and return the error to raise, which names `reason`.
 
-        `reason` is what is wrong with the engine's evidence.
+        `reason` says in words what is wrong with the evidence that the engine gives about its weights.
         """
         self._fault = EngineFault(f"engine {self.name}: {reason}", self.name, self.canary.num_passed)
         log.error("%s; this engine is not used again", self._fault)
@@ -214,9 +218,10 @@ class Engine:
 
     @contextmanager
     def _failing_for_good(self) -> Iterator[None]:
-        """Context manager that turns an EvidenceMismatch into a fault of the engine, which then refuses all calls.
+        """Context manager that turns an EvidenceMismatch into an EngineFault, after which the engine refuses all calls.
 
-        If files of the sources have changed, the EvidenceMismatch is raised as it is: the engine is not at fault.
+        If files of the sources have changed, the EvidenceMismatch is raised as it is, because the engine is not at
+        fault. Raises EngineFault at once if the engine has failed a check before.
         """
         self._refuse_after_a_fault()
         try:
@@ -274,10 +279,11 @@ class Engine:
         )
 
     def check(self) -> CanaryReport:
-        """Compare the engine with transformers now, unless it has scored nothing since it last passed.
+        """Compare the engine with transformers now, and return the report of its comparisons.
 
-        The comparison uses the recipe that the engine holds, or the base model if the engine holds none or the recipe's
-        logits are not finite. Raises EngineFault if the engine differs.
+        Nothing is compared if the engine has scored nothing since it last passed. The comparison uses the recipe that
+        the engine holds, or the base model if the engine holds none or the recipe's logits are not finite. Raises
+        EngineFault if the engine differs.
         """
         with self._failing_for_good():
             if not self._is_checked:
@@ -344,9 +350,9 @@ class Engine:
         return [[logprob for logprob, _ in scored] for scored in self._read(prompts)]
 
     def _read(self, prompts: Sequence[Sequence[int]]) -> list[list[tuple[float, int]]]:
-        """For each prompt, the (log-probability, rank) of its tokens except the first.
+        """The (log-probability, rank) of each token of each prompt except its first, given the tokens before.
 
-        Rank 1 is the most likely token.
+        Rank 1 is the most likely token. Raises TrialFailed if the model's logits were NaN or infinite.
         """
         from vllm import SamplingParams
 
@@ -376,9 +382,11 @@ class Engine:
         return outputs
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the worker extension on every rank of the engine, and return the result.
+        """Call a method of the worker extension (`MergeExtension`) in every process of the engine.
 
-        With tensor parallelism all ranks must agree on the recipe digest and the number of swaps.
+        Returns the result. With tensor parallelism the results of several processes (ranks) are made one: counts become
+        their maximum, and checksums are joined by "+". Raises EvidenceMismatch if the ranks differ in the recipe digest
+        or the number of swaps.
         """
         with engine_errors():
             results = self._llm.collective_rpc(method, args=args, kwargs=kwargs)

@@ -30,7 +30,10 @@ def engine_errors() -> Iterator[None]:
 
 
 def not_started(family: Family, error: BaseException, log_file: str | None) -> EngineUnavailable:
-    """The EngineUnavailable to raise if `error` kept an engine from starting."""
+    """The EngineUnavailable to raise if `error` kept an engine for `family` from starting.
+
+    Its message names `log_file`, unless this is None.
+    """
     return EngineUnavailable(
         f"vLLM did not start for {family.base.directory}: {type(error).__name__}: {_reason(error)}"
         + (f"; its log is {log_file}" if log_file else "")
@@ -38,7 +41,10 @@ def not_started(family: Family, error: BaseException, log_file: str | None) -> E
 
 
 def _reason(error: BaseException) -> str:
-    """The reason of an error in one line: pydantic's first complaint if vLLM rejects an option, else the first line."""
+    """The reason of an error in one line: the first line of its message.
+
+    If vLLM rejects an option, it is the first complaint of pydantic, which checks vLLM's options.
+    """
     details = error.errors() if hasattr(error, "errors") else ()
     text = str(details[0]["msg"] if details else error).strip()
     return text.splitlines()[0] if text else ""

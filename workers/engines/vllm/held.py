@@ -31,12 +31,18 @@ Into = Callable[[str, tuple[int, ...]], torch.Tensor]
 
 
 class NotPacked(Exception):
-    """Packed copies of some weights differ from the weights after packing; the message names their modules."""
+    """After weights were packed again, the copies that vLLM's CPU kernels use still differ from the weights.
+
+    The message names the modules.
+    """
 
 
 @dataclass(frozen=True)
 class Writing:
-    """The result of writing a merge: the number of tensors written, and the seconds of merging and of packing."""
+    """The result of writing a merge: the number of tensors written, and two durations in seconds.
+
+    `materialise_s` is the time for computing the merge, `repack_s` that for packing weights for vLLM's CPU kernels.
+    """
 
     tensors_written: int = 0
     materialise_s: float = 0.0
@@ -75,14 +81,16 @@ class HeldWeights:
     def fill(self, bank: Bank, into: Into) -> None:
         """Write weights in advance, before the first merge is known.
 
-        A model of fixed layers writes none; an engine of layer paths writes layers of the sources.
+        A model with the base's layers writes none. An engine of layer paths (`HeldPath`) writes layers of the sources.
+        `into(name, shape)` returns memory for computing a tensor.
         """
 
     def hold(self, recipe: Recipe, bank: Bank, into: Into) -> Writing:
         """Write the merge of `recipe` over the model's parameters.
 
-        Raises InvalidRecipe, with nothing written, if the recipe cannot be planned. Raises NotPacked if packed copies
-        differ from the weights, and EvidenceMismatch if files of the sources have changed.
+        `into(name, shape)` returns memory for computing a tensor. Raises InvalidRecipe, with nothing written, if the
+        recipe cannot be planned. Raises NotPacked if the copies of weights that vLLM's CPU kernels use differ from the
+        weights, and EvidenceMismatch if files of the sources have changed.
         """
         from workers.merging.plan import plan_tensors
 
@@ -101,7 +109,11 @@ class HeldWeights:
         return dict(self.model.named_parameters())
 
     def _needed(self, parameters: Iterable[str]) -> Collection[str]:
-        """The names of the parameters that must have been written, now or earlier, for the merge to be complete."""
+        """The names, among `parameters`, of those that must have been written, by this swap or earlier ones.
+
+        If one has never been written, the merge is incomplete, and writing it fails. Here they are all parameters; a
+        subclass may need fewer.
+        """
         return set(parameters)
 
     def _write(self, plan: TensorPlan, bank: Bank, into: Into) -> Writing:
@@ -142,6 +154,7 @@ class HeldWeights:
     ) -> tuple[set[str], float]:
         """Compute the tensors named in `changed`, and write them into the model's parameters.
 
+        A tensor whose place in a parameter is known is written there directly, the others by vLLM's weight loader.
         Returns the names of the written parameters, and the seconds of computing.
         """
         from workers.merging.materialize import merge_into, merged_tensors
@@ -176,9 +189,10 @@ def _packed_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def _repack(
     packed: Mapping[str, torch.nn.Module], changed: Iterable[torch.nn.Parameter], comparable: Collection[str]
 ) -> tuple[str, ...]:
-    """Pack the weights of modules with a changed parameter again, in place of their old packed copies.
+    """Pack the weights of modules with a parameter in `changed` again, in place of their old packed copies.
 
-    Returns the names of the modules in `comparable` whose packed copy differs from the weights afterwards.
+    vLLM's CPU kernels compute with these copies. `packed` are the modules with such copies, by name. Returns the names
+    of the modules in `comparable` whose packed copy differs from the weights afterwards.
     """
     ids = set(map(id, changed))
     stale = []
@@ -191,10 +205,11 @@ def _repack(
 
 
 def _comparable(packed: Mapping[str, torch.nn.Module]) -> frozenset[str]:
-    """The names of modules whose packed copies can be compared with the weights.
+    """The names of modules whose packed copies, which vLLM's CPU kernels use, can be compared with the weights.
 
-    This is tried on the copies that vLLM has just made, which are right. A kernel that rounds its operands cannot show
-    whether a copy is right. For such modules only the canary, a comparison with transformers, detects an outdated copy.
+    They are the modules of `packed` for which the comparison finds the copies equal that vLLM has just made, which are
+    right. A kernel that rounds the numbers it multiplies cannot show whether a copy is right. For such modules only the
+    canary, a comparison with transformers, detects an outdated copy.
     """
     with torch.inference_mode():
         comparable = frozenset(
@@ -208,8 +223,8 @@ def _comparable(packed: Mapping[str, torch.nn.Module]) -> frozenset[str]:
 
 
 def _derive_of(module: torch.nn.Module) -> Any:
-    """The module's function that updates copies of its weights in another dtype, as some attention kernels keep them.
+    """The function of an attention module that updates copies of its weights in another dtype, in place.
 
-    The function writes in place. Returns None for modules without such copies.
+    Some attention kernels keep such copies. Returns None for modules without such a function.
     """
     return getattr(getattr(module, "impl", None), "process_weights_after_loading", None)

@@ -19,7 +19,10 @@ __all__ = ["Destination", "LoadObserver"]
 
 @dataclass(frozen=True)
 class Destination:
-    """The part of a parameter's memory that holds one tensor of the merged model."""
+    """The part of a parameter's memory that holds one tensor of the merged model.
+
+    `parameter` is the name of the parameter, `memory` a view of this part.
+    """
 
     parameter: str
     memory: torch.Tensor
@@ -31,9 +34,9 @@ class Destination:
         return first < end and begin < last
 
     def is_in(self, parameters: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the destination's memory still belongs to its parameter.
+        """Whether the destination's memory still belongs to its parameter, which `parameters` has by name.
 
-        vLLM may have given the parameter other memory.
+        vLLM may have given the parameter other memory since it was loaded.
         """
         return _storage(parameters[self.parameter]) == _storage(self.memory)
 
@@ -41,8 +44,9 @@ class Destination:
 class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives (name, tensor) pairs to vLLM's weight loader, and records where the loader writes each tensor.
 
-    A tensor has a destination if the loader only copied it, whole, to one part of a parameter, and nothing else changed
-    this part before loading ended. `seconds` is the time spent computing the tensors.
+    `source` yields the pairs, `parameters` are the model's by name. A tensor has a destination, at which it can later
+    be written without the loader, if the loader only copied it, whole, to one part of a parameter, and nothing else
+    changed this part before loading ended. `seconds` is the time spent computing the tensors.
     """
 
     def __init__(self, source: Iterator[tuple[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor]) -> None:
@@ -97,6 +101,6 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The address of the first byte that a tensor may use, and the address after its last byte."""
+    """The address of the first byte of a tensor, and the address after the last byte that the tensor may use."""
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size()

@@ -90,9 +90,10 @@ def divide_memory(
 ) -> EngineMemory:
     """Divide the memory of GPUs and host between engine and source weights.
 
-    Each GPU has `gpu_total` bytes, of which `gpu_free` are free; the host has `host_free` bytes free. `copies` is the
-    number of copies of the sources that may be in host memory at once. Raises EngineUnavailable if the merged model
-    does not fit into the GPU.
+    Each GPU has `gpu_total` bytes, of which `gpu_free` are free; the host has `host_free` bytes free. The sources are
+    on the GPU if that leaves room for an engine that serves many texts at once; otherwise in host memory, if all copies
+    fit into a part of it, or else in files mapped into memory. `copies` is the number of copies of the sources that may
+    be in host memory at once. Raises EngineUnavailable if the merged model does not fit into the GPU.
     """
     usable = usable_gpu_bytes(gpu_free, gpu_total)
     if usable < needs.engine(1):
@@ -118,7 +119,11 @@ def divide_memory(
 
 
 def usable_gpu_bytes(gpu_free: int, gpu_total: int) -> int:
-    """Bytes of a GPU that an engine, its source weights and merging may use together."""
+    """Bytes of a GPU that an engine, its source weights and merging may use together.
+
+    They are what is free of the GPU (`gpu_free`) except room for CUDA's context, but at most USABLE_SHARE of
+    `gpu_total`.
+    """
     return min(int(USABLE_SHARE * gpu_total), gpu_free - CONTEXT_BYTES)
 
 

@@ -65,8 +65,9 @@ def _keep_linear_weights(utils: Any) -> None:
 def _gives_its_columns(layer: Any) -> bool:
     """Whether the packed weights of a linear layer equal its plain weights [rows, columns].
 
-    The packed weights are multiplied with some rows of the identity matrix, and the results are compared with columns
-    of the plain weights. Each result is one weight plus zeros, so that nothing is rounded.
+    Packed weights are a copy in the layout of vLLM's CPU kernels. They are multiplied with some rows of the identity
+    matrix, and the results are compared with columns of the plain weights. Each result is one weight plus zeros, so
+    that nothing is rounded. The result is True if plain weights are NaN or infinite, because such a merge fails anyway.
     """
     weight = layer.weight.detach()
     columns = torch.linspace(0, weight.shape[1] - 1, NUM_COLUMNS, dtype=torch.float64).long()
@@ -103,9 +104,9 @@ def _keep_expert_weights() -> None:
 
 
 def _bits(weights: torch.Tensor) -> int:
-    """A number modulo 2^64 that detects a change of any weight.
+    """A checksum of weights modulo 2^64, to compare two copies of weights in different layouts.
 
-    It does not depend on the order of the weights, or on added zeros.
+    It changes with any weight, but does not depend on the order of the weights, or on added zeros.
     """
     word = {2: torch.int16, 4: torch.int32}[weights.element_size()]
     total = 0

@@ -71,7 +71,10 @@ class CapabilityProbe:
             self._start()
 
     def answers(self, *, dtype: str) -> list[Capability]:
-        """Wait for vLLM's answers, and return the capability of each model for an engine of `dtype`."""
+        """Wait for vLLM's answers, and return the capability of each model for an engine of `dtype`.
+
+        A model without an answer has a capability with a note that says why it is not known.
+        """
         reason = "vLLM is not installed here"
         if self._process is not None:
             reason = self._finish(self._process)
@@ -106,7 +109,10 @@ class CapabilityProbe:
             )
 
     def _finish(self, process: subprocess.Popen[bytes]) -> str:
-        """Wait for vLLM's answers and cache them. Returns "", or the reason why there are no answers."""
+        """Wait for vLLM's answers, and store them in the cache.
+
+        Returns "" if they came. Otherwise returns the reason why there are none, which users read.
+        """
         self._process = None
         root = Path(self._directory.name)
         try:

@@ -53,9 +53,10 @@ class MergeExtension:
     ) -> str:
         """Open the bank of source weights, and start to count rows of logits that are NaN or infinite.
 
-        The bank is kept in the first of `placements` that has room for it; on a GPU also for `scratch_bytes`, the
-        memory for merging a tensor. `reason` says why the first placement was chosen. With `keeps_ranks` the bank keeps
-        the ranks that the method DELLA needs (`bank.Bank.keep_ranks`). Returns the bank's fingerprint.
+        `family` is JSON as `family_to_json` writes it. The bank is kept in the first of `placements` that has room for
+        it; on a GPU also for `scratch_bytes`, the memory for merging a tensor. `reason` says in words why the first
+        placement was chosen. With `keeps_ranks` the bank keeps the ranks of elements by magnitude that the method DELLA
+        needs (`bank.Bank.keep_ranks`). Returns the bank's fingerprint.
         """
         device = next(self.model_runner.get_model().parameters()).device
         self._mergesearch_bank = open_bank(family, placements, device, scratch_bytes)
@@ -98,13 +99,14 @@ class MergeExtension:
     def mergesearch_apply(self, recipe_json: str) -> dict[str, Any]:
         """Write the merge of a recipe over the engine's weights in place; addresses and captured graphs stay valid.
 
-        A tensor that the held merge computes in the same way is not written again. Returns {digest, swaps, checksum,
-        tensors_written, materialise_s, repack_s, swap_s (packing included), bank (its summary)}. While weights are
-        written, and if this fails, the engine holds no digest.
+        A tensor that the held merge computes in the same way is not written again. If the GPU has too little memory for
+        merging, this and all later merges are computed on the CPU. Returns {digest, swaps, checksum, tensors_written,
+        materialise_s, repack_s, swap_s (packing included), bank (its summary)}. While weights are written, and if this
+        fails, the engine holds no digest.
 
         Expected failures are returned, because with several ranks an exception would lose its class: {refused} for a
-        recipe that cannot be merged, {changed} if files of the sources have changed, and {mismatch} if packed copies
-        differ from the merge.
+        recipe that cannot be merged, {changed} if files of the sources have changed, and {mismatch} if copies of
+        weights for vLLM's CPU kernels differ from the merge.
         """
         try:
             recipe = Recipe.from_json(json.loads(recipe_json))
@@ -164,7 +166,7 @@ class MergeExtension:
         return self._mergesearch_weights.checksum_now()
 
     def mergesearch_bad_rows(self) -> list[int]:
-        """The numbers of rows of logits that were NaN and that were infinite since the last call.
+        """The numbers of rows of logits that were NaN, and of those that were infinite, since the last call.
 
         If there were any, all cached keys and values are set to zero: NaN in a block of the cache spreads to other
         texts that reuse the block, even where it is masked.
@@ -191,8 +193,9 @@ def open_bank(
 ) -> Bank:
     """Open the bank of source weights of a family; `family` is JSON as `family_to_json` writes it.
 
-    A process has one bank of a family. It is the engine's if the engine computes in this process, else a bank of mapped
-    files that merges on the CPU. The other arguments are those of `MergeExtension.mergesearch_open`. Raises
+    A process has one bank, that of the family that was opened last; if it is open already, it is returned. If the
+    engine computes in this process, it is the engine's bank. Otherwise, for example for the canary, it is a bank of
+    mapped files that merges on the CPU. The other arguments are those of the method `mergesearch_open`. Raises
     InvalidModel.
     """
     if family not in _opened:

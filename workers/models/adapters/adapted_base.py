@@ -31,7 +31,8 @@ class AdaptedBase:
     def name(self, parameter: str) -> str | None:
         """The name of the base's tensor for `parameter`, a name in the adapted model; None if there is none.
 
-        The two names can differ, because stored models may lack the outermost module or have an additional one.
+        The two names can differ, because stored models may lack the outermost module of the name ("model.") or have an
+        additional one.
         """
         names = self.layout.places
         if parameter in names:
@@ -43,10 +44,11 @@ class AdaptedBase:
         return outer[0] if len(outer) == 1 else None
 
     def stack(self, parameter: str) -> str | None:
-        """The name of the stack of experts for `parameter`, a name in the adapted model; None if there is none.
+        """The name of the base's stack for `parameter`, a name in the adapted model; None if there is none.
 
-        A stack joins a matrix of all experts of a layer. The result is a name in `Layout.stacks`, or the tensor in
-        which the stack is stored. The module of the experts may have other names in files than in transformers.
+        A stack is one matrix of all experts of a layer's mixture of experts, as one tensor. The result is a key of
+        `Layout.stacks`, or the name of the tensor if the stack is stored as one. The module that has the stack may be
+        called otherwise in files than in transformers; then the layer and the matrix's name decide.
         """
         if (name := self.name(parameter)) is not None:
             return name if len(self.tensors[name].shape) == 3 else None

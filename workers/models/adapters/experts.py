@@ -18,10 +18,11 @@ __all__ = ["Stack", "changed_stack", "stack_at", "stack_problems"]
 
 @dataclass(frozen=True)
 class Stack:
-    """A parameter in transformers that joins a matrix of every expert of a layer.
+    """A parameter in transformers that joins a matrix of every expert of a layer's mixture of experts.
 
-    `parameter` is its name in transformers. `parts` has, for each expert, the names of the stored tensors that the
-    parameter joins by rows. If the parameter is stored as it is (`is_stored`), this is one tensor.
+    `parameter` is its name in transformers. `parts` has, for each expert of the mixture, the names of the stored
+    tensors that the parameter joins along the rows. If the parameter is stored as one tensor (`is_stored`), `parts` has
+    only the name of this tensor.
     """
 
     parameter: str
@@ -30,11 +31,12 @@ class Stack:
 
 
 def stack_at(module: str, base: AdaptedBase, settings: Settings) -> Stack | None:
-    """The stack of experts that an adapter's matrices at `module` change; None if they change something else.
+    """The stack that an adapter's matrices at `module` change; None if they change something else.
 
-    Only the parameters that the adapter's `target_parameters` name are considered. peft wraps a module once for each of
-    its parameters that are trained, in the order in which the module has them. The first parameter is innermost, with
-    the most `base_layer` in its name.
+    A stack is one matrix of all experts of a layer's mixture of experts. Only the parameters that the adapter's setting
+    `target_parameters` names are considered. peft wraps the mixture's module once for each of its parameters that are
+    trained, in the order in which the module has them. The name of `module` has one `base_layer` more for each wrapper
+    further inside; the first parameter is innermost.
     """
     experts = module.replace(".base_layer", "")
     depth = module.count(".base_layer")
@@ -50,7 +52,10 @@ def stack_at(module: str, base: AdaptedBase, settings: Settings) -> Stack | None
 
 
 def stack_problems(module: str, matrices: Matrices, stack: Stack, base: AdaptedBase, settings: Settings) -> list[str]:
-    """The reasons why an adapter's matrices cannot change a stack of experts; empty if they can."""
+    """The reasons why an adapter's matrices at `module` cannot change `stack`; empty if they can.
+
+    They cannot if the matrix A or B is missing, or has another shape than the rank and the stack require.
+    """
     if missing := {"A", "B"} - matrices.sides.keys():
         return [f"{module}: its LoRA matrix {missing.pop()} is missing"]
     a, b = matrices.sides["A"].shape, matrices.sides["B"].shape
@@ -63,7 +68,7 @@ def stack_problems(module: str, matrices: Matrices, stack: Stack, base: AdaptedB
 
 
 def _stack_shape(stack: Stack, base: AdaptedBase) -> tuple[int, int, int]:
-    """The shape of a stack of experts, as (experts, outputs, inputs)."""
+    """The shape of a stack, as (experts of the mixture, outputs, inputs), however it is stored."""
     shapes = [base.tensors[name].shape for name in stack.parts[0]]
     if not stack.is_stored:
         return len(stack.parts), sum(shape[0] for shape in shapes), shapes[0][1]
@@ -72,7 +77,7 @@ def _stack_shape(stack: Stack, base: AdaptedBase) -> tuple[int, int, int]:
 
 
 def changed_stack(matrices: Matrices, stack: Stack, base: AdaptedBase, settings: Settings) -> dict[str, SourceTensor]:
-    """The tensors that make up a stack of experts, each as the adapter's matrices change it, by name."""
+    """The stored tensors that make up a stack, by name, each as the adapter's matrices change it."""
     a, b, scaling = matrices.sides["A"], matrices.sides["B"], settings.scaling(stack.parameter)
     if stack.is_stored:
         ((name,),) = stack.parts

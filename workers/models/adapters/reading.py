@@ -33,15 +33,19 @@ class Adapter:
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a directory contains an adapter and no whole model."""
+    """Whether a directory contains an adapter and no whole model.
+
+    An adapter has adapter_config.json, a whole model model.safetensors or its index.
+    """
     models = ("model.safetensors", "model.safetensors.index.json")
     return (path / ADAPTER_CONFIG).is_file() and not any((path / name).is_file() for name in models)
 
 
 def stated_base(path: Path) -> str:
-    """The model that an adapter was trained on according to its configuration: a path or hub id, or "".
+    """The model that the adapter in `path` was trained on according to its configuration: a path or hub id.
 
-    A path is one on the machine where the adapter was trained.
+    A path is one on the machine where the adapter was trained. The result is "" if the configuration states no model or
+    cannot be read.
     """
     settings = read_settings(path, [])
     return settings.stated_base if settings else ""
@@ -50,7 +54,8 @@ def stated_base(path: Path) -> str:
 def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> Adapter | None:
     """Read the adapter in `path`, and apply it to `base`; what is wrong is appended to `problems`.
 
-    If `base` is None, only the adapter's own files are checked, and None is returned.
+    If `base` is None, or the adapter's configuration cannot be used, only the adapter's own files are checked, and None
+    is returned.
     """
     settings = read_settings(path, problems)
     before = len(problems)
@@ -125,7 +130,7 @@ def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> A
 
 @lru_cache
 def _warn(message: str) -> None:
-    """Log a warning once in each process, however often it is given."""
+    """Log a warning, unless this process has logged the same one before."""
     log.warning("%s", message)
 
 
@@ -159,11 +164,11 @@ def _matrix_problems(
 
 
 def _tied_problems(parts: Parts, settings: Settings) -> Iterator[str]:
-    """Yield the problems of adapters that trained the tied embedding and output head of a model as two tensors.
+    """Yield the problems of an adapter that trained the tied embedding or output head of its base alone.
 
-    The adapted model would no longer be tied. With `ensure_weight_tying`, peft trains the two as one tensor and stores
-    the matrices of both. The adapted model is then the tied one with the product of the matrices added once; the merge
-    function of peft 0.21 adds it twice.
+    The adapted model would no longer be tied. If the adapter has the setting `ensure_weight_tying`, peft trained the
+    two as one tensor and stored the matrices of both, which is no problem: the adapted model is the tied one with the
+    product of the matrices added once (the merge function of peft 0.21 adds it twice).
     """
     heads = [module for module in parts.matrices if is_output_head(f"{module}.weight")]
     embeddings = [module for module, matrices in parts.matrices.items() if matrices.is_embedding]

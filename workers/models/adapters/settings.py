@@ -34,7 +34,14 @@ EMBEDDING_MODULES = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of an adapter (adapter_config.json) that merging needs."""
+    """The settings in adapter_config.json that merging needs, with the names of peft's options where they differ.
+
+    `r` is the rank of matrices, and `alpha` (`lora_alpha`) determines their factor. `ranks` and `alphas`
+    (`rank_pattern`, `alpha_pattern`) have other values for modules, by regular expressions for the end of a module's
+    name. `whole_modules` (`modules_to_save`) were trained as whole tensors. `tokens` (`trainable_token_indices`) has,
+    by embedding module, the ids of tokens whose rows were trained individually. `parameters` are the
+    `target_parameters`. `stated_base` is the base model as the file states it, or "".
+    """
 
     r: int
     alpha: float
@@ -50,7 +57,7 @@ class Settings:
     has_biases: bool
 
     def token_numbers(self, module: str) -> tuple[int, ...]:
-        """The rows of the embedding `module` that the adapter trained individually, as token ids."""
+        """The ids of the tokens whose rows of the embedding `module` the adapter trained individually, if any."""
         fitting = (numbers for name, numbers in self.tokens.items() if f".{module}".endswith(f".{name}"))
         return next(fitting, ())
 
@@ -69,7 +76,7 @@ class Settings:
 
 
 def _pattern(patterns: Mapping[str, Any], module: str) -> str:
-    """The first of peft's patterns that matches the end of the module's name; "" if none does."""
+    """The first of `patterns` (regular expressions) that matches the end of the name `module`; "" if none does."""
     return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", module)), "")
 
 

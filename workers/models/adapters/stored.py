@@ -25,10 +25,10 @@ MAGNITUDE, BIAS, TOKENS = ".lora_magnitude_vector", ".lora_B.bias", ".token_adap
 
 @dataclass
 class Matrices:
-    """The LoRA matrices A and B of one module, as far as the adapter's file has them.
+    """The LoRA matrices A and B of one module, as far as the adapter's file has them, by "A" and "B" in `sides`.
 
-    `magnitude` is the vector of DoRA, and `bias` the bias of B. The matrices of an embedding change its transposed
-    weight.
+    `magnitude` is the vector of lengths that DoRA trains, and `bias` the bias of B; each is None if the file has none.
+    If `is_embedding`, the module is an embedding, and the matrices change the transpose of its weight.
     """
 
     is_embedding: bool
@@ -77,7 +77,11 @@ def parts_of(stored: Mapping[str, TensorInfo]) -> Parts:
 
 
 def unexpected(parts: Parts, settings: Settings) -> Iterator[str]:
-    """Yield the names of stored tensors that contradict the adapter's settings."""
+    """Yield the names of stored tensors that the adapter's settings exclude.
+
+    These are DoRA's magnitudes and biases of B if the settings say that there are none, and rows of single tokens of a
+    module for which the settings list no tokens.
+    """
     for module, matrices in parts.matrices.items():
         if matrices.magnitude is not None and not settings.is_dora:
             yield f"{PREFIX}{module}{MAGNITUDE}"

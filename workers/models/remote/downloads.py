@@ -23,9 +23,10 @@ MARGIN_BYTES = 2**30
 
 
 class Origin(Protocol):
-    """Place that models come from.
+    """Place that models come from: the Hugging Face hub or an object store.
 
-    `title` names it in messages. `variable` is the environment variable that chooses the directory of `cache`.
+    `title` names it in messages. `variable` is the environment variable that chooses the directory that the method
+    `cache` returns.
     """
 
     title: str
@@ -35,10 +36,13 @@ class Origin(Protocol):
         """The directory to which models are downloaded."""
 
     def place(self, record: SnapshotRecord) -> Path:
-        """The directory of the downloaded model that `record` describes."""
+        """The directory for the downloaded model that `record` describes, which need not exist yet."""
 
     def download(self, record: SnapshotRecord, note: Callable[[str], None], total: int) -> None:
-        """Download the files that are missing. `note` is called with lines about the progress of `total` bytes."""
+        """Download the files of a model that are not in its directory yet.
+
+        `note` is called with lines about the progress. `total` is the number of bytes to download, for these lines.
+        """
 
     def reason(self, error: Exception, record: SnapshotRecord) -> str:
         """The reason, in one line, why a download failed with `error`."""
@@ -54,11 +58,11 @@ def absent_bytes(directories: Iterable[Path]) -> int:
 
 
 def fetched(directories: Sequence[Path], *, note: Callable[[str], None] = log.info) -> tuple[Path, ...]:
-    """Download the weights of the models of which only metadata-only snapshots are on this machine.
+    """Download the weights of those models in `directories` that are metadata-only snapshots.
 
-    Returns the directories, with the downloaded ones in place of the snapshots, at the same commits. Complete files are
-    kept if a download is interrupted. `note` is called with lines about the progress. Raises InvalidModel if a download
-    fails, or if the cache's disk is too small, in which case nothing is downloaded.
+    Returns the directories in the same order, with the downloaded models in place of the snapshots, at the same
+    commits. Complete files are kept if a download is interrupted. `note` is called with lines about the progress.
+    Raises InvalidModel if a download fails, or if the cache's disk is too small, in which case nothing is downloaded.
     """
     if lack := lack_of_space(directories):
         raise InvalidModel((lack,))
@@ -86,7 +90,7 @@ def _fetch(record: SnapshotRecord, note: Callable[[str], None]) -> Path:
 
 
 def _absent_files(record: SnapshotRecord) -> dict[str, int]:
-    """The sizes in bytes, by file, of the weights that are not on this machine."""
+    """The sizes in bytes, by file, of the weights of a model that are not on this machine."""
     place = _origin(record).place(record)
     return {file: size for file, size in record.sizes.items() if not has_size(place / file, size)}
 
@@ -96,7 +100,11 @@ def _origin(record: SnapshotRecord) -> Origin:
 
 
 def lack_of_space(directories: Iterable[Path]) -> str | None:
-    """The reason why a disk has no room for the weights that must be downloaded; None if all have room."""
+    """The reason why the weights of the models in `directories` cannot all be downloaded: a disk with too little space.
+
+    Returns None if there is room. Only the metadata-only snapshots among the directories need a download. The disks are
+    those of the caches of the Hugging Face hub and of object stores; MARGIN_BYTES must remain free.
+    """
     records = [read_record(directory) for directory in sorted({*directories}) if is_metadata_only(directory)]
     for origin in (Hub(), Objects()):
         absent = [record for record in records if type(_origin(record)) is type(origin)]

@@ -56,7 +56,7 @@ class Hub:
 
 
 def cached(name: str, revision: str) -> Path | None:
-    """The directory of a hub model in the cache, or None if not all of its files are there."""
+    """The directory of a hub model in the cache of the hub's client; None if not all of its files are there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -70,10 +70,10 @@ def cached(name: str, revision: str) -> Path | None:
 
 
 def looked_up(name: str, revision: str) -> Path:
-    """Ask the hub for a model's present commit, and return a directory for it.
+    """Ask the hub for the present commit of the model `name` at `revision`, and return a directory for this commit.
 
-    It is the commit's directory in the cache if all files are there, else a metadata-only snapshot, which has the files
-    without the contents of the weights.
+    It is the commit's directory in the cache of the hub's client if all files are there, else a metadata-only snapshot,
+    which has the files without the contents of the weights.
     """
     from huggingface_hub import HfApi
 
@@ -111,7 +111,10 @@ def hub_cache() -> Path:
 
 
 def _download(name: str, commit: str, files: Sequence[str], progress: type | None = None) -> Path:
-    """Download files of one commit of a hub model, and return the directory of this commit in the cache."""
+    """Download `files` of one commit of a hub model, and return the directory of this commit in the cache.
+
+    `progress` is a progress bar class for the hub's client (`_notes`); None shows nothing.
+    """
     from huggingface_hub import snapshot_download
 
     if files:
@@ -125,7 +128,10 @@ def _download(name: str, commit: str, files: Sequence[str], progress: type | Non
 
 
 def _point_to(snapshot: Path, revision: str) -> None:
-    """Make the branch or tag `revision` in the hub's cache refer to a complete snapshot."""
+    """Make the branch or tag `revision` in the hub's cache refer to the commit whose directory is `snapshot`.
+
+    Nothing is done if `revision` is a commit, or if the cache cannot be written to.
+    """
     reference = snapshot.parents[1] / "refs" / revision
     if COMMIT.fullmatch(revision):
         return
@@ -135,7 +141,10 @@ def _point_to(snapshot: Path, revision: str) -> None:
 
 
 def _notes(note: Callable[[str], None], total: int) -> type:
-    """Make a progress bar class for the hub's client that calls `note` with lines, in place of drawing a bar."""
+    """Make a progress bar class for the hub's client that calls `note` with lines, in place of drawing a bar.
+
+    `total` is the number of bytes to download, for the lines.
+    """
     from huggingface_hub.utils import tqdm
 
     class Notes(tqdm):  # type: ignore[misc]

@@ -30,9 +30,9 @@ def locate(model: str | Path) -> Path:
 
     For a model that is not on this machine's file systems it is the directory of the downloaded model, or a
     metadata-only snapshot, which has the model's files without the contents of the weights. No weights are downloaded.
-    A downloaded hub model is used without asking the hub if a commit
-    is given. A downloaded model is also used if its origin cannot be reached (or HF_HUB_OFFLINE is set). Raises
-    InvalidModel.
+    A downloaded hub model is used without asking the hub if the id has a commit (owner/name@commit). A downloaded model
+    is also used if its origin cannot be reached (or HF_HUB_OFFLINE is set). Raises InvalidModel if there is no such
+    model.
     """
     if is_object_url(str(model)):
         return located(str(model))

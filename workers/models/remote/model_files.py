@@ -32,8 +32,8 @@ SMALL_FILES = (*NEEDED_FILES, "README.md")
 def weight_files(directory: Path, names: Collection[str]) -> list[str]:
     """The names, among `names`, of the safetensors files with the weights of a model.
 
-    `directory` has the model's small files. A second copy of the weights in another format is not included. The result
-    is empty if an index cannot be read.
+    `directory` has the model's small files, of which the index of the weights is read. A second copy of the weights in
+    another format is not included. The result is empty if the index cannot be read.
     """
     for stem in STEMS:
         if (single := f"{stem}.safetensors") in names:

@@ -78,10 +78,11 @@ class Objects:
 
 
 def located(url: str) -> Path:
-    """Find the directory of the model in a folder of an object store: the downloaded model, or a snapshot of it.
+    """Find the directory of the model in the folder `url` of an object store.
 
-    If the store does not answer, the version that was last located is used, provided that it is complete on this
-    machine. Raises InvalidModel.
+    It is the downloaded model, or else a metadata-only snapshot, which has the model's files without the contents of
+    the weights. If the store does not answer, the version that was last located is used, provided that it is complete
+    on this machine. Raises InvalidModel if the URL is invalid or the model cannot be read.
     """
     if problem := object_url_problem(url):
         raise InvalidModel((problem,))
@@ -118,7 +119,7 @@ def _looked_up(url: str) -> Path:
 
 
 def _listed(url: str) -> tuple[ObjectStore, dict[str, _File]]:
-    """The files of the model at `url` by name, without those in folders of it, and the store that has them."""
+    """The object store that has the model at `url`, and the model's files by name, without those in subfolders."""
     artifact = _ARTIFACT.fullmatch(url)
     if artifact is not None:
         return _manifest(ObjectStore(artifact[1]), artifact[2] + artifact[3])
@@ -129,7 +130,10 @@ def _listed(url: str) -> tuple[ObjectStore, dict[str, _File]]:
 
 
 def _manifest(objects: ObjectStore, digest: str) -> tuple[ObjectStore, dict[str, _File]]:
-    """The files of the artifact whose manifest has this digest. Raises InvalidModel if the manifest has another one."""
+    """The store, and the files by name, of the artifact of the service whose manifest has the sha256 `digest`.
+
+    Raises InvalidModel if the stored manifest has another sha256.
+    """
     content = objects.read(_blob(digest))
     if hashlib.sha256(content).hexdigest() != digest:
         raise InvalidModel((f"{objects.url}/{_blob(digest)}: its content has changed since it was stored",))
@@ -141,12 +145,15 @@ def _manifest(objects: ObjectStore, digest: str) -> tuple[ObjectStore, dict[str,
 
 
 def _blob(digest: str) -> str:
-    """Path of a file that is stored by content."""
+    """Path in an object store of an artifact's file, which is stored by its sha256 `digest` (hex)."""
     return f"blobs/{digest[:2]}/{digest[2:]}"
 
 
 def _last_located(url: str) -> Path | None:
-    """The directory of the version of a model that was last located, if it is complete; else None."""
+    """The directory of the version of the model `url` that was last located.
+
+    Returns None if no version was located, or if not all of its files are on this machine.
+    """
     try:
         known = json.loads(_latest(url).read_bytes())
         place = _place(url, known["commit"])
@@ -160,13 +167,13 @@ def _is_complete(place: Path, sizes: Mapping[str, int]) -> bool:
 
 
 def _commit(files: Mapping[str, _File]) -> str:
-    """Digest (hex) of the names, sizes and version tags of a model's files."""
+    """The commit of a model in an object store: a digest (hex) of the names, sizes and version tags of its files."""
     content = json.dumps(sorted((name, file.num_bytes, file.tag) for name, file in files.items()))
     return hashlib.sha256(content.encode()).hexdigest()[:COMMIT_DIGITS]
 
 
 def _sums(text: str) -> dict[str, str]:
-    """The sha256 (hex) of each file, from the output of sha256sum."""
+    """The sha256 (hex) of each file by name, from the output of sha256sum; other lines of `text` are ignored."""
     return {found[2]: found[1] for line in text.splitlines() if (found := _SUM.fullmatch(line.strip()))}
 
 
@@ -207,7 +214,7 @@ def _sha256(file: Path) -> str:
 
 @contextmanager
 def _locked(place: Path) -> Iterator[None]:
-    """Context that one process of this machine at a time may enter for the directory `place`."""
+    """Context that one process of this machine at a time may enter for the directory `place`; others wait."""
     with place.with_name(f".{place.name}.lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -218,7 +225,7 @@ def _models_dir() -> Path:
 
 
 def _place(url: str, commit: str) -> Path:
-    """The directory for the files of one commit of a model."""
+    """The directory on this machine for the files of one commit of the model at `url`."""
     return _models_dir() / f"{url}@{commit}"
 
 

@@ -34,7 +34,7 @@ def without_waiting() -> Iterator[None]:
 
 
 def _answers() -> bool:
-    """Whether the hub sends any response."""
+    """Whether the Hugging Face hub sends any response."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 

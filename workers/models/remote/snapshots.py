@@ -75,9 +75,9 @@ def is_metadata_only(directory: Path) -> bool:
 
 
 def stated_hash(file: Path) -> str | None:
-    """The sha256 (hex) that is stated for a weights file of which only the header was downloaded.
+    """The sha256 (hex) that the hub or object store states for a weights file of which only the header was downloaded.
 
-    Returns None for files that are complete. Raises InvalidModel if the hub or object store states no hash.
+    Returns None for complete files, which can be hashed. Raises InvalidModel if no hash is stated.
     """
     if not is_metadata_only(file.parent):
         return None
@@ -92,9 +92,9 @@ def stated_hash(file: Path) -> str | None:
 
 
 def named(text: str) -> str:
-    """Replace directories of models without weights, in a text, by model and commit (owner/name@commit).
+    """Replace the directories of metadata-only snapshots in a text by model and commit (owner/name@commit).
 
-    Such directories, metadata-only snapshots, have names that mean nothing to users.
+    Such directories have a model's files without the contents of the weights; their paths mean nothing to users.
     """
     replaced = text.replace(f"{snapshots_dir()}{os.sep}", "")
     return text if replaced == text else _URL_IN_PATH.sub(r"\1://", replaced)
@@ -113,8 +113,9 @@ def make_snapshot(
 ) -> Path:
     """Create the metadata-only snapshot that `record` describes, if it does not exist yet, and return its directory.
 
-    It has the model's files without the contents of the weights. `small` is a directory with the small files, `pickles`
-    are names of further files. `read(file, begin, end)` returns the bytes [begin, end) of a weights file.
+    It has the model's files without the contents of the weights. `small` is a directory with the small files. `pickles`
+    are names of pickled weights, for which empty files are made. `read(file, begin, end)` returns the bytes [begin,
+    end) of a weights file.
     """
     place = snapshots_dir() / f"{record.name}@{record.commit}"
     if is_metadata_only(place):
@@ -154,7 +155,7 @@ def _header(size: int, read: Callable[[int, int], bytes]) -> bytes:
 
 
 def has_size(file: Path, size: int | None) -> bool:
-    """Whether a file exists and has `size` bytes."""
+    """Whether a file exists and has `size` bytes; False if `size` is None."""
     return file.is_file() and file.stat().st_size == size
 
 

@@ -29,7 +29,8 @@ WEIGHTS, MOMENTS, STATE = "weights.safetensors", "optimizer.safetensors", "state
 def save(directory: Path, *, step: int, trained: Mapping[str, torch.Tensor], optimizer: Optimizer, loss: float) -> Path:
     """Write a checkpoint of a training below `directory`, after `step` updates, and return the checkpoint's directory.
 
-    The oldest checkpoints beyond the newest KEPT are removed.
+    `trained` are the trained weights by name; `loss` is that of the last update. A checkpoint that exists is kept as it
+    is. The oldest checkpoints beyond the newest KEPT are removed.
     """
     out = directory / f"{PREFIX}{step:08}"
     if not out.exists():
@@ -56,9 +57,9 @@ def step_of(checkpoint: Path | None) -> int:
 
 @torch.no_grad()
 def load(checkpoint: Path, *, trained: Mapping[str, torch.Tensor], optimizer: Optimizer) -> None:
-    """Restore the trained weights and the optimizer's state from a checkpoint.
+    """Copy the trained weights of a checkpoint into `trained`, and restore the optimizer's state.
 
-    Raises ValueError if the checkpoint has other parameters.
+    Raises ValueError if the checkpoint has other parameters than `trained`.
     """
     weights = load_file(checkpoint / WEIGHTS)
     if weights.keys() != trained.keys():
@@ -74,7 +75,10 @@ def _all(directory: Path) -> list[Path]:
 
 
 def _split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Split an optimizer's state into its tensors, by "parameter.name", and the rest as plain data."""
+    """Split the state of an optimizer (`state_dict`) into its tensors and the rest as plain data.
+
+    A tensor's name is "N.NAME": the number of the parameter, and the name in the optimizer's state.
+    """
     tensors, plain = {}, {}
     for number, entries in state["state"].items():
         plain[str(number)] = {name: value for name, value in entries.items() if not isinstance(value, torch.Tensor)}

@@ -43,8 +43,8 @@ class Document:
 class Batch:
     """Rows of tokens as the model reads them, in tensors of [rows, length].
 
-    `tokens` are ids. `positions` restart with each document in a row. `labels` are the next tokens, or IGNORED where no
-    loss counts.
+    `tokens` are ids. `positions` restart at 0 with each document in a row. `labels` are the next tokens, or IGNORED
+    where no loss counts.
     """
 
     tokens: torch.Tensor
@@ -93,8 +93,8 @@ def read_documents(data: Data, prompts: Prompts) -> list[Document]:
 def pack(documents: Sequence[Document], *, length: int, packing: bool, seed: int) -> list[tuple[Document, ...]]:
     """Distribute documents over rows of at most `length` tokens, in an order given by `seed`.
 
-    With `packing` a row has as many documents as fit, otherwise one. A document goes into the started row with the
-    least room that is sufficient.
+    With `packing` a row has as many documents as fit, otherwise one. A document goes into the row that has the least
+    room of those with enough; only the newest rows are considered.
     """
     order = list(documents)
     random.Random(f"documents {seed}").shuffle(order)
@@ -135,7 +135,7 @@ def batch_rows(num_rows: int, *, batch: int, step: int, seed: int) -> list[int]:
 
 
 def tensors_of(rows: Sequence[Sequence[Document]], *, pad: int) -> Batch:
-    """Rows of documents as tensors, padded with the token `pad` to the longest row."""
+    """Rows of documents as tensors, padded to the longest row with the token id `pad`."""
     width = max(sum(len(document.tokens) for document in row) for row in rows)
     tokens = torch.full((len(rows), width), pad)
     positions = torch.zeros_like(tokens)
@@ -193,9 +193,11 @@ def _dataset_rows(data: Data) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _completion(prompt: str, completion: str, eos: int, prompts: Prompts, origin: str) -> Document:
-    """Make a document of a prompt, its completion and an end-of-text token.
+    """Make a document of a prompt, its completion and an end-of-text token (id `eos`).
 
-    Prompt and completion are tokenized together, unless this would change the prompt's tokens.
+    The loss counts for the completion and the end-of-text token. The two texts are tokenized together, unless this
+    would change the prompt's tokens. `origin` says where they come from, for messages. Raises InvalidTask for an empty
+    completion.
     """
     if not completion:
         raise InvalidTask(f"{origin}: the completion is empty")
@@ -210,7 +212,9 @@ def _completion(prompt: str, completion: str, eos: int, prompts: Prompts, origin
 def _chat(messages: Any, prompts: Prompts, origin: str) -> Document:
     """Make a document of a conversation by the tokenizer's chat template.
 
-    The loss counts for what the assistant says, including the end of each turn.
+    `messages` should be a list of objects with role and content. The loss counts for what the assistant says, including
+    the end of each turn. `origin` says where the conversation comes from, for messages. Raises InvalidTask if it is
+    malformed, has no message of the assistant, or cannot be rendered turn by turn.
     """
     if not isinstance(messages, list) or not all(
         isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in messages

@@ -20,9 +20,11 @@ __all__ = ["Evaluator"]
 
 
 class Evaluator:
-    """Scores the objectives of a specification's evaluation on a model that is being trained.
+    """Scores the objectives of a specification's evaluation (`section`) on a model that is being trained.
 
-    `access` limits the files that tasks may use, or is None for no limit. Raises InvalidTask if a task cannot be built.
+    `base` is the directory of the base model, whose tokenizer is used. `max_length` is the largest number of tokens in
+    a text. `access` limits the files that tasks may use, or is None for no limit. Raises InvalidTask if a task cannot
+    be built.
     """
 
     def __init__(

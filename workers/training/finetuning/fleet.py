@@ -61,9 +61,9 @@ class Analysis(Section):
 class Pipeline:
     """The experts to train, and optionally a study that merges them and an analysis.
 
-    `experts` has the specification of each expert by alias. `study` is a document in the form of a study file, or None.
-    `is_fleet` says that the experts were given as a fleet, which may also have only one. `name` is the name of the
-    fleet, or of the single expert.
+    `experts` has the specification of each expert by alias. `study` is a study file's content without models, or None.
+    Relative paths in it are relative to `directory`. `is_fleet` says that the experts were given as a fleet, which may
+    also have only one. `name` is the name of the fleet, or of the single expert.
     """
 
     name: str
@@ -74,11 +74,17 @@ class Pipeline:
     analysis: Analysis | None = None
 
     def places(self, out: Path) -> dict[str, Path]:
-        """The directory in which each expert is trained, by alias: `out`, or for a fleet a directory below it."""
+        """The directory in which each expert is trained, by alias.
+
+        It is `out` for a single expert; each expert of a fleet has a directory of its own below `out`.
+        """
         return {alias: out / EXPERTS / alias if self.is_fleet else out for alias in self.experts}
 
     def field_of(self, alias: str, field: str = "") -> str:
-        """The place of an expert's option in the specification file, for messages."""
+        """Where the option `field` of an expert stands in the specification file, such as "experts.math.data".
+
+        It is for messages. If `field` is "", it is the place of the expert itself.
+        """
         return ".".join(filter(None, [*((EXPERTS, alias) if self.is_fleet else ()), field]))
 
     def canonical(self) -> dict[str, Any]:
@@ -99,9 +105,10 @@ class Pipeline:
         return document
 
     def study_of(self, experts: Mapping[str, Path | str]) -> Study | None:
-        """The study that merges the trained experts, given by directories or URLs; None if the pipeline has no study.
+        """The study that merges the trained experts; None if the pipeline has no study.
 
-        Raises InvalidStudy with every problem found.
+        `experts` has the directory or URL of each trained expert by alias. Raises InvalidStudy with every problem
+        found.
         """
         if self.study is None:
             return None
@@ -134,7 +141,7 @@ def load_pipeline(file: Path) -> Pipeline:
 def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -> Pipeline:
     """Read the fine-tuning of one or several experts from a document, as `load_pipeline` does from a file.
 
-    Relative paths are relative to `directory`.
+    Relative paths are relative to `directory`. Raises InvalidStudy with every problem found.
     """
     problems: list[Problem] = []
     analysis = _analysis(document.get(ANALYSIS), problems)
@@ -185,7 +192,10 @@ def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -
 
 
 def _analysis(given: Any, problems: list[Problem]) -> Analysis | None:
-    """Read the options of the analysis; None if there is none. What is wrong is added to `problems`."""
+    """Read the options of the analysis of trained experts; what is wrong is added to `problems`.
+
+    Returns None if no analysis is wanted (`given` is None), or if something is wrong.
+    """
     if given is None:
         return None
     try:
@@ -197,7 +207,10 @@ def _analysis(given: Any, problems: list[Problem]) -> Analysis | None:
 
 
 def _laid_over(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of one expert: the sections that all experts share, with the expert's own options in their place."""
+    """The options of one expert of a fleet: those that all experts share, replaced by the expert's own.
+
+    In a section that both have, the expert's options replace those of the same name; the others of the section stay.
+    """
     merged = dict(shared)
     for key, value in own.items():
         below = shared.get(key)

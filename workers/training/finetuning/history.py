@@ -38,16 +38,16 @@ def read_history(file: Path) -> list[dict[str, Any]]:
 
 
 class HistoryReader:
-    """Reads a training's history while another process writes it."""
+    """Reads a training's history (file of one JSON line per update or evaluation) while another process writes it."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._inode = self._offset = 0
 
     def new(self) -> list[dict[str, Any]]:
-        """The complete lines that were written since the last call.
+        """The complete lines that were written since the last call; at first all complete lines.
 
-        If the file was replaced (`History.forget_after`), all its lines are returned.
+        If the file was replaced (by the method `forget_after` of `History`), all its lines are returned.
         """
         try:
             with self._file.open("rb") as stream:
@@ -64,9 +64,9 @@ class HistoryReader:
 
 
 class History:
-    """The history of a training: the numbers of every update and evaluation.
+    """The history of a training: a file with one JSON line for each update and evaluation.
 
-    One rank writes the file `file`; every rank calls `report`.
+    One rank writes the file (`is_writer`). Every rank calls `report` with the line.
     """
 
     def __init__(self, file: Path, *, is_writer: bool, report: Report) -> None:
@@ -85,5 +85,5 @@ class History:
             write_file(self._file, "".join(json.dumps(line) + "\n" for line in kept))
 
     def last(self, key: str) -> Any:
-        """The latest number in the history under `key`; None if there is none."""
+        """The value of `key` in the last line of the history that has it; None if no line has it."""
         return next((line[key] for line in reversed(read_history(self._file)) if key in line), None)

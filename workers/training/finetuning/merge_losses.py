@@ -62,7 +62,7 @@ class Landscape:
     """The sum of two experts' losses for merges with a grid of coefficients.
 
     The merge of losses[i][j] is the base plus `coefficients`[i] times the first expert's task vector and
-    `coefficients`[j] times the second's.
+    `coefficients`[j] times the second's. The losses of each expert are those on its own tasks.
     """
 
     experts: tuple[str, str]
@@ -73,7 +73,7 @@ class Landscape:
 class Candidate(NamedTuple):
     """A merge of experts by a published method, with one of the coefficients that are compared.
 
-    `coefficient` is None for a method without one.
+    `method` is the method's name in tables. `coefficient` is None for a method without one.
     """
 
     method: str
@@ -85,9 +85,10 @@ class Candidate(NamedTuple):
 class MergeLoss:
     """The losses of merges of `num_experts` experts by one method, at the method's best coefficient.
 
-    The losses are means over all sets of this number of experts. The best coefficient is the one with the lowest mean
-    loss over the merged experts' tasks. `losses` are by expert, and `mean` is their mean. `spread` is the standard
-    deviation of the mean loss over all coefficients of the method.
+    The losses are means over all sets of this number of experts that are merged. The best coefficient is the one with
+    the lowest mean loss over the merged experts' tasks. `losses` are by expert, and `mean` is their mean. `spread` is
+    the standard deviation of the mean loss over all coefficients of the method. `coefficient` is None for a method
+    without one.
     """
 
     method: str
@@ -101,8 +102,8 @@ class MergeLoss:
 class MergeLosses:
     """Measures the losses of merges of trained experts on the first `samples` samples of each expert's tasks.
 
-    `directories` and `tasks` are by the experts' aliases. Raises InvalidModel, and InvalidTask for a sample without a
-    reference answer.
+    `directories` and `tasks` are by the experts' aliases. `max_length` is the largest number of tokens in a text.
+    Raises InvalidModel, and InvalidTask for a sample without a reference answer.
     """
 
     def __init__(
@@ -156,7 +157,8 @@ def lack_of_losses(
 ) -> Iterator[tuple[str, str]]:
     """Yield the reasons why the losses of merges of a fleet's experts cannot be measured, each with an expert's alias.
 
-    The losses of a single expert are never measured.
+    Nothing is yielded for a single expert, whose merges are never measured. `access` limits the files that tasks may
+    use, or is None for no limit.
     """
     for alias, spec in experts.items() if len(experts) > 1 else ():
         if spec.evaluation is None:
@@ -183,7 +185,9 @@ def losses_of_experts(
 ) -> MergeLosses:
     """Prepare to measure the losses of merges of a fleet's trained experts.
 
-    Raises InvalidTask if an expert has no evaluation, and the errors of `MergeLosses`.
+    `directories` has the directory of each trained expert by alias. The losses are on the first `samples` samples of
+    each task of an expert's evaluation. `access` limits the files that tasks may use, or is None for no limit. Raises
+    InvalidTask if an expert has no evaluation, and the errors of `MergeLosses`.
     """
     tasks = {}
     for alias, spec in experts.items():
@@ -200,7 +204,8 @@ def landscape(
 ) -> Landscape:
     """Measure the sum of two experts' losses over a grid of their coefficients (MergOPT, figure 2).
 
-    `measure` returns the losses of a merge by expert.
+    `measure` returns the losses of a merge by expert. `grid` has the coefficients, which each of the two experts has in
+    turn.
     """
     sources = tuple(Source(alias) for alias in experts)
 
@@ -213,7 +218,10 @@ def landscape(
 
 
 def candidates(experts: Sequence[str], *, seed: int = 0) -> Iterator[Candidate]:
-    """Yield the merges of experts by the four methods of the MergOPT paper, with all coefficients to compare."""
+    """Yield the merges of experts by the four methods of the MergOPT paper, with all coefficients to compare.
+
+    The methods are weight averaging, task arithmetic, TIES and DARE. `seed` determines the random masks of DARE.
+    """
     sources = tuple(Source(alias) for alias in experts)
     yield Candidate("weight averaging", None, Merge("linear", sources, {"weight": 1 / len(experts)}))
     for lambda_ in TASK_ARITHMETIC:
@@ -230,8 +238,8 @@ def merge_table(
 ) -> tuple[MergeLoss, ...]:
     """Measure merges of experts: a row for each method and number of experts.
 
-    The rows are first for pairs of the first IN_PAIRS experts, then for all experts. `measure` returns the losses of a
-    merge by expert.
+    With more than two experts, the first rows are for all pairs of the first IN_PAIRS experts. The other rows are for
+    all experts together. `measure` returns the losses of a merge by expert. `seed` determines the random masks of DARE.
     """
     sets = [[tuple(experts)]]
     if len(experts) > 2:
@@ -242,7 +250,10 @@ def merge_table(
 def _rows(
     measure: Callable[[Merge], Mapping[str, float]], sets: Sequence[tuple[str, ...]], *, seed: int
 ) -> Iterator[MergeLoss]:
-    """Yield the losses of merges by each method, over `sets` of experts of one size."""
+    """Yield the losses of merges by each method, as means over `sets` of experts, all of one size.
+
+    `measure` returns the losses of a merge by expert. `seed` determines the random masks of DARE.
+    """
     found: dict[str, list[tuple[float | None, Mapping[str, float], float]]] = {}
     for same in zip(*(candidates(experts, seed=seed) for experts in sets), strict=True):
         measured = [measure(candidate.merge) for candidate in same]

@@ -19,9 +19,10 @@ __all__ = ["fitted_scale", "make_optimizer"]
 
 
 def fitted_scale(method: Method, base: Path) -> Fit | None:
-    """Fit the scale of MergOPT's noise to existing task vectors, if the specification has `scale: auto`.
+    """Fit the scale of MergOPT's noise to the task vectors of the experts that the specification names (`fit_to`).
 
-    Returns None for another scale. Raises InvalidModel, and ValueError if the task vectors are 0.
+    Returns None unless the specification has `scale: auto`. `base` is the directory of the base model. Raises
+    InvalidModel, and ValueError if the task vectors are 0.
     """
     if method.scale != "auto" or method.kind != "mergopt":
         return None
@@ -40,8 +41,9 @@ def make_optimizer(
 ) -> Optimizer:
     """Make the optimizer that a specification names, for the parameters `trained` of `model`.
 
-    `moved` are the parameters that get MergOPT's offset, if these are not the trained ones. `fitted` is the result of
-    `fitted_scale`.
+    `moved` are the parameters to which MergOPT adds its offset while the gradient is computed; None means the trained
+    ones. `fitted` is the result of `fitted_scale`, which gives the scale of this offset; if it is None, the
+    specification gives the scale.
     """
     parameters = list(trained)
     is_sgd = method.kind == "sgd" or (method.kind != "adamw" and method.optimizer == "sgd")

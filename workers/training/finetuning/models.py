@@ -20,8 +20,9 @@ class TrainedModel:
     """A model in training, with its trained parameters.
 
     `module` is the model that transformers or peft saves. `forward` is the module that is called in training and
-    returns logits: `module`, or its linearization. `trained` are the parameters that are updated, by name. `moved` are
-    the parameters that get MergOPT's offset, or None if these are the trained ones.
+    returns logits: a wrapper of `module`, or its linearization. `trained` are the parameters that are updated, by name.
+    `moved` are the parameters to which MergOPT adds its offset while the gradient is computed; None means the trained
+    ones.
     """
 
     module: Any
@@ -31,7 +32,7 @@ class TrainedModel:
 
 
 class _Logits(torch.nn.Module):
-    """A transformers model as a module from tokens to logits [rows, columns, vocabulary]."""
+    """A transformers model as a module that returns only the logits [rows, columns, vocabulary]."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

@@ -57,7 +57,10 @@ def write_expert(
 
 
 def _sources(spec: FinetuneSpec, base: Path) -> dict[str, str]:
-    """What the expert was made from: the fingerprint of its base, as in studies, and the sha256 of its data file."""
+    """What the expert was made from, for the training record.
+
+    It is the fingerprint of its base, as studies compute it, and the sha256 (hex) of its data file.
+    """
     data = {} if spec.data.file is None else {"data": content_hash(spec.data.file)}
     return {"base": fingerprint(open_checkpoint(base)), **data}
 

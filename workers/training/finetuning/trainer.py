@@ -165,7 +165,7 @@ def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
 
 @dataclass(frozen=True)
 class _Ranks:
-    """This process's rank, the number of processes that train together, and operations over all of these."""
+    """The processes that train together: this one's rank, their number (`size`), and operations over all of them."""
 
     rank: int
     size: int
@@ -183,7 +183,7 @@ class _Ranks:
             dist.barrier()
 
     def total(self, number: float) -> float:
-        """The sum of a number over the processes that train together."""
+        """The sum of `number` over the processes that train together, each of which must call this."""
         if self.size == 1:
             return number
         found = torch.tensor(number, dtype=torch.float64, device=self.device)
@@ -192,7 +192,10 @@ class _Ranks:
 
 
 class _Passes:
-    """Forward and backward passes of a training over this rank's rows of each batch."""
+    """Forward and backward passes of a training over this rank's rows of each batch.
+
+    `rows` are the packed documents of the whole training data; `pad` is the id of the token that rows are padded with.
+    """
 
     def __init__(
         self,
@@ -221,7 +224,10 @@ class _Passes:
         return logits
 
     def without_averaging(self) -> AbstractContextManager[Any]:
-        """Context manager in which backward passes add to this rank's gradients, without averaging over ranks."""
+        """Context manager in which backward passes add to this rank's gradients, without averaging over ranks.
+
+        All portions of a batch but the last are read in it, so that gradients are averaged once for each update.
+        """
         if isinstance(self._forward, DistributedDataParallel):
             context: AbstractContextManager[Any] = self._forward.no_sync()
             return context
@@ -231,8 +237,9 @@ class _Passes:
 class _Update:
     """The batch of one update, and the closure that computes its gradients.
 
-    `gradients` is the closure, which may be called more than once; `loss` is the result of its first call. `kept` is
-    the last checkpoint, for messages.
+    The method `gradients` is the closure, which an optimizer may call more than once; `loss` and `norm` are the loss
+    and the gradient's norm at its first call. `step` is the number of the update, from 0; `numbers` are the indices of
+    the batch's rows. `kept` is the directory of the last checkpoint, for messages, or None.
     """
 
     def __init__(
@@ -250,7 +257,11 @@ class _Update:
         self._is_first = True
 
     def gradients(self) -> float:
-        """Compute the clipped gradients of the mean loss over all targets of the batch, and return the loss."""
+        """Compute the gradients of the mean loss over all targets of the batch, and return the loss.
+
+        A target is a token whose loss counts. Gradients are over all ranks, and clipped to the specification's norm.
+        Raises TrainingFailed if the loss or the norm is NaN or infinite.
+        """
         self._optimizer.zero_grad()
         ranks = self._passes.ranks
         total = 0.0
@@ -273,7 +284,7 @@ class _Update:
         return mean
 
     def _micro_batches(self) -> Iterator[tuple[Sequence[tuple[Document, ...]], bool]]:
-        """Yield this rank's rows of the batch, in portions that are read at once, with a flag for the last portion."""
+        """Yield this rank's rows of the batch in portions that are read at once, each with whether it is the last."""
         ranks, size = self._passes.ranks, self._passes.spec.training.micro_batch
         mine = self._batch[ranks.rank :: ranks.size]
         for start in range(0, len(mine), size):

@@ -23,11 +23,11 @@ __all__ = ["Episode", "Role", "generator_of", "play"]
 
 @dataclass(frozen=True)
 class Role:
-    """The conditions under which an episode is played.
+    """The conditions under which the episode with the number `number` is played.
 
-    `exploration` is the probability, in [0, 1], that a step is drawn at random. `noise` multiplies the standard
-    deviation of the point that the policy draws for each step. `path` is a given path to follow; None lets the policy
-    choose.
+    `preference` is the preference vector. `exploration` is the probability, in [0, 1], that a step is drawn at random.
+    `noise` multiplies the standard deviation of the point that the policy draws for each step. `path` is a given path
+    to follow; if it is None, the policy chooses.
     """
 
     number: int
@@ -63,19 +63,19 @@ def generator_of(seed: int, number: int) -> torch.Generator:
 
 @torch.no_grad()
 def play(networks: Networks, roles: Sequence[Role], *, seed: int, k: int) -> list[Episode]:
-    """Build several layer paths with a policy, side by side; each path is an episode.
+    """Build several layer paths with a policy, side by side; each path is an episode, played as its role says.
 
     For each step the policy draws a proto-action, a point in the space of the steps' embeddings. The `k` nearest
     allowed steps are the candidates, of which the one with the best expected outcome is taken. With the probability
-    `exploration` of the role a candidate is drawn at random instead. `noise` multiplies the deviation of proto-actions.
-    If both are 0, the path is the one that the policy prefers.
+    `exploration` of the role a candidate is drawn at random instead. The role's `noise` multiplies the deviation of
+    proto-actions. If both are 0, the path is the one that the policy prefers.
 
     A step without an alternative is taken without the policy; the end of a path of maximal length is such a step and no
     part of the episode. If a role gives the path, its proto-actions are the embeddings of the path's steps, which
     certainly lead to these steps, so that the policy learns which of them were good.
 
-    An episode has random numbers of its own. Its rounding depends on all episodes that are played with it, so that
-    repeating it means playing the same episodes together.
+    An episode has random numbers of its own, which `seed` and its number determine. Its rounding depends on all
+    episodes that are played with it, so that repeating it means playing the same episodes together.
     """
     paths = networks.paths
     noise_BTD, draws_BTE = _random_numbers(networks, roles, seed=seed)
@@ -129,9 +129,9 @@ def play(networks: Networks, roles: Sequence[Role], *, seed: int, k: int) -> lis
 def _random_numbers(networks: Networks, roles: Sequence[Role], *, seed: int) -> tuple[Tensor, Tensor]:
     """The random numbers of B episodes of at most T steps, for embeddings of dimension D.
 
-    They are normal numbers [B, T, D], times each episode's noise, and uniform numbers [B, T, 2]. The normal numbers
-    displace the points that the policy chooses among the embeddings. The uniform ones decide whether a step is drawn at
-    random, and which step.
+    The first result are normal numbers [B, T, D], times the role's noise, which displace the points that the policy
+    chooses among the embeddings. The second are uniform numbers [B, T, 2]: the first of each pair decides whether a
+    step is drawn at random, the other which one.
     """
     longest, size = networks.paths.longest, len(networks.log_std)
     noise, draws = [], []
@@ -143,16 +143,20 @@ def _random_numbers(networks: Networks, roles: Sequence[Role], *, seed: int) -> 
 
 
 def _allowed(paths: LayerPaths, steps: Sequence[int]) -> Tensor:
-    """Which steps may follow those of a path (bool); after the path's end only the end, which then has no effect."""
+    """Which steps may follow `steps`, the beginning of a path: bool [num_steps + 1], the last for the path's end.
+
+    After the end only the end may follow, which has no effect then.
+    """
     if steps and steps[-1] == stop_of(paths):
         return torch.arange(paths.num_steps + 1) == stop_of(paths)
     return allowed_steps(paths, steps)
 
 
 def _after(networks: Networks, hidden_1BH: Tensor, steps_BCD: Tensor) -> tuple[Tensor, Tensor]:
-    """The state after each candidate step, and the encoder's memory there, [B, C, H] each.
+    """The state of B paths after each of C candidate steps, and the encoder's memory there: [B, C, H] each.
 
-    There are B episodes and C candidates for each; a state has H numbers.
+    A state has H numbers. `hidden_1BH` is the encoder's memory before the step, `steps_BCD` are the embeddings of the
+    candidates.
     """
     count, num = steps_BCD.shape[:2]
     before = hidden_1BH.repeat_interleave(num, dim=1)

@@ -77,7 +77,7 @@ class Learner:
 
     @property
     def num_remembered(self) -> int:
-        """The number of episodes, from this and earlier iterations, that the value network learns from."""
+        """The number of episodes, from the last iteration and earlier ones, that the value network learns from."""
         return 0 if self._memory is None else len(self._memory.lengths)
 
     def update(self, episodes: Sequence[Episode], outcomes_BK: Tensor) -> UpdateStatistics:
@@ -112,12 +112,13 @@ class Learner:
         return UpdateStatistics(mean("policy"), mean("value"), mean("entropy"), mean("kl"))
 
     def losses(self, batch: EpisodeBatch, advantages_BT: Tensor, recalled: Memory) -> Losses:
-        """PPO's losses: of the policy on episodes of this iteration, and of the value network on any episodes.
+        """PPO's losses for one mini-batch: of the policy on `batch`, and of the value network on `recalled`.
 
-        The value of a state is the expected outcome, times the share of it that is still to be paid. Therefore expected
-        outcomes of states after any number of steps can be compared, and the choice between ending now or later depends
-        on the outcome alone. `advantages_BT` are the advantages of the steps of `batch`; `recalled` are the episodes
-        for the value network.
+        `batch` are episodes of this iteration, with the advantages `advantages_BT` of their steps; `recalled` are
+        episodes of any iteration. The value network predicts the outcome of the whole path. The value of a state is
+        this expected outcome, times the share of it that is still to be paid as rewards. Therefore expected outcomes of
+        states after any number of steps can be compared, and the choice between ending now or later depends on the
+        outcome alone.
         """
         options = self.options
         networks = self.networks
@@ -161,7 +162,10 @@ class Learner:
         return torch.where(batch.is_step, (advantages - real.mean()) / scale, 0.0)
 
     def to_bytes(self) -> bytes:
-        """Everything that the next update depends on, as bytes."""
+        """The state on which the next update depends, as bytes.
+
+        It consists of networks, optimizer, the number of updates, and the episodes that the value network learns from.
+        """
         buffer = io.BytesIO()
         state = {
             "networks": self.networks.state_dict(),
@@ -195,7 +199,7 @@ class Learner:
 
 @dataclass(frozen=True)
 class Memory:
-    """What the value network needs of B episodes, in tensors.
+    """The part of B episodes that the value network learns from, in tensors.
 
     `steps` [B, T] are padded to T steps with step 0, `lengths` [B] are the numbers of steps. `preferences` and
     `outcomes` are [B, K] for K objectives.
@@ -223,7 +227,7 @@ class Memory:
 
 
 def _stacked(first_BT: Tensor, second_BT: Tensor) -> Tensor:
-    """Join the steps of two batches of episodes to one batch, padded to the longest episode."""
+    """Join the steps [episodes, T] of two batches of episodes to one batch, padded with 0 to the longest episode."""
     longest = max(first_BT.shape[1], second_BT.shape[1])
     return torch.cat([torch.nn.functional.pad(steps, (0, longest - steps.shape[1])) for steps in (first_BT, second_BT)])
 
@@ -233,7 +237,7 @@ class EpisodeBatch:
     """B episodes in tensors, padded to T steps with step 0.
 
     `steps` and `log_densities` are [B, T], `protos` [B, T, D] for proto-actions of dimension D, `preferences` and
-    `outcomes` [B, K] for K objectives.
+    `outcomes` [B, K] for K objectives. `lengths` are the numbers of steps without padding.
     """
 
     steps: Tensor

@@ -74,9 +74,9 @@ class Networks(nn.Module):
 
     @torch.no_grad()
     def measure(self, outcomes_BK: Tensor) -> None:
-        """Set the mean and the unit of expected outcomes to the mean and standard deviation of `outcomes_BK`.
+        """Set the mean and the unit of the value network's results to the mean and standard deviation of `outcomes_BK`.
 
-        `outcomes_BK` [episodes, objectives] are the outcomes that are known first.
+        `outcomes_BK` [episodes, objectives] are the first outcomes that are known.
         """
         self.centre.copy_(outcomes_BK.mean(dim=0))
         self.spread.copy_(outcomes_BK.std(dim=0, unbiased=False).clamp(min=SMALLEST_SPREAD))
@@ -129,7 +129,10 @@ class Networks(nn.Module):
 
 
 def _head(num_inputs: int, hidden: int, num_outputs: int) -> nn.Sequential:
-    """Two linear layers with a tanh between them, whose outputs are near 0 before training."""
+    """Two linear layers with a tanh between them, whose outputs are near 0 before training.
+
+    `hidden` is the number of outputs of the first layer.
+    """
     last = nn.Linear(hidden, num_outputs)
     nn.init.normal_(last.weight, std=0.01)
     nn.init.zeros_(last.bias)

@@ -57,7 +57,10 @@ class PolicyTrainingOptions:
 
 @dataclass(frozen=True)
 class _Played:
-    """The episodes of one iteration by number, and the checkpoint of the policy that played them."""
+    """The episodes of one iteration by number, and the checkpoint of the policy that played them (`by`).
+
+    `by` is None for the policy with which the search began.
+    """
 
     by: bytes | None
     episodes: Mapping[int, Episode]
@@ -66,9 +69,10 @@ class _Played:
 class PolicyTraining:
     """The policies of one search: plays their episodes, and learns from the outcomes.
 
-    `preferences` are the preference vectors, at least one. `saved` has checkpoints by the last iteration that they have
-    learned from; those of the last two iterations of each policy are needed. `start` has the checkpoint that each
-    policy begins with, or is empty for new policies. Raises ValueError if `start` has another number of checkpoints.
+    `preferences` are the preference vectors, at least one. `descriptors` are statistics of the layers' weights, or
+    None. `saved` has checkpoints of policies, by the last iteration that each has learned from; those of the last two
+    iterations of each policy are needed. `start` has the checkpoint that each policy begins with, or is empty for new
+    policies. Raises ValueError if `start` has another number of checkpoints.
     """
 
     def __init__(
@@ -122,7 +126,7 @@ class PolicyTraining:
         return iteration % self.num_policies
 
     def turn_of(self, iteration: int) -> int:
-        """The number of earlier iterations that the policy of this iteration has played."""
+        """The number of earlier iterations that the policy of the iteration `iteration` has played."""
         return iteration // self.num_policies
 
     def preference_of(self, number: int) -> tuple[float, ...]:
@@ -134,12 +138,15 @@ class PolicyTraining:
         return self.options.learns and (bool(self._start) or self.turn_of(iteration) >= self.options.warm_up)
 
     def source_of(self, iteration: int, *, newest: int) -> int | None:
-        """The last iteration, up to `newest`, from which the policy of `iteration` has learned; None if none."""
+        """The last iteration, up to `newest`, from which the policy of `iteration` has learned.
+
+        Returns None if it has learned from none, as in the warm-up.
+        """
         last = newest - (newest - iteration) % self.num_policies
         return last if last >= 0 and self.is_learned_from(last) else None
 
     def is_kept(self, iteration: int, *, num_finished: int) -> bool:
-        """Whether the checkpoint of `iteration` is still needed when `num_finished` iterations are finished."""
+        """Whether the checkpoint saved after `iteration` is still needed once `num_finished` iterations are finished."""
         return iteration >= num_finished - 2 * self.num_policies
 
     # -- episodes and updates --------------------------------------------------------------------------------------
@@ -236,7 +243,7 @@ class PolicyTraining:
         return list(found)[:count]
 
     def _new(self, iteration: int) -> Learner:
-        """A learner for the policy of `iteration`, before its first update."""
+        """A learner for the policy of `iteration`, as it is before its first update and without a given start."""
         seed = self._seed + self.policy_of(iteration)
         options = self.options
         return Learner(self.paths, options.networks, options.learner, seed=seed, descriptors=self._descriptors)
@@ -244,7 +251,7 @@ class PolicyTraining:
     def _learner(self, iteration: int, source: int | None) -> Learner:
         """The learner of the policy of `iteration`, in its state after it learned from iteration `source`.
 
-        If `source` is None, the state is the one with which the search begins.
+        If `source` is None, the state is the one with which the search begins: a given policy, or a new one.
         """
         learner = self._new(iteration)
         if source is not None:

@@ -22,7 +22,7 @@ __all__ = ["Part", "parts_of"]
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The part of a parameter that this process holds.
+    """The part of a parameter that this process holds: all of it, or a shard.
 
     `tensor` shares the parameter's memory. Its first element has the number `start` among the elements of all
     parameters.
@@ -33,7 +33,10 @@ class Part:
     start: int
 
     def add_noise(self, quantiles: torch.Tensor, *, key: int) -> None:
-        """Add noise to this part in place; `key` names the draw, `quantiles` are those of the noise's distribution."""
+        """Add noise to this part in place.
+
+        `key` determines the random numbers (`noise.draw_key`). `quantiles` are those of the noise's distribution.
+        """
         add(self.tensor, quantiles, key=key, start=self.start)
 
 
@@ -61,8 +64,8 @@ def parts_of(parameters: Iterable[torch.Tensor]) -> list[Part]:
 def add(tensor: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) -> None:
     """Add noise to the elements of `tensor` in place.
 
-    The first element has the number `start` among the elements of all parameters. `key` names the draw, `quantiles` are
-    those of the noise's distribution.
+    The first element has the number `start` among the elements of all parameters. `key` determines the random numbers
+    (`noise.draw_key`). `quantiles` are those of the noise's distribution.
     """
     whole = tensor if tensor.is_contiguous() else tensor.contiguous()
     if whole.device.type == "cpu" and whole.dtype in kernel.DTYPES:
@@ -74,7 +77,10 @@ def add(tensor: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) 
 
 
 def _local(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The memory of a parameter that this process holds, and the number of the parameter's elements before it."""
+    """The memory of a parameter that this process holds, and the number of the parameter's elements before it.
+
+    Raises ValueError if the parameter is sharded along another dimension than the first.
+    """
     if not isinstance(parameter, DTensor):
         return parameter.detach(), 0
     placements = parameter.placements

@@ -31,8 +31,9 @@ def offset_in_layers(
 ) -> Iterator[None]:
     """Context manager in which forward and backward passes of `model` see its parameters with noise added.
 
-    `key` names the draw of the noise. `tables` has the quantiles of its distribution for each device. Raises ValueError
-    if `model` does not have all of `parts`.
+    `parts` are the parameters that get noise, as far as this process holds them. `key` determines the random numbers
+    (`noise.draw_key`). `tables` has the quantiles of the noise's distribution for each device. Raises ValueError if
+    `model` lacks one of the parameters.
     """
     known = {id(part.parameter): part for part in parts}
     owners: list[tuple[torch.nn.Module, dict[str, Part]]] = []
@@ -54,7 +55,10 @@ def offset_in_layers(
 
 @dataclass(frozen=True)
 class _Note:
-    """What is kept for the backward pass in place of a tensor: how to make it again, as a view of a part with noise."""
+    """What autograd keeps for the backward pass in place of a tensor with noise: how to make the tensor again.
+
+    It is the view of the part with noise that has `size`, `stride` and, as its first element, the offset `place`.
+    """
 
     part: Part
     size: tuple[int, ...]
@@ -63,7 +67,10 @@ class _Note:
 
 
 class _Draw:
-    """One draw of noise, and the tensors with this noise that exist now, by the address of their memory."""
+    """One draw of noise, and the tensors with this noise that exist now, by the address of their memory.
+
+    `tables` has the quantiles of the noise's distribution for each device; `key` determines the random numbers.
+    """
 
     def __init__(self, tables: Mapping[torch.device, torch.Tensor], key: int) -> None:
         self._tables, self._key = tables, key
@@ -100,7 +107,10 @@ class _Draw:
 
 
 class _WithNoise(torch.autograd.Function):
-    """An autograd function that adds noise to a parameter, and passes the gradient on to the parameter unchanged."""
+    """An autograd function that returns a parameter with noise, and passes the gradient to the parameter unchanged.
+
+    `make` makes the tensor with noise.
+    """
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, make: Any) -> Any:

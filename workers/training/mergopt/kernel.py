@@ -26,7 +26,7 @@ MASK_32 = HIGH_WORD - 1
 def add_noise(flat: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) -> None:
     """Add noise to a contiguous tensor on CPU by compiled code, with the same result as `noise.add_plainly`.
 
-    The dtype is one of DTYPES.
+    The arguments are those of `add_plainly`. The dtype of `flat` is one of DTYPES.
     """
     words, table = as_array(flat), quantiles.numpy()
     k0, k1 = key_words(key)

@@ -30,7 +30,7 @@ CHUNK = 1 << 16  # elements hashed at a time: their int64 temporaries fit a core
 class Noise(Protocol):
     """Interface of a symmetric distribution around 0, given by its quantiles.
 
-    They are float32 [NUM_QUANTILES] on CPU, ascending.
+    The quantiles are float32 [NUM_QUANTILES] on CPU, ascending.
     """
 
     @property
@@ -71,15 +71,16 @@ class Gaussian:
 
 
 def draw_key(seed: int, step: int) -> int:
-    """The 64-bit key of the noise that is drawn in an optimizer step."""
+    """The 64-bit key that determines the noise of the optimizer step number `step`."""
     return int.from_bytes(hashlib.blake2b(f"mergopt\x1f{seed}\x1f{step}".encode(), digest_size=8).digest(), "little")
 
 
 def add_plainly(flat: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) -> None:
     """Add noise to `flat` [n], of any floating dtype, in place.
 
-    The noise is drawn from `quantiles` by `key`. The elements of `flat` have the numbers `start`, `start` + 1, ...
-    among those of all parameters. The sum is in float32, rounded once. `quantiles` are on the device of `flat`.
+    The noise is drawn from `quantiles` by `key` (`draw_key`). The elements of `flat` have the numbers `start`, `start`
+    + 1, ... among those of all parameters. The sum is in float32, rounded once. `quantiles` are on the device of
+    `flat`.
     """
     for first in range(0, flat.numel(), CHUNK):
         part = flat[first : first + CHUNK]

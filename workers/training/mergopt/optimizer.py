@@ -48,7 +48,7 @@ class Draw:
 
     @property
     def factor(self) -> float:
-        """The factor K alpha - 1 of the simulated task vectors z, for K models and the coefficient alpha."""
+        """The factor K alpha - 1 of the random task vectors z, where K is `num_models`."""
         return self.num_models * self.alpha - 1
 
 
@@ -57,7 +57,8 @@ def draw_of(
 ) -> Draw:
     """Draw the merge that optimizer step `step` simulates.
 
-    The draw is a function of the arguments alone, so that every rank has the same.
+    The coefficient is one of `coefficients`, the number of models is from 1 to `max_models`. The draw is a function of
+    the arguments alone, so that every rank has the same.
     """
     rng = random.Random(f"mergopt {seed} {step}")
     return Draw(rng.choice(list(coefficients)), rng.randint(1, max_models), draw_key(seed, step))

@@ -60,7 +60,10 @@ class SharpnessAware(OptimizerWrapper):
 
     @torch.no_grad()
     def _ascent(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The parameters that have a gradient, each with the offset for the second computation of the gradient."""
+        """The parameters that have a gradient, each with the offset at which the gradient is computed again.
+
+        The result is empty if all gradients are 0.
+        """
         moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not moved:
             return []
@@ -78,7 +81,10 @@ class SharpnessAware(OptimizerWrapper):
 
 
 class _Moved:
-    """Context manager that adds offsets to parameters, and restores the parameters, bit for bit, at the end."""
+    """Context manager that adds offsets to parameters, and restores the parameters, bit for bit, at the end.
+
+    `steps` has pairs of a parameter and its offset.
+    """
 
     def __init__(self, steps: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._steps = steps

@@ -13,7 +13,7 @@ __all__ = ["OptimizerWrapper"]
 class OptimizerWrapper(Optimizer):
     """Base class of optimizers around another optimizer, whose parameter groups and state they share.
 
-    Subclasses define `step`. The parameters are given to the wrapped `optimizer` when it is made.
+    Subclasses define the method `step`. The wrapped `optimizer` has been made with all parameters before.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -38,6 +38,9 @@ class OptimizerWrapper(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Use the parameter groups and state of the wrapped optimizer, again after a state was loaded."""
+        """Use the parameter groups and state of the wrapped optimizer.
+
+        This is repeated after a state was loaded, because loading replaces them.
+        """
         self.param_groups = self.optimizer.param_groups
         self.state = self.optimizer.state

@@ -120,7 +120,10 @@ class PathContents(WeightContents):
         return found
 
     def _config_directory(self) -> str:
-        """Write the pool of layers as the configuration of a model to a temporary directory; return the directory."""
+        """Write the configuration of a model with the pool's layers to a temporary directory, and return the directory.
+
+        vLLM makes the model of the engine, which has all layers of the pool, from this configuration.
+        """
         config = dict(self.sources.base.config)
         config |= {
             "architectures": [PATH_ARCHITECTURE],

@@ -36,7 +36,7 @@ LAYERS = "model.layers."
 class HeldPath(HeldWeights):
     """The weights of an engine of layer paths: a pool of layers, the path through it, and the other parameters.
 
-    The path includes a factor and optionally an alignment for each of its layers.
+    The path names a layer of the pool for each layer of the merge, with a factor and optionally an alignment.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
@@ -72,7 +72,7 @@ class HeldPath(HeldWeights):
         self._outside_digest, self._outside_held = "", None
 
     def fill(self, bank: Bank, into: Into) -> None:
-        """Write the layers of source models into the engine in advance, those of the base last.
+        """Write the layers of source models into the engine's pool in advance, those of the base last.
 
         Only as many sources are written as fit beside the layers of the longest merge, but at least the base.
         """
@@ -118,9 +118,10 @@ class HeldPath(HeldWeights):
         return done
 
     def _write_path(self, plan: TensorPlan, bank: Bank, into: Into, recipe: Recipe) -> Writing:
-        """Write the tensors of a plan, including the parameters outside layers (embedding, final norm and output head).
+        """Write the tensors of `plan`, made from `recipe`, into the engine.
 
-        After a failure the content of all layers counts as unknown.
+        They include the parameters outside layers (embedding, final norm and output head). After a failure the content
+        of all layers of the pool counts as unknown.
         """
         try:
             done = self._write(plan, bank, into)
@@ -166,7 +167,8 @@ class HeldPath(HeldWeights):
 class _Checked:
     """What the layers of earlier recipes contain, so that a recipe made of known layers need not be planned again.
 
-    Recipes with merges of single tensors are not recorded.
+    Recipes with merges of single tensors, or with another vocabulary than the base's, are not recorded. About `most`
+    layers are kept; then the record begins anew.
     """
 
     def __init__(self, most: int) -> None:
@@ -179,7 +181,10 @@ class _Checked:
         self._contents: dict[tuple[Merge, ...], Hashable] = {}
 
     def contents(self, recipe: Recipe) -> list[Hashable] | None:
-        """What each layer of the recipe contains, as known from earlier recipes; None if a layer is unknown."""
+        """A description of what each layer of `recipe` contains, as `_by_layer` gives it, known from earlier recipes.
+
+        Returns None if a layer is unknown, or the recipe has other models or settings than the recorded ones.
+        """
         if not _is_known_by_layers(recipe) or _of(recipe) != self._of:
             return None
         if not recipe.models.items() <= self._models.items():
@@ -202,7 +207,8 @@ class _Checked:
 class _Between:
     """What a path has besides its layers: for each layer, a scale factor and the alignment before it.
 
-    `before` has the digest of each layer's alignment, or None; `alignments` maps digests to alignments.
+    `factors` multiply the outputs of a layer's branches (attention, MLP). `before` has the digest of the alignment
+    before each layer, or None; `alignments` maps digests to alignments.
     """
 
     factors: Sequence[float]
@@ -211,9 +217,9 @@ class _Between:
 
 
 class _Aligned:
-    """Alignments that are kept in memory, in the device and dtype of the model.
+    """Alignments of layer paths that are kept in memory, on the device and in the dtype of the tensor `like`.
 
-    There are at most as many as the longest path has layers; the least recently used are dropped.
+    At most `most` are kept, as many as the longest path has layers; the least recently used are dropped.
     """
 
     def __init__(self, like: torch.Tensor, *, most: int) -> None:
@@ -254,18 +260,18 @@ def _digest_of(alignment: Alignment) -> str:
 
 
 def _outside(recipe: Recipe) -> Hashable:
-    """A value that is equal for recipes whose merges outside layers (embedding, output head) are equal."""
+    """A value that is equal for two recipes if their merges outside layers (embedding, head) are equal."""
     recipe = recipe.canonical()
     return _of(recipe), recipe.embedding, recipe.head
 
 
 def _of(recipe: Recipe) -> Hashable:
-    """The settings of a whole recipe, other than its merges, that the merged tensors depend on."""
+    """Those settings of a whole recipe, beside its merges, that the merged tensors depend on."""
     return recipe.base, recipe.keeps_equal
 
 
 def _is_known_by_layers(recipe: Recipe) -> bool:
-    """Whether the merged tensors of each layer depend on this layer's part of the recipe only.
+    """Whether the merged tensors of each layer depend only on what the recipe says about this layer.
 
     This holds for recipes without merges of single tensors that use the vocabulary of the base.
     """
@@ -279,9 +285,10 @@ def _merges(layer: LayerRecipe) -> tuple[Merge, ...]:
 def _combined(outside: str, path: Iterable[Hop], digests: Mapping[int, str], aligned: Mapping[str, str]) -> str:
     """Checksum of a path, a sequence of layers: sha256 (hex) over the digests of all its parts.
 
-    `outside` is the digest of the parameters outside layers. For each hop of the path follow the digest of its layer,
-    its factor and the digest of its alignment. The checksum does not depend on which of the engine's layers hold the
-    path, or in which order they were written.
+    `outside` is the digest of the parameters outside layers. After it come, for each hop of the path, the digest of its
+    layer (in `digests`, by the layer's index in the pool), its factor, and the digest of its alignment (in `aligned`,
+    by the name of the alignment). The checksum does not depend on which layers of the pool hold the path, or in which
+    order they were written.
     """
     total = hashlib.sha256(f"{outside}\n".encode())
     for number, hop in enumerate(path):
@@ -299,7 +306,8 @@ def _planned(recipe: Recipe, bank: Bank) -> TensorPlan:
 def _by_layer(plan: TensorPlan, bank: Bank) -> tuple[list[MergedTensor], list[Hashable], list[list[MergedTensor]]]:
     """Split the tensors of a plan into those outside layers and those of each layer, without the layers' scales.
 
-    Returns the tensors outside layers, a description of what each layer contains, and the tensors of each layer.
+    Returns the tensors outside layers, for each layer a description of what it contains, and the tensors of each layer.
+    The description is a value that is equal for layers whose tensors are computed in the same way.
     """
     from workers.merging.plan import computations
 

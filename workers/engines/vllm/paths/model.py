@@ -61,7 +61,7 @@ LAYER_OF: Mapping[str, MakeLayer] = {
 class PathModel(nn.Module):
     """A decoder that computes the layers of its attribute `path`, in this order.
 
-    `path` may be set between forward passes, when no request is in flight.
+    `path` is a sequence of hops (`pool.Hop`), and may be set between forward passes, when no request is in flight.
     """
 
     hf_to_vllm_mapper = LlamaModel.hf_to_vllm_mapper

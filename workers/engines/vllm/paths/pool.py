@@ -25,9 +25,9 @@ class Hop:
 
 
 class LayerPool:
-    """Book-keeping of what each layer of a pool of `size` layers contains.
+    """Record of what each of the `size` layers of an engine's pool contains.
 
-    The content of a layer is described by any hashable value.
+    The content of a layer is described by any hashable value; equal values mean equal weights.
     """
 
     def __init__(self, size: int) -> None:
@@ -43,8 +43,9 @@ class LayerPool:
     def place(self, contents: Sequence[Hashable]) -> tuple[list[int], set[int]]:
         """Assign a layer of the pool to each of `contents`; equal contents share one.
 
-        Returns the layer of each content, and the set of layers that must be written because they do not contain it
-        yet. Raises ValueError if there are more different contents than layers.
+        A layer that already has the content is used. Otherwise it is an empty layer, or the least recently used one
+        that none of `contents` is in. Returns the layer of each content, and the set of layers that must be written
+        because they do not have their content yet. Raises ValueError if there are more different contents than layers.
         """
         wanted = dict.fromkeys(contents)
         if len(wanted) > self.size:

@@ -33,14 +33,17 @@ def pool_size(*, room: int, layer_bytes: int, num_sources: int, max_layers: int,
 
 
 def widest_layer_bytes(sources: ResolvedFamily, value_bytes: int) -> int:
-    """Bytes of the base's largest layer, at `value_bytes` bytes for each value."""
+    """Bytes of the base model's largest layer, at `value_bytes` bytes for each element."""
     layout = sources.layout
     names = ([name for name, place in layout.places.items() if place.layer == i] for i in range(layout.num_layers))
     return max(_bytes(sources, of_layer, value_bytes) for of_layer in names)
 
 
 def outside_bytes(sources: ResolvedFamily, value_bytes: int) -> int:
-    """Bytes of a model's parameters outside layers (embedding, final norm, output head)."""
+    """Bytes of the base model's parameters outside layers (embedding, final norm, output head).
+
+    Each element takes `value_bytes` bytes.
+    """
     return _bytes(sources, (n for n, place in sources.layout.places.items() if place.layer is None), value_bytes)
 
 

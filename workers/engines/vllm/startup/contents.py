@@ -35,8 +35,9 @@ GENERIC = "Transformers"
 class WeightContents:
     """Options and sizes for an engine of one model with the same number of layers as the base.
 
-    Subclasses are for other kinds of engines. `dtype` is that of the engine; `aligns` says whether merges may have
-    alignments. Raises EngineUnavailable if the model does not fit into memory.
+    Subclasses are for other kinds of engines. `dtype` is that of the engine; the option "auto" means "float32" on CPU
+    and "bfloat16" on a GPU. `aligns` says whether merges may have alignments. `options_by_device` raises
+    EngineUnavailable if the model does not fit into a GPU's memory.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class WeightContents:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The configuration of the longest merge, with the same key names for every model type."""
+        """The configuration of the longest merge that the engine can hold, with key names as in `in_common_names`."""
         return self.prompts.config
 
     def model_options(self) -> dict[str, Any]:
@@ -75,9 +76,9 @@ class WeightContents:
         return f"the recipe has {len(recipe.layers)} layers, the model {layers}"
 
     def options_by_device(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Options of vLLM that depend on the device and its memory.
+        """Options of vLLM that depend on the device and its memory, and how the source weights are opened.
 
-        Also returns the arguments for `MergeExtension.mergesearch_open`.
+        The second mapping has the arguments for the method `mergesearch_open` of `MergeExtension`.
         """
         opening: dict[str, Any] = {"keeps_ranks": self.options.rank_cache}
         if self.is_cpu:
