@@ -123,7 +123,9 @@ class EngineCrashed(EngineUnavailable):
 
 
 class RequestFailed(EngineUnavailable):
-    """A request to a replica failed for a reason outside its engine, such as a full disk; the replica stays in service.
+    """A request to a replica failed for a reason outside its engine, such as a full disk.
+
+    The replica stays in service.
     """
 
 

@@ -23,7 +23,9 @@ DIGEST = re.compile(r"^[0-9a-f]{64}$")
 
 
 def write_alignment(directory: str | Path, alignment: Alignment) -> str:
-    """Write an alignment to `directory`, in float32, and return its digest: the sha256 of the file, which is its name.
+    """Write an alignment to `directory`, in float32, and return its digest.
+
+    The digest is the sha256 of the file, and the file's name.
     """
     from safetensors.torch import save
 
