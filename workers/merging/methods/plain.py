@@ -72,8 +72,9 @@ class Operands:
 class PlainMethod:
     """A declared merge method with the function that computes it in plain torch.
 
-    `uses` are the statistics that the function can use. `is_told_name` says whether the function takes the tensor's
-    name. `order_parameter` is the function's parameter for the order of equal elements, if it has one.
+    `uses` are the statistics of the sources that the function has parameters for. `is_told_name` says whether the
+    function takes the tensor's name. `order_parameter` is the name of the function's parameter for the order of equal
+    elements, or None if it has none.
     """
 
     declared: MergeMethod
@@ -93,7 +94,7 @@ class PlainMethod:
         *,
         given: Mapping[str, Sequence[torch.Tensor] | torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Compute a merge of `operands` with the coefficients of `merge`.
+        """Compute the merge `merge` of `operands` by this method's function, with the coefficients of the merge.
 
         `given` may replace coefficients, by name, by tensors without dimensions; the result then has gradients by
         these. Raises InvalidRecipe for coefficients that the method does not take.
@@ -119,7 +120,7 @@ class PlainMethod:
 
 
 def merge_tensors(merge: Merge, operands: Operands) -> torch.Tensor:
-    """Compute a merged tensor by the plain function of the merge's method.
+    """Compute a merged tensor from its operands by the plain torch function of the merge's method.
 
     Raises InvalidRecipe for a merge with sources or coefficients that its method does not take.
     """
