@@ -44,7 +44,7 @@ class WorkerError(Exception):
 
 
 class InvalidModel(WorkerError, ValueError):
-    """Checkpoints cannot be merged. `problems` lists every problem that was found."""
+    """Checkpoints cannot be merged. `problems` has a line for each problem that was found."""
 
     def __init__(self, problems: tuple[str, ...]) -> None:
         super().__init__(problems)

@@ -47,7 +47,10 @@ def is_object_url(text: str) -> bool:
 
 
 def object_url_problem(url: str) -> str | None:
-    """Reason why `url` cannot be used as the URL of objects; None if it can."""
+    """Reason why `url` cannot be used as the URL of an object store; None if it can.
+
+    It cannot if it is no such URL, or holds credentials.
+    """
     scheme, _, rest = url.partition("://")
     bucket = rest.partition("/")[0]
     if scheme not in SCHEMES or not bucket:
@@ -78,7 +81,10 @@ class ObjectStore:
         self._fs, self._root = _file_system(self.url)
 
     def read(self, path: str, *, start: int | None = None, stop: int | None = None) -> bytes:
-        """Return the bytes [start, stop) of an object, by default all of them."""
+        """Return the bytes from `start` to `stop` - 1 of an object.
+
+        If `start` is None, they begin with the first byte; if `stop` is None, they end with the last.
+        """
         with self._asking("read", path):
             content: bytes = self._fs.cat_file(self._key(path), start=start, end=stop)
         return content

@@ -271,7 +271,7 @@ class ScoreResult:
 
     @property
     def values(self) -> dict[str, dict[int, float]]:
-        """The values of the metric, as a mapping from objective to the positions of its samples to the values."""
+        """The value of the metric on each sample, by objective and then by the sample's position."""
         found: dict[str, dict[int, float]] = {}
         for sample in self.samples:
             found.setdefault(sample.objective, {})[sample.position] = sample.value
@@ -392,7 +392,7 @@ class Scorer(Protocol):
         ...
 
     def statistics(self) -> Mapping[str, Any]:
-        """Statistics of all replicas' engines.
+        """Statistics of all replicas' engines, as a document.
 
         They are the numbers of starts and swaps, the seconds of each swap (`swap_s`) and of work (`busy_s`), and the
         placement and bytes of the source weights.

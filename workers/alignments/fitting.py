@@ -88,11 +88,11 @@ class FittedAlignment:
 
 @dataclass(frozen=True)
 class MlpOptions:
-    """Options for training an alignment of kind `mlp`.
+    """Options for training the network that computes an alignment of kind `mlp`.
 
-    `rank` is the number of directions of the alignment's low-rank part, `hidden_size` the width of the network's two
-    hidden layers. An epoch uses all rows of activations once, `batch` rows at a time; there are at most `epochs`.
-    Training ends after `patience` epochs without improvement on held-out rows.
+    The alignment's projection is diagonal plus a part of rank `rank`. `hidden_size` is the width of the network's two
+    hidden layers, and `learning_rate` that of Adam. An epoch uses all rows of activations once, `batch` rows at a time;
+    there are at most `epochs`. Training ends after `patience` epochs without improvement on held-out rows.
     """
 
     rank: int = 8

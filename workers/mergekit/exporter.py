@@ -285,7 +285,10 @@ def _slerp_slice(recipe: Recipe, index: int, layout: Layout) -> _Slice:
 
 
 def _joined(slices: list[_Slice]) -> list[_Slice]:
-    """Join adjacent slices with equal settings and consecutive layers."""
+    """Join adjacent slices of the same models with consecutive layers, if their settings do not differ.
+
+    Settings may differ in which pieces (components or single tensors) they have; a joined slice has the pieces of all.
+    """
     joined = slices[:1]
     for slice_ in slices[1:]:
         last = joined[-1]

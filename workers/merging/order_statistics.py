@@ -64,7 +64,7 @@ class Threshold:
     def reached_by(self, magnitudes: torch.Tensor, order: TieOrder) -> torch.Tensor:
         """Which elements of a tensor are at the threshold or above, as bool in the shape of `magnitudes`.
 
-        `order` orders elements of equal magnitude.
+        `magnitudes` are those of all its elements. `order` gives the marks of elements with the threshold's magnitude.
         """
         equal = (magnitudes == self.magnitude).flatten()
         reached = (magnitudes > self.magnitude).flatten()

@@ -41,9 +41,9 @@ SHAPE = (64, 512)
 
 @dataclass(frozen=True)
 class Usual:
-    """A merge whose kernel is compiled in advance.
+    """A merge whose kernel is compiled in advance, with the `dtype` of its operands and its result.
 
-    `is_tied` says that many elements have the magnitude of a threshold; a kernel of its own handles this case.
+    `is_tied` says that many elements have the magnitude of a threshold; another kernel handles this case.
     """
 
     merge: Merge

@@ -35,9 +35,9 @@ __all__ = [
 
 
 def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = None) -> Products:
-    """The inner products of all pairs of N tensors, [N, N], or with `base` of their differences from the base.
+    """The inner products of all pairs of the N tensors, [N, N], or with `base` of their differences from the base.
 
-    The bits are those of `methods.arithmetic.inner_products`.
+    On CPU they are computed by a kernel, with the bits of `methods.arithmetic.inner_products`.
     """
     if tensors[0].device.type != "cpu" or tensors[0].numel() == 0:
         return plain_inner_products(tensors, base)

@@ -256,7 +256,7 @@ def _marked(i, factor):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _hashed(i, k0, k1):  # type: ignore[no-untyped-def]
-    """The hash of element i by a key of two words, for i below 2^32 (`workers.merging.masks`)."""
+    """The hash of element i by a mask's key of two words, k0 and k1, for i below 2^32 (`workers.merging.masks`)."""
     x = i.to(tl.uint32) * tl.cast(WEYL, tl.uint32) + k0
     x = (x ^ (x >> 16)) * tl.cast(FIRST, tl.uint32)
     x = ((x ^ (x >> 15)) + k1) * tl.cast(SECOND, tl.uint32)

@@ -51,10 +51,10 @@ BFLOAT16, FLOAT16 = types.uint16, types.int16
 
 @intrinsic
 def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
-    """Copy 32 bytes from one address to another without storing them in the caches.
+    """Copy 32 bytes from the address `source` to the address `target` without storing them in the caches.
 
-    The target's address is a multiple of 32. Results are written once and read much later, so that they need no place
-    in the caches. An ordinary store would first read the memory that it overwrites, a third of the traffic of copying.
+    `target` is a multiple of 32. Results are written once and read much later, so that they need no place in the
+    caches. An ordinary store would first read the memory that it overwrites, a third of the traffic of copying.
     """
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -209,8 +209,8 @@ def either(first: Any, second: Any) -> Any:
 def zero_unless(condition: Any, number: Any) -> Any:
     """The float32 number if the condition holds, else zero, computed without a conditional store.
 
-    It is for numbers that are stored at once. LLVM would compile a conditional expression to masked stores, which take
-    AMD's processors about ten times longer.
+    It is for results that the caller stores to an array. LLVM would compile a conditional expression there to masked
+    stores, which take AMD's processors about ten times longer.
     """
     return _float(U32(bits_of(number) & U32(U32(0) - U32(condition))))
 
@@ -285,7 +285,7 @@ def turned_mark(i: Any, factor: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def hashed(i: Any, k0: Any, k1: Any) -> Any:
-    """The hash of element i by the key words k0 and k1, for i below 2^32 (`workers.merging.masks`)."""
+    """The hash of element i by a mask's key of two words, k0 and k1, for i below 2^32 (`workers.merging.masks`)."""
     x = U32(U32(U32(i) * WEYL) + k0)
     x = U32(U32(x ^ U32(x >> U32(16))) * FIRST)
     x = U32(U32(U32(x ^ U32(x >> U32(15))) + k1) * SECOND)

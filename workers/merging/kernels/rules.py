@@ -247,9 +247,9 @@ class Interpolation(NamedTuple):
 class Agreed(NamedTuple):
     """Rule: the base plus lambda m where enough sources agree with the merged task vector m, else the base.
 
-    Source s agrees in an element if |tau_s| >= w_s |m - tau_s|, with tau_s its difference from the base and w_s its
-    number in `mask_lambdas`; at least `agreement` sources must agree. m is the sum of all tau_s if `sparse` is `Whole`,
-    else the mean of the sparse task vectors as in the rule `Mean`.
+    This is computed for each element. Source s agrees if |tau_s| >= w_s |m - tau_s|, with tau_s its difference from the
+    base and w_s its number in `mask_lambdas`; at least `agreement` sources must agree. m is the sum of all tau_s if
+    `sparse` is `Whole`, else the mean of the sparse task vectors as in the rule `Mean`.
     """
 
     sparse: Sparsity

@@ -75,7 +75,7 @@ def cosine(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = None) -> Products:
-    """The inner products of all pairs of N tensors, [N, N], summed in float64.
+    """The inner products of all pairs of the N tensors, [N, N], summed in float64.
 
     With `base` they are those of the tensors' differences from the base, which are rounded to float32.
     """

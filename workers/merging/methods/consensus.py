@@ -88,9 +88,9 @@ def disjoint_weighted_mean(taus: Sequence[torch.Tensor], weights: Sequence[float
 def disjoint_interpolation(taus: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """For each element, the weighted mean of the task vectors that have the elected sign.
 
-    The elected sign is that of the sum of all task vectors. The weights are divided by the sum of the weights of the
-    task vectors that have this sign. If only one has it, that one is used as it is. This is the interpolation of Mixup
-    Model Merge (M3), appendix H.
+    The elected sign is that of the sum of all task vectors `taus`; where the sum is zero, the result is zero. The
+    weights are divided by the sum of the weights of the task vectors that have this sign. If only one has it, that one
+    is used as it is. This is the interpolation of Mixup Model Merge (M3), appendix H.
     """
     elected = _sum(taus).sign_()
     alone, mixed = torch.zeros_like(elected), torch.zeros_like(elected)

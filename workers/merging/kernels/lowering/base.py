@@ -49,7 +49,8 @@ RULES: dict[str, Fused] = {}
 def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Lowering]:
     """Decorator that registers a function as the one that returns the kernel rule of the merge method `name`.
 
-    Raises ValueError for an undeclared method, and for one that already has a rule.
+    `is_on_cuda` says whether CUDA, too, has a kernel for the rule. Raises ValueError for a method that
+    `search_spaces.methods` does not declare, and for one that already has a rule.
     """
     if name not in METHODS:
         raise ValueError(f"merge method {name!r} is not declared; declare it in a module of search_spaces/methods")
