@@ -18,7 +18,10 @@ CACHE_VARIABLE = "MERGESEARCH_CACHE"
 
 
 def cache_dir(cache: str | Path | None = None) -> Path:
-    """The directory of the cache: `cache`, else $MERGESEARCH_CACHE, else the user's cache folder."""
+    """The directory of the cache: `cache`, else $MERGESEARCH_CACHE, else mergesearch in the user's cache folder.
+
+    The user's cache folder is $XDG_CACHE_HOME, or ~/.cache.
+    """
     if cache is not None:
         return Path(cache)
     if chosen := os.environ.get(CACHE_VARIABLE):
@@ -27,9 +30,10 @@ def cache_dir(cache: str | Path | None = None) -> Path:
 
 
 def cached(key: str, value: str | None = None, *, cache: str | Path | None = None) -> str | None:
-    """Store `value` under `key` and return it; without `value`, return what is stored under `key`.
+    """Store `value` under `key` in the cache and return it; if `value` is None, return what is stored under `key`.
 
-    Returns None if nothing complete is stored. A cache that cannot be written is not an error.
+    Returns None if nothing is stored under `key`, or the record is damaged or incomplete. If the cache cannot be
+    written, the value is returned without being stored. `cache` is the directory, as in `cache_dir`.
     """
     file = cache_dir(cache) / "records" / hashlib.sha256(key.encode()).hexdigest()
     if value is None:

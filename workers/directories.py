@@ -25,9 +25,10 @@ MODEL = "model"
 def appearing(out: Path, key: str) -> Iterator[Path]:
     """Context manager that gives a directory to write to, which gets the name `out` once it is complete and on disk.
 
-    Until then the directory has a hidden name next to `out`. If this process is killed or interrupted, the next writer
-    with the same `key` continues in the hidden directory; if writing fails, the directory is removed. Raises
-    FileExistsError while another process writes to `out`, and if `out` was created meanwhile and is not empty.
+    Until then the directory has a hidden name next to `out`. If this process is killed or interrupted, the hidden
+    directory stays, and the next writer with the same `key` continues in it; `key` stands for the content that is
+    written. If writing fails with an exception, the directory is removed. Raises FileExistsError while another process
+    writes to `out`, and if `out` was created meanwhile and is not empty.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     place = out.parent / f".{out.name}.{key}{PARTIAL}"
@@ -61,7 +62,7 @@ def appearing(out: Path, key: str) -> Iterator[Path]:
 
 
 def partial_directories(out: Path) -> list[Path]:
-    """The hidden, incomplete directories that killed writers of `out` left."""
+    """The hidden directories next to `out` in which `appearing` writes, or which killed writers left incomplete."""
     if not out.parent.is_dir():
         return []
     return [
@@ -72,7 +73,7 @@ def partial_directories(out: Path) -> list[Path]:
 def _remove_abandoned(out: Path, *, but: Path) -> None:
     """Remove the hidden directories that killed writers of `out` left, except the directory `but`.
 
-    A running writer holds a lock on its directory, which is therefore kept.
+    A directory that a running process writes to is kept; it is recognised by the lock that the process holds on it.
     """
     for path in partial_directories(out):
         if path != but:
@@ -115,6 +116,6 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def sync(path: Path) -> None:
-    """Wait until the content of a file, or the list of names in a directory, is on disk."""
+    """Wait until the content of the file `path`, or the list of names in the directory `path`, is on disk."""
     with _opened(path) as descriptor:
         os.fsync(descriptor)

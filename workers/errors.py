@@ -40,11 +40,11 @@ __all__ = [
 
 
 class WorkerError(Exception):
-    """Root of this package's errors."""
+    """Root of the errors of the package `workers`."""
 
 
 class InvalidModel(WorkerError, ValueError):
-    """Checkpoints cannot be merged. `problems` lists every problem that was found."""
+    """Checkpoints cannot be merged. `problems` has a line for each problem that was found."""
 
     def __init__(self, problems: tuple[str, ...]) -> None:
         super().__init__(problems)
@@ -57,7 +57,8 @@ class InvalidModel(WorkerError, ValueError):
 class InvalidTask(WorkerError, ValueError):
     """A task cannot be evaluated: it is unknown, runs code, has malformed data or too few samples.
 
-    `field` is the wrong part of the objective: "task" or a key in the task, "metric", "filter", "split", "num_fewshot".
+    `field` is the wrong part of the objective that names the task: "task" or a key in the task, "metric", "filter",
+    "split" or "num_fewshot".
     """
 
     def __init__(self, message: str, field: str = "task") -> None:
@@ -71,7 +72,7 @@ class InvalidTask(WorkerError, ValueError):
 class TrialFailed(WorkerError, RuntimeError):
     """A trial's merge cannot be scored, for example because its logits are NaN or infinite.
 
-    The message becomes the trial's reason.
+    The message is stored with the trial as the reason of its failure.
     """
 
 
@@ -90,8 +91,8 @@ class CrashKind(StrEnum):
     """How an engine crashed.
 
     ERROR: the engine raised an error, or a fatal signal (SIGSEGV, SIGABRT) ended its process. HANG: the engine made no
-    progress. EXIT: the process ended without a trace, for example because it was killed from outside, or by the kernel
-    for lack of memory.
+    progress. EXIT: the process ended without a sign of the cause, for example because it was killed from outside, or by
+    the kernel for lack of memory.
     """
 
     ERROR = "error"
@@ -102,7 +103,7 @@ class CrashKind(StrEnum):
 class EngineCrashed(EngineUnavailable):
     """An engine raised an error, or its process ended, while it worked on a request; the engine is not used again.
 
-    `scored_others` says whether the replica had scored another recipe since its start.
+    `scored_others` says whether the engine's replica had scored a recipe other than the requested one since its start.
     """
 
     def __init__(
@@ -122,7 +123,10 @@ class EngineCrashed(EngineUnavailable):
 
 
 class RequestFailed(EngineUnavailable):
-    """A request failed for a reason outside the engine, such as a full disk; the replica stays in service."""
+    """A request to a replica failed for a reason outside its engine, such as a full disk.
+
+    The replica stays in service.
+    """
 
 
 class ServeUnavailable(EngineUnavailable):
@@ -130,7 +134,7 @@ class ServeUnavailable(EngineUnavailable):
 
 
 class NodeDraining(EngineUnavailable):
-    """A replica begins no chunk of samples, because Ray drains the replica's node: the node is about to stop."""
+    """A replica refused a chunk of samples because Ray drains the replica's node: the node is about to stop."""
 
 
 class TrainingFailed(WorkerError, RuntimeError):
@@ -141,14 +145,15 @@ class TrainingFailed(WorkerError, RuntimeError):
 
 
 class EvidenceMismatch(WorkerError, RuntimeError):
-    """A result does not belong to the recipe, the sources or the prompts that were requested."""
+    """A result was not computed from the recipe, the sources or the prompts that were requested."""
 
 
 class EngineFault(EvidenceMismatch):
     """An engine failed a check of its weights or results; it is not used again.
 
     `replica` names the engine's replica. `canaries` is the number of comparisons with transformers that the engine had
-    passed before. What it scored after the last of these, or since its start if there are none, is void.
+    passed before. What it scored after the last of these is void, that is, must be scored again. If it had passed none,
+    everything that it scored since its start is void.
     """
 
     def __init__(self, message: str, replica: str = "", canaries: int = 0) -> None:

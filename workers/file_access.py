@@ -22,9 +22,9 @@ DATABASE_URL = "database.url"
 class FileAccess:
     """The directories and object stores from which a study may read files.
 
-    Files below `readable` and `trusted` may be read; task files below `trusted` may also name Python functions. Both
-    are lists of absolute directories. Symbolic links are resolved before a path is compared with them. Models below
-    `urls`, folders in object stores, may be read too.
+    `readable` and `trusted` are absolute directories. Files below any of them may be read; task files below `trusted`
+    may also name Python functions. Symbolic links are resolved before a path is compared with the directories. `urls`
+    are folders in object stores; models below these may be read too.
     """
 
     readable: tuple[str, ...]
@@ -33,11 +33,18 @@ class FileAccess:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> FileAccess:
-        """The access that `dataclasses.asdict` turned into a document, which may be of an earlier version."""
+        """Make the object from a stored document, which `dataclasses.asdict` made from a `FileAccess`.
+
+        A document of an earlier version may lack fields; they get their defaults.
+        """
         return cls(**{name: tuple(values) for name, values in document.items()})
 
     def refusal(self, path: str | Path) -> str | None:
-        """The reason why the file or directory `path` must not be read; None if it may be read."""
+        """The reason why the file or directory `path` must not be read; None if it may be read.
+
+        It may be read if it is a directory of `readable` or `trusted`, or below one. The file `database.url`, which may
+        hold the password of the server's database, is refused in any directory.
+        """
         if os.path.basename(os.path.realpath(path)) == DATABASE_URL:
             return f"{path}: may hold the password of the server's database, which no study may read"
         if _is_below(path, (*self.readable, *self.trusted)):
@@ -48,14 +55,17 @@ class FileAccess:
         )
 
     def refusal_of_all(self, path: str | Path) -> str | None:
-        """The reason why the directory `path`, or a file in it, must not be read; None if all of it may be read.
+        """The reason why the directory `path`, or an entry of it, must not be read; None if all of it may be read.
 
-        Files in the directory may be links to other places.
+        Entries are checked one by one because they may be links to other places.
         """
         return next(filter(None, map(self.refusal, _with_entries(path))), None)
 
     def url_refusal(self, url: str) -> str | None:
-        """The reason why the model in the folder `url` of an object store must not be read; None if it may be read."""
+        """The reason why the model in the folder `url` of an object store must not be read; None if it may be read.
+
+        It may be read if it is one of `urls` or below one, and has no part `.` or `..`.
+        """
         parts = url.partition("://")[2].split("/")
         is_below = any(f"{url.rstrip('/')}/".startswith(f"{allowed.rstrip('/')}/") for allowed in self.urls)
         if is_below and not {".", ".."} & {*parts}:
@@ -66,7 +76,10 @@ class FileAccess:
         )
 
     def distrust(self, directory: str | Path) -> str | None:
-        """The reason why Python functions named by task files in `directory` must not be run; None if they may."""
+        """The reason why Python functions that task files in `directory` name must not be run; None if they may be run.
+
+        They may be run if the directory is below one of `trusted`.
+        """
         if _is_below(directory, self.trusted):
             return None
         return (

@@ -47,7 +47,10 @@ def is_object_url(text: str) -> bool:
 
 
 def object_url_problem(url: str) -> str | None:
-    """Reason why `url` cannot be used as the URL of objects; None if it can."""
+    """Reason why `url` cannot be used as the URL of an object store; None if it can.
+
+    It cannot if it is no such URL, or holds credentials.
+    """
     scheme, _, rest = url.partition("://")
     bucket = rest.partition("/")[0]
     if scheme not in SCHEMES or not bucket:
@@ -78,7 +81,10 @@ class ObjectStore:
         self._fs, self._root = _file_system(self.url)
 
     def read(self, path: str, *, start: int | None = None, stop: int | None = None) -> bytes:
-        """Return the bytes [start, stop) of an object, by default all of them."""
+        """Return the bytes from `start` to `stop` - 1 of an object.
+
+        If `start` is None, they begin with the first byte; if `stop` is None, they end with the last.
+        """
         with self._asking("read", path):
             content: bytes = self._fs.cat_file(self._key(path), start=start, end=stop)
         return content
@@ -111,13 +117,13 @@ class ObjectStore:
             self._fs.get_file(self._key(path), str(file))
 
     def open(self, path: str) -> BinaryIO:
-        """Open an object for reading in order; it is read in blocks while it is used."""
+        """Open an object for reading from its beginning to its end; blocks are fetched as they are read."""
         with self._asking("read", path):
             stream: BinaryIO = self._fs.open(self._key(path), "rb", block_size=BLOCK_BYTES, cache_type="readahead")
         return stream
 
     def info(self, path: str) -> ObjectInfo | None:
-        """Return size, time and tag of an object; None if it does not exist."""
+        """Return size, time of the last write and version tag of an object; None if it does not exist."""
         try:
             with self._asking("look up", path):
                 return _info(self._fs.info(self._key(path)))
@@ -137,7 +143,7 @@ class ObjectStore:
             self._fs.rm_file(self._key(path))
 
     def check(self) -> None:
-        """Write, list, read and delete a small object, to find missing rights before they are needed."""
+        """Write, list, read and delete a small object, so that missing rights are found before they are needed."""
         path, content = f".check-{uuid.uuid4().hex}", b"mergesearch"
         try:
             self.write(path, content)
@@ -168,7 +174,7 @@ class ObjectStore:
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system for `url`, and the bucket and folder in it."""
+    """Return fsspec's file system for `url`, and the part of `url` after its scheme: bucket and folder."""
     from fsspec.core import url_to_fs
 
     scheme = url.partition("://")[0]

@@ -45,7 +45,8 @@ class Placement(StrEnum):
     """Where the weights of the source models are kept.
 
     `MAPPED`: in their files, mapped into memory, so that all processes of a machine share the pages. `HOST`: a copy in
-    this process's memory, pinned for a GPU. `GPU`: the memory of the device that computes merges.
+    the memory of the process that merges, pinned for a GPU. `GPU`: a copy in the memory of the device that computes
+    merges.
     """
 
     MAPPED = "mapped"
@@ -67,11 +68,11 @@ def digest_of(document: Any) -> str:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """One checkpoint: its alias in recipes, its absolute directory, and its content fingerprint.
+    """One model: its alias in recipes, its absolute directory, and the fingerprint of its content.
 
-    For an adapter, `adapts` is the directory of the model that the adapter changes; None stands for the family's base.
-    `origin` is the hub id with its commit, or the URL, by which other machines find the model; None if it was given as
-    a directory.
+    For an adapter, `adapts` is the directory of the model that the adapter changes, or None if that is the family's
+    base. For other models it is None. `origin` is the hub id with its commit, or the URL, by which other machines find
+    the model; None if the model was given as a directory.
     """
 
     alias: str
@@ -85,10 +86,11 @@ class ModelSource:
 class Family:
     """A base model and its experts: the models that one engine can merge.
 
-    `tokenizer` selects the vocabulary of every merge: "base", "union", or an expert's alias; `vocabulary` has the
-    details (`workers.models.vocabulary`). `alignments_dir` is the directory of the alignments that recipes name, or
-    the URL of the object store that has them (`workers.alignments`); it is "" if there are none. Files may be added to
-    it while engines run.
+    `tokenizer` selects the vocabulary of every merge: "base", "union", or an expert's alias. `vocabulary` has further
+    options of the vocabulary, such as where the embedding rows of single tokens come from
+    (`workers.models.vocabulary`). `alignments_dir` is the directory, or the URL of the object store, that has the
+    alignments which recipes name (`workers.alignments`); it is "" if there are none. Files may be added to it while
+    engines run.
     """
 
     base: ModelSource
@@ -123,10 +125,12 @@ class Family:
 class TaskSpec:
     """Description of an evaluation task, from which a replica builds the task.
 
-    `task` is an lm-eval name, an absolute YAML file, or an inline JSONL task ({"file": absolute, "prompt": jinja,
-    "answer": jinja, "until": [...], "max_tokens": n}). `content` is the sha256 of the data file, if there is one, so
-    that changed data is detected. `permutation_seed` fixes the order of the samples: position i is the same sample in
-    every replica and every run. `access` limits the files that the task may use, or is None if there is no limit; the
+    `task` is an lm-eval name, the absolute path of a YAML file, or an inline JSONL task ({"file": absolute path,
+    "prompt": jinja, "answer": jinja, "until": [...], "max_tokens": n}). `metric` and `filter` are names in lm-eval.
+    `split` is a split of the task's data, and `num_fewshot` the number of examples in a prompt; where `filter`, `split`
+    or `num_fewshot` is None, the task decides. `content` is the sha256 of the data file, if there is one, so that
+    changed data is detected. `permutation_seed` fixes the order of the samples: position i is the same sample in every
+    replica and every study. `access` limits the files that the task may use, or is None if there is no limit; the
     digest of the description does not depend on it.
     """
 
@@ -151,8 +155,10 @@ class TaskSpec:
 class TaskInfo:
     """Facts about a task that was built.
 
-    They are the number of samples, whether larger values are better, how many prompts were cut to `max_model_len`, and
-    the sizes of the groups (subtasks) by which the permutation of the samples is stratified.
+    `num_samples` is its number of samples, and `higher_is_better` says whether larger values of its metric are better.
+    `output_type` is lm-eval's, such as "generate_until" or "multiple_choice". `num_truncated` is the number of prompts
+    that were cut to the engine's `max_model_len`. `groups` has the sizes of the groups (subtasks) by which the
+    permutation of the samples is stratified.
     """
 
     num_samples: int
@@ -164,9 +170,10 @@ class TaskInfo:
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive samples of a task to be scored for `objective`.
+    """Samples of a task at adjacent positions, to be scored for `objective`.
 
-    They are the positions `start` to `stop` - 1 of the task's permutation.
+    They are at the positions `start` to `stop` - 1 of the task's permutation, which is the order in which its samples
+    are scored.
     """
 
     objective: str
@@ -177,12 +184,12 @@ class Span:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """A request to score a recipe on some samples, which are given as spans.
+    """A request of the study `study` to score a recipe on some samples, which are given as spans.
 
     `crashes` is the number of engines that have crashed on this request so far, if the caller counts crashes. In that
     case the next crash is raised as EngineCrashed. After the first crash, a replica that has scored nothing else yet
     scores one sample of the base model before the request: this shows whether the engine works at all. If `crashes` is
-    None, the scorer sends the request again after a crash.
+    None, the scorer itself sends the request again after a crash.
     """
 
     study: str
@@ -199,10 +206,11 @@ class ScoreRequest:
 class SampleResult:
     """The value and answer of one scored sample.
 
-    `document` is the sample's index in the task's data, `position` its index in the permutation; `value` is the metric
-    on this sample. `response` is the model's answer: the completion, or the log-probabilities of the options as JSON.
-    `tokens` has the token ids of each completion, including the token that ended it; None for options, and where ids
-    were not stored.
+    `document` is the sample's index in the task's data, `position` its index in the permutation, which is the order of
+    scoring. `value` is the metric on this sample. `response` is the model's answer: the completion, or the
+    log-probabilities of the options as JSON. `is_truncated` says whether the prompt was cut to the engine's
+    `max_model_len`. `tokens` has the token ids of each completion, including the token that ended it; it is None for
+    options, and where ids were not stored.
     """
 
     objective: str
@@ -218,12 +226,12 @@ class SampleResult:
 class Evidence:
     """What an engine held while it scored a chunk of samples, as the engine itself reports it.
 
-    `recipe_digest` is the digest of the recipe that the engine holds, not the requested one. `prompts` maps an
-    objective to the sha256 of the token ids of every prompt of its span, in order. `weights_checksum` is the checksum
-    of the engine's parameters after the swap. `replica` and `swap_count` identify the engine and the swap, and `engine`
-    describes the engine: program, dtype, size and placement of the source weights. `canaries` is the number of canaries
-    (comparisons with transformers) that the engine had passed before it scored; the samples count as checked once the
-    engine has passed another.
+    `recipe_digest` is the digest of the recipe that the engine holds, not the requested one. `bank_fingerprint` is the
+    fingerprint of the family whose source weights it holds. `prompts` maps an objective to the sha256 of the token ids
+    of every prompt of its span, in order. `weights_checksum` is the checksum of the engine's parameters after the swap.
+    `replica` and `swap_count` identify the engine and the swap, and `engine` describes the engine: program, dtype, size
+    and placement of the source weights. `canaries` is the number of canaries (comparisons with transformers) that the
+    engine had passed before it scored; the samples count as checked once the engine has passed another.
     """
 
     recipe_digest: str
@@ -241,7 +249,7 @@ class CanaryReport:
     """The result of a canary, the comparison of a replica's engine with transformers.
 
     `canaries` is the number of canaries that the engine has passed so far. `skipped` is the reason why the last canary
-    could not be made, or "" if it passed.
+    could not be computed, or "" if the engine passed it.
     """
 
     replica: str
@@ -253,8 +261,8 @@ class CanaryReport:
 class ScoreResult:
     """The scored samples of one request, with their evidence and timings.
 
-    `timings_s` has the seconds for computing the merge ("materialise"), for the swap, for scoring, and for waiting for
-    the lock.
+    `timings_s` has the seconds for waiting until the replica was free for the recipe (its lock, "wait"), for computing
+    the merge ("materialise"), for writing it into the engine ("swap"), and for scoring ("score").
     """
 
     samples: tuple[SampleResult, ...]
@@ -263,7 +271,7 @@ class ScoreResult:
 
     @property
     def values(self) -> dict[str, dict[int, float]]:
-        """The metric's values by objective and by position of the sample."""
+        """The value of the metric on each sample, by objective and then by the sample's position."""
         found: dict[str, dict[int, float]] = {}
         for sample in self.samples:
             found.setdefault(sample.objective, {})[sample.position] = sample.value
@@ -293,13 +301,13 @@ class SampleDifference:
 class VerificationReport:
     """Comparison of stored samples of one recipe with plain transformers on the exported weights.
 
-    `differences` lists every sample that is not equal in value and completion, or whose log-probabilities differ by
-    more than `tolerance`. `num_beyond` is the number of differences that rounding does not explain.
-    `max_logprob_difference` is the largest difference over the `num_logprobs` compared log-probabilities: those of
-    options, and those of the tokens of prompts and completions as the engine and transformers read them. `num_tokens`
-    is the number of completion tokens compared. `num_without_tokens` is the number of samples that are stored without
-    tokens, whose texts were compared. `reason` says why samples were left out. Nothing was verified if `num_samples` is
-    0.
+    `num_equal` of the `num_samples` compared samples are equal. `differences` lists the others: every sample that is
+    not equal in value and completion, or whose log-probabilities differ by more than `tolerance`. `num_beyond` is the
+    number of differences that rounding does not explain. `max_logprob_difference` is the largest difference over the
+    `num_logprobs` compared log-probabilities: those of options, and those of the tokens of prompts and completions as
+    the engine and transformers read them. `num_tokens` is the number of completion tokens compared.
+    `num_without_tokens` is the number of samples that are stored without tokens, whose texts were compared. `reason`
+    says why samples were left out. Nothing was verified if `num_samples` is 0.
     """
 
     recipe_digest: str
@@ -316,7 +324,7 @@ class VerificationReport:
 
     @property
     def is_equal(self) -> bool:
-        """Whether at least one sample was compared, and no difference exceeds the tolerance."""
+        """Whether at least one sample was compared, and rounding explains every difference."""
         return self.num_samples > 0 and self.num_beyond == 0
 
 
@@ -325,11 +333,12 @@ class GradientResult:
     """Losses of a merge on a minibatch, and the derivatives of the total loss by the merge's coefficients.
 
     `losses` are means over the minibatch by objective, each divided by its task's unit (`evaluation.references`), which
-    makes them comparable. The total loss is the sum of the losses times given weights. The derivatives are in three
-    mappings. `by_source` maps a tensor and the alias of a source to the derivative by this source's coefficient
-    (`lambda` or `weight`). `shared` maps a tensor and a coefficient to the derivative by a coefficient that a merge has
-    once for all sources. `layer_scales` maps a layer to the derivative by its scale, if requested. Tensors of merges
-    without such coefficients are not listed.
+    makes them comparable. The total loss is the sum of the losses times given weights. `num_samples` is the size of the
+    minibatch, and `seconds` the time of the computation. The derivatives are in three mappings. `by_source` maps a
+    tensor and the alias of a source to the derivative by this source's coefficient (`lambda` or `weight`). `shared`
+    maps a tensor and a coefficient to the derivative by a coefficient that a merge has once for all sources.
+    `layer_scales` maps a layer to the derivative by its scale, if requested. Tensors of merges without such
+    coefficients are not listed.
     """
 
     losses: Mapping[str, float]
@@ -343,26 +352,31 @@ class GradientResult:
 class Scorer(Protocol):
     """Interface for scoring recipes: replicas of warm engines behind Ray Serve, or the fake of `workers.serving.fake`.
 
-    Implementations are picklable and thread-safe. `score` may be called again with the same request after a failure;
-    its only side effect is which recipe an engine holds.
+    Implementations are picklable and thread-safe. The method `score` may be called again with the same request after a
+    failure, because its only side effect is which recipe an engine holds.
     """
 
     def score(self, request: ScoreRequest) -> ScoreResult:
         """Score one chunk of samples with a recipe.
 
         Raises TrialFailed if the recipe's merge cannot be scored, EngineUnavailable if no replica works, EngineFault if
-        a replica failed a check, and EngineCrashed if an engine crashed and the request counts crashes.
+        a replica's engine failed a check, and EngineCrashed if an engine crashed and the caller counts crashes
+        (`crashes` of the request is not None).
         """
         ...
 
     def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
-        """Build tasks and return facts about each of them. Raises InvalidTask if a task cannot be built."""
+        """Build the tasks, and return facts about each of them, in order.
+
+        Raises InvalidTask if a task cannot be built.
+        """
         ...
 
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
         """Score `spans` again with plain transformers on the recipe's exported checkpoint, and compare with `samples`.
 
-        If nothing can be compared, the report has 0 samples and the reason.
+        `samples` are the stored results of the spans' samples. If nothing can be compared, the report has 0 samples and
+        the reason.
         """
         ...
 
@@ -371,14 +385,14 @@ class Scorer(Protocol):
         ...
 
     def check(self) -> tuple[CanaryReport, ...]:
-        """Compare with transformers every engine that has scored since its last comparison.
+        """Compare every engine that has scored since its last comparison with transformers: let it compute a canary.
 
-        Raises EngineFault if an engine differs.
+        Raises EngineFault if an engine does not reproduce the log-probabilities of transformers.
         """
         ...
 
     def statistics(self) -> Mapping[str, Any]:
-        """Statistics of all replicas' engines.
+        """Statistics of all replicas' engines, as a document.
 
         They are the numbers of starts and swaps, the seconds of each swap (`swap_s`) and of work (`busy_s`), and the
         placement and bytes of the source weights.

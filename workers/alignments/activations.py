@@ -32,7 +32,8 @@ class Activations:
     """Activations of a model with L layers: the residual stream before each layer and after the last, in float32.
 
     `before` [L + 1, N tokens, D channels] has the input of each layer, then the output of the last layer. `is_held_out`
-    [N] is true for the tokens of held-out texts, which alignments are not learned from.
+    [N] is true for the tokens of held-out texts: alignments are not learned from these, but their quality is measured
+    on them.
     """
 
     before: Tensor
@@ -44,9 +45,11 @@ class Activations:
 
 
 def read_activations(model: Any, prompts: Sequence[Sequence[int]]) -> Activations:
-    """Run a transformers model on the prompts, and return the activations of its layers.
+    """Run a transformers model on prompts, and return the activations of its layers.
 
-    Raises InvalidModel if the model has no list of decoder layers.
+    `prompts` are lists of token ids. At most about MAX_ROWS tokens are used, spread evenly over all prompts, and never
+    the first token of a prompt. Every fifth prompt is held out. Raises InvalidModel if the model has no list of decoder
+    layers.
     """
     layers = getattr(getattr(model, model.base_model_prefix), "layers", None)
     if layers is None or len(layers) != model.config.num_hidden_layers:
@@ -72,9 +75,10 @@ def read_activations(model: Any, prompts: Sequence[Sequence[int]]) -> Activation
 
 
 def _batches(texts: Sequence[int], prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Indices of texts in batches of similar length, each with at most MAX_TOKENS tokens after padding.
+    """Yield batches of the indices `texts` of prompts of similar length.
 
-    A text that is longer than MAX_TOKENS is a batch of its own.
+    A batch has at most MAX_TOKENS tokens after all its prompts are padded to the longest one. A prompt that is longer
+    than MAX_TOKENS is a batch of its own.
     """
     batch: list[int] = []
     for index in sorted(texts, key=lambda each: (len(prompts[each]), each)):
@@ -112,7 +116,7 @@ class _Recorder:
             hook.remove()
 
     def take(self) -> Tensor:
-        """Return and forget the activations of the last forward pass, in float32.
+        """Return the activations that were recorded in the last forward pass, in float32, and clear the record.
 
         Axes: [layers + 1, texts, tokens, channels].
         """

@@ -66,8 +66,9 @@ class Alignment:
     def __call__(self, stream: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
         """Apply the alignment to a residual stream [..., hidden].
 
-        `factor` multiplies the shift. Where layers have scales, `stream` is the residual stream divided by the product
-        of the scales so far, and `factor` is one over this product.
+        `factor` multiplies the shift. In models whose layers have scales, `stream` is the residual stream divided by
+        the product of the scales of all layers before the alignment, and `factor` is one over this product. In other
+        models `factor` is 1.
         """
         shift = self.shift if self.shift is None or factor == 1 else self.shift * factor
         if self.projection is not None:

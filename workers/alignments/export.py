@@ -26,9 +26,10 @@ CLASSES = {"llama": "AlignedLlama", "mistral": "AlignedMistral", "qwen2": "Align
 
 
 class AlignedParts:
-    """What an exported checkpoint has because of alignments: their tensors, and entries of the configuration.
+    """What an exported checkpoint has because of alignments: their tensors, and entries of config.json.
 
-    The alignments are given by the index of the layer that follows each of them, in the dtype of the export.
+    `placed` has the alignments, in the dtype of the export, by the index of the layer that follows each of them.
+    `model_type` is that of the base model in transformers, such as "llama".
     """
 
     def __init__(self, placed: Mapping[int, PlacedAlignment], model_type: str) -> None:
@@ -44,7 +45,11 @@ class AlignedParts:
         }
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Extend the configuration of the merge without alignments by what the exported model class needs."""
+        """Add to the configuration of a model without alignments what the model class with alignments needs.
+
+        `config` is the content of config.json that the merge would have without alignments. The result has other values
+        for architectures and model_type, and also auto_map and alignments.
+        """
         name = CLASSES[self._model_type]
         module = MODELING_FILE.stem
         return {
@@ -63,10 +68,11 @@ class AlignedParts:
 
 
 def aligned_parts(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> AlignedParts | None:
-    """The alignments of a recipe as parts of a checkpoint, rounded to `dtype`; None if the recipe has no alignments.
+    """The tensors and configuration that a recipe's alignments add to a checkpoint; None if it has no alignments.
 
-    Raises InvalidRecipe if an alignment does not fit the models, if its file is missing, and for model types whose
-    merges with alignments cannot be exported (those not in `CLASSES`).
+    The alignments are read from the bank's directory of alignments and rounded to `dtype`. Raises InvalidRecipe if an
+    alignment does not fit the models, if its file is missing, and for model types whose merges with alignments cannot
+    be exported (those not in `CLASSES`).
     """
     if not any(alignments_before(recipe)):
         return None

@@ -23,7 +23,10 @@ DIGEST = re.compile(r"^[0-9a-f]{64}$")
 
 
 def write_alignment(directory: str | Path, alignment: Alignment) -> str:
-    """Write an alignment in float32 with `store_alignment`, and return its digest."""
+    """Write an alignment to `directory`, in float32, and return its digest.
+
+    The digest is the sha256 of the file, and the file's name.
+    """
     from safetensors.torch import save
 
     return store_alignment(
@@ -33,9 +36,10 @@ def write_alignment(directory: str | Path, alignment: Alignment) -> str:
 
 
 def store_alignment(directory: str | Path, content: bytes) -> str:
-    """Write the safetensors file of an alignment to `directory`; return its sha256 digest, which is the file's name.
+    """Write the content of an alignment's safetensors file to `directory`, and return the sha256 digest of the content.
 
-    A file with the same content is kept; a damaged file of this name is replaced.
+    The file's name is the digest. If the file exists with this content, it is kept; if its content is damaged, it is
+    replaced.
     """
     digest = hashlib.sha256(content).hexdigest()
     if not is_stored(directory, digest):
@@ -90,7 +94,11 @@ def _read(directory: str | Path, digest: str, hidden_size: int) -> Alignment:
 
 
 def _downloaded(url: str, digest: str) -> Path:
-    """The file of an alignment in an object store, in this machine's cache."""
+    """The path of an alignment's file in this machine's cache.
+
+    If the cache does not have the file, or has it damaged, it is downloaded from the artifacts of the object store at
+    `url`.
+    """
     directory = cache_dir() / "alignments"
     if not is_stored(directory, digest):
         store_alignment(directory, ObjectStore(url).read(f"blobs/{digest[:2]}/{digest[2:]}"))

@@ -52,9 +52,9 @@ SMALLEST_DEVIATION = 1e-3
 class FittedAlignment:
     """An alignment, and how well it matches the activations of held-out texts.
 
-    Three numbers are the `discrepancy` of held-out rows, 0 being best: `before` without an alignment, `moments` with an
-    alignment fitted by moments, and `after` with this alignment. `epochs` is the number of epochs of training, 0 for an
-    alignment fitted by moments.
+    Three numbers are values of `discrepancy` on held-out rows of activations, 0 being best: `before` without an
+    alignment, `moments` with an alignment of kind `moments`, and `after` with this alignment. `epochs` is the number of
+    epochs of training, 0 for an alignment of kind `moments`.
     """
 
     alignment: Alignment
@@ -88,11 +88,11 @@ class FittedAlignment:
 
 @dataclass(frozen=True)
 class MlpOptions:
-    """Options for training an alignment of kind `mlp`.
+    """Options for training the network that computes an alignment of kind `mlp`.
 
-    `rank` is the number of directions of the alignment's low-rank part, `hidden_size` the width of the network's two
-    hidden layers. An epoch uses all rows of activations once, `batch` rows at a time; there are at most `epochs`.
-    Training ends after `patience` epochs without improvement on held-out rows.
+    The alignment's projection is diagonal plus a part of rank `rank`. `hidden_size` is the width of the network's two
+    hidden layers, and `learning_rate` that of Adam. An epoch uses all rows of activations once, `batch` rows at a time;
+    there are at most `epochs`. Training ends after `patience` epochs without improvement on held-out rows.
     """
 
     rank: int = 8
@@ -120,7 +120,8 @@ def discrepancy(x_ND: Tensor, y_ND: Tensor) -> Tensor:
 def fit_moments(x_ND: Tensor, y_ND: Tensor) -> Alignment:
     """Fit an alignment that gives each channel of rows x the mean and the variance of this channel in rows y.
 
-    A channel of x that is nearly constant is only shifted.
+    Rows are tokens, columns are the channels of the residual stream. A channel of x that is nearly constant is only
+    shifted.
     """
     _check(x_ND, y_ND)
     x, y = x_ND.float(), y_ND.float()
@@ -135,7 +136,9 @@ def fit_alignment(
 ) -> FittedAlignment:
     """Fit an alignment of kind `kind` from the output of one layer, rows x, to the input of another layer, rows y.
 
-    Row n of both is the same token. Rows of held-out texts are not used for fitting, only to measure the discrepancy.
+    Rows are tokens, columns are channels; row n of x and of y is the same token. `is_held_out` [N] is true for the rows
+    of held-out texts, which are not used for fitting, only to measure the `discrepancy` and, for the kind `mlp`, to
+    choose the epoch. `options` are for the kind `mlp`.
     """
     train = (x_ND[~is_held_out], y_ND[~is_held_out])
     out = (x_ND[is_held_out], y_ND[is_held_out])
@@ -155,8 +158,10 @@ def fit_mlp(
 ) -> FittedAlignment:
     """Train a small network that maps rows x to the distribution of rows y, and return the alignment that it computes.
 
-    `train` and `held_out` are each a pair (x, y). The epoch with the smallest discrepancy on the held-out rows is kept.
-    Equal arguments give equal bits on one machine with one number of threads.
+    `train` and `held_out` are each a pair (x, y) of activations, with a row for each token: the output of one layer,
+    and the input of the layer that follows the alignment. The epoch with the smallest `discrepancy` on the held-out
+    rows is kept. `seed` fixes the initial weights and the order of rows. Equal arguments give equal bits on one machine
+    with one number of threads.
     """
     _check(*train)
     chosen = options or MlpOptions()
@@ -188,9 +193,10 @@ def fit_mlp(
 
 
 class _Projection(nn.Module):
-    """A network that computes a projection [D, D] and a shift [D] from the statistics [D, F] of the D channels.
+    """Network that computes a projection [D, D] and a shift [D] from `statistics` [D, F] of the D channels.
 
-    The projection is diag(scale) + U V^T with U and V of low rank. Before training it equals the alignment `moments`.
+    The projection is diag(scale) + U V^T with U and V of low rank. Before training, projection and shift equal those of
+    `moments`, an alignment of kind `moments`.
     """
 
     def __init__(self, moments: Alignment, statistics: Tensor, options: MlpOptions) -> None:
@@ -230,10 +236,11 @@ class _Projection(nn.Module):
 
 @torch.no_grad()
 def _statistics(x: Tensor, y: Tensor, rank: int) -> Tensor:
-    """Standardised statistics of every channel in rows x and in rows y, one row for each channel.
+    """Statistics of each of D channels in rows x and in rows y, [D, F], standardised over the channels.
 
-    They are the mean, the logarithm of the standard deviation, skewness, kurtosis, and the channel's components in the
-    `rank` directions of largest variance.
+    Rows are tokens. The statistics of a channel are its mean, the logarithm of its standard deviation, its skewness,
+    the logarithm of one plus its kurtosis, and its components in the `rank` directions of largest variance: first those
+    in x, then those in y.
     """
     parts = [part for rows in (x, y) for part in (*_of_channels(rows), *_directions(rows, rank).T)]
     found = torch.stack(parts, dim=1)
@@ -247,7 +254,10 @@ def _of_channels(rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def _directions(rows: Tensor, rank: int) -> Tensor:
-    """The `rank` directions of largest variance of the rows, [channels, rank]; columns of 0 if the rows have fewer."""
+    """The `rank` directions of largest variance of `rows` [tokens, channels], as columns of [channels, rank].
+
+    If there are fewer than `rank` tokens or channels, the last columns are 0.
+    """
     size = min(rank, *rows.shape)
     found = torch.zeros(rows.shape[1], rank)
     found[:, :size] = torch.pca_lowrank(rows, q=size)[2]
@@ -255,9 +265,9 @@ def _directions(rows: Tensor, rank: int) -> Tensor:
 
 
 def _batches(num: int, size: int, order: torch.Generator) -> list[Tensor]:
-    """Shuffle the indices of `num` rows, and split them into batches of about equal size.
+    """Shuffle the indices of `num` rows with the generator `order`, and split them into batches of about equal size.
 
-    No batch has more than `size` rows, except where `size` is below two.
+    A batch has at most `size` rows, or at most two if `size` is below two.
     """
     return list(torch.randperm(num, generator=order).chunk(max(1, -(-num // max(size, 2)))))
 

@@ -15,7 +15,11 @@ __all__ = ["add_alignments"]
 
 
 def add_alignments(model: Any, placed: Mapping[int, PlacedAlignment]) -> None:
-    """Make a transformers model apply alignments, in float32, to the input of each layer whose index is in `placed`."""
+    """Make a transformers model apply alignments to the inputs of its layers, in float32.
+
+    `placed` has the alignments by the index of the layer before which each is applied. The model is changed in place,
+    by hooks.
+    """
     computed = {each.digest: each.alignment.to(dtype=torch.float32) for each in placed.values()}
     layers = model.get_decoder().layers
     for index, each in placed.items():

@@ -44,7 +44,7 @@ class LayerAlignment(nn.Module):
     """The alignment that a model applies to the input of one of its layers.
 
     `tensors` lists the names of the alignment's tensors: `projection` [hidden, hidden] or `scale` [hidden], and
-    optionally `shift` [hidden]. `factor` multiplies the shift.
+    optionally `shift` [hidden]. `factor` multiplies the shift; it is 1 unless the layers' outputs have scales.
     """
 
     projection: Tensor | None

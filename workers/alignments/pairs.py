@@ -31,10 +31,11 @@ PROMPT_OPTIONS = ("add_bos_token", "chat_template", "max_model_len")
 
 @dataclass(frozen=True)
 class AlignmentInputs:
-    """The models and texts that alignments are learned from, and the kind of alignment.
+    """What alignments are learned from: models, texts, and the kind of alignment.
 
-    `pool` has, by name, the recipes of the models that pairs of layers refer to. The texts are the prompts of each
-    objective's samples at `positions`.
+    `pool` has the recipe of each model that a pair of layers may name, by this name; all are merges of `family`. The
+    texts are the prompts of each objective's samples at `positions`, built from `tasks` with the engine's `options`.
+    `kind` is "moments" or "mlp".
     """
 
     family: Family
@@ -45,9 +46,10 @@ class AlignmentInputs:
     kind: Kind
 
     def key(self, pair: LayerPair) -> str:
-        """The cache key of the alignment of a pair of layers.
+        """Key under which the cache has the digest of the alignment of a pair of layers.
 
-        The key depends on the models' weights and on the texts, but not on the names of the models.
+        `pair` is (layer before the alignment, layer after it), each as (name of a model in `pool`, index). The key
+        depends on the models' weights, the texts and the kind, but not on the names of the models.
         """
         engine = self.options.model_dump(mode="json")
         document = {
@@ -71,7 +73,7 @@ def _directory() -> Path:
 
 
 def find_alignment(inputs: AlignmentInputs, pair: LayerPair) -> tuple[str, FittedAlignment] | None:
-    """The digest and the alignment of a pair of layers from the cache.
+    """The digest and the alignment of a pair of layers from the cache, if it was learned before from equal inputs.
 
     Returns None if the cache does not have the alignment, or its file is damaged.
     """
@@ -86,9 +88,10 @@ def find_alignment(inputs: AlignmentInputs, pair: LayerPair) -> tuple[str, Fitte
 
 
 def keep_alignment(inputs: AlignmentInputs, pair: LayerPair, content: bytes) -> str:
-    """Store the alignment of a pair of layers in the cache; return its digest, by which recipes name it.
+    """Store the alignment of a pair of layers in the cache, and return its digest, by which recipes name it.
 
-    `content` is what `FittedAlignment.to_bytes` returned. Raises OSError if the cache cannot be written.
+    `inputs` and `pair` determine the key under which `find_alignment` finds it. `content` is what
+    `FittedAlignment.to_bytes` returned. Raises OSError if the cache cannot be written.
     """
     digest = store_alignment(_directory(), content)
     cached(inputs.key(pair), digest)

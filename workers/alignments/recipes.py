@@ -22,9 +22,10 @@ __all__ = ["PlacedAlignment", "alignments_before", "read_alignments", "unaligned
 
 @dataclass(frozen=True, eq=False)
 class PlacedAlignment:
-    """An alignment that is applied before a layer, with the digest that names it.
+    """An alignment that is applied before a certain layer of a merged model, with the digest that names it.
 
-    `factor` multiplies the alignment's shift: one over the product of the layer scales up to this place.
+    `factor` multiplies the alignment's shift. It is one over the product of the scales of all layers before the
+    alignment.
     """
 
     digest: str
@@ -33,10 +34,10 @@ class PlacedAlignment:
 
 
 def alignments_before(recipe: Recipe) -> tuple[str | None, ...]:
-    """The digest of the alignment before each layer of a recipe; None for layers without one.
+    """For each layer of a recipe, the digest of the alignment before it, or None if there is no alignment before it.
 
     A recipe stores the digest with the layer that precedes the alignment. Raises InvalidRecipe, with the layer's index,
-    for an alignment after the last layer, and for one between layers that follow each other in their own models.
+    for an alignment after the last layer, and for one between two layers that follow each other in their own models.
     """
     layers = recipe.canonical().layers
     for index, layer in enumerate(layers):
@@ -53,7 +54,11 @@ def alignments_before(recipe: Recipe) -> tuple[str | None, ...]:
 
 
 def _follow(layer: LayerRecipe, after: LayerRecipe) -> bool:
-    """Whether the layer `after` merges, in the same way, the layers that follow those of `layer` in their models."""
+    """Whether two layers of a recipe follow each other in the models that they are merged from.
+
+    This is the case if `after` has the merges of `layer`, except that each source and base is the next layer of its
+    model.
+    """
 
     def next_to(source: Source) -> Source:
         return source if source.layer is None else Source(source.model, source.layer + 1)
@@ -78,9 +83,11 @@ def unaligned(recipe: Recipe) -> Recipe:
 
 
 def read_alignments(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> Mapping[int, PlacedAlignment]:
-    """Read the alignments of a recipe, rounded to `dtype`; the key is the index of the layer after the alignment.
+    """Read the alignments of a recipe, rounded to `dtype`, by the index of the layer after each of them.
 
-    Raises InvalidRecipe as `alignments_before`, `branch_factors` and `read_alignment` do.
+    The files are in the bank's directory of alignments (`Family.alignments_dir`). Raises InvalidRecipe if the recipe
+    has an alignment where none may be, if an alignment's file is missing, damaged or of another size, and if the
+    recipe's layer scales cannot be folded into weights.
     """
     before, config = alignments_before(recipe), bank.base.config
     factors = branch_factors(unaligned(recipe).layers, model_type=str(config.get("model_type")))

@@ -22,7 +22,7 @@ MIN_SAMPLES = 10
 
 
 def positions_of(num_samples: Mapping[str, int]) -> dict[str, range]:
-    """The positions of the search samples that alignments are learned from, by objective.
+    """The positions of the search samples that alignments are learned from, by objective: the first tenth.
 
     `num_samples` is each objective's number of search samples.
     """
@@ -32,7 +32,8 @@ def positions_of(num_samples: Mapping[str, int]) -> dict[str, range]:
 def lack_of_samples(num_samples: Mapping[str, int]) -> str | None:
     """The reason why a study has too few search samples to learn alignments from; None if it has enough.
 
-    `num_samples` is each objective's number of search samples.
+    `num_samples` is each objective's number of search samples. Alignments are learned from a tenth of them, which must
+    be at least MIN_SAMPLES over all objectives.
     """
     found = sum(len(positions) for positions in positions_of(num_samples).values())
     if found >= MIN_SAMPLES:
@@ -50,7 +51,9 @@ def prompts_of(
 ) -> tuple[tuple[int, ...], ...]:
     """The token ids of one prompt for each sample of every objective.
 
-    For multiple choice it is the prompt of the first option. Raises InvalidTask if a task cannot be built.
+    `tasks` has the task, and `positions` the samples, of each objective. `family_dir` is the directory with the
+    tokenizer, `options` has the settings that prompts depend on, such as the chat template. For multiple choice the
+    prompt is that of the first option. Raises InvalidTask if a task cannot be built.
     """
     evaluator = TaskEvaluator(None, Prompts(family_dir, options))
     return tuple(evaluator.requests(tasks[name], at)[0].tokens for name, each in positions.items() for at in each)

@@ -59,12 +59,13 @@ def export(
     mergekit_config.yml. A merge with alignments also has their tensors and the file of the model class that computes
     them, which transformers loads with trust_remote_code.
 
-    The tensors are bit for bit those of `merged_tensors` for `dtype`; the tokenizer is that of the source models'
-    family. `scores` maps an objective to its held-out value. `study` names the study in the model card. `chat_template`
-    replaces the tokenizer's. `progress` is called for every tensor. An existing export of the same recipe, dtype and
-    template is left unchanged. Complete shards of an export that was killed or interrupted are checked and kept.
+    The tensors are bit for bit those of `merged_tensors` for `dtype`, in files of at most `max_shard_bytes`; the
+    tokenizer is that of the source models' family. `scores` maps an objective to its held-out value, and `study` is the
+    name of the study; both are shown in the model card, README.md. `chat_template` replaces that of the tokenizer.
+    `progress` is called for every tensor. An existing export of the same recipe, dtype and template is left unchanged.
+    If an earlier export was killed or interrupted, its complete files of tensors are checked and kept.
 
-    Raises FileExistsError for any other directory that is not empty, and while another process writes to it. Raises
+    Raises FileExistsError if `out_dir` has other content, and while another process writes to it. Raises
     PermissionError if the directory cannot be created, InvalidRecipe and InvalidModel if the merge cannot be computed,
     and EvidenceMismatch if files of the sources change.
     """
@@ -118,8 +119,8 @@ def export(
 def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_template: str | None = None) -> bool:
     """Whether `out_dir` is a complete export of this recipe, dtype and chat template.
 
-    Returns False if `out_dir` is missing or empty. Raises FileExistsError if it contains anything else, and
-    PermissionError if it cannot be created.
+    Returns False if `out_dir` is missing or empty. Raises FileExistsError if it contains anything else, also an
+    incomplete export or one of another recipe, and PermissionError if it cannot be created.
     """
     out = Path(out_dir).resolve()
     wanted_export = f"an export of recipe {recipe.digest[:12]} in {_name(dtype)}"
@@ -137,7 +138,11 @@ def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_
 
 
 def _check_weights(out: Path, recipe: Recipe) -> None:
-    """Check that the weight files of an export are all present and whole. Raises OSError or ValueError if not."""
+    """Check that all files of an export that a model is loaded from are present, and that files of tensors are whole.
+
+    For a recipe with alignments these include the file of the model class. Raises OSError or ValueError if a file is
+    missing or damaged.
+    """
     if all(layer.alignment is None for layer in recipe.layers):
         open_checkpoint(out)
         return
@@ -157,10 +162,10 @@ def _check_weights(out: Path, recipe: Recipe) -> None:
 
 
 def check_place(out_dir: str | Path, *, expected: str = "an export") -> bool:
-    """Whether something that may be an export is at `out_dir`; False if there is nothing or an empty directory.
+    """Whether `out_dir` may be an export, because it has a recipe.json; False if it is missing or an empty directory.
 
-    `expected` says in the message what was expected. Raises FileExistsError if something else is there, and
-    PermissionError if the directory cannot be created.
+    Raises FileExistsError if anything else is there; the message says that `expected` was expected. Raises
+    PermissionError if the directory is missing and cannot be created.
     """
     out = Path(out_dir).resolve()
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
@@ -176,13 +181,20 @@ def check_place(out_dir: str | Path, *, expected: str = "an export") -> bool:
 
 
 def left_behind_bytes(out_dir: str | Path) -> int:
-    """Bytes on disk that killed exports to `out_dir` left; the next export reuses or removes these files."""
+    """Bytes on disk in the hidden directories that killed exports to `out_dir` left.
+
+    The next export to `out_dir` reuses or removes these files.
+    """
     places = partial_directories(Path(out_dir).resolve())
     return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
 
 
 def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] | str:
-    """The mergekit configuration that computes the recipe, or as a string the reason why there is none."""
+    """The content of the mergekit_config.yml that computes the recipe, or as a string the reason why there is none.
+
+    `dtype` is the one in which mergekit stores the merge. Models are named by hub ids where they have one, else by
+    directories.
+    """
     held = {}
     for alias, checkpoint in bank.sources.checkpoints.items():
         parts = (checkpoint,) if checkpoint.base is None else (checkpoint.base, checkpoint)
@@ -211,7 +223,10 @@ def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] 
 
 
 def _content_key(recipe: Recipe, bank: Bank, dtype: torch.dtype, max_shard_bytes: int) -> str:
-    """A digest that is equal for two exports if one can continue from the incomplete files of the other."""
+    """A key that is equal for two exports if one can continue from the incomplete files of the other.
+
+    It depends on the recipe, the sources, the dtype, the size of the files and the version of mergesearch.
+    """
     return digest_of([recipe.digest, bank.fingerprint, _name(dtype), max_shard_bytes, version("mergesearch")])[:16]
 
 

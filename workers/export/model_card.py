@@ -24,7 +24,7 @@ Without `trust_remote_code` it is refused. It is the recipe's `alignment` that n
 
 
 class Score(Protocol):
-    """A score on held-out data: the value, its 95 % confidence interval and the number of samples."""
+    """An objective's value on held-out data: `value`, its 95 % confidence interval and the number of samples."""
 
     @property
     def value(self) -> float: ...
@@ -45,10 +45,10 @@ def model_card(
     study: str | None,
     mergekit: Mapping[str, Any] | str,
 ) -> str:
-    """Write the text of an export's README.md.
+    """The text of an export's README.md: its sources, recipe, held-out scores and licences.
 
     `dtype` is that of the tensors. `scores` maps an objective to its held-out value. `study` is the name of the study,
-    if any. `mergekit` is the mergekit configuration, or the reason why there is none.
+    or None if the export is not of a study. `mergekit` is the mergekit configuration, or the reason why there is none.
     """
     held = {model.fingerprint: model for model in family.models}
     sources = [(alias, Path(held[content].directory), content) for alias, content in recipe.models.items()]
@@ -104,7 +104,8 @@ def model_card(
 def recipe_rows(recipe: Recipe) -> list[tuple[str, ...]]:
     """The rows of a table that describes a recipe: (layers, component, method, sources, coefficients).
 
-    Adjacent layers with equal merges form one group, with a row for each component. Merges of single tensors come last.
+    Adjacent layers with equal merges form one group, with a row for each component, and one for the scale if it is not
+    1. Merges of single tensors come last.
     """
     recipe = recipe.canonical()
     rows = [("embedding", "embedding", *_described(recipe.embedding))]
@@ -126,7 +127,10 @@ def recipe_rows(recipe: Recipe) -> list[tuple[str, ...]]:
 
 
 def licence(directory: Path) -> str | None:
-    """The licences in the front matter of a source's model card, separated by commas; None if there are none."""
+    """The licences of a source, as the README.md in its directory states them; None if it states none.
+
+    They are the value of `license` in the front matter, separated by commas.
+    """
     try:
         parts = (directory / "README.md").read_text().split("---", 2)
         front = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
@@ -137,7 +141,7 @@ def licence(directory: Path) -> str | None:
 
 
 def source_name(directory: Path) -> str:
-    """The name of a source in a model card: the id and commit of a hub model, else the source's directory.
+    """The name of a source in a model card: ID@COMMIT for a model from the hub, else its directory.
 
     Hub names are preferred because they are valid on any machine.
     """
@@ -146,9 +150,9 @@ def source_name(directory: Path) -> str:
 
 
 def lineage(recipe: Recipe, family: Family) -> dict[str, Any]:
-    """The recipes of those source models that are merges themselves.
+    """What recipe.json says of sources that are merges themselves: {"lineage": {alias: recipe of the source}}.
 
-    They are under the key "lineage", by alias; the mapping is empty if there are none.
+    The result is empty if no source is an export of mergesearch.
     """
     held = {model.fingerprint: Path(model.directory) for model in family.models}
     found = {alias: _recipe_document(held[content]) for alias, content in recipe.models.items()}
@@ -157,7 +161,7 @@ def lineage(recipe: Recipe, family: Family) -> dict[str, Any]:
 
 
 def _recipe_document(directory: Path) -> dict[str, Any] | None:
-    """The recipe in an export's directory, as JSON; None if the directory is not an export."""
+    """The content of recipe.json in `directory`; None if the directory is not an export."""
     try:
         document = json.loads((directory / "recipe.json").read_text())
         Recipe.from_json(document)
@@ -167,7 +171,10 @@ def _recipe_document(directory: Path) -> dict[str, Any] | None:
 
 
 def _merge_name(directory: Path) -> str | None:
-    """The name of a source that is itself an export, from its merge, study and models; None if it is not an export."""
+    """The name in a model card of a source that is itself an export; None if `directory` is not an export.
+
+    The name has the digest, the models and, if known, the study of the source's recipe.
+    """
     document = _recipe_document(directory)
     if document is None:
         return None
@@ -177,9 +184,9 @@ def _merge_name(directory: Path) -> str | None:
 
 
 def _relative(merge: Merge, index: int) -> object:
-    """A copy of a merge whose sources' layers are relative to the merged layer `index`.
+    """What a merge of the layer with index `index` does, with the layers of its sources counted from `index`.
 
-    Adjacent layers that merge their sources in the same way then have equal copies.
+    The result is comparable: it is equal for adjacent layers that merge their sources in the same way.
     """
     offsets = tuple((source.model, (source.layer or 0) - index) for source in merge.sources)
     base = merge.base and (merge.base.model, (merge.base.layer or 0) - index)
@@ -187,7 +194,12 @@ def _relative(merge: Merge, index: int) -> object:
 
 
 def _described(merge: Merge, index: int | None = None, length: int = 1) -> tuple[str, str, str]:
-    """Method, sources and coefficients, as text, of a merge that `length` adjacent layers from `index` on share."""
+    """The method, sources and coefficients of a merge, each as text for a row of a table.
+
+    The row is for `length` adjacent layers from index `index` on that have this merge, each with the corresponding
+    layers of the sources. `index` is None outside layers. A source's layers are named only if they differ from the
+    merged ones.
+    """
 
     def described(source: Source) -> str:
         if source.layer is None or source.layer == index:

@@ -37,7 +37,7 @@ CHECKSUM = xxhash.xxh3_128
 
 @dataclass(frozen=True)
 class Progress:
-    """How far an export is: bytes of tensors `written` of `total`.
+    """How far an export is: `written` of `total` bytes of tensors are written.
 
     `kept` of the written bytes are from an earlier export that was killed.
     """
@@ -55,9 +55,10 @@ class Shard:
 
 
 def plan_shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int) -> list[Shard]:
-    """Distribute tensors over safetensors files of at most `max_bytes`, in order.
+    """Distribute tensors over safetensors files of at most `max_bytes` of tensors, in order.
 
-    `itemsize` is the number of bytes of a value. A tensor larger than `max_bytes` gets a file of its own.
+    `shapes` has the shape of each tensor by name. `itemsize` is the number of bytes of an element. A tensor larger than
+    `max_bytes` gets a file of its own.
     """
     parts: list[dict[str, tuple[int, ...]]] = [{}]
     sizes = [0]
@@ -86,10 +87,12 @@ def write_shards(
     *,
     added: Mapping[str, torch.Tensor],
 ) -> None:
-    """Write the tensors of a merge to safetensors files, except files that are complete, and then the index.
+    """Write the tensors of a merge to the safetensors files `shards` in `directory`, and then the index of these files.
 
-    The tensors in `added` come after those of the merge. A file is complete if it has the checksum that the state file
-    records for it. The checksum is recorded once the file is on disk.
+    Files that an earlier, killed export completed are kept: those that have the checksum that the state file beside
+    `directory` records for them. A file's checksum is recorded once the file is on disk. The tensors in `added`, such
+    as those of alignments, come after those of the merge. `progress` is called after every tensor. A single file gets
+    no index.
     """
     state = directory.parent / STATE
     checksums = _complete_shards(shards, directory, state)
@@ -122,7 +125,11 @@ def write_shards(
 
 
 def _complete_shards(shards: Sequence[Shard], directory: Path, state: Path) -> dict[str, str]:
-    """Checksums, by file name, of the files that an earlier, killed export finished and that have not changed since."""
+    """The checksums, by file name, of the files that an earlier, killed export completed.
+
+    They are those in the file `state` that are still the checksums of the files in `directory`. The result is empty if
+    `state` is missing or damaged.
+    """
     try:
         checksums = dict(json.loads(state.read_text()))
     except (OSError, ValueError, TypeError):
@@ -144,7 +151,7 @@ def _write_shard(
 ) -> str:
     """Write the next `len(shapes)` tensors of `stream` as one safetensors file, and return its checksum (hex).
 
-    Only one tensor is in memory at a time.
+    `shapes` has the expected names and shapes, in order. Only one tensor is in memory at a time.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

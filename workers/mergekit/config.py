@@ -26,9 +26,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Condition:
-    """A setting of a parameter for the tensors whose names contain the text `filter`.
+    """The value that a mergekit file gives a parameter for the tensors whose names contain the text `filter`.
 
-    Several values are a gradient over layers. `text` has the values as they are in the file.
+    Several `values` are a gradient over layers: they are interpolated from the first layer to the last. `values` is
+    empty if the file has no valid value. `place` is the key in the file, and `text` the values as they are in the file,
+    both for messages.
     """
 
     filter: str
@@ -37,7 +39,11 @@ class Condition:
     text: str
 
     def at(self, t: float) -> Scalar | None:
-        """The parameter's value at a fraction t, in [0, 1], of the way through the layers; None if no value is set."""
+        """The parameter's value at the fraction t of the way through the layers; None if `values` is empty.
+
+        t is from 0, the first layer, to 1, the last. Numbers are interpolated linearly; of flags, the one at or before
+        t is taken.
+        """
         if not self.values:
             return None
         position = t * (len(self.values) - 1)
@@ -54,7 +60,11 @@ Settings = Mapping[str, tuple[Condition, ...]]
 
 @dataclass(frozen=True)
 class ModelInput:
-    """A model of a slice, with the range of its layers; `layers` is None for all layers of the model."""
+    """A model that a slice merges, with the range [start, stop) of its layers.
+
+    `layers` is None for all layers of the model. `settings` are the parameters that the file sets for this model alone.
+    `place` is the key in the file, for messages.
+    """
 
     model: str
     layers: tuple[int, int] | None
@@ -74,8 +84,9 @@ class Slice:
 class TokenSource:
     """Where the embedding row of a token comes from.
 
-    It is a model's row for the token itself, for another `token`, or for the token with an `id`. Without a model the
-    row is zero. With `force` the row also replaces the rows of models that have the token.
+    It is the row of `model` for the token itself, for another `token`, or for the token with an `id`. If `model` is
+    None, the row is zero. With `force`, the row also replaces those of models that have the token; without, only models
+    that lack the token get it.
     """
 
     model: str | None
@@ -88,10 +99,13 @@ class TokenSource:
 class MergekitConfig:
     """A validated mergekit configuration.
 
-    Models are named as in the file: directories or hub ids, MODEL+LORA for an adapter to a model. `module_settings`
-    have precedence over `settings`. `tokenizer_source` is "base", "union", a model, or None for the base;
-    `tokenizer_place` is the key in the file that names it. `own_tokens` are tokens listed without a source: every model
-    has a row of its own for them. With `stacks_experts`, all experts of a layer are one tensor.
+    Models are named as in the file: directories or hub ids, MODEL+LORA for an adapter to a model. `settings` are the
+    parameters for the whole file, and `module_settings` those for its only module, which have precedence. `dtype` is
+    that of the written merge, or None if the file states none. `tokenizer_source` is "base", "union", a model, or None
+    for the base; `tokenizer_place` is the key in the file that names it. `tokens` has the tokens whose embedding rows
+    the file chooses. `own_tokens` are tokens listed without a source: every model has a row of its own for them. The
+    vocabulary is padded to a multiple of `pad_to_multiple_of`, unless that is None. With `stacks_experts`, the experts
+    of a layer's mixture of experts are merged as one tensor.
     """
 
     method: str
@@ -112,7 +126,8 @@ class MergekitConfig:
     def base(self) -> str:
         """The model that gives the merge its configuration and tokenizer, and that task vectors are relative to.
 
-        It is `base_model`, else the first model; "" if no model could be read.
+        It is `base_model`, else the base of the first slice, else the first model of the first slice. It is "" if no
+        model could be read.
         """
         bases = (slice_.base for slice_ in self.slices[:1])
         inputs = (source.model for slice_ in self.slices[:1] for source in slice_.inputs)
@@ -131,14 +146,17 @@ class MergekitConfig:
 
     @property
     def unmerged(self) -> Mapping[str, str]:
-        """The models of which only embedding rows of tokens are used, with the keys of the file that name them."""
+        """The models that are not merged, but from which the tokenizer or embedding rows of tokens are taken.
+
+        The values are the keys of the file that name them.
+        """
         places = {token.model: f"tokenizer.tokens.{name}.source" for name, token in self.tokens.items()}
         places |= {self.tokenizer_source: self.tokenizer_place}
         others = (None, "", "base", "union", *self._merged)
         return {model: place for model, place in places.items() if model is not None and model not in others}
 
     def conditions(self) -> Iterator[Condition]:
-        """Yield the settings of all parameters, wherever the file has them."""
+        """Yield the settings of all parameters: of the whole file, its module, its slices and their models."""
         inputs = (source.settings for slice_ in self.slices for source in slice_.inputs)
         of_slices = (slice_.settings for slice_ in self.slices)
         for settings in (self.settings, self.module_settings, *of_slices, *inputs):

@@ -35,9 +35,10 @@ class Inexpressible(ValueError):
 class _Slice:
     """Adjacent merged layers with equal settings, which become one slice of a mergekit file.
 
-    `layers` maps a model to its first layer. `settings` maps a parameter, as (owner, name), to its values; the owner is
-    a model, or "" for all. The values are by piece: a component, or a tensor by its name within the layer. `base` is
-    the base model that the slice names, if any.
+    `models` are the models that the slice lists, by their aliases in the recipe. `layers` maps each to its first layer;
+    the slice has `length` layers. `settings` maps a parameter, as (owner, name), to its values; the owner is a model,
+    or "" for all. The values are by piece: a component, or a tensor by its name within the layer. `base` is the base
+    model that the slice names, or None if it names none.
     """
 
     models: tuple[str, ...]
@@ -52,7 +53,8 @@ def mergekit_config(
 ) -> dict[str, Any]:
     """The mergekit configuration that computes the merge of a recipe, ready to be written as YAML.
 
-    The configuration merges the models in `directories` (by the recipe's aliases) in float32 and stores `dtype`. Raises
+    The models are named by `directories`, which has a directory or hub id for each of the recipe's aliases. They are
+    merged in float32; the merge is stored in `dtype`. `layout` has the names of the models' tensors. Raises
     Inexpressible if mergekit would compute other tensors.
     """
     recipe = recipe.canonical()
@@ -107,7 +109,11 @@ def _always_differs(method: MergeMethod) -> bool:
 def _counterpart_config(
     recipe: Recipe, method: str, layout: Layout, directories: Mapping[str, str], *, dtype: str
 ) -> dict[str, Any]:
-    """The mergekit configuration of a recipe with a single merge method that mergekit has too, under its own name."""
+    """The mergekit configuration of a recipe whose merges all have the method `method`, which mergekit has too.
+
+    mergekit's name of the method may be another one. The arguments are those of `mergekit_config`. Raises Inexpressible
+    if mergekit would compute other tensors.
+    """
     counterpart = METHODS[method].mergekit
     assert counterpart is not None
     slices = [_counterpart_slice(recipe, index, METHODS[method], layout) for index in range(len(recipe.layers))]
@@ -154,10 +160,11 @@ def _counterpart_slice(recipe: Recipe, index: int, method: MergeMethod, layout: 
 
 
 def _pieces(recipe: Recipe, index: int, layout: Layout) -> dict[str, Merge]:
-    """The merges that mergekit reads from the slice of merged layer `index`, by component.
+    """The merges that the slice with the merged layer `index` must state in a mergekit file, by piece.
 
-    They are by tensor if single tensors have merges of their own. mergekit takes the parameters of the embedding from
-    the first slice and those of the head from the last.
+    A piece is a component; if single tensors of the recipe have merges of their own, it is a tensor by its name within
+    the layer. The first layer also has the embedding and the last layer the head, because mergekit takes their
+    parameters from the first and the last slice.
     """
     parts: dict[str, tuple[Merge, int | None]] = {
         name: (recipe.layers[index].component(name), index) for name in COMPONENTS
@@ -176,9 +183,9 @@ def _pieces(recipe: Recipe, index: int, layout: Layout) -> dict[str, Merge]:
 
 
 def _models(recipe: Recipe) -> tuple[str, ...]:
-    """All models that the recipe uses, beginning with the base if it is used.
+    """All models that the recipe uses, as aliases; the base is first if it is used.
 
-    Every slice of the mergekit file lists all of them.
+    In mergekit files of weighted sums every slice lists all of them.
     """
     used = {source.model for merge in recipe.merges() for source in merge.sources}
     if any(merge.method == "task_arithmetic" for merge in recipe.merges()):
@@ -187,9 +194,10 @@ def _models(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _layers(merges: Mapping[str, Merge], index: int, models: tuple[str, ...]) -> dict[str, int]:
-    """The layer of each model that merged layer `index` uses.
+    """The layer of each of `models` that the merged layer `index` uses.
 
-    Models that do not contribute to the layer get an arbitrary one, because a slice must name a layer of every model.
+    `merges` are the merges of this layer. A model that none of them uses gets an arbitrary layer, because a slice must
+    name a layer of every model. Raises Inexpressible if several layers of one model are used.
     """
     used: dict[str, int] = {}
     for merge in merges.values():
@@ -219,7 +227,10 @@ def _sum_slice(recipe: Recipe, index: int, models: tuple[str, ...], method: str,
 
 
 def _weights(merge: Merge, base: str) -> dict[str, float]:
-    """The weight of each model in a merge that is a weighted sum of models."""
+    """The weight of each model in a merge that is a weighted sum of models: passthrough, linear or task arithmetic.
+
+    `base` is the base model, which in task arithmetic has the weight 1 minus the sum of the lambdas.
+    """
     if merge.method == "passthrough":
         return {merge.sources[0].model: float(merge.number("scale"))}
     sources = [source.model for source in merge.sources]
@@ -233,10 +244,10 @@ def _weights(merge: Merge, base: str) -> dict[str, float]:
 
 
 def _path_slices(recipe: Recipe) -> list[_Slice] | None:
-    """The mergekit slices of a recipe that copies whole layers, some of them moved or repeated.
+    """The slices, one per layer, of a recipe that copies whole layers, some of them moved or repeated.
 
-    Returns None for any other recipe. mergekit takes the embedding from the model of the first slice, and the head from
-    that of the last.
+    Returns None for any other recipe, and for one whose embedding or head is not that of the model of its first or last
+    layer, because mergekit takes them from there.
     """
     merges = [layer.component(name) for layer in recipe.layers for name in COMPONENTS]
     is_copy = all(each.method == "passthrough" and each.number("scale") == 1 for each in recipe.merges())
@@ -274,7 +285,10 @@ def _slerp_slice(recipe: Recipe, index: int, layout: Layout) -> _Slice:
 
 
 def _joined(slices: list[_Slice]) -> list[_Slice]:
-    """Join adjacent slices with equal settings and consecutive layers."""
+    """Join adjacent slices of the same models with consecutive layers, if their settings do not differ.
+
+    Settings may differ in which pieces (components or single tensors) they have; a joined slice has the pieces of all.
+    """
     joined = slices[:1]
     for slice_ in slices[1:]:
         last = joined[-1]
@@ -290,7 +304,10 @@ def _joined(slices: list[_Slice]) -> list[_Slice]:
 def _compatible(
     first: Mapping[tuple[str, str], Mapping[str, float]], second: Mapping[tuple[str, str], Mapping[str, float]]
 ) -> dict[tuple[str, str], dict[str, float]] | None:
-    """Combine the settings of two slices; None if they differ in a component that both have."""
+    """The union of the settings of two slices; None if they set different parameters, or differ in a piece of both.
+
+    Settings are those of `_Slice`. A piece is a component or a single tensor.
+    """
     if first.keys() != second.keys():
         return None
     for owner in first:
@@ -301,10 +318,11 @@ def _compatible(
 
 
 def _filters(recipe: Recipe, layout: Layout) -> tuple[tuple[str, str], ...]:
-    """The (piece, filter) pairs, in order of precedence, by which a mergekit file selects each piece's tensors.
+    """The (piece, filter) pairs by which a mergekit file selects each piece's tensors, in order of precedence.
 
-    A piece is a component, or a single tensor with a merge of its own. Raises Inexpressible if the filters would select
-    other tensors, according to the model's tensor names.
+    A piece is a component, or a single tensor if the recipe has merges of single tensors. A filter fits the tensors
+    whose names contain it; the first that fits a tensor counts. Raises Inexpressible if, with the tensor names of
+    `layout`, a filter would select tensors of another piece.
     """
     by_tensor = bool(recipe.tensors)
     pieces = {name: place.suffix if by_tensor else place.component for name, place in layout.places.items()}

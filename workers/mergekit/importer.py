@@ -37,12 +37,12 @@ def to_recipe(
     seed: int = 0,
     warn: Callable[[str], None] = log.warning,
 ) -> Recipe:
-    """The recipe that a mergekit configuration describes.
+    """The recipe that computes what a mergekit configuration describes.
 
-    `layout` is that of the base. Models with another number of layers have their layout in `layouts`, by alias.
-    `aliases` maps the names of models in the configuration to their aliases in the recipe, `fingerprints` maps aliases
-    to content fingerprints. `seed` is for methods with random masks. `warn` is called with one line, which names the
-    place in the file, for each setting that mergekit ignores, such as filters that match no tensor. Raises
+    `layout` has the tensor names of the base. Models with another number of layers have their layout in `layouts`, by
+    alias. `aliases` maps the names of models in the configuration to their aliases in the recipe, `fingerprints` maps
+    aliases to content fingerprints. `seed` is for methods with random masks. `warn` is called with one line, which
+    names the place in the file, for each setting that mergekit ignores, such as filters that match no tensor. Raises
     InvalidRecipe, with a line for everything that is wrong.
     """
     layouts = layouts or {}
@@ -66,8 +66,9 @@ Parts = tuple[tuple[LayerRecipe, ...], Merge, Merge, Mapping[str, Merge]]
 class _Builder:
     """Builds the parts of a recipe from a mergekit configuration.
 
-    It computes the merge of every tensor, and from these the merge of each component and the tensors that differ from
-    it. `problems` has one entry for each cause, so that what is wrong in every layer is reported once.
+    It computes the merge of every tensor. The merge that most tensors of a component have becomes the component's;
+    tensors with another merge are listed one by one. `problems` maps a place in the file to what is wrong there, so
+    that what is wrong in every layer is reported once. `warnings` are lines about settings without effect.
     """
 
     def __init__(
@@ -91,9 +92,10 @@ class _Builder:
         self._names = {"lm_head.weight"} if layout.is_tied else set[str]()
 
     def parts(self) -> Parts:
-        """The recipe's layers, embedding and head, and its merges of single tensors.
+        """The recipe's layers, embedding, head, and merges of single tensors by name.
 
-        Single tensors are those whose merge differs from that of their component.
+        Single tensors are those whose merge differs from that of their component. Problems are added to `problems`; the
+        result is then not usable.
         """
         slices = [self._with_all_inputs(slice_) for slice_ in self._configuration.slices]
         if self.problems:
@@ -113,7 +115,12 @@ class _Builder:
         return tuple(layers), embedding, head, self._tensors
 
     def _with_all_inputs(self, slice_: Slice) -> Slice:
-        """A copy of the slice that states its base model and has the base among its inputs."""
+        """A copy of the slice that states its base model and has it among its inputs, if the file lists `models`.
+
+        The base of a slice is its own, else that of the file. If the file lists `slices`, and the method uses a base,
+        each slice must have it among its sources. What is wrong with the slice's models and layer ranges is added to
+        `problems`.
+        """
         where = f"{slice_.place}.base_model" if slice_.base else "base_model"
         base = slice_.base or self._configuration.base_model
         inputs = slice_.inputs
@@ -142,7 +149,10 @@ class _Builder:
         return Slice(inputs, base, slice_.settings, slice_.place)
 
     def _warn_of_parameters(self, base: str | None, inputs: Iterable[ModelInput]) -> None:
-        """Warn of parameters that the file sets for the base model, but that mergekit reads only for experts."""
+        """Add a warning for each parameter that the file sets for the base, but that mergekit reads only for experts.
+
+        `base` is the base of the slice whose models are `inputs`, or None if it has none.
+        """
         if self._method.base == "unused":
             return
         of_experts = {parameter.name for parameter in self._method.parameters if parameter.scope == "expert"}
@@ -158,9 +168,11 @@ class _Builder:
         return source.layers or (0, self._layouts[source.model].num_layers)
 
     def _component(self, name: str, slice_: Slice, *, offset: int | None, index: int | None, t: float) -> Merge:
-        """The merge that most tensors of a component of merged layer `index` have.
+        """The merge that most tensors of the component `name` of a merged layer have.
 
-        `name` is the component. The merges of its other tensors are recorded as the recipe's merges of single tensors.
+        `index` is the index of the merged layer, `offset` its index within the slice, and `t` the fraction of the way
+        through the slice, at which gradients are read. `index` and `offset` are None for the embedding and the head.
+        The component's tensors with other merges are added to the recipe's merges of single tensors.
         """
         layers = [None if offset is None else self._range(source)[0] + offset for source in slice_.inputs]
         merges = {
@@ -215,10 +227,11 @@ class _Builder:
         return merge
 
     def _value(self, parameter: Parameter, scopes: Sequence[Settings], name: str, t: float, place: str) -> Scalar:
-        """The value of a parameter for the tensor `name` at the fraction `t` of the way through the layers.
+        """The value of a parameter for the tensor `name` at the fraction `t` of the way through the layers of a slice.
 
-        It is the first setting that fits the tensor, from the narrowest scope outwards: the model, the slice, the
-        module, the whole file.
+        `scopes` are the settings from the narrowest scope to the widest: of the model, the slice, the module, the whole
+        file. The first value that fits the tensor is taken, else the parameter's default. If there is none, the problem
+        is reported at `place`, the key of the slice or model, and the result is 0.
         """
         for settings in scopes:
             fitting = (c for c in settings.get(parameter.name, ()) if c.filter in name)
@@ -253,7 +266,7 @@ class _Builder:
 
 
 def _placeholder() -> Merge:
-    """A merge to return where a problem was found, so that reading can continue; it is never computed."""
+    """A merge that is never computed, to continue with where a problem was found."""
     return Merge("passthrough", (Source(""),))
 
 

@@ -22,8 +22,9 @@ __all__ = ["MERGEKIT_METHODS", "WITHOUT_EFFECT", "Inputs", "MergekitMethod"]
 class Inputs:
     """The inputs of one tensor's merge in mergekit's terms: sources, base model, and the values of the parameters.
 
-    `sources` does not contain the base, except for methods that treat the base like any other model. A parameter with a
-    value for each source has them in the order of `sources`.
+    `sources` does not contain the base, except for methods that treat the base like any other model. `base` is None if
+    there is no base model. A parameter with a value for each source has its values in the order of `sources`. `seed` is
+    for methods with random masks.
     """
 
     sources: tuple[Source, ...]
@@ -36,7 +37,8 @@ class Inputs:
 class MergekitMethod:
     """One of mergekit's merge methods, with the methods of this project that compute the same.
 
-    It lists the method's parameters and says how it uses a base model.
+    `variants` has each of these, with the settings of mergekit's method for which both compute the same. The properties
+    `parameters` and `base` list the parameters of mergekit's method, and say how it uses a base model.
     """
 
     variants: tuple[tuple[MergeMethod, Counterpart], ...]
@@ -53,7 +55,7 @@ class MergekitMethod:
         return "unused" if bases == {"none"} else "optional"
 
     def to_merge(self, inputs: Inputs) -> Merge:
-        """The merge of one tensor by the method of this project that computes the same as mergekit's.
+        """The merge of one tensor by the method of this project that computes the same as mergekit's with these inputs.
 
         If there are no sources, a method that adds task vectors to a base gives the base itself. Raises InvalidRecipe
         if no method of this project computes the same.

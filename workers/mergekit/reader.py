@@ -68,7 +68,7 @@ PARAMETER_NAMES = {parameter.name for method in MERGEKIT_METHODS.values() for pa
 def read_configuration(
     document: Any, *, warn: Callable[[str], None] = log.warning, problems: list[str] | None = None
 ) -> MergekitConfig:
-    """Read a mergekit file that has been parsed as YAML.
+    """Read a mergekit file from `document`, its content as parsed from YAML.
 
     `warn` is called with one line, which names the place in the file, for everything that mergekit would ignore without
     a message. Raises InvalidRecipe, with a line for everything that is wrong or not supported. If `problems` is given,
@@ -108,7 +108,7 @@ class _AsInYaml(reprlib.Repr):
 
 
 def shown(value: Any) -> str:
-    """Format a value for a message as it is written in the YAML file."""
+    """Format a value for a message as it is written in the YAML file; None is written as "nothing"."""
     return "nothing" if value is None else _AsInYaml().repr(value)
 
 
@@ -158,9 +158,10 @@ class _Reader:
         )
 
     def _module(self, node: Any) -> tuple[tuple[Slice, ...], Settings]:
-        """The slices and settings under the key `modules`, another way to write `models` or `slices`.
+        """Read the slices and settings under the key `modules`, another way to write `models` or `slices`.
 
-        Only the single module of a language model is supported.
+        `node` is the value of the key. Only the single module of a language model ("default") is supported; otherwise
+        the problem is reported, and the result is empty.
         """
         if not isinstance(node, Mapping) or set(node) != {MODULE}:
             names = ", ".join(map(str, node)) if isinstance(node, Mapping) else shown(node)
@@ -175,7 +176,11 @@ class _Reader:
         return self._slices(found, place), self._settings(found.get("parameters"), f"{place}.parameters")
 
     def _slices(self, node: Mapping[str, Any], place: str) -> tuple[Slice, ...]:
-        """Read the slices of a part of the file that has either `models` or `slices`."""
+        """Read the slices of `node`, a part of the file that must have either `models` or `slices`.
+
+        `models` are one slice with all layers. If both or none are present, the problem is reported, and the result is
+        empty. `place` is the key of the part in the file, "" for the whole file.
+        """
         given = [name for name in ("models", "slices") if name in node]
         if len(given) > 1:
             given = [name for name in given if node[name]]
@@ -194,7 +199,7 @@ class _Reader:
         """Report slices without layers: an error if no slice has layers, a warning for a slice in the middle.
 
         A slice without layers has a meaning at the beginning and at the end, where it says which models the embedding
-        and the head come from.
+        and the head come from. `place` is the key of the slices in the file.
         """
         ranges = [source.layers for slice_ in slices for source in slice_.inputs if source.layers]
         if ranges and all(start == stop for start, stop in ranges):
@@ -351,7 +356,10 @@ class _Reader:
         return {str(token): self._token(entry, f"{place}.{token}") for token, entry in node.items()}
 
     def _token(self, node: Any, place: str) -> TokenSource | None:
-        """Read where the embedding row of a token comes from; None if the file names no source for it."""
+        """Read where the embedding row of a token comes from; None if the file names no source for it.
+
+        `node` is the token's entry in the file, and `place` the key of the entry.
+        """
         found = self._mapping(node, place, ("source", "force"))
         source, force = found.get("source"), _flag(found.get("force", False))
         if force is None:
@@ -386,9 +394,10 @@ class _Reader:
         return int(number) if number else None
 
     def _stacks_experts(self, node: Any) -> bool:
-        """Whether the key `experts`, an addition to mergekit's format, asks for one tensor for all experts of a layer.
+        """Whether the key `experts` asks for the experts of a layer's mixture of experts to be merged as one tensor.
 
-        If the key has what the program mergekit-moe would read, it is ignored with a warning.
+        The key is an addition to mergekit's format, and `node` its value. If the value is what the program mergekit-moe
+        would read, it is ignored with a warning.
         """
         if isinstance(node, list | Mapping):
             self._warn("experts", node, EXPLAINED["experts"])
@@ -431,7 +440,7 @@ class _Reader:
 def _number(node: Any) -> float | None:
     """Convert a value of a YAML file to a number as pydantic does; None if it is not a number.
 
-    Texts count, because YAML reads 1e-5 as a text; true is 1.
+    Texts of numbers are accepted, because YAML reads 1e-5 as a text. True counts as 1.
     """
     if not isinstance(node, int | float | str):
         return None

@@ -57,16 +57,17 @@ class Bank:
 
     `placement` is "mapped" (memory-mapped files, whose pages all processes on the machine share), "host" (a copy in
     this process's memory, pinned for a GPU) or "gpu" (a copy in the memory of `device`). Merges are computed on
-    `device`. For an engine's bank this is the engine's device, otherwise the CPU, because an engine leaves no GPU
-    memory to other processes.
+    `device`. For an engine's bank this is the engine's device. For other banks it is the CPU, because an engine leaves
+    no GPU memory to other processes.
 
-    Statistics of the sources are cached once computed; those of several sources only within a share of memory
-    (`recent`). With `keeps_statistics=False` none are cached, which is right for a single merge, as it needs each of
-    them once.
+    Statistics of the sources, such as tables of magnitudes, are cached once computed; those of several sources only
+    within a share of memory (`recent`). With `keeps_statistics=False` none are cached, which is right for a single
+    merge, as it needs each of them once.
 
-    `sources` are resolved models or their description. The models of a description are opened here (`cache` as in
-    `workers.cache.cache_dir`) and must have the fingerprints that it states. Weights are searched for NaN and infinity
-    once for each content. Raises InvalidModel.
+    `sources` are models that are already opened, or their description. The models of a description are opened here and
+    must have the fingerprints that it states. `cache` is the directory of the cache for this, as in
+    `workers.cache.cache_dir`. Weights are searched for NaN and infinity once for each content. Raises InvalidModel if
+    models cannot be opened, have changed, or have such values.
     """
 
     def __init__(
@@ -124,18 +125,23 @@ class Bank:
 
     @cached_property
     def base(self) -> Checkpoint:
-        """The base model in the family's vocabulary, whose configuration, tensor shapes and layout every merge has."""
+        """The base model with the tokens of the family's vocabulary.
+
+        Every merge has its configuration, tensor shapes and layout.
+        """
         return self.sources.base
 
     def view(self, alias: str) -> Checkpoint:
-        """The model `alias`, with the rows of its embedding and output head in the order of the family's vocabulary."""
+        """The model `alias`, with its embedding and output head for the family's vocabulary.
+
+        Their rows are in the order of this vocabulary, as merges need them.
+        """
         return self._checkpoints[alias]
 
     def views(self, models: Mapping[str, str]) -> dict[str, Checkpoint]:
-        """The models of a recipe that the bank has, by the recipe's aliases.
+        """The models of a recipe that the bank has, by the recipe's aliases, as the method `view` returns them.
 
-        `models` maps the recipe's aliases to content fingerprints. The rows of embeddings and output heads are in the
-        order of the family's vocabulary.
+        `models` maps the recipe's aliases to content fingerprints. Models that the bank does not have are left out.
         """
         return {name: self._checkpoints[held] for name, print_ in models.items() if (held := self.alias(print_))}
 
@@ -154,7 +160,7 @@ class Bank:
         """The tensor `name` of the model `alias`, on the bank's device.
 
         It may share memory with the bank and must not be written to. A tensor of an adapter is computed at every call.
-        Raises InvalidModel.
+        Raises InvalidModel if the bank has no such tensor.
         """
         found = self._at_hand.get((alias, name))
         if found is None:
@@ -165,16 +171,17 @@ class Bank:
         return found
 
     def cosine(self, first: Key, second: Key) -> float:
-        """The cosine between two tensors, which SLERP needs; computed once and then cached.
+        """The cosine of the angle between two tensors, which SLERP needs; computed once and then cached.
 
         Each tensor is given as (alias, name).
         """
         return cosine_of(self.products((first, second), None), 0, 1)
 
     def products(self, sources: Sequence[Key], base: Key | None) -> Products:
-        """The inner products of all pairs of tensors, or with `base` of the tensors' differences from the base.
+        """The inner products of all pairs of the N tensors `sources`, [N, N].
 
-        Each product is computed once and then cached. Tensors are given as (alias, name).
+        With `base` they are those of the tensors' differences from the base. Each product is computed once and then
+        cached. Tensors are given as (alias, name).
         """
         keys = [[(frozenset((first, second)), base) for second in sources] for first in sources]
         known = [[self._products.get(key) for key in row] for row in keys]
@@ -189,9 +196,10 @@ class Bank:
         return products
 
     def importance(self, first: Key, second: Key) -> Importance | None:
-        """The importance of the changes from one tensor to another, for Arcee Fusion; None for empty tensors.
+        """The criterion by which Arcee Fusion takes elements of the tensor `second` instead of those of `first`.
 
-        The result is cached while it is recently used. Tensors are given as (alias, name).
+        Returns None for empty tensors. The result is cached while it is recently used. Tensors are given as (alias,
+        name).
         """
 
         def made() -> Importance:
@@ -203,10 +211,11 @@ class Bank:
         return self._recent.value(("importance", first, second), made, lambda known: known.rows.nbytes)
 
     def variances(self, sources: Sequence[Key], base: Key) -> Ranked | None:
-        """The variances of elements between task vectors, in an object that gives the n-th largest.
+        """The variances of elements between the task vectors of `sources`, in an object that gives the n-th largest.
 
-        It is a table, which is cached while it is recently used. With `keeps_statistics=False` there is no table, and
-        the n-th largest is selected when needed. Returns None for empty tensors.
+        Tensors are given as (alias, name). The object is a table, which is cached while it is recently used. With
+        `keeps_statistics=False` of the bank there is no table, and the n-th largest is selected when needed. Returns
+        None for empty tensors.
         """
 
         def made() -> MagnitudeTable:
@@ -223,8 +232,9 @@ class Bank:
     def magnitudes(self, sources: Sequence[Key], base: Key) -> tuple[Ranked | None, ...]:
         """The magnitudes |source - base| of each source, in objects that give the n-th largest.
 
-        They are tables, each computed once and then cached. With `keeps_statistics=False` there are no tables, and the
-        n-th largest is selected when needed. The result is None for empty tensors.
+        Tensors are given as (alias, name). The objects are tables, each computed once and then cached. With
+        `keeps_statistics=False` of the bank there are no tables, and the n-th largest is selected when needed. For
+        empty tensors the result has None for each source.
         """
         if 0 in self._source(*base).shape:
             return (None,) * len(sources)
@@ -244,7 +254,10 @@ class Bank:
         return tuple(tables[source] for source in sources)
 
     def norms(self, sources: Sequence[Key], base: Key) -> tuple[float, ...]:
-        """The sum of the magnitudes |source - base| over a tensor, for each source; computed once and then cached."""
+        """For each source, the sum of the magnitudes |source - base| over the tensor; computed once and then cached.
+
+        Tensors are given as (alias, name).
+        """
         norms = {source: self._norms[source, base] for source in sources if (source, base) in self._norms}
         for source in sources:
             if source not in norms:
@@ -254,9 +267,10 @@ class Bank:
         return tuple(norms[source] for source in sources)
 
     def order(self, key: Key) -> TieOrder:
-        """The rule that orders elements of equal magnitude in a tensor's task vector, or of equal variance.
+        """The order of elements of equal magnitude in a tensor's task vector.
 
-        It depends on the model's content and on the tensor's name.
+        For a tensor of the base, it is the order of elements of equal variance between task vectors. `key` is (alias,
+        name). The order depends on the model's content and on the tensor's name.
         """
         order = self._orders.get(key)
         if order is None:
@@ -265,9 +279,9 @@ class Bank:
         return order
 
     def merge_on(self, device: torch.device | str) -> None:
-        """Compute merges on another device from now on, without moving the sources.
+        """Compute merges on `device` from now on; the sources stay in the memory where they are.
 
-        Statistics that are stored on a device, or whose bits depend on it, are dropped.
+        Cached statistics that are stored on a device, or whose bits depend on it, are dropped.
         """
         if self.device != torch.device(device):
             self.device = torch.device(device)
@@ -275,7 +289,11 @@ class Bank:
                 known.clear()
 
     def summary(self) -> dict[str, Any]:
-        """Placement and size of the sources: {placement, bytes, statistics_bytes, models, fingerprint}."""
+        """Placement and size of the sources, as a document for the statistics of engines.
+
+        Its keys are placement, bytes (of the sources), statistics_bytes (of cached statistics), models (their number)
+        and fingerprint (that of the family).
+        """
         return {
             "placement": self.placement.value,
             "bytes": self.num_bytes,
@@ -285,9 +303,10 @@ class Bank:
         }
 
     def ranks(self, sources: Sequence[Key], base: Key) -> tuple[torch.Tensor, ...]:
-        """The rank of each magnitude |source - base| within its row of the tensor, for each source.
+        """For each source, the rank of each magnitude |source - base| within its row of the tensor.
 
-        Ranks are computed at every call unless `keep_ranks` was called before.
+        Rank 0 is that of the smallest. Tensors are given as (alias, name). Ranks are computed at every call unless
+        `keep_ranks` was called before.
         """
         known = []
         for source in sources:
@@ -301,7 +320,7 @@ class Bank:
         return tuple(known)
 
     def keep_ranks(self) -> None:
-        """Cache the ranks of magnitudes (`Bank.ranks`) from now on, in host memory.
+        """From now on, cache the ranks that the method `ranks` computes, in host memory.
 
         They take two bytes for each element of a source, or four in rows longer than 65536.
         """
@@ -325,7 +344,7 @@ class Bank:
         return stored if stored.device == self.device else stored.to(self.device, non_blocking=True)
 
     def _on_cpu(self, key: Key) -> torch.Tensor:
-        """A source's tensor on the CPU, where it is sorted for statistics.
+        """A source's tensor, given as (alias, name), on the CPU, where it is sorted for statistics.
 
         Sorting on a GPU takes many times the tensor's memory, which an engine does not leave free.
         """
@@ -335,7 +354,10 @@ class Bank:
 
 
 def _content_problems(sources: ResolvedFamily, stated: Family) -> tuple[str, ...]:
-    """The problems of each model's content: it differs from the stated fingerprint, or has values such as NaN."""
+    """What is wrong with the content of the models: changed files, or values such as NaN; one line per problem.
+
+    A model has changed if its fingerprint in `sources` is not the one that `stated` has for it.
+    """
     changed = {
         model.alias: (
             f"{model.directory} has changed: its fingerprint is {sources.fingerprints[model.alias][:12]}, "
@@ -349,9 +371,10 @@ def _content_problems(sources: ResolvedFamily, stated: Family) -> tuple[str, ...
 
 
 def _placing(placement: Placement, device: torch.device, num_bytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Make the function that copies a stored tensor to its placement (mapped file, host memory or GPU).
+    """Make the function that copies a stored tensor to its placement.
 
-    `num_bytes` is the size of all tensors together.
+    For mapped files the function returns the tensor as it is; otherwise it copies it to host memory, pinned if `device`
+    is a GPU, or to `device`. `num_bytes` is the size of all tensors together.
     """
     if placement is Placement.MAPPED:
         return lambda tensor: tensor
@@ -361,7 +384,7 @@ def _placing(placement: Placement, device: torch.device, num_bytes: int) -> Call
 
 
 class _HostMemory:
-    """One block of host memory, of `num_bytes`, into which tensors are copied one after another."""
+    """Host memory for `num_bytes` of tensors, allocated in large chunks; the method `place` copies a tensor into it."""
 
     def __init__(self, num_bytes: int, *, is_pinned: bool) -> None:
         self._missing = num_bytes

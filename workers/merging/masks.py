@@ -55,16 +55,17 @@ def key_words(key: int) -> tuple[int, int]:
 
 
 def threshold(probability: float) -> int:
-    """The bound below which the hash of an element means that a mask keeps it: floor(probability * 2^32).
+    """The bound of a random mask that keeps elements with `probability`: floor(probability * 2^32).
 
-    The product is exact for a probability rounded to six decimals.
+    The mask keeps an element if the element's hash is below the bound. The product is exact for a probability rounded
+    to six decimals.
     """
     scale: int = 10**COEFFICIENT_DECIMALS
     return min(scale, max(0, round(probability * scale))) * 2**32 // scale
 
 
 def hashes(key: int, index: torch.Tensor) -> torch.Tensor:
-    """Hashes (int64) in [0, 2^32) of elements, from a key and the elements' indices (int64).
+    """Hashes (int64) in [0, 2^32) of elements, from a mask's key and the elements' indices `index` (int64).
 
     No two elements below index 2^32 have the same hash.
     """
@@ -83,7 +84,10 @@ def hashes(key: int, index: torch.Tensor) -> torch.Tensor:
 def keep(
     key: int, shape: torch.Size | tuple[int, ...], probability: float, *, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """A random mask (bool) of a tensor's shape, in which each element is True with `probability`."""
+    """A random mask (bool) of the shape `shape`, in which each element is True with `probability`.
+
+    An element is True if its hash by `key` is below `threshold(probability)`. The mask is on `device`.
+    """
     kept = torch.empty(torch.Size(shape), dtype=torch.bool, device=device)
     flat, bound = kept.view(-1), threshold(probability)
     for start, stop in _chunks(flat.numel()):
@@ -94,8 +98,8 @@ def keep(
 def keep_each(key: int, probabilities: torch.Tensor) -> torch.Tensor:
     """A random mask (bool) in which each element has its own probability of being True.
 
-    An element is True if its hash is less than floor(probability * 2^32). `probabilities` is float64, so that the
-    product is exact.
+    An element is True if its hash by `key` is less than floor(probability * 2^32). `probabilities` is float64, so that
+    the product is exact, and has the shape of the mask.
     """
     kept = torch.empty(probabilities.shape, dtype=torch.bool, device=probabilities.device)
     flat, chances = kept.view(-1), probabilities.reshape(-1)

@@ -37,14 +37,15 @@ SUMS, SMALL_SUM = frozenset({"linear", "weighted_sum"}), 1 << 29
 class Scratch:
     """Memory that is reused for one merged tensor after another.
 
-    `tensor` can be passed to `merged_tensors` as `into` if each tensor is copied before the next one is taken.
+    The method `tensor` can be passed to `merged_tensors` as `into` if each tensor is copied before the next one is
+    taken. The memory is on the device of `bank`.
     """
 
     def __init__(self, bank: Bank, dtype: torch.dtype) -> None:
         self._memory = torch.empty(0, dtype=dtype, device=bank.device)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Memory for a tensor of the given shape, valid until the next call."""
+        """Memory for a tensor of the shape `shape`, valid until the next call; `name` is not used."""
         size = math.prod(shape)
         if size > self._memory.numel():
             self._memory = self._memory.new_empty(size)
@@ -60,15 +61,15 @@ def merged_tensors(
     into: Callable[[str, tuple[int, ...]], torch.Tensor] | None = None,
     compiles: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Compute a recipe's merged model tensor by tensor: embedding, layers in order, head.
+    """Compute a recipe's merged model tensor by tensor: embedding, layers in order, head; yields (name, tensor).
 
     `bank` has the source weights. A tied output head is left out. With `names`, only the tensors of these names are
     computed.
 
-    Each tensor is computed in float32 and rounded once, to `dtype`. Equal digests give equal bits. A tensor may share
-    memory with the bank and must not be written to. `into` may provide the memory for a tensor of a name and shape:
-    contiguous, of `dtype`, on the bank's device. This saves time, because allocating memory takes longer than filling
-    it. If the destinations exist already, `merge_into` is faster.
+    Each tensor is computed in float32 and rounded once, to `dtype`. Recipes with equal digests give equal bits. A
+    tensor may share memory with the bank and must not be written to. `into` may be a function that returns the memory
+    for a tensor of a name and shape: contiguous, of `dtype`, on the bank's device. This saves time, because allocating
+    memory takes longer than filling it. If the destinations exist already, `merge_into` is faster.
 
     With `compiles=False` all methods are computed by plain torch functions. These give the same bits and are slower,
     but do not load Numba, which is right for small merges (`is_small`). Raises as `plan_tensors` does, before the first
@@ -89,7 +90,8 @@ def merged_tensors(
 def is_small(recipe: Recipe | TensorPlan, bank: Bank) -> bool:
     """Whether a process that computes only this merge is faster without loading the compiled kernels.
 
-    Raises as `plan_tensors` does.
+    This is the case on the CPU if the merge's operands have few elements (`SMALL`; more for weighted sums,
+    `SMALL_SUM`). Raises as `plan_tensors` does.
     """
     share = 0.0
     for tensor in plan_tensors(recipe, bank).tensors:
@@ -132,9 +134,9 @@ def merge_into(recipe: Recipe | TensorPlan, bank: Bank, destinations: Mapping[st
 def sources_of(
     tensor: MergedTensor, plan: TensorPlan, bank: Bank
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """The tensors that a merged tensor is computed from: one of each source, and one of the base if needed.
+    """The tensors that a merged tensor is computed from: (one of each source, that of the base).
 
-    They have their stored dtypes.
+    The second is None if the method needs no base. The tensors have their stored dtypes.
     """
 
     def get(source: Source) -> torch.Tensor:
@@ -146,13 +148,19 @@ def sources_of(
 
 
 def operands_of(tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> Operands:
-    """The operands of a merged tensor in their stored dtypes, with the statistics that its method needs."""
+    """The operands of a merged tensor of `plan`, in their stored dtypes, with the statistics that its method uses."""
     return _Computation.of(tensor, plan, bank).operands(bank)
 
 
 @dataclass(frozen=True)
 class _Computation:
-    """A merged tensor to compute, with the names of the source tensors that it is made of, and their statistics."""
+    """A merged tensor to compute, with the keys of its source tensors in the bank and the statistics of these.
+
+    `sources` and `base` are (alias, name); `base` is None if the method needs no base. `keys` are the keys of random
+    masks, one per source, or None. The statistics are those of `Operands`, each None if the method does not use it.
+    `keeps_equal` says that elements of equal magnitude have the same rank, as in recipes of format 1. `compiles` says
+    whether a compiled kernel may compute the tensor.
+    """
 
     tensor: MergedTensor
     sources: tuple[Key, ...]
@@ -171,7 +179,7 @@ class _Computation:
     def of(cls, tensor: MergedTensor, plan: TensorPlan, bank: Bank, *, compiles: bool = True) -> Self:
         """Prepare the computation of a planned tensor: look up its source tensors and their statistics in the bank.
 
-        With `compiles=False` no statistics are taken from the bank: the plain method computes them.
+        With `compiles=False` no statistics are taken from the bank: the plain torch function computes them.
         """
         recipe, aliases = plan.recipe, plan.aliases
         merge, declared = tensor.merge, METHODS[tensor.merge.method]
@@ -214,7 +222,9 @@ class _Computation:
     ) -> torch.Tensor:
         """Compute the merged tensor, rounded to `dtype`.
 
-        If a kernel computes it, the result is in the memory that `into` provides.
+        `into` is a function that returns memory for a tensor of a name and shape, or None. If a kernel writes the
+        result directly, it is in this memory; otherwise it is in memory of its own or, for a copy of a source, of the
+        bank.
         """
         merge, shape = self.tensor.merge, self.tensor.shape
         if self.is_copy:

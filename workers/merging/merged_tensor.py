@@ -16,9 +16,11 @@ __all__ = ["MergedTensor", "Piece", "pieces_of"]
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of the model within a stack of a layer's experts: rows `start` to `stop` of the matrix of `expert`.
+    """One tensor of the merged model that is a part of a stack.
 
-    A stack joins a matrix of all experts of a layer in one tensor.
+    It has the rows `start` to `stop` - 1 of the matrix of the expert `expert`. A stack joins the matrices of all
+    experts of a layer's mixture of experts in one tensor; `expert` is an index of these, not an expert that is merged.
+    `name` is the tensor's name in the merged model.
     """
 
     name: str
@@ -32,9 +34,9 @@ class MergedTensor:
     """Description of one tensor of the merged model before it is computed.
 
     `merge` says how it is computed. `suffix` is its name within merged layer `layer`; outside layers, `layer` is None
-    and `suffix` the whole name. The result is multiplied by `factor`, which folds the scales of earlier layers into
-    weights (`residual_scales`). A stack of a layer's experts is not itself a tensor of the model; it is split into
-    `pieces`, which are.
+    and `suffix` is the whole name. The result is multiplied by `factor`, which folds the scales of earlier layers into
+    weights (`residual_scales`). The tensor may be a stack: the matrices of all experts of a layer's mixture of experts.
+    The merged model does not have the stack itself but its `pieces`.
     """
 
     name: str
@@ -46,16 +48,20 @@ class MergedTensor:
     pieces: tuple[Piece, ...] = ()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes, by name, of the tensors of the model that this merged tensor is split into.
+        """The shapes, by name, of the tensors of the merged model that this one is split into.
 
-        For a tensor that is no stack of experts, it is the shape of the tensor itself.
+        A stack (the matrices of all experts of a layer's mixture of experts) is split into its pieces. Any other tensor
+        is not split, and the result has its own name and shape.
         """
         if not self.pieces:
             return {self.name: self.shape}
         return {piece.name: (piece.stop - piece.start, *self.shape[2:]) for piece in self.pieces}
 
     def split(self, merged: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Split the computed tensor into the tensors of the model, (name, tensor), in the order of `shapes`."""
+        """Split the computed tensor `merged` into tensors of the merged model.
+
+        Yields (name, tensor) in the order of the method `shapes`.
+        """
         if not self.pieces:
             yield self.name, merged
         for piece in self.pieces:
@@ -63,10 +69,10 @@ class MergedTensor:
 
 
 def pieces_of(model: Checkpoint, name: str, layout: Layout, index: int | None) -> tuple[Piece, ...]:
-    """The tensors of the model that a stack of experts is split into; empty for a tensor that is no stack.
+    """The tensors of the merged model that the stack `name` of `model` is split into; empty if `name` is not a stack.
 
-    `name` is the stack in `model`. The pieces are named as in layer `index` of the merged model, whose layout is
-    `layout`.
+    A stack is the matrices of all experts of a layer's mixture of experts as one tensor. The pieces are named as in
+    layer `index` of the merged model, whose layout is `layout`; `index` is None outside layers.
     """
     if name in model.tensors:
         return ()

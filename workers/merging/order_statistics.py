@@ -48,7 +48,7 @@ LARGEST_MARK = 2**32 - 1
 
 @dataclass(frozen=True, order=True)
 class Threshold:
-    """A position in the order of a tensor's elements: the magnitude and the tie-breaking mark of an element there.
+    """A place in the order of a tensor's elements by magnitude: the magnitude and the tie-breaking mark of an element.
 
     A mark is a number that orders elements of equal magnitude.
     """
@@ -58,13 +58,13 @@ class Threshold:
 
     @property
     def key(self) -> int:
-        """The threshold as one integer, which is comparable with those of `magnitude_keys`."""
+        """The threshold as one integer, which can be compared with those that `magnitude_keys` gives elements."""
         return int(np.float32(self.magnitude).view(np.uint32)) << 32 | self.mark
 
     def reached_by(self, magnitudes: torch.Tensor, order: TieOrder) -> torch.Tensor:
         """Which elements of a tensor are at the threshold or above, as bool in the shape of `magnitudes`.
 
-        `order` orders elements of equal magnitude.
+        `magnitudes` are those of all its elements. `order` gives the marks of elements with the threshold's magnitude.
         """
         equal = (magnitudes == self.magnitude).flatten()
         reached = (magnitudes > self.magnitude).flatten()
@@ -75,9 +75,9 @@ class Threshold:
 
 @dataclass(frozen=True)
 class TieOrder:
-    """The order of elements of equal magnitude: by their marks, numbers that depend on index and `key`.
+    """The order of elements of equal magnitude in a tensor: by their marks, numbers that depend on index and `key`.
 
-    With `keeps_equal`, elements of equal magnitude have the same rank; recipes of format 1 are merged in this way.
+    With `keeps_equal`, elements of equal magnitude are not ordered but have the same rank, as in recipes of format 1.
     """
 
     key: int
@@ -87,26 +87,27 @@ class TieOrder:
     def factor(self) -> int:
         """The odd factor by which an element's hash is multiplied to give its tie-breaking mark.
 
-        It is the hash of index 0 with the key of this order, with the last bit set.
+        It is the hash of index 0 with the key `key`, with the last bit set.
         """
         return int(hashes(self.key, torch.zeros(1, dtype=torch.int64))) | 1
 
     def marks_at(self, positions: torch.Tensor) -> torch.Tensor:
-        """The tie-breaking marks of the elements at given positions, as int64 in [0, 2^32)."""
+        """The tie-breaking marks of the elements at the indices `positions`, as int64 in [0, 2^32)."""
         return (hashes(0, positions) * self.factor) & LARGEST_MARK
 
     def lowest(self, threshold: Threshold) -> Threshold:
-        """The lowest threshold of elements that are kept whenever those at `threshold` are.
+        """The lowest threshold that has the rank of `threshold`: elements at it are kept if those at `threshold` are.
 
-        It differs from `threshold` only if elements of equal magnitude have the same rank (`keeps_equal`).
+        It is `threshold` itself, or with `keeps_equal`, where all elements of equal magnitude have the same rank, the
+        magnitude with the mark 0.
         """
         return Threshold(threshold.magnitude, 0) if self.keeps_equal else threshold
 
     def above(self, threshold: Threshold) -> Threshold:
-        """The threshold just above `threshold`: the lowest one that elements at `threshold` do not reach.
+        """The lowest threshold above `threshold`, which elements at `threshold` do not reach.
 
-        With `keeps_equal`, elements of equal magnitude have the same rank, and the result has the next larger
-        magnitude.
+        With `keeps_equal`, where elements of equal magnitude have the same rank, it has the next larger magnitude;
+        otherwise it has the next larger mark.
         """
         if self.keeps_equal or threshold.mark == LARGEST_MARK:
             return Threshold(float(np.nextafter(np.float32(threshold.magnitude), np.float32(np.inf))), 0)
@@ -115,9 +116,9 @@ class TieOrder:
 
 @dataclass(frozen=True)
 class Trim:
-    """The bounds `low` and `high` between which the exact threshold of a rank is.
+    """What is known of the threshold of a rank: two bounds, `low` and `high`, between which it is.
 
-    The threshold of rank n is the position of the n-th largest element. If the bounds are equal, they are the
+    The threshold of rank n is the magnitude and mark of the n-th largest element. If the bounds are equal, they are the
     threshold. Otherwise it is at an element strictly between them; fewer than `SPACING` elements are there, of which
     `num_smaller` precede it in ascending order. `is_tied` is true if more than `MOST_LEFT` elements may have magnitudes
     from that of `low` to that of `high`.
@@ -130,11 +131,11 @@ class Trim:
 
     @property
     def magnitudes(self) -> tuple[float, float]:
-        """Two float32 magnitudes that decide the comparison with the threshold for elements that are not between them.
+        """Two float32 magnitudes that decide for most elements whether they are below the threshold.
 
-        Elements up to the first are below the threshold; elements from the second on are at the threshold or above.
-        Those between the two have a magnitude from that of `low` to that of `high`, and need their tie-breaking marks
-        compared. The second is NaN if no element reaches `high`.
+        Elements up to the first magnitude are below the threshold; elements from the second on are at the threshold or
+        above. Elements between the two have a magnitude from that of `low` to that of `high`, and need their
+        tie-breaking marks compared. The second is NaN if no element reaches `high`.
         """
         if self == NOTHING:
             return float("inf"), float("nan")
@@ -160,13 +161,16 @@ class Ranked(Protocol):
     def num_not_zero(self) -> int: ...
 
     def trim(self, rank: int) -> Trim:
-        """The bounds of the threshold of the `rank`-th largest magnitude, from 1 to the number of elements."""
+        """Two bounds of the threshold of the `rank`-th largest magnitude, which may be equal; `rank` begins with 1.
+
+        A threshold is a magnitude with a tie-breaking mark.
+        """
         ...
 
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
-        """The threshold of the `rank`-th largest magnitude.
+        """The threshold of the `rank`-th largest magnitude: the magnitude and the tie-breaking mark of this element.
 
-        `sizes` are the magnitudes themselves (float32), `order` orders equal ones.
+        `sizes` are the magnitudes themselves (float32), `order` orders equal ones. Ranks begin with 1.
         """
         ...
 
@@ -175,8 +179,8 @@ class Ranked(Protocol):
 class Selection:
     """The magnitudes of a tensor, of which the n-th largest is found by selection, without a table.
 
-    `select(n)` returns the threshold of the element that comes after n others in ascending order, and the number of
-    elements that have its magnitude. `num_zeros` counts the elements that are zero.
+    `select(n)` returns the threshold (magnitude and tie-breaking mark) of the element that comes after n others in
+    ascending order, and the number of elements that have its magnitude. `num_zeros` counts the elements that are zero.
     """
 
     num_elements: int
@@ -188,7 +192,7 @@ class Selection:
         return self.num_elements - self.num_zeros()
 
     def trim(self, rank: int) -> Trim:
-        """The exact threshold of the `rank`-th largest magnitude, as both bounds."""
+        """The exact threshold of the `rank`-th largest magnitude, as both bounds; ranks begin with 1."""
         threshold, num_equal = self.select(self.num_elements - rank)
         return Trim.at(threshold, is_tied=num_equal > MOST_LEFT)
 
@@ -200,8 +204,8 @@ class Selection:
 class MagnitudeTable:
     """Table of a tensor's magnitudes that narrows the n-th largest to a few elements.
 
-    It has every 128th element of the tensor in ascending order, and the last: `magnitudes`, and the tie-breaking
-    `marks`. The tensor has `num_elements` elements, of which `num_zeros` are zero.
+    It has the `magnitudes` and the tie-breaking `marks` of every 128th element in ascending order, and of the largest.
+    The tensor has `num_elements` elements, of which `num_zeros` are zero.
     """
 
     def __init__(
@@ -219,10 +223,11 @@ class MagnitudeTable:
 
     @classmethod
     def of_ascending(cls, ascending: Iterable[tuple[np.ndarray, np.ndarray]]) -> Self:
-        """Make the table of magnitudes (float32) and tie-breaking marks (uint32) that are given in ascending order.
+        """Make the table from all magnitudes of a tensor, which are given in ascending order.
 
-        They are given in pieces. Equal magnitudes are in one piece. There is at least one piece, and none is empty. A
-        piece is not used after the next one is taken.
+        They are given in pieces: pairs of arrays (magnitudes in float32, tie-breaking marks in uint32). Equal
+        magnitudes are in one piece. There is at least one piece, and none is empty. A piece is not used after the next
+        one is taken.
         """
         columns: list[tuple[np.ndarray, np.ndarray]] = []
         total = num_zeros = 0
@@ -240,7 +245,10 @@ class MagnitudeTable:
         return self._magnitudes.nbytes + self._marks.nbytes
 
     def trim(self, rank: int) -> Trim:
-        """The bounds of the threshold of the `rank`-th largest magnitude, from 1 to the number of elements."""
+        """Two bounds of the threshold of the `rank`-th largest magnitude; ranks begin with 1.
+
+        The bounds are adjacent entries of the table, or equal if the element itself is an entry.
+        """
         cut, after = divmod(self._num_elements - rank, SPACING)
         low = self._threshold(cut)
         if after == 0:
@@ -251,9 +259,10 @@ class MagnitudeTable:
         return Trim(low, high, after - 1, is_tied=self._is_tied(cut, cut + 1))
 
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
-        """The exact threshold of the `rank`-th largest magnitude.
+        """The exact threshold of the `rank`-th largest magnitude: its element's magnitude and tie-breaking mark.
 
-        `sizes` are the magnitudes (float32) that the table was made from, `order` orders equal ones.
+        `sizes` are the magnitudes (float32) that the table was made from, `order` orders equal ones. Ranks begin with
+        1.
         """
         trim = self.trim(rank)
         if trim.low == trim.high:
@@ -264,7 +273,7 @@ class MagnitudeTable:
         return _threshold(int(keys[(keys > trim.low.key) & (keys < trim.high.key)].sort().values[trim.num_smaller]))
 
     def _is_tied(self, first: int, last: int) -> bool:
-        """Whether many elements may have the magnitude of a table entry.
+        """Whether many elements may have the magnitude of the table's entry `first` or `last`, indices of entries.
 
         It is true if the entry before `first` has the magnitude of `first`, or the entry after `last` that of `last`.
         """
@@ -279,9 +288,10 @@ class MagnitudeTable:
 
 
 def threshold_of_rank(sizes: torch.Tensor, rank: int, order: TieOrder, table: Ranked | None = None) -> Threshold:
-    """The threshold of the `rank`-th largest of `sizes`, which are magnitudes in float32; ranks begin with 1.
+    """The threshold of the `rank`-th largest of `sizes`: its magnitude and tie-breaking mark; ranks begin with 1.
 
-    `order` orders equal magnitudes; `table` is the table of the magnitudes, if known.
+    `sizes` are magnitudes in float32, and `order` orders equal ones. `table` is an object that gives their n-th
+    largest, if there is one; otherwise the element is searched for among `sizes`.
     """
     if table is not None:
         return table.threshold(rank, sizes, order)
@@ -297,10 +307,10 @@ def threshold_of_rank(sizes: torch.Tensor, rank: int, order: TieOrder, table: Ra
 
 
 def magnitude_keys(sizes: torch.Tensor, order: TieOrder) -> torch.Tensor:
-    """Integers that have the order of a tensor's elements by magnitude: int64 in the shape of `sizes`.
+    """Integers that have the order of a tensor's elements by magnitude: int64 in the shape of `sizes`, the magnitudes.
 
-    Elements are ordered by magnitude in float32, and equal magnitudes by their tie-breaking marks. If `order` keeps
-    equal magnitudes equal, they have equal integers.
+    Elements are ordered by magnitude in float32, and equal magnitudes by their tie-breaking marks in `order`. With
+    `order.keeps_equal`, equal magnitudes have equal integers.
     """
     keys = sizes.float().contiguous().view(torch.int32).long() << 32
     if not order.keeps_equal:

@@ -34,7 +34,7 @@ class TensorPlan:
     """A recipe that was checked against the source models, with the list of all tensors to compute, in order.
 
     Functions that take a recipe also take its plan for the same bank of source weights, so that a swap of several steps
-    plans once. `aliases` maps the recipe's aliases to those of the bank.
+    makes the plan once. `aliases` maps the recipe's aliases to those of the bank.
     """
 
     recipe: Recipe
@@ -51,9 +51,9 @@ def merged_names(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, tuple[int
 
 
 def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]:
-    """A value for each merged tensor that describes how it is computed.
+    """For each merged tensor, by name, a value that describes how it is computed from the bank's sources.
 
-    Tensors with equal values are equal bit for bit.
+    Values of several recipes can be compared: tensors with equal values are equal bit for bit.
     """
     plan = plan_tensors(recipe, bank)
     return {
@@ -64,7 +64,7 @@ def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]
 def check_recipe(recipe: Recipe, bank: Bank) -> None:
     """Check that a recipe can be merged from the source models in `bank`.
 
-    Raises InvalidRecipe, InvalidModel or EvidenceMismatch if not.
+    Raises InvalidRecipe, InvalidModel or EvidenceMismatch if it cannot be merged, as `plan_tensors` does.
     """
     plan_tensors(recipe, bank)
 
@@ -72,8 +72,9 @@ def check_recipe(recipe: Recipe, bank: Bank) -> None:
 def plan_tensors(recipe: Recipe | TensorPlan, bank: Bank) -> TensorPlan:
     """Check a recipe against the source models in `bank`, and list the tensors to compute.
 
-    A plan is returned as it is. Raises InvalidRecipe, InvalidModel, and EvidenceMismatch if files of the sources have
-    changed since they were opened.
+    If a plan is given instead of a recipe, it is returned. Raises InvalidRecipe if the recipe does not fit the models,
+    InvalidModel if the bank does not have its models or their vocabulary, and EvidenceMismatch if files of the sources
+    have changed since they were opened.
     """
     return recipe if isinstance(recipe, TensorPlan) else _plan(recipe, recipe.canonical(), bank)
 
@@ -81,8 +82,8 @@ def plan_tensors(recipe: Recipe | TensorPlan, bank: Bank) -> TensorPlan:
 def plan_as_stated(recipe: Recipe, bank: Bank) -> TensorPlan:
     """Plan a recipe as it is stated, including sources that have no influence, such as those with weight 0.
 
-    Gradients are needed by the coefficients of these sources too. Merged models are those of `plan_tensors`, except
-    that sums may have another order. Raises as `plan_tensors` does.
+    It is for gradients, which are computed by the coefficients of these sources too. Merged models are those of
+    `plan_tensors`, except that sums may have another order. Raises as `plan_tensors` does.
     """
     recipe.check()
     return _plan(recipe, recipe, bank)
@@ -111,7 +112,12 @@ def _plan(given: Recipe, recipe: Recipe, bank: Bank) -> TensorPlan:
 def _part(
     recipe: Recipe, merge: Merge, component: str, index: int | None, bank: Bank, aliases: Mapping[str, str]
 ) -> list[MergedTensor]:
-    """List the tensors of one component of merged layer `index`, or outside layers if `index` is None."""
+    """Plan the tensors of one component of a merged layer, or of the embedding or head.
+
+    `index` is the index of the merged layer, or None outside layers. `merge` is the component's merge in `recipe`;
+    single tensors may have others. `aliases` maps the recipe's aliases to those of the bank. Raises InvalidRecipe if
+    the models do not have the tensors, or have them in different shapes.
+    """
     where = component if index is None else f"layer {index}, {component}"
     _check_merge(merge, where, index, bank, aliases)
     layout = bank.layout

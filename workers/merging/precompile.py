@@ -41,9 +41,9 @@ SHAPE = (64, 512)
 
 @dataclass(frozen=True)
 class Usual:
-    """A merge whose kernel is compiled in advance.
+    """A merge whose kernel is compiled in advance, with the `dtype` of its operands and its result.
 
-    `is_tied` says that many elements have the magnitude of a threshold; a kernel of its own handles this case.
+    `is_tied` says that many elements have the magnitude of a threshold; another kernel handles this case.
     """
 
     merge: Merge
@@ -65,7 +65,7 @@ def usual() -> Iterator[Usual]:
 
 
 def operands(case: Usual) -> Operands:
-    """Random operands that make a kernel compile, with the statistics that the merge's method needs."""
+    """Random operands with which the kernel of a merge is compiled, and the statistics that its method uses."""
     generator = torch.Generator().manual_seed(0)
     finest = torch.bfloat16 if case.is_tied else torch.float32
     base = torch.randn(SHAPE, generator=generator).to(finest)
@@ -92,7 +92,7 @@ def operands(case: Usual) -> Operands:
 
 
 def compile_kernels() -> None:
-    """Compile the kernels of the merges in `usual` and of their statistics.
+    """Compile the kernels of the merges in `usual`, and those that compute their statistics.
 
     Code that is on disk already is not compiled again.
     """

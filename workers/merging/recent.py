@@ -35,9 +35,10 @@ class Recent:
         self._lock = Lock()
 
     def value(self, key: Hashable, make: Callable[[], T], num_bytes: Callable[[T], int]) -> T:
-        """The cached value of `key`; if it is not cached, `make` computes it.
+        """The cached value of `key`; if it is not cached, `make` computes it, and it is cached.
 
-        The values that were used least recently are dropped to make room for a new one.
+        `num_bytes` gives the size of a value. The values that were used least recently are dropped until all values
+        together have at most `max_bytes`.
         """
         with self._lock:
             if key in self._values:
@@ -61,16 +62,20 @@ class Recent:
 
 
 def recent_bytes(sources: ResolvedFamily) -> int:
-    """Bytes of host memory in which statistics of several sources of a family may be cached."""
+    """Bytes of host memory for cached statistics of several sources: an eighth of the size of the family's models.
+
+    Each model is counted whole, in the base's dtypes.
+    """
     base = sources.base.tensors.values()
     stored = sum(math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor in base)
     return int(RECENT_SHARE * stored * len(sources.checkpoints))
 
 
 def statistics_bytes(sources: ResolvedFamily) -> int:
-    """Bytes of host memory that all statistics of a family's sources may take, except ranks.
+    """Bytes of host memory that all cached statistics of a family's sources may take, except ranks.
 
-    They are the statistics of each expert, which are always kept, and `recent_bytes` for those of several sources.
+    They are the tables of each expert's magnitudes, which are always kept, and `recent_bytes` for statistics of several
+    sources.
     """
     experts = len(sources.checkpoints) - 1
     return int(TABLE_BYTES * sources.num_parameters * experts) + recent_bytes(sources)

@@ -40,11 +40,12 @@ BRANCH_END = re.compile(r"^(?:self_attn\.o_proj|mlp\.down_proj)\.(?:weight|bias)
 
 
 def branch_factors(layers: Sequence[LayerRecipe], *, model_type: str) -> tuple[float, ...]:
-    """The factor of each layer's branches that folds the scales of earlier layers into the weights.
+    """For each layer, the factor that its branches (attention, MLP) are multiplied by to fold scales into the weights.
 
-    It is one over the product of the scales of all earlier layers, and multiplies the last weights of the layer's
-    branches (attention, MLP). Raises InvalidRecipe, with the layer, for scales that cannot be folded and for
-    alignments.
+    A layer's scale multiplies the residual stream after the layer. The factor is one over the product of the scales of
+    all earlier layers. It multiplies the last weights of the layer's branches. Raises InvalidRecipe, with the layer,
+    for scales that cannot be folded (not above 0, with a product that float64 cannot represent, or in a model of a type
+    that is not in `SCALABLE`) and for alignments.
     """
     factors = []
     cumulative = 1.0

@@ -35,9 +35,9 @@ __all__ = [
 
 
 def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = None) -> Products:
-    """The inner products of all pairs of N tensors, [N, N], or with `base` of their differences from the base.
+    """The inner products of all pairs of the N tensors, [N, N], or with `base` of their differences from the base.
 
-    The bits are those of `methods.arithmetic.inner_products`.
+    On CPU they are computed by a kernel, with the bits of `methods.arithmetic.inner_products`.
     """
     if tensors[0].device.type != "cpu" or tensors[0].numel() == 0:
         return plain_inner_products(tensors, base)
@@ -52,15 +52,18 @@ def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = 
 
 
 def importance_of(first: torch.Tensor, second: torch.Tensor) -> Importance:
-    """The importance of the changes from one tensor to another, for Arcee Fusion.
+    """The criterion by which Arcee Fusion takes elements of `second` instead of those of `first`.
 
-    The tensors are on CPU and have at least one element.
+    It is `fusions.importance_of`, computed with little memory. The tensors are on CPU and have at least one element.
     """
     return fusions.importance_of(first, second, _importances_at)
 
 
 def magnitude_table(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> MagnitudeTable:
-    """The table of the magnitudes |source - base|, in float32, of two tensors with at least one element."""
+    """The table that gives the n-th largest of the magnitudes |source - base|, which are float32.
+
+    `order` orders equal magnitudes. The tensors have at least one element.
+    """
     if source.is_cuda or source.numel() >= 2**32:
         return MagnitudeTable.of_ascending([_sorted((source.float() - base.float()).abs_(), order)])
     from workers.merging.kernels.sorting import ascending_magnitudes
@@ -69,9 +72,10 @@ def magnitude_table(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -
 
 
 def magnitude_selection(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> Ranked:
-    """The magnitudes |source - base|, in float32, in an object that gives the n-th largest.
+    """An object that gives the n-th largest of the magnitudes |source - base|, which are float32, without a table.
 
-    It is selected without a table where that is possible. The tensors have at least one element.
+    `order` orders equal magnitudes. The object is a table on a GPU and for 2^32 elements or more. The tensors have at
+    least one element.
     """
     if source.is_cuda or source.numel() >= 2**32:
         return magnitude_table(source, base, order)
@@ -81,9 +85,10 @@ def magnitude_selection(source: torch.Tensor, base: torch.Tensor, order: TieOrde
 
 
 def variance_selection(sources: Sequence[torch.Tensor], base: torch.Tensor, order: TieOrder) -> Ranked:
-    """The variances of elements between task vectors, in an object that gives the n-th largest.
+    """An object that gives the n-th largest variance of an element between the task vectors, without a table.
 
-    It is selected without a table where that is possible. The tensors have at least one element.
+    Task vectors are the differences of `sources` from `base`; `order` orders equal variances. The object is a table on
+    a GPU and for 2^32 elements or more. The tensors have at least one element.
     """
     if base.is_cuda or base.numel() >= 2**32:
         return variance_table(sources, base, order)
@@ -93,9 +98,10 @@ def variance_selection(sources: Sequence[torch.Tensor], base: torch.Tensor, orde
 
 
 def variance_table(sources: Sequence[torch.Tensor], base: torch.Tensor, order: TieOrder) -> MagnitudeTable:
-    """The table of the variances of elements between task vectors (`methods.competition.variance`).
+    """The table that gives the n-th largest variance of an element between the task vectors.
 
-    The tensors have at least one element.
+    Task vectors are the differences of `sources` from `base`. Variances are those of `methods.competition.variance`;
+    `order` orders equal ones. The tensors have at least one element.
     """
     if base.is_cuda or base.numel() >= 2**32:
         return MagnitudeTable.of_ascending([_sorted(variance(sources, base), order)])
@@ -105,7 +111,7 @@ def variance_table(sources: Sequence[torch.Tensor], base: torch.Tensor, order: T
 
 
 def norm_of(source: torch.Tensor, base: torch.Tensor) -> float:
-    """The sum of the magnitudes |source - base|; the differences are rounded to float32."""
+    """The sum of the magnitudes |source - base| over a tensor; the differences are rounded to float32."""
     if base.is_cuda or base.numel() == 0:
         return total(torch.abs, source.float() - base.float())
     from workers.merging.kernels.reductions import kept_norms
@@ -116,7 +122,8 @@ def norm_of(source: torch.Tensor, base: torch.Tensor) -> float:
 def row_ranks(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> torch.Tensor:
     """The rank of each magnitude |source - base| within its row of the tensor, from 0 for the smallest.
 
-    The tensors are on CPU. The ranks have the tensors' shape; they are uint16 if rows are short enough, else int32.
+    `order` orders equal magnitudes. The tensors are on CPU. The ranks have the tensors' shape; they are uint16 in rows
+    of up to 65536 elements, else int32.
     """
     from workers.merging.kernels.sorting import ranks_in_rows
 
@@ -128,9 +135,9 @@ def row_ranks(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> torc
 def _importances_at(
     indices: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The importances of elements at the given ranks (`fusions.importances_at`), found by sorting in pieces.
+    """The importances of elements at the given ranks, as `fusions.importances_at` returns them.
 
-    This needs little memory.
+    They are found by sorting in pieces, which needs little memory.
     """
     from workers.merging.kernels.sorting import ascending_importances
 

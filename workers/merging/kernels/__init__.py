@@ -44,7 +44,11 @@ MAX_ELEMENTS = 2**32 - 1
 
 
 def is_fused(merge: Merge, stored: Operands, dtype: torch.dtype) -> bool:
-    """Whether a kernel can compute this merge of operands in their stored dtypes, with the result in `dtype`."""
+    """Whether a kernel can compute the merge of operands in their stored dtypes, with the result in `dtype`.
+
+    It can if the method has a kernel on the operands' device, and all dtypes are float32, bfloat16 or float16; operands
+    must be contiguous, not empty and of fewer than 2^32 elements.
+    """
     tensors = [*stored.tensors, *([] if stored.base is None else [stored.base])]
     return (
         merge.method in (ON_CUDA if tensors[0].is_cuda else FUSED)
@@ -58,8 +62,8 @@ def is_fused(merge: Merge, stored: Operands, dtype: torch.dtype) -> bool:
 def merge_stored(merge: Merge, stored: Operands, out: torch.Tensor) -> None:
     """Compute a merge by its kernel, and write it to `out`, rounded once to the dtype of `out`.
 
-    `out` is contiguous and has the shape of the operands. `is_fused` must be true of the operands, which have the
-    statistics that the method needs.
+    `stored` are the operands in their stored dtypes, with the statistics that the method needs; `is_fused` must be true
+    of them. `out` is contiguous and has the shape of the operands.
     """
     # Imported here because each of the two compilers takes a second to import.
     if out.is_cuda:
@@ -72,9 +76,9 @@ def merge_stored(merge: Merge, stored: Operands, out: torch.Tensor) -> None:
 def for_each(function: Callable[[T], None], items: Sequence[tuple[int, T]], device: torch.device) -> None:
     """Call `function` for each item, in any order.
 
-    An item is given with the number of elements that its merge has. On CPU, items run in several threads at once,
-    except the largest and the smallest, which run one by one. The largest each use all threads. For the smallest,
-    waiting for Python's interpreter lock would take longer than the work.
+    `items` are pairs (number of elements that the item's merge has, item); only the item is passed. If `device` is a
+    CPU, items run in several threads at once, except the largest and the smallest, which run one by one. The largest
+    each use all threads. For the smallest, waiting for Python's interpreter lock would take longer than the work.
     """
     if device.type != "cpu":
         for _, item in items:

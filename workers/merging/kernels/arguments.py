@@ -24,7 +24,7 @@ WORDS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float
 def as_array(tensor: torch.Tensor) -> np.ndarray:
     """The memory of a contiguous tensor as a flat NumPy array, in the form that compiled code reads.
 
-    bfloat16 and float16 are represented by words of 16 bits, which `elements.value` converts.
+    bfloat16 and float16 elements are words of 16 bits in it, which `operations.value` converts to numbers.
     """
     words = WORDS[tensor.dtype]
     flat = (tensor.detach() if tensor.requires_grad else tensor).view(-1)
@@ -34,7 +34,7 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 def as_arrays(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, ...]:
     """The memory of each tensor as `as_array` gives it, all converted to float32 if their dtypes differ.
 
-    The loop over the arrays is compiled for one dtype.
+    One dtype is needed because a loop over the arrays is compiled for one.
     """
     if len({tensor.dtype for tensor in tensors}) > 1:
         tensors = [tensor.float() for tensor in tensors]
@@ -42,7 +42,11 @@ def as_arrays(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, ...]:
 
 
 def typed(rule: Any) -> Any:
-    """A copy of a rule whose fields are NumPy numbers and arrays of the types that compiled code expects."""
+    """A copy of a rule whose fields have the types that compiled code expects.
+
+    Numbers become float32, except probabilities, which become float64; whole numbers become uint32; tensors become flat
+    arrays.
+    """
     kind: Any = type(rule)
     return kind(*(convert(field) for convert, field in zip(_conversions(kind), rule, strict=True)))
 

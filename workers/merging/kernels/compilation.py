@@ -56,9 +56,9 @@ SOURCES = (
 def compiled(function: F) -> F:
     """Decorator that compiles a function with Numba at its first call with arguments of given types.
 
-    The compiled code is kept on disk if a directory for it is writable. The function runs without the interpreter lock.
-    Sums keep their order and nothing is contracted to fused multiply-add, so that results have the same bits as the
-    same operations in torch.
+    The compiled code is kept on disk if a directory for it is writable. The function runs without Python's interpreter
+    lock. Sums keep their order, and no multiplication and addition are contracted to one operation, so that results
+    have the same bits as the same operations in torch.
     """
     dispatcher = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function)
     with suppress(RuntimeError):  # neither this folder nor the user's cache is writable
@@ -85,7 +85,11 @@ class _CacheFiles(CompileResultCacheImpl):
 
 
 class _File(IndexDataCacheFile):
-    """The files with a function's compiled code, one for each signature and processor."""
+    """Numba's store of a function's compiled code on disk, without an index.
+
+    It has one file for each signature and processor, named by what it was compiled for, so that processes which compile
+    at the same time do not exchange files.
+    """
 
     def __init__(self, *, cache_path: str, filename_base: str, source_stamp: Any) -> None:
         super().__init__(cache_path, filename_base, source_stamp)
@@ -95,7 +99,7 @@ class _File(IndexDataCacheFile):
         self._save_data(self._name(key), (key, data))
 
     def load(self, key: Any) -> Any:
-        """The compiled code for a signature and processor; None if there is none."""
+        """The compiled code for `key`, a signature and processor; None if there is none on disk."""
         try:
             found, data = self._load_data(self._name(key))
         except OSError:

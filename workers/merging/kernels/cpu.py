@@ -31,8 +31,9 @@ U64 = np.uint64
 def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: torch.Tensor) -> None:
     """Merge tensors on CPU by a rule, and write the result to `out`.
 
-    All tensors are contiguous and have fewer than 2^32 elements. Where the rule knows only bounds of a threshold, the
-    elements between the bounds are collected, and merged again once they have given the exact threshold.
+    `tensors` are the sources, and `base` is the base's tensor or None if the rule does not use it. All tensors are
+    contiguous and have fewer than 2^32 elements. A rule may know only two bounds of a threshold. Then the elements
+    between the bounds are collected, the exact threshold is found among them, and they are merged again.
     """
     xs, merged = as_arrays(tensors), as_array(out)
     if isinstance(rule, rules.Important):
@@ -52,10 +53,10 @@ def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: to
 
 @compiled
 def _merge(rule: Any, base: Any, xs: Any, out: Any, found: Any, start: int, stop: int) -> int:
-    """Merge the elements from `start` to `stop` by a rule, and write them to `out`.
+    """Merge the elements from `start` to `stop` - 1 by a rule, and write them to `out`.
 
-    Elements between the bounds of a threshold cannot be decided yet: their positions are written to `found`, and their
-    number is returned.
+    If the rule knows only bounds of a threshold, elements between the bounds cannot be decided yet. Their positions are
+    written to `found`, and their number is returned.
     """
     num_found, block = 0, np.empty(BLOCK, out.dtype)
     for begin in range(U64(start), U64(stop), U64(BLOCK)):

@@ -29,7 +29,8 @@ WEYL, FIRST, SECOND = tl.constexpr(STEP), tl.constexpr(MULTIPLIERS[0]), tl.const
 def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: torch.Tensor) -> None:
     """Merge tensors on a CUDA device by a rule, and write the result to `out`, without waiting for the device.
 
-    The rule is one of a method in `lowering.ON_CUDA`. The arguments are those of `cpu.merge`.
+    The rule is that of a method in `lowering.ON_CUDA`. `tensors` are the sources, and `base` is the base's tensor or
+    None if the rule does not use it. All tensors are contiguous and have fewer than 2^32 elements.
     """
     xs, size = tuple(tensors), out.numel()
     match rule:
@@ -63,10 +64,11 @@ def _ties_of(
     base: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Merge by TIES in two passes on a CUDA device.
+    """Merge by TIES in two passes on a CUDA device, and write the result to `out`.
 
-    The first pass collects the elements between the bounds of a threshold, which are not decided yet. These give the
-    exact thresholds, with which the second pass merges them again.
+    TIES keeps the elements of each source's task vector that are at a threshold or above; `sparse` has two bounds of
+    each threshold. The first pass collects the elements between the bounds, which are not decided yet. The exact
+    thresholds are found among these, and the second pass merges these elements again. `xs` are the sources.
     """
     lambdas, thresholds = _floats([lambda_], out), _thresholds(sparse, out)
     found = torch.full((len(xs) * SPACING,), -1, dtype=torch.int64, device=out.device)
@@ -111,9 +113,9 @@ def _weighted_task_sum(base, xs, weights, out, size, BLOCK: tl.constexpr):  # ty
 
 @triton.jit
 def _nearswap(first, second, numbers, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Triton kernel that merges two sources by NearSwap.
+    """Triton kernel that merges the sources `first` and `second` by NearSwap.
 
-    `numbers` are t, the largest distance by which an element moves, and the smallest distance by which it is divided.
+    `numbers` has t, the largest distance by which an element moves, and the smallest number by which t is divided.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size
@@ -156,11 +158,15 @@ def _ties(  # type: ignore[no-untyped-def]
     base, xs, lows, low_marks, highs, high_marks, factors, lambdas, out, found, count, most, size,
     AT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel that merges elements by TIES.
+    """Triton kernel of one pass of `_ties_of`: merges elements by TIES.
 
-    The positions of elements between the bounds of a threshold, which are not decided yet, are written to `found`,
-    which has room for `most` of them. With `AT`, only the elements at those positions in `found` that are not negative
-    are merged.
+    TIES keeps the elements of each source's task vector that are at a threshold or above. The threshold is known by two
+    bounds, `lows` with `low_marks` and `highs` with `high_marks`, which have a number for each source. Elements
+    strictly between the bounds are not decided yet and count as dropped in this pass. Without `AT`, their positions are
+    written to `found`, which has room for `most` of them, and their number is added to `count`. With `AT`, only the
+    elements at the positions in `found` are merged; negative positions are skipped. `factors` give the tie-breaking
+    marks of elements, `lambdas` has the factor of the merged task vector, and `size` is the number of elements, or of
+    positions in `found`.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size
@@ -231,18 +237,18 @@ def _dare_ties(base, xs, masks, scales, lambdas, out, size, BLOCK: tl.constexpr)
 
 @triton.jit
 def _is_kept(i, mask):  # type: ignore[no-untyped-def]
-    """Whether a random mask keeps element i, for i below 2^32 (`workers.merging.masks`).
+    """Whether a random mask keeps element i, for i below 2^32: its hash is below the mask's bound.
 
-    `mask` points to three numbers: the two words of the mask's key, and its threshold minus one.
+    `mask` points to three numbers: the two words of the mask's key, and its bound minus one (`workers.merging.masks`).
     """
     return _hashed(i, tl.load(mask).to(tl.uint32), tl.load(mask + 1).to(tl.uint32)) <= tl.load(mask + 2).to(tl.uint32)
 
 
 @triton.jit
 def _marked(i, factor):  # type: ignore[no-untyped-def]
-    """The number that orders element i among elements of equal magnitude (its mark), for i below 2^32.
+    """The tie-breaking mark of element i, which orders it among elements of equal magnitude, for i below 2^32.
 
-    `workers.merging.order_statistics` defines marks.
+    It is the hash of i times the factor that `factor` points to (`workers.merging.order_statistics`).
     """
     zero = tl.cast(0, tl.uint32)
     return _hashed(i, zero, zero) * tl.load(factor).to(tl.uint32)
@@ -250,7 +256,7 @@ def _marked(i, factor):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _hashed(i, k0, k1):  # type: ignore[no-untyped-def]
-    """The hash of element i by a key of two words, for i below 2^32 (`workers.merging.masks`)."""
+    """The hash of element i by a mask's key of two words, k0 and k1, for i below 2^32 (`workers.merging.masks`)."""
     x = i.to(tl.uint32) * tl.cast(WEYL, tl.uint32) + k0
     x = (x ^ (x >> 16)) * tl.cast(FIRST, tl.uint32)
     x = ((x ^ (x >> 15)) + k1) * tl.cast(SECOND, tl.uint32)
@@ -264,7 +270,8 @@ def _floats(numbers: Sequence[float], like: torch.Tensor) -> torch.Tensor:
 def _thresholds(sparse: rules.Trimmed, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The bounds of each source's threshold as tensors, and the factors that give the tie-breaking marks of elements.
 
-    The result is (low magnitudes, low marks, high magnitudes, high marks, factors), with a number for each source.
+    The result is (low magnitudes, low marks, high magnitudes, high marks, factors), with a number for each source. The
+    tensors are on the device of `like`.
     """
     low_marks, high_marks, factors = (
         torch.tensor(words, dtype=torch.int64, device=like.device)

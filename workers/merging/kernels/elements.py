@@ -51,10 +51,10 @@ BFLOAT16, FLOAT16 = types.uint16, types.int16
 
 @intrinsic
 def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
-    """Copy 32 bytes from one address to another without storing them in the caches.
+    """Copy 32 bytes from the address `source` to the address `target` without storing them in the caches.
 
-    The target's address is a multiple of 32. Results are written once and read much later, so that they need no place
-    in the caches. An ordinary store would first read the memory that it overwrites, a third of the traffic of copying.
+    `target` is a multiple of 32. Results are written once and read much later, so that they need no place in the
+    caches. An ordinary store would first read the memory that it overwrites, a third of the traffic of copying.
     """
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -71,7 +71,7 @@ def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
 
 @intrinsic
 def stores_done(typing_context: Any) -> Any:
-    """Memory fence after stores past the caches, so that other threads see the stored values."""
+    """Memory fence after stores past the caches: makes them visible to other threads."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -82,7 +82,7 @@ def stores_done(typing_context: Any) -> Any:
 
 @compiled
 def copied_past_caches(block: Any, out: Any, start: Any, stop: Any) -> None:
-    """Copy block[: stop - start] to out[start:stop] without storing it in the caches.
+    """Copy block[: stop - start] to out[start:stop], past the caches where alignment and size allow it.
 
     The arrays have one element type; positions are unsigned. `stores_done` must be called after the last copy.
     """
@@ -142,7 +142,10 @@ def _from_float16(word: Any) -> Any:
 
 
 def rounded(number: Any, like: Any) -> Any:
-    """Round a float32 number to the element type of `like`, to nearest, ties to even."""
+    """Round a float32 number to the element type of `like`, to nearest, ties to even; returns the word to store.
+
+    Callable only in compiled code.
+    """
     raise NotImplementedError("only in compiled code")
 
 
@@ -177,9 +180,9 @@ def _as_float16(number: Any, like: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def variance_of(base: Any, xs: Any, i: Any) -> Any:
-    """The variance of element i between the task vectors, as `methods.competition.variance` computes it.
+    """The variance of element i between the task vectors, with the bits of `methods.competition.variance`.
 
-    `xs` are the sources. Callable only in compiled code.
+    `base` and `xs` are the stored words of the base and the sources. Callable only in compiled code.
     """
     b, count = value(base[i]), np.float32(len(xs))
     first = value(xs[0][i]) - b
@@ -206,15 +209,15 @@ def either(first: Any, second: Any) -> Any:
 def zero_unless(condition: Any, number: Any) -> Any:
     """The float32 number if the condition holds, else zero, computed without a conditional store.
 
-    It is for numbers that are stored at once. LLVM would compile a conditional expression to masked stores, which take
-    AMD's processors about ten times longer.
+    It is for results that the caller stores to an array. LLVM would compile a conditional expression there to masked
+    stores, which take AMD's processors about ten times longer.
     """
     return _float(U32(bits_of(number) & U32(U32(0) - U32(condition))))
 
 
 @numba.njit(**IN_PLACE)
 def has_sign_of(number: Any, total: Any) -> Any:
-    """Whether `number` has the sign of `total`, where a total of zero counts as positive; a number of zero has no sign.
+    """Whether `number` has the sign of `total`, where a total of zero counts as positive; false for a number of zero.
 
     The number's sign is flipped if the total is negative, which takes less time than two comparisons and a choice.
     """
@@ -252,19 +255,19 @@ def following(size: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def is_kept(i: Any, k0: Any, k1: Any, bound: Any) -> Any:
-    """Whether a random mask keeps element i, for i below 2^32 (`workers.merging.masks`).
+    """Whether a random mask keeps element i, for i below 2^32: its hash is below the mask's bound.
 
-    k0 and k1 are the words of the mask's key, `bound` is its threshold minus one.
+    k0 and k1 are the words of the mask's key, `bound` is its bound minus one (`workers.merging.masks`).
     """
     return hashed(i, k0, k1) <= bound
 
 
 @numba.njit(**IN_PLACE)
 def marked(i: Any, factor: Any) -> Any:
-    """The number that orders element i among elements of equal magnitude (its mark), for i below 2^32.
+    """The tie-breaking mark of element i, which orders it among elements of equal magnitude, for i below 2^32.
 
-    It is the hash of i, which is computed once for all sources, times a source's factor
-    (`workers.merging.order_statistics`).
+    It is the hash of i times a source's `factor` (`workers.merging.order_statistics`). The compiler computes the hash
+    once for all sources.
     """
     return U32(hashed(i, U32(0), U32(0)) * factor)
 
@@ -273,15 +276,16 @@ def marked(i: Any, factor: Any) -> Any:
 def turned_mark(i: Any, factor: Any) -> Any:
     """The tie-breaking mark of element i with its top bit flipped, as a signed number for comparisons.
 
-    These signed numbers have the order of the unsigned marks; AVX2 compares only signed numbers. A mark is a hash times
-    an odd factor; as the factor is odd, the top bit can be flipped before the multiplication, once for all sources.
+    These signed numbers have the order of the unsigned marks; AVX2 compares only signed numbers. A mark is the hash of
+    i times `factor`, which is odd. Therefore the top bit can be flipped before the multiplication, once for all
+    sources.
     """
     return I32(U32(U32(hashed(i, U32(0), U32(0)) ^ TOP) * factor))
 
 
 @numba.njit(**IN_PLACE)
 def hashed(i: Any, k0: Any, k1: Any) -> Any:
-    """The hash of element i by the key words k0 and k1, for i below 2^32 (`workers.merging.masks`)."""
+    """The hash of element i by a mask's key of two words, k0 and k1, for i below 2^32 (`workers.merging.masks`)."""
     x = U32(U32(U32(i) * WEYL) + k0)
     x = U32(U32(x ^ U32(x >> U32(16))) * FIRST)
     x = U32(U32(U32(x ^ U32(x >> U32(15))) + k1) * SECOND)

@@ -21,7 +21,7 @@ __all__ = ["element"]
 
 
 def element(rule: Any, base: Any, xs: Any, i: Any) -> Any:
-    """Compute element i of the merge by `rule`, in float32.
+    """Compute element i of the merge by `rule`, in float32, by the formula of the rule's type.
 
     `base` and `xs` are the stored words of the base and the sources. Callable only in compiled code.
     """
@@ -184,7 +184,10 @@ def _is_variable(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def _elected(sparse: Any, base: Any, xs: Any, i: Any) -> Any:
-    """The sign of element i of the sum of the sources' sparse task vectors."""
+    """The elected sign of element i: that of the sum of the sources' sparse task vectors, as 1, -1 or 0.
+
+    `sparse` is the sparsification, `base` and `xs` are the stored words of the base and the sources.
+    """
     b, total = value(base[i]), ZERO
     for s in range(len(xs)):
         total += kept(sparse, value(xs[s][i]) - b, s, i)

@@ -23,9 +23,9 @@ FORMULAS: dict[type, Callable[..., Any]] = {}
 def computes(rule: type) -> Callable[[Formula], Formula]:
     """Decorator that registers a function as the formula of rules of type `rule`.
 
-    The function takes (rule, base, xs, i) and returns the merged element i in float32, from `value(base[i])` and the
-    sources' `value(xs[s][i])`. Numba compiles it; therefore it uses only the operations of this module, arithmetic on
-    float32 and the rule's fields. Raises ValueError if the type already has a formula.
+    The function takes (rule, base, xs, i) and returns the merged element i in float32. It reads the base as
+    `value(base[i])` and source s as `value(xs[s][i])`. Numba compiles it; therefore it uses only the operations of this
+    module, arithmetic on float32 and the rule's fields. Raises ValueError if the type already has a formula.
     """
     if rule in FORMULAS:
         raise ValueError(f"rule {rule.__name__} has a formula in {FORMULAS[rule].__module__} already")
@@ -38,7 +38,10 @@ def computes(rule: type) -> Callable[[Formula], Formula]:
 
 
 def value(word: Any) -> Any:
-    """The number that a stored word of a tensor represents, as float32."""
+    """The number that a stored word of a tensor (float32, or 16 bits for bfloat16 and float16) represents, as float32.
+
+    Callable only in compiled code.
+    """
     raise NotImplementedError("only in compiled code")
 
 

@@ -34,9 +34,9 @@ Tensors = Sequence[torch.Tensor]
 
 
 def inner_product(first: torch.Tensor, second: torch.Tensor, base: torch.Tensor | None) -> float:
-    """The inner product of two contiguous tensors, or with `base` of their differences from the base.
+    """The inner product of two contiguous tensors on CPU, or with `base` of their differences from the base.
 
-    The bits are those of `methods.arithmetic.inner_products`.
+    It has the bits of `methods.arithmetic.inner_products`.
     """
     x, y = as_array(first), as_array(second)
     b = x if base is None else as_array(base.contiguous())
@@ -46,9 +46,10 @@ def inner_product(first: torch.Tensor, second: torch.Tensor, base: torch.Tensor 
 
 
 def projections(direction: torch.Tensor, tensors: Tensors, base: torch.Tensor) -> list[float]:
-    """The inner product of `direction` with each tensor's difference from `base`, which is rounded to float32.
+    """The inner product of `direction` with each tensor's difference from `base`, for each of `tensors`.
 
-    All tensors are contiguous; `direction` may have another dtype than the others. The differences are not stored.
+    The differences are rounded to float32 and not stored. All tensors are contiguous and on CPU; `direction` may have
+    another dtype than the others.
     """
     *xs, b = as_arrays([*tensors, base])
     sums = np.empty((len(xs), -(-b.size // SUMMED)))
@@ -60,7 +61,11 @@ def projections(direction: torch.Tensor, tensors: Tensors, base: torch.Tensor) -
 def kept_norms(
     sparse: rules.Whole | rules.Dropped | rules.Sampled, tensors: Tensors, base: torch.Tensor
 ) -> list[float]:
-    """For each source, the sum of the magnitudes of those elements of source - base that the sparsification keeps."""
+    """For each source, the sum of the magnitudes of the elements of its sparse task vector.
+
+    `tensors` are the sources. A sparse task vector is source - base with the elements that `sparse` keeps, as `sparse`
+    scales them.
+    """
     fields = sparse._asdict().items()
     alone = tuple(typed(sparse._replace(**{name: (each[s],) for name, each in fields})) for s in range(len(tensors)))
     b, xs = as_array(base), as_arrays(tensors)
@@ -74,9 +79,10 @@ def variable_squares(
 ) -> tuple[rules.Comparison, Threshold, list[float]]:
     """Find the exact threshold of a rank among variances, and each source's sum of squares at this threshold or above.
 
-    The variance of an element is that between the task vectors; `trim` has the bounds of the threshold. Returns three
-    values: a comparison that tells for every element whether its variance reaches the threshold; the exact threshold;
-    and for each source the sum of squares of its task vector over the elements at the threshold or above.
+    The variance of an element is that between the task vectors; `trim` has two bounds of the threshold, and `order`
+    orders equal variances. Returns three values: a comparison that tells for every element whether its variance reaches
+    the threshold; the exact threshold; and for each source the sum of squares of its task vector over the elements at
+    the threshold or above.
     """
     b, xs = as_array(base), as_arrays(tensors)
     sums = np.empty((len(xs), -(-b.size // SUMMED)))
@@ -98,7 +104,11 @@ def variable_squares(
 
 
 class _Spread(NamedTuple):
-    """The lower and the upper bound of a threshold among variances, in the form that compiled code takes."""
+    """The two bounds of a threshold among variances, in the form that compiled code takes.
+
+    A bound is a variance, `low` or `high`, with a tie-breaking mark. `by` is the kind of comparison, and `factor` gives
+    the elements' marks.
+    """
 
     by: Any
     low: Any
@@ -114,7 +124,10 @@ def _spread(by: rules.Comparison, low: Threshold, high: Threshold, order: TieOrd
 
 
 def shared_counts(epsilon: float, tensors: Tensors, base: torch.Tensor) -> list[tuple[int, int]]:
-    """For each source, how many elements it changes by more than epsilon, and how many of these only it changes."""
+    """For each source, how many elements it changes by more than epsilon, and how many of these only it changes.
+
+    A change is the magnitude of the difference from `base`; `tensors` are the sources.
+    """
     b, xs = as_array(base), as_arrays(tensors)
     parts = pieces(b.size, BLOCK)
     counts = np.zeros((len(parts), 2, len(xs)), np.int64)
@@ -124,9 +137,9 @@ def shared_counts(epsilon: float, tensors: Tensors, base: torch.Tensor) -> list[
 
 
 def weighted_words(words: torch.Tensor, weight: int) -> int:
-    """The weighted sum, sum_i words[i] * (i * weight | 1), of contiguous int64 words modulo 2^64.
+    """The checksum sum_i words[i] * (i * weight | 1) modulo 2^64 of contiguous int64 words.
 
-    The operator | is a bitwise or, so that every weight is odd.
+    The operator | is a bitwise or, so that every factor is odd.
     """
     array = words.view(-1).numpy().view(np.uint64)
     sums = run(_weighted_words, [(array, U64(weight), *part) for part in pieces(array.size, BLOCK)])
@@ -186,8 +199,9 @@ def _kept_norms(alone: Any, base: Any, xs: Any, sums: Any, start: int, stop: int
 def _variable_squares(spread: Any, base: Any, xs: Any, sums: Any, found: Any, start: int, stop: int) -> int:
     """Add the squares of elements whose variance is at a threshold or above, block by block, from `start` to `stop`.
 
-    The sums are written to `sums`. The positions of elements between the bounds of the threshold, which are not decided
-    yet, are written to `found`; their number is returned.
+    An element's variance is that between the task vectors of the sources `xs`; what is squared is each source's task
+    vector. `spread` has two bounds of the threshold. `sums` gets a sum for each source and block. Elements between the
+    bounds are not decided yet and are not added. Their positions are written to `found`, and their number is returned.
     """
     num_found, taus, lanes = 0, np.empty((len(xs), LANES), np.float32), np.empty((len(xs), LANES))
     for begin in range(U64(start), U64(stop), U64(SUMMED)):
@@ -230,7 +244,7 @@ def _variable_squares_at(spread: Any, base: Any, xs: Any, sums: Any, found: Any,
 
 @compiled
 def _sum_of(lanes: Any) -> Any:
-    """Add the partial sums in an array in a fixed order; the array is overwritten."""
+    """Add the partial sums in the array `lanes` in a fixed order, and return the total; the array is overwritten."""
     size = U64(LANES // PARTS)
     while size > U64(0):
         for lane in range(U64(0), size):

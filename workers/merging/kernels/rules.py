@@ -58,14 +58,14 @@ class Whole(NamedTuple):
 
 
 class ByMark(NamedTuple):
-    """Comparison of elements with a threshold by magnitude, and by the tie-breaking mark where magnitudes are equal.
+    """Kind of comparison with a threshold: by magnitude, and by the tie-breaking mark where magnitudes are equal.
 
     It is used if many elements have the magnitude of the threshold. `workers.merging.order_statistics` defines marks.
     """
 
 
 class ByMagnitude(NamedTuple):
-    """Comparison of elements with a threshold by magnitude alone, which leaves a few elements undecided.
+    """Kind of comparison with a threshold: by magnitude alone, which leaves a few elements undecided.
 
     Elements with a magnitude of `aboves` or more are at the threshold or above, and those with `belows` or less are
     below it. The elements between the two are undecided; they include all that have the threshold's magnitude. Both
@@ -85,7 +85,8 @@ class Trimmed(NamedTuple):
     Each source has a threshold: a magnitude with a tie-breaking mark (`order_statistics.Threshold`). It is known by two
     bounds: `lows` with `low_marks`, and `highs` with `high_marks`. If the bounds are equal, they are the threshold.
     Otherwise it is at an element strictly between them: the one with the index `ranks` among the elements there, from 0
-    in ascending order. `factors` determine the marks. All fields but `by` have a number for each source.
+    in ascending order. `factors` give the elements' marks, and `by` is the kind of comparison. All fields but `by` have
+    a number for each source.
     """
 
     by: Comparison
@@ -100,8 +101,9 @@ class Trimmed(NamedTuple):
 class Between(NamedTuple):
     """Sparsification that keeps the elements of each task vector between two thresholds, both included.
 
-    Each source has a lower and an upper threshold, stored as the threshold in `Trimmed`: by two bounds and a rank. The
-    names of the upper threshold's fields begin with `top_`.
+    Each source has a lower and an upper threshold. Each is known by two bounds and a rank, as in `Trimmed`, whose
+    fields this class has for the lower threshold. Those of the upper threshold begin with `top_`. `factors` give the
+    tie-breaking marks of elements for both.
     """
 
     by: Comparison
@@ -122,8 +124,8 @@ class Between(NamedTuple):
 class Dropped(NamedTuple):
     """Sparsification that keeps elements of task vectors at random, and multiplies them by `scales`.
 
-    The random masks are those of `workers.merging.masks`. `k0s` and `k1s` are the words of their keys, `bounds` their
-    thresholds minus one. All fields have a number for each source.
+    The random masks are those of `workers.merging.masks`. `k0s` and `k1s` are the words of their keys, and `bounds` are
+    one less than the bounds that the hashes of kept elements are below. All fields have a number for each source.
     """
 
     k0s: Words
@@ -135,9 +137,10 @@ class Dropped(NamedTuple):
 class Sampled(NamedTuple):
     """Sparsification that keeps elements at random, with a probability that depends on the rank of their magnitude.
 
-    The probability is start + |rank - origin| step, in float64, with start, origin and step for each source. The random
-    masks are those of `workers.merging.masks`; `k0s` and `k1s` are the words of their keys. Elements that are kept are
-    divided by their probability if `is_divided` is 1, and multiplied by `scales`. `ranks` has a tensor for each source.
+    The probability is start + |rank - origin| step, in float64, with start, origin and step for each source. `ranks`
+    has a tensor for each source: the rank of each magnitude in its row, from 0 for the smallest. The random masks are
+    those of `workers.merging.masks`; `k0s` and `k1s` are the words of their keys. Elements that are kept are divided by
+    their probability if `is_divided` is 1, and multiplied by `scales`.
     """
 
     k0s: Words
@@ -174,7 +177,7 @@ class TaskSum(NamedTuple):
 class Sum(NamedTuple):
     """Rule: the base plus task vectors times factors, b + f_1 tau_1 + f_2 tau_2 + ..., added in this order.
 
-    b is the base, tau_s the sparse task vector of source s, and f_s its factor.
+    b is the base, tau_s the task vector of source s after the sparsification `sparse`, and f_s its number in `factors`.
     """
 
     sparse: Sparsity
@@ -182,9 +185,10 @@ class Sum(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """Rule: the base plus lambda times the mean of the sparse task vectors that have the sign of their sum.
+    """Rule: the base plus lambda times the mean of the sparse task vectors that have the elected sign.
 
-    This is computed for each element. Where the sum is zero, the result is the base.
+    This is computed for each element. The elected sign is that of the sum of the task vectors after the sparsification
+    `sparse`. Where the sum is zero, the result is the base.
     """
 
     sparse: Sparsity
@@ -194,8 +198,8 @@ class Mean(NamedTuple):
 class AgreeingSum(NamedTuple):
     """Rule: the base plus lambda times the sum of the sparse task vectors that have the elected sign.
 
-    This is computed for each element. The elected sign is that of the sum of all sparse task vectors. Where this sum is
-    zero, the result is the base.
+    This is computed for each element. The elected sign is that of the sum of all task vectors after the sparsification
+    `sparse`. Where this sum is zero, the result is the base.
     """
 
     sparse: Sparsity
@@ -205,9 +209,9 @@ class AgreeingSum(NamedTuple):
 class Weighted(NamedTuple):
     """Rule: the base plus lambda times the sum of the weighted task vectors that have the elected sign.
 
-    This is computed for each element of the sparse task vectors times their weights. The elected sign is that of the
-    sum of all weighted task vectors, and + where this sum is zero. If `normalize` is 1, the sum is divided by the sum
-    of the weights of the task vectors that have the sign.
+    This is computed for each element of the task vectors after the sparsification `sparse`, times their `weights`. The
+    elected sign is that of the sum of all weighted task vectors, and + where this sum is zero. If `normalize` is 1, the
+    sum is divided by the sum of the weights of the task vectors that have the sign.
     """
 
     sparse: Sparsity
@@ -219,8 +223,8 @@ class Weighted(NamedTuple):
 class WeightedMean(NamedTuple):
     """Rule: the base plus the weighted sum of the task vectors that have the elected sign, divided by their number.
 
-    This is computed for each element of the sparse task vectors. The elected sign is that of the unweighted sum of all
-    task vectors, and + where this sum is zero.
+    This is computed for each element of the task vectors after the sparsification `sparse`. The elected sign is that of
+    the unweighted sum of all task vectors, and + where this sum is zero.
     """
 
     sparse: Sparsity
@@ -230,9 +234,9 @@ class WeightedMean(NamedTuple):
 class Interpolation(NamedTuple):
     """Rule: the base plus lambda times the weighted mean of the task vectors that have the elected sign.
 
-    This is computed for each element of the sparse task vectors. The elected sign is that of the sum of all of them.
-    The weights are divided by the sum of the weights of the task vectors that have this sign. If only one has it, that
-    one is used as it is.
+    This is computed for each element of the task vectors after the sparsification `sparse`. The elected sign is that of
+    the sum of all of them; where the sum is zero, the result is the base. The weights are divided by the sum of the
+    weights of the task vectors that have this sign. If only one has it, that one is used as it is.
     """
 
     sparse: Sparsity
@@ -243,9 +247,9 @@ class Interpolation(NamedTuple):
 class Agreed(NamedTuple):
     """Rule: the base plus lambda m where enough sources agree with the merged task vector m, else the base.
 
-    Source s agrees in an element if |tau_s| >= w_s |m - tau_s|, with tau_s its difference from the base and w_s its
-    number in `mask_lambdas`; at least `agreement` sources must agree. m is the sum of all tau_s if `sparse` is `Whole`,
-    else the mean of the sparse task vectors as in the rule `Mean`.
+    This is computed for each element. Source s agrees if |tau_s| >= w_s |m - tau_s|, with tau_s its difference from the
+    base and w_s its number in `mask_lambdas`; at least `agreement` sources must agree. m is the sum of all tau_s if
+    `sparse` is `Whole`, else the mean of the sparse task vectors as in the rule `Mean`.
     """
 
     sparse: Sparsity
@@ -255,9 +259,10 @@ class Agreed(NamedTuple):
 
 
 class SharedOut(NamedTuple):
-    """Rule: the base plus, for each element, the mean of those task vectors whose magnitude is above epsilon.
+    """Rule: the base plus, for each element, the mean of those task vectors whose magnitude is above `epsilon`.
 
-    If only one source is above epsilon in an element, its task vector is multiplied by the source's factor instead.
+    If only one source is above `epsilon` in an element, its task vector is multiplied by the source's number in
+    `factors`.
     """
 
     epsilon: float
@@ -267,9 +272,9 @@ class SharedOut(NamedTuple):
 class Variable(NamedTuple):
     """Rule: the base plus a weighted mean of task vectors where their variance reaches a threshold, else the base.
 
-    The mean is over the task vectors that have the sign of their sum. The threshold is a variance (`threshold`) with
-    the tie-breaking `mark`. `by` is a comparison that tells for every element whether its variance reaches the
-    threshold; `factor` determines the marks of elements.
+    This is computed for each element. The mean is over the task vectors that have the sign of their sum. The threshold
+    is the variance `threshold` with the tie-breaking mark `mark`. `by` is a comparison that tells for every element
+    whether its variance reaches the threshold; `factor` gives the marks of elements.
     """
 
     by: Comparison
@@ -280,11 +285,11 @@ class Variable(NamedTuple):
 
 
 class VariableElection(NamedTuple):
-    """Rule: as `Variable`, but for the sum of zero and for the divisor, as in mergekit's SCE.
+    """Rule of mergekit's SCE: as `Variable`, but for where the task vectors' sum is zero, and for small divisors.
 
     The result is the base plus a weighted mean of task vectors where their variance reaches a threshold, else the base.
     The mean is over the task vectors that have the sign of their sum; a sum of zero counts as positive. The divisor of
-    the mean, a sum of weights, is at least `least`.
+    the mean, a sum of weights, is at least `least`. The other fields are those of `Variable`.
     """
 
     by: Comparison
@@ -311,10 +316,10 @@ Rule = tuple[Any, ...]
 
 
 def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
-    """The kind of comparison with thresholds, for each list of bounds.
+    """The kind of comparison with thresholds, for each of the lists in `each`, which have a `Trim` for each source.
 
-    If many elements have the magnitude of any threshold, all comparisons use tie-breaking marks (`ByMark`), else
-    magnitudes alone (`ByMagnitude`).
+    If many elements may have the magnitude of any threshold (`Trim.is_tied`), all comparisons use tie-breaking marks
+    (`ByMark`), else magnitudes alone (`ByMagnitude`).
     """
     rows = [list(trims) for trims in each]
     if any(trim.is_tied for row in rows for trim in row):
@@ -323,9 +328,10 @@ def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
 
 
 def bounds(trims: Iterable[Trim]) -> tuple[Numbers, Words, Numbers, Words, Words]:
-    """The bounds of each source's threshold, as the fields of `Trimmed`: lows, low_marks, highs, high_marks, ranks.
+    """The two bounds of each source's threshold, as the fields of `Trimmed`: lows, low_marks, highs, high_marks, ranks.
 
-    Each field has a number for each source. The lower and the upper bounds are magnitudes with tie-breaking marks.
+    Each field has a number for each of `trims`, one per source. The lower and the upper bounds are magnitudes with
+    tie-breaking marks.
     """
     rows = [
         (trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller) for trim in trims

@@ -54,8 +54,8 @@ def ascending_magnitudes(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the magnitudes |source - base| in ascending order, in pieces, with tie-breaking marks of their elements.
 
-    The tensors are on CPU. Magnitudes are float32. Marks are uint32 and order equal magnitudes; `factor` determines
-    them (`order_statistics`). A piece is valid until the next one is taken.
+    A piece is a pair of arrays (magnitudes in float32, marks in uint32), valid until the next one is taken. Marks order
+    equal magnitudes; `factor` determines them (`order_statistics`). The tensors are on CPU.
     """
     return map(_split, _ascending(_Magnitude(as_array(source), as_array(base), U32(factor))))
 
@@ -63,17 +63,18 @@ def ascending_magnitudes(
 def ascending_variances(
     sources: Sequence[torch.Tensor], base: torch.Tensor, factor: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the variances between task vectors in ascending order, with the tie-breaking marks of their elements.
+    """Yield the variances of elements between task vectors in ascending order, with tie-breaking marks.
 
-    The pieces are as in `ascending_magnitudes`.
+    Task vectors are the differences of `sources` from `base`. Pieces and `factor` are as in `ascending_magnitudes`.
     """
     return map(_split, _ascending(_Variance(as_array(base), as_arrays(sources), U32(factor))))
 
 
 def ascending_importances(first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor) -> Iterator[np.ndarray]:
-    """Yield the importances of elements, |second - first| times a number of their row, in ascending order, in pieces.
+    """Yield the importances of elements in ascending order, in pieces.
 
-    The numbers in `rows` may have any sign. A piece is valid until the next one is taken.
+    The importance of an element is |second - first| times the number of its row in `rows`. The numbers may have any
+    sign. A piece is valid until the next one is taken.
     """
     for words in _ascending(_Importance(as_array(first), as_array(second), as_array(rows))):
         bits = (words >> U64(32)).astype(np.uint32)
@@ -84,7 +85,7 @@ def ranks_in_rows(source: torch.Tensor, base: torch.Tensor, factor: int, ranks: 
     """Write the rank of each element's magnitude |source - base| within its row to `ranks`.
 
     Ranks begin with 0 for the smallest. Rows have `width` elements. Equal magnitudes are ordered by tie-breaking marks,
-    which `factor` determines (`order_statistics`).
+    which `factor` determines (`order_statistics`). All tensors are on CPU.
     """
     x, b, places = as_array(source.contiguous()), as_array(base.contiguous()), ranks.view(-1).numpy()
     run(_ranks_in_rows, [(x, b, U32(factor), places, width, *part) for part in pieces(x.size, width)])
@@ -93,15 +94,16 @@ def ranks_in_rows(source: torch.Tensor, base: torch.Tensor, factor: int, ranks: 
 def selected_magnitudes(source: torch.Tensor, base: torch.Tensor, factor: int) -> Selection:
     """The magnitudes |source - base| of two tensors on CPU, in an object that gives the n-th largest.
 
-    They are ordered as in `ascending_magnitudes`.
+    Equal magnitudes are ordered by tie-breaking marks, which `factor` determines (`order_statistics`).
     """
     return _selection(_Magnitude(as_array(source), as_array(base), U32(factor)))
 
 
 def selected_variances(sources: Sequence[torch.Tensor], base: torch.Tensor, factor: int) -> Selection:
-    """The variances between task vectors, in an object that gives the n-th largest.
+    """The variances of elements between the task vectors, in an object that gives the n-th largest.
 
-    They are ordered as in `ascending_variances`.
+    Task vectors are the differences of `sources` from `base`, on CPU. Equal variances are ordered by tie-breaking
+    marks, which `factor` determines (`order_statistics`).
     """
     return _selection(_Variance(as_array(base), as_arrays(sources), U32(factor)))
 
@@ -115,9 +117,10 @@ def _selection(numbers: Any) -> Selection:
 
 
 def _selected(numbers: Any, num_smaller: int) -> tuple[Threshold, int]:
-    """Find the element that exactly `num_smaller` elements precede in ascending order.
+    """Find the element that exactly `num_smaller` elements precede in ascending order of their numbers.
 
-    Returns its threshold (number and tie-breaking mark), and how many elements have the same number.
+    `numbers` states which number is computed from each element, such as its magnitude. Returns the element's number and
+    tie-breaking mark as a threshold, and how many elements have the same number.
     """
     parts = pieces(numbers.like.size, 1)
     prefix, shift, count, num_equal = 0, 64, numbers.like.size, 0
@@ -188,7 +191,8 @@ def _groups(counts: np.ndarray, size: int) -> list[tuple[int, int]]:
     """Divide adjacent buckets into groups of about `size` elements, each of at least one bucket.
 
     A bucket has the elements whose numbers begin with the same bits; `counts` has the number of elements in each
-    bucket. Returns (first bucket, bucket after the last) for each group.
+    bucket. Returns (first bucket, bucket after the last) for each group. Empty buckets before the first element are in
+    no group.
     """
     groups = (np.cumsum(counts) - 1) // size
     occupied = np.flatnonzero(counts)
@@ -247,10 +251,10 @@ def _bucket_counts(numbers: Any) -> Any:
 
 @compiled
 def _digit_counts(numbers: Any, prefix: Any, shift: Any, start: int, stop: int) -> Any:
-    """Count words that begin with `prefix` by their next LOWER bits, which are the bits above `shift`.
+    """Count the words that begin with the bits `prefix` by their next LOWER bits, which are the bits above `shift`.
 
-    A word of 64 bits is an element's number above its tie-breaking mark. Returns a count for each value of the LOWER
-    bits.
+    The word of an element has 64 bits: its number, then its tie-breaking mark. Counted are elements from `start` to
+    `stop` - 1 of `numbers`. Returns a count for each value of the LOWER bits.
     """
     counts, mask = np.zeros(1 << LOWER, np.int64), U64((1 << LOWER) - 1)
     above = shift + U64(LOWER)
@@ -264,9 +268,10 @@ def _digit_counts(numbers: Any, prefix: Any, shift: Any, start: int, stop: int) 
 
 @compiled
 def _collect(numbers: Any, prefix: Any, shift: Any, words: Any, start: int, stop: int) -> Any:
-    """Write the words that have `prefix` above their last `shift` bits to `words`, and return how many there are.
+    """Write the words that begin with the bits `prefix` to `words`, and return how many there are.
 
-    A word of 64 bits is an element's number above its tie-breaking mark.
+    The word of an element has 64 bits: its number, then its tie-breaking mark. `prefix` has all bits but the last
+    `shift`. The elements are those from `start` to `stop` - 1 of `numbers`.
     """
     count = U64(0)
     for i in range(U64(start), U64(stop)):
@@ -283,10 +288,10 @@ def _word(numbers: Any, i: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def _has_prefix(numbers: Any, i: Any, prefix: Any, shift: Any) -> Any:
-    """Whether the word of element i has `prefix` above its last `shift` bits, which are at most 48.
+    """Whether the word of element i begins with the bits `prefix`: all but its last `shift` bits, which are at most 48.
 
-    A word of 64 bits is an element's number above its tie-breaking mark. For most words the answer is no and follows
-    from the number alone, so that the mark is not computed.
+    The word of an element has 64 bits: its number, then its tie-breaking mark. For most words the answer is no and
+    follows from the number alone, so that the mark is not computed.
     """
     if shift >= U64(32):
         return U64(_bits(numbers, i)) >> (shift - U64(32)) == prefix
@@ -305,11 +310,12 @@ def _zeros(numbers: Any, start: int, stop: int) -> int:
 
 @compiled
 def _partition(numbers: Any, first: int, range_of: Any, starts: Any, words: Any) -> Any:
-    """Write the elements of some adjacent buckets to `words`, grouped by ranges of buckets.
+    """Write the words of the elements in some adjacent buckets to `words`, and return `words`.
 
-    A bucket has the elements whose numbers begin with the same bits; the buckets are those from `first` on. An element
-    is written as a word of 64 bits: its number above its tie-breaking mark. `range_of` has the range that each bucket
-    belongs to, and `starts` the place of each range in `words`.
+    They are grouped by ranges of buckets, and not sorted within a range. A bucket has the elements whose numbers begin
+    with the same bits; the buckets are those from `first` on. The word of an element has 64 bits: its number, then its
+    tie-breaking mark. `range_of` has the range that each bucket belongs to, and `starts` the index in `words` where
+    each range begins.
     """
     places = starts.astype(np.uint64)
     for i in range(U64(0), U64(numbers.like.size)):
@@ -326,8 +332,9 @@ def _partition(numbers: Any, first: int, range_of: Any, starts: Any, words: Any)
 def _ranks_in_rows(x: Any, b: Any, factor: Any, ranks: Any, width: int, start: int, stop: int) -> None:
     """Compute the ranks of magnitudes within the rows from `start` to `stop`, and write them to `ranks`.
 
-    The positions in each row are sorted by magnitude, and runs of equal magnitudes by their tie-breaking marks. The
-    sort by magnitude is stable and has three passes, each by one digit.
+    `start` and `stop` are positions of elements, multiples of the row's `width`. A magnitude is |x - b|. The positions
+    in each row are sorted by magnitude, and those of equal magnitudes by their tie-breaking marks, which `factor`
+    determines. The sort by magnitude is stable and has three passes, each by one digit.
     """
     mask, size = U32((1 << DIGIT) - 1), U64(width)
     keys, order, other = np.empty(width, np.uint32), np.empty(width, np.uint32), np.empty(width, np.uint32)
@@ -368,9 +375,10 @@ def _ranks_in_rows(x: Any, b: Any, factor: Any, ranks: Any, width: int, start: i
 
 @compiled
 def _radix_sorted(words: Any, other: Any) -> Any:
-    """Sort integers of 64 bits in ascending order; the result is in the memory of one of the two arrays.
+    """Sort the integers of 64 bits in `words` in ascending order; the result is in the memory of one of the two arrays.
 
-    The sort goes digit by digit. A digit that is the same in all integers needs no pass.
+    `other` is memory of the same size. The sort goes digit by digit. A digit that is the same in all integers needs no
+    pass.
     """
     size = U64(words.size)
     mask = U64((1 << DIGIT) - 1)

@@ -21,8 +21,9 @@ HASHES = 2.0**32  # number of different hashes
 def is_at_or_above(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, low_mark: Any) -> Any:
     """Whether element i of source s, of magnitude `size`, is at a threshold or above.
 
-    `by` is the kind of comparison; with `ByMagnitude`, elements that it cannot decide count as below. Callable only in
-    compiled code.
+    The threshold is the magnitude `low` with the tie-breaking mark `low_mark`; `factor` gives the element's mark. `by`
+    is the kind of comparison. With `ByMagnitude` only the magnitude is compared, with the numbers in `by`, and elements
+    that it cannot decide count as below. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -30,8 +31,9 @@ def is_at_or_above(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, lo
 def is_above(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, low_mark: Any) -> Any:
     """Whether element i of source s, of magnitude `size`, is above a threshold.
 
-    `by` is the kind of comparison; with `ByMagnitude`, elements from its upper bound on count as above. Callable only
-    in compiled code.
+    The threshold is the magnitude `low` with the tie-breaking mark `low_mark`; `factor` gives the element's mark. `by`
+    is the kind of comparison. With `ByMagnitude` only the magnitude is compared, and elements count as above from the
+    number in `by.aboves` on. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -59,9 +61,9 @@ def _passes_threshold(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any,
 
 
 def kept(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
-    """The value that a sparsification gives to `tau`, element i of the task vector of source s: 0 if it is dropped.
+    """The value that the sparsification `sparse` gives to `tau`, element i of the task vector of source s.
 
-    Callable only in compiled code.
+    It is 0 if the element is dropped, else `tau`, possibly rescaled. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 

@@ -23,9 +23,9 @@ _local = threading.local()  # is_alone: this thread merges one of many small ten
 
 
 def pieces(num_elements: int, block: int) -> list[tuple[int, int]]:
-    """Divide a tensor of `num_elements` between threads, in whole blocks; returns (start, stop) for each.
+    """Divide a tensor of `num_elements` between threads, in whole blocks of `block` elements.
 
-    The result is empty if there are no elements.
+    Returns (start, stop) for each piece. The result is empty if there are no elements.
     """
     is_alone = getattr(_local, "is_alone", False)
     num_pieces = 1 if is_alone else max(1, min(torch.get_num_threads(), num_elements // MIN_PIECE))
@@ -34,7 +34,7 @@ def pieces(num_elements: int, block: int) -> list[tuple[int, int]]:
 
 
 def run(kernel: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Run a kernel once for each call's arguments, in several threads, and return the results in order.
+    """Run a kernel once for each tuple of arguments in `calls`, in several threads, and return the results in order.
 
     The first call runs in the calling thread.
     """

@@ -24,9 +24,10 @@ U32, U64 = np.uint32, np.uint64
 
 
 def undecided(rule: Any, base: Any, xs: Any, i: Any) -> Any:
-    """SOME (1) if element i is between the bounds of a threshold of `rule`, else NONE (0).
+    """SOME (1) if element i of any source is between the bounds of a threshold of `rule`, else NONE (0).
 
-    Whether such an element is kept depends on the exact threshold. Callable only in compiled code.
+    Whether such an element is kept depends on the exact threshold, which is not known yet. Callable only in compiled
+    code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -62,9 +63,11 @@ def _undecided_between(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 
 
 def is_between(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
-    """SOME if element i of source s, of magnitude `size`, may be strictly between two thresholds, else NONE.
+    """SOME (1) if element i of source s, of magnitude `size`, may be strictly between two thresholds, else NONE (0).
 
-    The thresholds `low` and `high` are (magnitude, tie-breaking mark). Callable only in compiled code.
+    The thresholds `low` and `high` are (magnitude, tie-breaking mark); `factor` gives the element's mark. `by` is the
+    kind of comparison: with `ByMagnitude`, elements that it cannot decide count as between. Callable only in compiled
+    code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -89,7 +92,7 @@ UNDECIDED: dict[type, Callable[..., Any]] = {rules.Trimmed: _undecided_trim, rul
 def most_undecided(rule: Any) -> int:
     """The largest number of a tensor's elements that can be between the bounds of a rule's thresholds.
 
-    It is `MOST_LEFT` for each threshold of the rule.
+    It is `MOST_LEFT` for each threshold of the rule, so 0 for a rule without thresholds.
     """
     sparse = getattr(rule, "sparse", None)
     if isinstance(sparse, rules.Trimmed | rules.Between):
@@ -98,9 +101,10 @@ def most_undecided(rule: Any) -> int:
 
 
 def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray) -> Any:
-    """A copy of the rule with exact thresholds in place of bounds.
+    """A copy of a rule with exact thresholds in place of two bounds for each.
 
-    The thresholds are found among all elements between the bounds; `positions` has the indices of these.
+    The thresholds are found among all elements between the bounds; `positions` has the indices of these. `base` and
+    `xs` are the memory of the base and the sources.
     """
     sparse = rule.sparse
     sizes = [_magnitudes_at(base, x, positions) for x in xs]
@@ -123,8 +127,10 @@ def variance_threshold(
 ) -> tuple[Threshold, bool]:
     """Find the exact threshold of a rank among variances, and whether all elements of equal variance reach it.
 
-    `positions` has the indices of all elements strictly between the bounds of `trim`. If variances were compared
-    without tie-breaking marks (`trim.magnitudes`), it also has those of all elements with the threshold's variance.
+    A variance is that of an element between the task vectors of the sources `xs`; `order` orders equal ones. `trim` has
+    two bounds of the threshold. `positions` has the indices of all elements strictly between them. If variances were
+    compared without tie-breaking marks (`trim.magnitudes`), it also has those of all elements with the threshold's
+    variance.
     """
     sizes, marks = _variances_at(base, xs, positions), _marks_at(positions, U32(order.factor))
     bounds = trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller
@@ -133,9 +139,11 @@ def variance_threshold(
 
 
 def _of_rank(sizes: np.ndarray, marks: np.ndarray, cut: tuple[float, int, float, int, int]) -> tuple[float, int]:
-    """The magnitude and tie-breaking mark of the element with a given rank between two thresholds.
+    """The magnitude and tie-breaking mark of the element with a given rank between two bounds.
 
-    `cut` has the two thresholds and the rank. If the thresholds are equal, they are the result.
+    `sizes` and `marks` are those of the elements to choose from. `cut` is (magnitude and mark of the lower bound,
+    magnitude and mark of the upper, rank); the rank counts elements strictly between the bounds, from 0 in ascending
+    order. If the bounds are equal, they are the result.
     """
     low, low_mark, high, high_mark, rank = cut
     if (low, low_mark) == (high, high_mark):

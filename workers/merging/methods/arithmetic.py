@@ -37,7 +37,10 @@ CHUNK = 64 * BLOCK  # elements that are converted to float64 at a time
 
 
 def weighted_sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """The weighted sum of tensors, sum_t w_t theta_t, added in the order given; theta_t is tensor t, w_t its weight."""
+    """The weighted sum of tensors, sum_t w_t theta_t, added in the order given.
+
+    theta_t is tensor t, w_t its weight.
+    """
     merged = tensors[0] * weights[0]
     for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
         merged += tensor * weight
@@ -45,9 +48,10 @@ def weighted_sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> t
 
 
 def total(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> float:
-    """The sum of an elementwise function over the elements of tensors, in float64.
+    """The sum over all elements of what `function` gives for the elements of tensors, in float64.
 
-    `function` receives chunks of the tensors, converted to float64.
+    `function` is applied element by element. It receives chunks of the tensors, converted to float64, one argument per
+    tensor.
     """
     return math.fsum(_block_sums(function, *tensors))
 
@@ -65,13 +69,13 @@ def norm(tensor: torch.Tensor) -> float:
 def cosine(first: torch.Tensor, second: torch.Tensor) -> float:
     """The cosine of the angle between two tensors taken as vectors, in [-1, 1].
 
-    It is 0 if one of them is too short to have a direction.
+    It is 0 if one of them has a norm of at most 1e-8, and so no direction.
     """
     return cosine_of(inner_products((first, second)), 0, 1)
 
 
 def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = None) -> Products:
-    """The inner products of all pairs of N tensors, [N, N], summed in float64.
+    """The inner products of all pairs of the N tensors, [N, N], summed in float64.
 
     With `base` they are those of the tensors' differences from the base, which are rounded to float32.
     """
@@ -83,9 +87,9 @@ def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = 
 
 
 def cosine_of(products: Products, first: int, second: int) -> float:
-    """The cosine between two tensors, looked up in the inner products of all pairs of tensors.
+    """The cosine of the angle between two of N tensors, computed from the inner products of all pairs, [N, N].
 
-    `first` and `second` are the indices of the two tensors.
+    `first` and `second` are the indices of the two tensors. It is 0 if one of them has a norm of at most 1e-8.
     """
     norms = (math.sqrt(products[first][first]), math.sqrt(products[second][second]))
     if min(norms) <= NO_DIRECTION:
@@ -94,9 +98,9 @@ def cosine_of(products: Products, first: int, second: int) -> float:
 
 
 def row_cosines(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The cosines between the corresponding rows of two tensors [..., n], as float64 [..., 1].
+    """The cosines of the angles between the corresponding rows of two tensors [..., n], as float64 [..., 1].
 
-    A cosine is 0 if a row is too short to have a direction.
+    A cosine is 0 if a row has a norm of at most 1e-8. Tensors with fewer than two dimensions are one row.
     """
     if first.dim() < 2:
         return torch.full((1,), cosine(first, second), dtype=torch.float64, device=first.device)
@@ -108,15 +112,18 @@ def row_cosines(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def num_kept(k: float, num_elements: int) -> int:
-    """The number of elements that TIES keeps of n: floor(k n), at least one.
+    """The number of elements that TIES keeps of n = `num_elements`: floor(k n), at least one.
 
-    The product is exact for a share k with six decimals.
+    The product is exact for a share k with at most six decimals.
     """
     return min(num_elements, max(1, share_of(k, num_elements)))
 
 
 def share_of(share: float, num_elements: int) -> int:
-    """The number of elements in a share of a tensor: floor(share * num_elements), exact for a share of six decimals."""
+    """The number of elements in a share of a tensor: floor(share * num_elements).
+
+    The product is exact for a share with at most six decimals.
+    """
     scale: int = 10**COEFFICIENT_DECIMALS
     return round(share * scale) * num_elements // scale
 

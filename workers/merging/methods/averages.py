@@ -60,7 +60,7 @@ STOCK_ROUNDING = 1e-6
 
 @merges("passthrough")
 def passthrough(tensors: Sequence[torch.Tensor], *, scale: float = 1) -> torch.Tensor:
-    """Copy the only source, or scale it: scale * theta (mergekit's passthrough with `scale`)."""
+    """Copy the only source, or scale it: scale * theta, with theta its tensor (mergekit's passthrough with `scale`)."""
     is_copy = scale == 1 and not isinstance(scale, torch.Tensor)
     return tensors[0] if is_copy else tensors[0] * scale
 
@@ -78,12 +78,18 @@ def linear(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.T
 
 @merges("weighted_sum")
 def weighted(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Weighted sum of models, with weights used as given: sum_t w_t theta_t (mergekit's linear, `normalize: false`)."""
+    """Weighted sum of models, with weights used as given: sum_t w_t theta_t (mergekit's linear, `normalize: false`).
+
+    theta_t is the tensor of model t, w_t its weight.
+    """
     return weighted_sum(tensors, weights)
 
 
 def linear_weights(weights: Sequence[float]) -> list[float]:
-    """The factor of each tensor in the method `linear`: its weight divided by the sum of the weights."""
+    """The factor of each tensor in the method `linear`: its weight divided by the sum of the weights.
+
+    Raises InvalidRecipe if the sum is zero.
+    """
     return shares_of("linear", weights)
 
 
@@ -92,7 +98,7 @@ def slerp(tensors: Sequence[torch.Tensor], *, t: float, cos: float | None = None
     """Spherical interpolation of two tensors (Shoemake 1985); t = 0 gives the first, t = 1 the second.
 
     This is equation 10 of "Automated Model Merging". omega is the angle between the whole tensors; `cos` is its cosine,
-    if known. The tensors keep their norms: their directions determine only the angle.
+    if known, and is computed otherwise. The tensors keep their norms: their directions determine only the angle.
 
     If |cos omega| > 0.9995, the interpolation is linear. The divisor sin omega then goes to zero, and an angle in
     float32 has few significant digits. For nearly equal tensors the two interpolations differ by less than 1.3e-4, and
@@ -104,7 +110,7 @@ def slerp(tensors: Sequence[torch.Tensor], *, t: float, cos: float | None = None
 
 
 def slerp_weights(t: float, cos: float) -> tuple[float, float]:
-    """The factors of the two tensors in `slerp`, from t and the cosine of the angle between the tensors."""
+    """The factors of the two tensors in `slerp`, from t and the cosine `cos` of the angle between the tensors."""
     return _circle_weights(t, cos, COLLINEAR)
 
 
@@ -112,17 +118,17 @@ def slerp_weights(t: float, cos: float) -> tuple[float, float]:
 def nuslerp(tensors: Sequence[torch.Tensor], *, weights: Sequence[float], cos: float | None = None) -> torch.Tensor:
     """Spherical interpolation of two tensors with t = w_2 / (w_1 + w_2) (mergekit's NuSLERP with `nuslerp_flatten`).
 
-    w_1 and w_2 are the weights; if they sum to zero, both tensors have equal shares. Unlike `slerp`, the interpolation
-    is on the circle up to |cos omega| = 1 - 1e-7, with omega the angle between the tensors, and linear beyond. There,
-    line and circle of nearly equal tensors agree in float32, and between nearly opposite tensors rounding determines
-    the circle.
+    w_1 and w_2 are the weights; if they sum to zero, both tensors have equal shares. omega is the angle between the
+    whole tensors; `cos` is its cosine, if known, and is computed otherwise. Unlike `slerp`, the interpolation is on the
+    circle up to |cos omega| = 1 - 1e-7, and linear beyond. There, line and circle of nearly equal tensors agree in
+    float32, and between nearly opposite tensors rounding determines the circle.
     """
     first, second = tensors
     return weighted_sum(tensors, nuslerp_weights(weights, cosine(first, second) if cos is None else cos))
 
 
 def nuslerp_weights(weights: Sequence[float], cos: float) -> tuple[float, float]:
-    """The factors of the two tensors in `nuslerp`, from the weights and the cosine of the angle between the tensors."""
+    """The factors of the two tensors in `nuslerp`, from their weights and the cosine `cos` of their angle."""
     return _circle_weights(_t(weights), cos, NUSLERP_COLLINEAR)
 
 
@@ -130,7 +136,8 @@ def nuslerp_weights(weights: Sequence[float], cos: float) -> tuple[float, float]
 def nuslerp_rows(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
     """Spherical interpolation of two tensors, each row by its own angle (mergekit: `nuslerp_flatten: false`).
 
-    A row has all indices but the last fixed. Weights and limits are those of `nuslerp`.
+    A row is a vector along the last index, with all other indices fixed. How the weights give t, and where the
+    interpolation is linear, is as in `nuslerp`.
     """
     first, second = tensors
     t, cosines = _t(weights), row_cosines(first, second)
@@ -145,7 +152,7 @@ def nuslerp_rows(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -
 
 @merges("nuslerp_columns")
 def nuslerp_columns(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
-    """Spherical interpolation of two tensors, separately for each vector along the first index.
+    """Spherical interpolation of two tensors, each vector along the first index by its own angle.
 
     It is `nuslerp_rows` with the first index in place of the last (mergekit: also `nuslerp_row_wise: true`).
     """
@@ -163,7 +170,7 @@ def nuslerp_task_vectors(
 ) -> torch.Tensor:
     """The base plus the spherical interpolation (`nuslerp`) of two task vectors.
 
-    mergekit: NuSLERP with a base model.
+    `products` are the inner products of the task vectors, if known. In mergekit it is NuSLERP with a base model.
     """
     cos = None if products is None else cosine_of(products, 0, 1)
     return nuslerp([tensor - base for tensor in tensors], weights=weights, cos=cos).add_(base)
@@ -175,7 +182,7 @@ def nuslerp_rows_task_vectors(
 ) -> torch.Tensor:
     """The base plus the spherical interpolation of two task vectors row by row (`nuslerp_rows`).
 
-    mergekit: NuSLERP with a base model and `nuslerp_flatten: false`.
+    In mergekit it is NuSLERP with a base model and `nuslerp_flatten: false`.
     """
     return nuslerp_rows([tensor - base for tensor in tensors], weights=weights) + base
 
@@ -186,7 +193,7 @@ def nuslerp_columns_task_vectors(
 ) -> torch.Tensor:
     """The base plus the spherical interpolation of two task vectors along the first index (`nuslerp_columns`).
 
-    mergekit: NuSLERP with a base model, `nuslerp_flatten: false` and `nuslerp_row_wise: true`.
+    In mergekit it is NuSLERP with a base model, `nuslerp_flatten: false` and `nuslerp_row_wise: true`.
     """
     return nuslerp_columns([tensor - base for tensor in tensors], weights=weights) + base
 
@@ -200,12 +207,13 @@ def model_stock(
     products: Products | None = None,
     name: str = "",
 ) -> torch.Tensor:
-    """Model Stock (arXiv:2403.19522): the base plus a share t of the mean task vector of N models.
+    """Model Stock (arXiv:2403.19522): the base plus t times the mean task vector of N models.
 
-    The share is t = N cos / (1 + (N - 1) cos), with cos the mean cosine between the task vectors of this tensor. A task
-    vector of norm at most 1e-8 counts as orthogonal to the others. If the denominator is zero, the result is the base.
-    Near this pole t is large: raises InvalidRecipe, naming the tensor, if t is not from -N to 1. At t = -N the result
-    is as far from the base as models at equal distances are. With `unbounded` a warning is logged instead.
+    The factor is t = N cos / (1 + (N - 1) cos), with cos the mean cosine between the task vectors of this tensor. A
+    task vector of norm at most 1e-8 counts as orthogonal to the others. If the denominator is zero, the result is the
+    base. Near this pole t is large: raises InvalidRecipe, naming the tensor by `name`, if t is not from -N to 1. At t =
+    -N the result is as far from the base as models at equal distances are. With `unbounded` a warning is logged
+    instead. `products` are the inner products of the task vectors, if known.
     """
     taus = [tensor - base for tensor in tensors]
     weights = model_stock_weights(products or inner_products(taus), unbounded=unbounded, name=name)
@@ -213,7 +221,10 @@ def model_stock(
 
 
 def model_stock_weights(products: Products, *, unbounded: bool = False, name: str = "") -> list[float]:
-    """The factor of each task vector in `model_stock`, from the inner products of the task vectors."""
+    """The factor of each task vector in `model_stock`, from the inner products of the task vectors.
+
+    Raises InvalidRecipe or logs a warning as `model_stock` does; `name` is the tensor's name for the message.
+    """
     count = len(products)
     cosines = [cosine_of(products, i, j) for i in range(count) for j in range(i + 1, count)]
     mean = torch.tensor([math.fsum(cosines) / len(cosines)], dtype=torch.float64)
@@ -225,7 +236,10 @@ def model_stock_weights(products: Products, *, unbounded: bool = False, name: st
 def model_stock_rows(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, unbounded: bool = False, name: str = ""
 ) -> torch.Tensor:
-    """Model Stock (`model_stock`) with a share t for each row of the tensor (mergekit: `filter_wise: true`)."""
+    """Model Stock (`model_stock`) with a factor t for each row of the tensor (mergekit: `filter_wise: true`).
+
+    A row is a vector along the last index.
+    """
     taus = [tensor - base for tensor in tensors]
     pairs = [(taus[i], taus[j]) for i in range(len(taus)) for j in range(i + 1, len(taus))]
     cosines = row_cosines(*pairs[0])

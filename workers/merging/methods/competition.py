@@ -55,7 +55,7 @@ def sce(
     weight w_t of a model is the mean square of its selected elements over the tensor. Elements whose sign is not that
     of the sum of the task vectors are erased. The result is theta_pre + sum_t w_t tau_t / sum_t w_t over the elements
     that are left, and the base where the sum is zero or nothing is selected. `variances` is the table of the elements'
-    variances, if known; `order` orders equal variances.
+    variances, if known; `order` orders elements of equal variance.
     """
     taus = [tensor - base for tensor in tensors]
     if select_topk < 1:
@@ -83,10 +83,11 @@ def sce_mergekit(
     variances: Ranked | None = None,
     order: TieOrder = ANY_ORDER,
 ) -> torch.Tensor:
-    """SCE as mergekit computes it, which differs from `sce` for sums of zero and for small weights.
+    """SCE as mergekit computes it, which differs from `sce` where task vectors sum to zero, and for small weights.
 
-    Weights are equal if mean squares sum to less than 1e-6. Where the sum of the task vectors is zero, the positive
-    sign is elected. The divisor, a sum of weights, is at least 1e-6.
+    Weights are equal if the mean squares of the selected elements sum to less than 1e-6. Where the sum of the task
+    vectors is zero, the positive sign is elected. The divisor, a sum of weights, is at least 1e-6. Arguments are those
+    of `sce`.
     """
     taus = [tensor - base for tensor in tensors]
     if select_topk < 1:
@@ -106,12 +107,18 @@ def sce_mergekit(
 
 
 def num_selected(select_topk: float, num_variable: int) -> int:
-    """The number of elements that SCE selects, a share of the `num_variable` ones that vary between task vectors."""
+    """The number of elements that SCE selects: a share of those that vary between task vectors.
+
+    `num_variable` is the number of elements that vary, `select_topk` the share.
+    """
     return share_of(select_topk, num_variable)
 
 
 def sce_weights(squares: Sequence[float]) -> list[float]:
-    """The weight of each model in SCE, from the sums of squares of the task vectors; zeros if all sums are zero."""
+    """The weight of each model in `sce`, from the sum of squares of its selected elements.
+
+    The sums, `squares`, are divided by their total. The result is zeros if all sums are zero.
+    """
     whole = math.fsum(squares)
     return [square / whole if whole else 0.0 for square in squares]
 
@@ -120,8 +127,8 @@ def sce_weights(squares: Sequence[float]) -> list[float]:
 def ram(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, epsilon: float) -> torch.Tensor:
     """RAM (arXiv:2601.13572): add what one model changed, average what several models changed.
 
-    A model has changed an element if it differs from the base by more than epsilon. The average is over the models that
-    changed the element.
+    A model has changed an element if it differs from the base by more than epsilon. Where several models changed an
+    element, the base gets the mean of their task vectors; where one did, it gets its task vector.
     """
     return _ram([tensor - base for tensor in tensors], base, epsilon, None)
 
@@ -148,7 +155,7 @@ def pcb(
     theta_pre is the base, tau_i the task vector of model i, N the number of models, and Norm scales a tensor to [0, 1].
     The weights are beta_i = Softmax(N Norm(tau_i^2)) * sum_j Softmax(Norm(tau_i tau_j)); all but the share `density` of
     largest elements of each beta_i are set to zero. The result is theta_pre + lambda sum_i beta_i tau_i / sum_i beta_i,
-    and the base where all beta_i are zero.
+    and the base where all beta_i are zero. `orders` has for each model the order of equal elements of beta_i.
     """
     taus = [tensor - base for tensor in tensors]
     betas = []
@@ -204,8 +211,8 @@ def consensus_ta(
     """Consensus task arithmetic (TALL masks, arXiv:2405.07813): add only elements that matter to several models.
 
     tau_t is the task vector of model t, and tau the sum of all. An element matters to model t if |tau_t| >=
-    mask_lambda_t |tau - tau_t|. The elements of tau that matter to at least `agreement` models are kept. The result is
-    the base plus lambda times these elements.
+    mask_lambda_t |tau - tau_t|, with mask_lambda_t from `mask_lambdas`. The elements of tau that matter to at least
+    `agreement` models are kept. The result is the base plus lambda times these elements.
     """
     taus = [tensor - base for tensor in tensors]
     merged = taus[0].clone()
@@ -228,7 +235,9 @@ def consensus_ties(
 ) -> torch.Tensor:
     """Consensus merging (`consensus_ta`) of TIES' merged task vector, in place of the sum of the task vectors.
 
-    TIES' merged task vector is that of equations 6 to 8 of "Automated Model Merging", without lambda.
+    TIES' merged task vector is that of equations 6 to 8 of "Automated Model Merging", with the share k of elements kept
+    and without lambda. `magnitudes` has for each model the table of its task vector's magnitudes, if known, and
+    `orders` the order of equal magnitudes.
     """
     merged = consensus.disjoint_mean(trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders))
     taus = [tensor - base for tensor in tensors]
@@ -274,9 +283,10 @@ def wudi(
 
 
 def sce_mergekit_weights(squares: Sequence[float], num_elements: int) -> list[float]:
-    """The weight of each model in `sce_mergekit`.
+    """The weight of each model in `sce_mergekit`, from the sum of squares of its selected elements.
 
-    `squares` are the sums of squares of the task vectors, `num_elements` is the tensor's number of elements.
+    The sums, `squares`, are divided by their total. Weights are equal if the total is less than 1e-6 times the tensor's
+    number of elements, `num_elements`.
     """
     whole = math.fsum(squares)
     if whole / max(1, num_elements) < NO_SQUARES:
@@ -285,14 +295,15 @@ def sce_mergekit_weights(squares: Sequence[float], num_elements: int) -> list[fl
 
 
 def variance(tensors: Sequence[torch.Tensor], base: torch.Tensor) -> torch.Tensor:
-    """The variance of each element between the task vectors (the tensors minus the base), in float32."""
+    """The variance of each element between the task vectors (each of `tensors` minus the base), in float32."""
     return _variance([tensor.float() - base.float() for tensor in tensors])
 
 
 def _most_variable(taus: Sequence[torch.Tensor], share: float, order: TieOrder, known: Ranked | None) -> torch.Tensor:
-    """Mask (bool) of the elements with the largest variances between task vectors.
+    """Mask (bool) of the elements with the largest variances between the task vectors `taus`.
 
-    `share` is their share of the elements whose variance is not zero. `known` is the table of variances, if known.
+    The mask has the share `share` of the elements whose variance is not zero. `order` orders elements of equal
+    variance. `known` is the table of the variances, if there is one.
     """
     variances = _variance(taus)
     count = num_selected(share, int(torch.count_nonzero(variances)))

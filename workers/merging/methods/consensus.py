@@ -22,15 +22,16 @@ __all__ = [
 def disjoint_mean(taus: Sequence[torch.Tensor]) -> torch.Tensor:
     """For each element, the mean of the task vectors that have the sign of their sum; zero where the sum is zero.
 
-    Equations 7 and 8 of "Automated Model Merging", TIES (arXiv:2306.01708).
+    `taus` are the task vectors. These are equations 7 and 8 of "Automated Model Merging", TIES (arXiv:2306.01708).
     """
     return _mean_of_agreeing(taus, _sum(taus).sign_())
 
 
 def disjoint_majority_mean(taus: Sequence[torch.Tensor]) -> torch.Tensor:
-    """For each element, the mean of the task vectors that have the sign of their sum, or where it is zero another sign.
+    """For each element, the mean of those task vectors that have the elected sign.
 
-    The other sign is the one that most elements of the tensor have in the sum (MergeLM).
+    The elected sign is that of the sum of all task vectors `taus`. Where the sum is zero, it is the sign that most
+    elements of the tensor have in the sum (MergeLM).
     """
     elected = _sum(taus).sign_()
     majority = int((elected > 0).sum()) - int((elected < 0).sum())
@@ -39,7 +40,10 @@ def disjoint_majority_mean(taus: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def disjoint_sum(taus: Sequence[torch.Tensor]) -> torch.Tensor:
-    """For each element, the sum of the task vectors that have the elected sign, that of the sum of all (MergeBench)."""
+    """For each element, the sum of the task vectors that have the elected sign, that of the sum of all (MergeBench).
+
+    `taus` are the task vectors. The result is zero where their sum is zero.
+    """
     elected = _sum(taus).sign_()
     merged = torch.zeros_like(elected)
     for tau in taus:
@@ -50,8 +54,9 @@ def disjoint_sum(taus: Sequence[torch.Tensor]) -> torch.Tensor:
 def disjoint_weighted(taus: Sequence[torch.Tensor], weights: Sequence[float], *, normalize: bool) -> torch.Tensor:
     """For each element, the weighted sum of the task vectors that have the elected sign (mergekit).
 
-    The elected sign is that of the weighted sum of all task vectors, and + where this sum is zero. With `normalize`,
-    the result is divided by the sum of the weights of the task vectors that have the sign, unless their sum is zero.
+    `taus` are the task vectors. The elected sign is that of the weighted sum of all of them, and + where this sum is
+    zero. With `normalize`, the result is divided by the sum of the weights of the task vectors that have the sign,
+    unless these weights sum to zero.
     """
     taus = [tau.mul_(weight) for tau, weight in zip(taus, weights, strict=True)]
     is_positive = _sum(taus) >= 0
@@ -83,9 +88,9 @@ def disjoint_weighted_mean(taus: Sequence[torch.Tensor], weights: Sequence[float
 def disjoint_interpolation(taus: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """For each element, the weighted mean of the task vectors that have the elected sign.
 
-    The elected sign is that of the sum of all task vectors. The weights are divided by the sum of the weights of the
-    task vectors that have this sign. If only one has it, that one is used as it is. This is the interpolation of Mixup
-    Model Merge (M3), appendix H.
+    The elected sign is that of the sum of all task vectors `taus`; where the sum is zero, the result is zero. The
+    weights are divided by the sum of the weights of the task vectors that have this sign. If only one has it, that one
+    is used as it is. This is the interpolation of Mixup Model Merge (M3), appendix H.
     """
     elected = _sum(taus).sign_()
     alone, mixed = torch.zeros_like(elected), torch.zeros_like(elected)

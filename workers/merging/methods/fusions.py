@@ -27,10 +27,10 @@ def nearswap(tensors: Sequence[torch.Tensor], *, t: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Importance:
-    """The criterion by which Arcee Fusion takes elements from the second model.
+    """The criterion by which Arcee Fusion takes elements from the second of two models.
 
-    An element is taken if the magnitude of the two models' difference, times its row's number in `rows` (float32 [...,
-    1]), is at least `threshold`, a float32 value.
+    The importance of an element is the magnitude of the two models' difference, times the number of the element's row
+    in `rows` (float32 [..., 1]). The element is taken if its importance is at least `threshold`, a float32 value.
     """
 
     rows: torch.Tensor
@@ -49,7 +49,7 @@ def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | No
     KL(softmax of theta_2's row | softmax of theta_1's row), with KL the Kullback-Leibler divergence. Elements whose
     importance is at least median + 1.5 (Q3 - Q1) are taken from the second model. The quartiles Q1 and Q3 are those of
     the whole tensor: the element at floor(q (n - 1)) of the n sorted importances, with q = 1/4 and 3/4. `importance` is
-    that of the two tensors, if known.
+    the criterion for the two tensors, as `importance_of` returns it, if known.
     """
     first, second = tensors
     delta = second - first
@@ -60,7 +60,7 @@ def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | No
 def importances_at(
     indices: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The importances that have the ranks `indices`, from 0, the smallest.
+    """The importances at the indices `indices` of the sorted importances; index 0 is the smallest.
 
     The importance of an element is the absolute difference of `first` and `second`, times the number of its row in
     `rows`.
@@ -70,9 +70,11 @@ def importances_at(
 
 
 def importance_of(first: torch.Tensor, second: torch.Tensor, select: ImportancesAt = importances_at) -> Importance:
-    """The criterion by which `arcee_fusion` takes elements, for two tensors on CPU with at least one element.
+    """The criterion by which `arcee_fusion` takes elements from `second` instead of `first`.
 
-    `select` is a function that returns the importances at given ranks.
+    It has a number for each row, and the smallest importance of elements that are taken. The tensors are on CPU and
+    have at least one element. `select` returns the importances at given indices of the sorted importances, as
+    `importances_at` does.
     """
     width = first.shape[-1] if first.dim() else 1
     parts = (torch.split(tensor.reshape(-1, width), max(1, CHUNK // width)) for tensor in (second, first))
@@ -84,7 +86,7 @@ def importance_of(first: torch.Tensor, second: torch.Tensor, select: Importances
 
 
 def _divergences(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The Kullback-Leibler divergence between the softmaxes of corresponding rows of two tensors.
+    """The Kullback-Leibler divergence of the softmax of each row of `first` from that of the same row of `second`.
 
     Rounding may make the divergence of nearly equal rows slightly negative.
     """

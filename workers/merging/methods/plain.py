@@ -38,14 +38,16 @@ class Operands:
     """The operands of one merge: the same tensor of every source, in one shape; none of them is modified.
 
     `tensors` are in the order of the merge's sources. `base` is the base model's tensor, for methods that need it.
-    `keys` are the keys of random masks (`masks.mask_key`), one for each source, for methods that draw masks.
+    `keys` are the keys of random masks (`masks.mask_key`), one for each source, for methods that draw masks. `name` is
+    the tensor's name, for messages.
 
-    The other fields depend only on the sources and may be known from an earlier merge. `cosine` and `importance` are
-    those of the first two tensors. `magnitudes` has for each source the table of |source - base|. `products` are the
-    inner products of all pairs of tensors, or with a base of task vectors. `variances` is the table of the variances
-    between task vectors. `ranks` has for each source the ranks of its magnitudes in each row, and `norms` the sum of
-    its magnitudes. `orders` order the elements of equal magnitude in each source, and `order` those of equal variance;
-    if they are None, any repeatable order is used.
+    The other fields are statistics, which depend only on the sources. A statistic is None if it is not known; the
+    method then computes it if it needs it. `cosine` is that of the angle between the first two tensors, and
+    `importance` the criterion by which Arcee Fusion takes elements of the second. `magnitudes` has for each source the
+    table of |source - base|. `products` are the inner products of all pairs of tensors, or with a base of task vectors.
+    `variances` is the table of the variances between task vectors. `ranks` has for each source the ranks of its
+    magnitudes in each row, and `norms` the sum of its magnitudes. `orders` order the elements of equal magnitude in
+    each source, and `order` those of equal variance; if they are None, any repeatable order is used.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -72,8 +74,9 @@ class Operands:
 class PlainMethod:
     """A declared merge method with the function that computes it in plain torch.
 
-    `uses` are the statistics that the function can use. `is_told_name` says whether the function takes the tensor's
-    name. `order_parameter` is the function's parameter for the order of equal elements, if it has one.
+    `uses` are the statistics of the sources that the function has parameters for. `is_told_name` says whether the
+    function takes the tensor's name. `order_parameter` is the name of the function's parameter for the order of equal
+    elements, or None if it has none.
     """
 
     declared: MergeMethod
@@ -93,7 +96,7 @@ class PlainMethod:
         *,
         given: Mapping[str, Sequence[torch.Tensor] | torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Compute a merge of `operands` with the coefficients of `merge`.
+        """Compute the merge `merge` of `operands` by this method's function, with the coefficients of the merge.
 
         `given` may replace coefficients, by name, by tensors without dimensions; the result then has gradients by
         these. Raises InvalidRecipe for coefficients that the method does not take.
@@ -119,7 +122,7 @@ class PlainMethod:
 
 
 def merge_tensors(merge: Merge, operands: Operands) -> torch.Tensor:
-    """Compute a merged tensor by the plain function of the merge's method.
+    """Compute a merged tensor from its operands by the plain torch function of the merge's method.
 
     Raises InvalidRecipe for a merge with sources or coefficients that its method does not take.
     """

@@ -14,7 +14,10 @@ __all__ = ["acos", "cos", "fsum", "sin", "sqrt"]
 
 
 def fsum(numbers: Iterable[float]) -> float:
-    """The sum of coefficients: for numbers the exact sum, rounded once; for tensors their sum with its gradient."""
+    """The sum of coefficients: for numbers the exact sum, rounded once; for tensors their sum with its gradient.
+
+    If any of them is a tensor, the result is one.
+    """
     terms = list(numbers)
     return sum(terms) if any(isinstance(term, torch.Tensor) for term in terms) else math.fsum(terms)
 

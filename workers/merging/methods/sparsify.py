@@ -34,8 +34,8 @@ NO_NORM = 1e-7
 def trimmed(tau: torch.Tensor, k: float, order: TieOrder, magnitudes: Ranked | None = None) -> torch.Tensor:
     """Set all but the largest magnitudes of a task vector to zero (TIES, arXiv:2306.01708).
 
-    `num_kept(k, n)` of the n elements are kept; this is equation 6 of "Automated Model Merging". `order` orders equal
-    magnitudes; `magnitudes` is their table, if known.
+    `num_kept(k, n)` of the n elements of `tau` are kept; this is equation 6 of "Automated Model Merging". `order`
+    orders equal magnitudes; `magnitudes` is the table of the magnitudes, if known. `tau` may be modified.
     """
     rank = num_kept(k, tau.numel())
     if rank == tau.numel():
@@ -50,8 +50,9 @@ def cut_both_ends(
 ) -> torch.Tensor:
     """Set the largest and the smallest elements of a task vector to zero (Model Breadcrumbs, arXiv:2312.06795).
 
-    Of n elements, the floor(gamma n) largest magnitudes are dropped, and the floor(density n) largest of the others are
-    kept. The paper's two percentiles are 1 - gamma and 1 - gamma - density.
+    Of the n elements of `tau`, the floor(gamma n) largest magnitudes are dropped, and the floor(density n) largest of
+    the others are kept. The paper's two percentiles are 1 - gamma and 1 - gamma - density. `order` orders equal
+    magnitudes; `magnitudes` is the table of the magnitudes, if known. `tau` may be modified.
     """
     ranks = cut_ranks(density, gamma, tau.numel())
     if ranks is None:
@@ -78,7 +79,7 @@ class CutRanks:
 
 
 def cut_ranks(density: float, gamma: float, num_elements: int) -> CutRanks | None:
-    """The ranks of the magnitudes that `cut_both_ends` keeps; None if it keeps all elements.
+    """The ranks of the magnitudes that `cut_both_ends` keeps of `num_elements` elements; None if it keeps all.
 
     If density + gamma exceeds 1, fewer of the largest elements are dropped.
     """
@@ -88,7 +89,11 @@ def cut_ranks(density: float, gamma: float, num_elements: int) -> CutRanks | Non
 
 
 def dropped(tau: torch.Tensor, density: float, key: int) -> torch.Tensor:
-    """Keep each element of a task vector with probability `density`, without rescaling (DARE, arXiv:2311.03099)."""
+    """Keep each element of a task vector with probability `density` (DARE, arXiv:2311.03099).
+
+    `key` is that of the random mask. The other elements are set to zero; those that are kept are not rescaled. `tau` is
+    modified.
+    """
     return tau.masked_fill_(~masks.keep(key, tau.shape, density, device=tau.device), 0)
 
 
@@ -105,8 +110,9 @@ def magnitude_sampled(
 ) -> torch.Tensor:
     """MagPrune (DELLA, arXiv:2406.11617): keep larger elements of a row with higher probability.
 
-    The probability of keeping an element is from density - epsilon to density + epsilon, in steps by rank. With
-    `rescale`, elements that are kept are divided by their probability.
+    The probability of keeping an element is from density - epsilon to density + epsilon, in steps by the rank of its
+    magnitude in its row. `key` is that of the random mask. With `rescale`, elements that are kept are divided by their
+    probability.
 
     The paper's epsilon is twice this one, and its drop probability is p_min + epsilon r / n for ranks r from 0, the
     largest: the smallest element stays a step above density - epsilon. With `is_symmetric` the divisor is n - 1
@@ -131,7 +137,9 @@ def row_width(tensor: torch.Tensor) -> int:
 def probability_by_rank(width: int, density: float, epsilon: float, *, is_symmetric: bool) -> tuple[int, float, float]:
     """The numbers (origin, start, step) that give MagPrune's probability in a row of `width` elements.
 
-    The probability of keeping the element of a rank is start + |rank - origin| step.
+    The probability of keeping the element of a rank is start + |rank - origin| step; rank 0 is the smallest magnitude.
+    It is from density - epsilon to density + epsilon. With `is_symmetric` both ends are reached, without only the upper
+    one.
     """
     if not is_symmetric:
         return width - 1, density + epsilon, -2 * epsilon / width
@@ -139,7 +147,10 @@ def probability_by_rank(width: int, density: float, epsilon: float, *, is_symmet
 
 
 def _sorted_ranks(tau: torch.Tensor, order: TieOrder) -> torch.Tensor:
-    """The rank of each element's magnitude in its row, from 0, the smallest; int64 in the shape of `tau`."""
+    """The rank of each element's magnitude in its row, from 0, the smallest; int64 in the shape of `tau`.
+
+    `order` orders equal magnitudes. A tensor with fewer than two dimensions is one row.
+    """
     rows = tau.reshape(1, -1) if tau.dim() < 2 else tau
     keys = magnitude_keys(rows.abs(), order)
     places = keys.sort(dim=-1, stable=True).indices
@@ -152,13 +163,13 @@ def match_l1_norm(sparse: torch.Tensor, tau: torch.Tensor, norm: float | None = 
     """Scale a sparse task vector to the sum of magnitudes of the whole task vector `tau`, as mergekit does.
 
     `norm` is the sum of magnitudes of `tau`, if known. The sparse task vector is returned unchanged if either sum is
-    zero.
+    below 1e-7.
     """
     return sparse * l1_ratio(total(torch.abs, tau) if norm is None else norm, total(torch.abs, sparse))
 
 
 def l1_ratio(before: float, after: float) -> float:
-    """The factor by which `match_l1_norm` scales: before / after, or 1 if one of the two is near zero.
+    """The factor by which `match_l1_norm` scales: before / after, or 1 if one of the two is below 1e-7.
 
     `before` and `after` are the sums of magnitudes before and after elements were dropped.
     """

@@ -49,8 +49,10 @@ def multislerp(
     theta_t are the tensors and w_t their weights, divided by their sum. u_t = theta_t / |theta_t| are the directions,
     and m = sum_t w_t u_t / |sum_t w_t u_t| is their mean. The tangent vectors v = sum_t w_t (u_t - <u_t, m> m) at m
     give (m cos |v| + v sin |v| / |v|) * sum_t w_t |theta_t|. As sum_t w_t u_t has the direction of m, v is zero except
-    for rounding, and the result is m * sum_t w_t |theta_t|. If the weighted mean direction vanishes, two tensors are
-    interpolated linearly; for more tensors InvalidRecipe is raised. A single tensor is returned as it is.
+    for rounding, and the result is m * sum_t w_t |theta_t|. If the weighted mean direction vanishes (is shorter than
+    1e-7 or `eps`, which is added to the norms as in mergekit), two tensors are interpolated linearly; for more tensors
+    InvalidRecipe is raised. A single tensor is returned as it is. `products` are the inner products of the tensors, if
+    known.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -67,8 +69,8 @@ def multislerp_unscaled(
 ) -> torch.Tensor:
     """Multi-SLERP (`multislerp`) with weights that are used as given (mergekit: `normalize_weights: false`).
 
-    The mean direction is the same as in `multislerp`; the length of the result, the weighted sum of the tensors' norms,
-    is not.
+    The mean direction is the same as in `multislerp`. The length of the result is the weighted sum of the tensors'
+    norms, with weights that need not sum to one.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -81,7 +83,8 @@ def multislerp_weights(
 ) -> list[float]:
     """The factor of each tensor in `multislerp`, or without `normalize` in `multislerp_unscaled`.
 
-    Raises InvalidRecipe if the directions of more than two tensors cancel each other.
+    `products` are the inner products of the tensors. Raises InvalidRecipe if the directions of more than two tensors
+    cancel each other.
     """
     if len(products) == 1:
         return [1.0]
@@ -110,7 +113,10 @@ def multislerp_task_vectors(
     eps: float = MULTISLERP_EPSILON,
     products: Products | None = None,
 ) -> torch.Tensor:
-    """The base plus Multi-SLERP (`multislerp`) of the task vectors (mergekit's Multi-SLERP with a base model)."""
+    """The base plus Multi-SLERP (`multislerp`) of the task vectors (mergekit's Multi-SLERP with a base model).
+
+    `products` are the inner products of the task vectors, if known.
+    """
     if len(tensors) == 1:
         return tensors[0]
     return multislerp([tensor - base for tensor in tensors], weights=weights, eps=eps, products=products).add_(base)
@@ -125,7 +131,10 @@ def multislerp_unscaled_task_vectors(
     eps: float = MULTISLERP_EPSILON,
     products: Products | None = None,
 ) -> torch.Tensor:
-    """The base plus `multislerp_unscaled` of the task vectors (mergekit's Multi-SLERP with a base model)."""
+    """The base plus `multislerp_unscaled` of the task vectors (mergekit's Multi-SLERP with a base model).
+
+    `products` are the inner products of the task vectors, if known.
+    """
     if len(tensors) == 1:
         return tensors[0]
     taus = [tensor - base for tensor in tensors]
@@ -147,7 +156,7 @@ def karcher(
     0, where exp_m and log_m map between the sphere and its tangent space at m. It is found by steps m <- exp_m(sum_t
     w_t log_m(u_t)) from the normalised mean: at most `max_iter`, and none shorter than `tol`. Tensors no longer than
     `tol` count in the mean norm, not in the direction. A single tensor is returned as it is. The paper's weights are
-    equal.
+    equal. `products` are the inner products of the tensors, if known.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -163,7 +172,7 @@ def karcher_weights(
     max_iter: int = KARCHER_STEPS,
     tol: float = KARCHER_TOLERANCE,
 ) -> list[float]:
-    """The factor of each tensor in `karcher`, from the inner products of the tensors.
+    """The factor of each tensor in `karcher`, from the weights and the inner products of the tensors.
 
     The mean direction and the steps are sums of the tensors' directions, so that only angles are needed.
     """

@@ -12,10 +12,10 @@ __all__ = ["table"]
 
 
 def table() -> str:
-    """The declared merge methods as a Markdown table.
+    """The declared merge methods as a Markdown table, with a row for each method.
 
     Its columns are the sources, the coefficients, the ranges in which studies search these, the publication, the
-    variant, and mergekit's name.
+    variant of the method, and the name of the same method in mergekit.
     """
     rows = [
         ("method", "sources", "coefficients", "searched", "source", "what it is, and where it deviates", "in mergekit"),

@@ -74,7 +74,9 @@ def ties(
 
     These are equations 6 to 9 of "Automated Model Merging". Trimming keeps the `num_kept(k, n)` largest magnitudes of
     the n elements of a tensor. The elected sign of an element is that of the unweighted sum of the trimmed task
-    vectors. Where the sum is zero there is no elected sign, and the result is the base.
+    vectors. Where the sum is zero there is no elected sign, and the result is the base. Elsewhere it is the base plus
+    lambda times the mean of the trimmed task vectors that have the sign. `magnitudes` has for each model the table of
+    its task vector's magnitudes, if known, and `orders` the order of equal magnitudes.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_mean(taus).mul_(lambda_).add_(base)  # eq. 9
@@ -93,7 +95,8 @@ def ties_majority(
     """TIES-Merging (`ties`) with the tensor's majority sign where the trimmed task vectors cancel (MergeLM).
 
     The majority sign is the one elected for most elements of the tensor. Where the task vectors cancel, the elements
-    with this sign are averaged. "Automated Model Merging" and M3 (Mixup Model Merge) build on this form.
+    with this sign are averaged. "Automated Model Merging" and M3 (Mixup Model Merge) build on this form. Arguments are
+    those of `ties`.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_majority_mean(taus).mul_(lambda_).add_(base)
@@ -109,7 +112,10 @@ def ties_sum(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """TIES-Merging (`ties`) in which the task vectors that agree are added, not averaged (MergeBench, "sum")."""
+    """TIES-Merging (`ties`) in which the task vectors that have the elected sign are added, not averaged.
+
+    It is the variant "sum" of MergeBench. Arguments are those of `ties`.
+    """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_sum(taus).mul_(lambda_).add_(base)
 
@@ -129,9 +135,11 @@ def ties_weighted(
 ) -> torch.Tensor:
     """TIES-Merging with weights that count in the election of signs and in the mean (mergekit's TIES).
 
+    `weights` and `densities` have a number for each model; a density is the share of elements that trimming keeps.
     Where the weighted sum of the trimmed task vectors is zero, the positive sign is elected. The mean is divided by the
-    sum of the weights of the task vectors that agree with the sign, unless `normalize` is 0. With `rescale`, trimmed
-    task vectors are scaled to the sum of magnitudes that they had before trimming.
+    sum of the weights of the task vectors that have the elected sign, unless `normalize` is 0. With `rescale`, trimmed
+    task vectors are scaled to the sum of magnitudes that they had before trimming. `magnitudes` and `orders` are as in
+    `ties`.
     """
     taus = trimmed_task_vectors(tensors, base, densities, magnitudes, orders, rescale=rescale)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
@@ -152,8 +160,10 @@ def ties_peft(
 ) -> torch.Tensor:
     """TIES-Merging with weights that do not count in the election of signs (PEFT, GENOME).
 
+    `weights` and `densities` have a number for each model; a density is the share of elements that trimming keeps.
     Where the sum of the trimmed task vectors is zero, the positive sign is elected. The result is the base plus the
-    weighted sum of the task vectors that agree with the sign, divided by their number.
+    weighted sum of the trimmed task vectors that have the elected sign, divided by their number. `magnitudes` and
+    `orders` are as in `ties`.
     """
     taus = trimmed_task_vectors(tensors, base, densities, magnitudes, orders)
     return consensus.disjoint_weighted_mean(taus, weights).add_(base)
@@ -172,11 +182,12 @@ def m3_ties(
 ) -> torch.Tensor:
     """Mixup Model Merge inside TIES (M3, appendix H): interpolation of what several task vectors keep.
 
-    Trimming and signs are those of `ties`. A parameter that several task vectors keep is interpolated with their
-    weights; one that a single task vector keeps is used as it is. The result is multiplied by lambda.
+    Trimming and signs are those of `ties`, as are k, `magnitudes` and `orders`. An element that several task vectors
+    keep is interpolated with their weights; one that a single task vector keeps is used as it is. The result is
+    multiplied by lambda and added to the base.
 
-    The paper has two models with weights w and 1 - w. With more models, the weights of those that keep the parameter
-    are divided by their sum; where this sum is zero, the result is the base.
+    The paper has two models with weights w and 1 - w. With more models, the weights of those that keep the element are
+    divided by their sum; where this sum is zero, the result is the base.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_interpolation(taus, weights).mul_(lambda_).add_(base)
@@ -194,7 +205,7 @@ def dare_linear(
     """DARE with task arithmetic (arXiv:2311.03099): theta_pre + sum_t lambda_t m_t tau_t / density_t.
 
     theta_pre is the base, and tau_t the task vector of model t. m_t is a random mask that keeps the share density_t
-    (the paper's 1 - p) of the elements. With density 1 it is task arithmetic.
+    (the paper's 1 - p) of the elements; `keys` has its key for each model. With density 1 it is task arithmetic.
     """
     merged = base.clone()
     for tensor, lambda_, density, key in zip(tensors, lambdas, densities, keys, strict=True):
@@ -215,8 +226,9 @@ def dare_linear_l1(
 ) -> torch.Tensor:
     """DARE with task arithmetic, rescaled as in mergekit (dare_linear).
 
-    It is `dare_linear`, except that the elements that the random mask keeps are scaled to the sum of magnitudes of the
-    whole task vector, if `rescale` is true.
+    It is `dare_linear`, except that the elements that the random mask keeps are not divided by the density. If
+    `rescale` is true, they are scaled to the sum of magnitudes of the whole task vector. `norms` has this sum for each
+    model, if known.
     """
     merged = base.clone()
     given = zip(densities, keys, _each(norms, tensors), strict=True)
@@ -236,8 +248,8 @@ def dare_ties(
 ) -> torch.Tensor:
     """DARE in place of TIES' trimming (arXiv:2311.03099): signs are elected among m_t tau_t / density_t.
 
-    tau_t is the task vector of model t, and m_t a random mask that keeps the share density_t of its elements. Signs,
-    mean and lambda are as in `ties`.
+    tau_t is the task vector of model t, and m_t a random mask that keeps the share density_t of its elements; `keys`
+    has its key for each model. Signs, mean and lambda are as in `ties`.
     """
     taus = [
         dropped(tensor - base, density, key).mul_(1 / density)
@@ -261,8 +273,8 @@ def dare_ties_l1(
 ) -> torch.Tensor:
     """DARE, then the merge of `ties_weighted` (mergekit's dare_ties).
 
-    DARE drops elements of each task vector at random. With `rescale`, what is left is scaled to the sum of magnitudes
-    of the whole task vector.
+    DARE drops elements of each task vector at random, by masks with the keys `keys`. With `rescale`, what is left is
+    scaled to the sum of magnitudes of the whole task vector. `norms` has this sum for each model, if known.
     """
     taus = [
         _dropped_l1(tensor - base, density, key, norm, rescale=rescale)
@@ -284,14 +296,18 @@ def m3_dare(
     """Mixup Model Merge of task vectors with elements dropped by DARE (M3, section 4.4).
 
     It is theta_pre + lambda sum_t w_t m_t tau_t / density_t. theta_pre is the base, tau_t the task vector of model t,
-    and m_t a random mask that keeps the share density_t of its elements. The weights w_t are divided by their sum, so
-    that direction and magnitude are set separately. It is `dare_linear` with lambda_t = lambda w_t.
+    and m_t a random mask that keeps the share density_t of its elements; `keys` has its key for each model. The weights
+    w_t are divided by their sum, so that direction and magnitude are set separately. It is `dare_linear` with lambda_t
+    = lambda w_t.
     """
     return dare_linear(tensors, base, lambdas=m3_lambdas(weights, lambda_), densities=densities, keys=keys)
 
 
 def m3_lambdas(weights: Sequence[float], lambda_: float) -> list[float]:
-    """The coefficients with which `dare_linear` computes the method `m3_dare`."""
+    """The lambda of each model with which `dare_linear` computes `m3_dare`.
+
+    It is `lambda_` times the model's weight, divided by the sum of the weights.
+    """
     total = fsum(weights)
     return [lambda_ * weight / total for weight in weights]
 
@@ -311,7 +327,9 @@ def della(
     """DELLA (arXiv:2406.11617): TIES with MagPrune in place of trimming.
 
     MagPrune (`sparsify.magnitude_sampled`) drops elements at random, the smaller ones more often, and divides each kept
-    element by its probability. Signs, mean and lambda are as in `ties`.
+    element by its probability. `densities`, `epsilons` and `keys` (of the random masks) have a value for each model.
+    `ranks` has for each model the ranks of its magnitudes in each row, if known, and `orders` the order of equal
+    magnitudes. Signs, mean and lambda are as in `ties`.
     """
     taus = [
         magnitude_sampled(tensor - base, density, epsilon, key, order, ranks=known)
@@ -341,7 +359,7 @@ def della_l1(
 
     MagPrune (`sparsify.magnitude_sampled`) drops elements of each task vector at random, here with probabilities that
     are symmetric about the density. With `rescale`, what is left is scaled to the sum of magnitudes of the whole task
-    vector.
+    vector. `densities`, `epsilons`, `keys`, `ranks` and `orders` are as in `della`.
     """
     taus = [
         _sampled_l1(tensor - base, density, epsilon, key, order, known, rescale=rescale)
@@ -366,7 +384,8 @@ def della_linear(
 ) -> torch.Tensor:
     """DELLA without the election of signs (arXiv:2406.11617): theta_pre + sum_t lambda_t MagPrune(tau_t).
 
-    theta_pre is the base, and tau_t the task vector of model t. MagPrune is `sparsify.magnitude_sampled`.
+    theta_pre is the base, and tau_t the task vector of model t. MagPrune is `sparsify.magnitude_sampled`; `densities`,
+    `epsilons`, `keys`, `ranks` and `orders` are as in `della`.
     """
     merged = base.clone()
     given = zip(densities, epsilons, keys, each_order(orders, tensors), strict=True)
@@ -390,7 +409,7 @@ def della_linear_l1(
 ) -> torch.Tensor:
     """DELLA without the election of signs, as in mergekit (della_linear).
 
-    It is `della_linear` with the symmetric probabilities and the rescaling of `della_l1`.
+    It is `della_linear` with the symmetric probabilities and the rescaling to the sum of magnitudes of `della_l1`.
     """
     merged = base.clone()
     given = zip(densities, epsilons, keys, each_order(orders, tensors), strict=True)
@@ -413,9 +432,11 @@ def breadcrumbs(
 ) -> torch.Tensor:
     """Model Breadcrumbs (arXiv:2312.06795): task arithmetic without the largest and the smallest elements.
 
-    It is the base plus lambda_t times each task vector without its largest elements (a share gamma) and its smallest
-    elements (`sparsify.cut_both_ends`). The paper has one lambda. With `rescale`, what is left of a task vector is
-    scaled to the sum of magnitudes of the whole task vector (mergekit).
+    It is the base plus lambda_t times each task vector without its largest elements (the share gamma_t) and its
+    smallest elements, so that the share density_t is left (`sparsify.cut_both_ends`). The paper has one lambda. With
+    `rescale`, what is left of a task vector is scaled to the sum of magnitudes of the whole task vector (mergekit).
+    `magnitudes` has for each model the table of its task vector's magnitudes, if known, and `orders` the order of equal
+    magnitudes.
     """
     merged = base.clone()
     crumbs = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders, rescale=rescale)
@@ -443,7 +464,8 @@ def breadcrumbs_ties(
 ) -> torch.Tensor:
     """Model Breadcrumbs' selection of elements, then the merge of `ties_weighted` (mergekit's breadcrumbs_ties).
 
-    With `rescale`, what is left of a task vector is scaled to the sum of magnitudes of the whole task vector.
+    `densities`, `gammas`, `rescale`, `magnitudes` and `orders` are as in `breadcrumbs`; `weights`, `lambda_` and
+    `normalize` as in `ties_weighted`.
     """
     taus = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders, rescale=rescale)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)

@@ -31,8 +31,9 @@ def trimmed_task_vectors(
 ) -> list[torch.Tensor]:
     """The task vectors (tensors minus base), each with all but its largest magnitudes set to zero.
 
-    `shares` has the share of elements to keep for each tensor. With `rescale` the results are scaled to the sum of
-    magnitudes of the whole task vectors.
+    `shares` has the share of elements to keep for each tensor. `magnitudes` has for each the table of |tensor - base|,
+    if known, and `orders` the order of equal magnitudes. With `rescale` the results are scaled to the sum of magnitudes
+    of the whole task vectors.
     """
     known = magnitudes or (None,) * len(tensors)
     taus = [
@@ -54,8 +55,9 @@ def trimmed_breadcrumbs(
 ) -> list[torch.Tensor]:
     """The task vectors (tensors minus base), each with its largest and its smallest elements set to zero.
 
-    `densities` and `gammas` have the shares of elements to keep, and to drop at the top, for each tensor. With
-    `rescale` the results are scaled to the sum of magnitudes of the whole task vectors.
+    For each tensor, `densities` has the share of elements to keep, `gammas` the share to drop at the top, `magnitudes`
+    the table of |tensor - base|, if known, and `orders` the order of equal magnitudes. With `rescale` the results are
+    scaled to the sum of magnitudes of the whole task vectors.
     """
     known = magnitudes or (None,) * len(tensors)
     shares = zip(densities, gammas, each_order(orders, tensors), strict=True)
@@ -66,9 +68,9 @@ def trimmed_breadcrumbs(
 
 
 def each_order(orders: Orders, tensors: Sequence[torch.Tensor]) -> Sequence[TieOrder]:
-    """The order of equal magnitudes in each source.
+    """The order of equal magnitudes in each of `tensors`: `orders`, or if it is None, some repeatable orders.
 
-    If `orders` is None, each source gets a different order.
+    These differ from tensor to tensor.
     """
     return [TieOrder(place) for place in range(len(tensors))] if orders is None else orders
 

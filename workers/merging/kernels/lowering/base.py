@@ -32,9 +32,10 @@ Lowering = Callable[[Merge, Operands], Rule]
 
 @dataclass(frozen=True)
 class Fused:
-    """The function that turns merges by a method into rules for the kernels.
+    """How merges by a method become rules that kernels execute.
 
-    `is_on_cuda` says whether there is also a CUDA kernel for these rules.
+    `lowering` is the function that returns the rule of a merge and its operands. `is_on_cuda` says whether CUDA has a
+    kernel for these rules; the CPU always has.
     """
 
     lowering: Lowering
@@ -48,7 +49,8 @@ RULES: dict[str, Fused] = {}
 def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Lowering]:
     """Decorator that registers a function as the one that returns the kernel rule of the merge method `name`.
 
-    Raises ValueError for an undeclared method, and for one that already has a rule.
+    `is_on_cuda` says whether CUDA, too, has a kernel for the rule. Raises ValueError for a method that
+    `search_spaces.methods` does not declare, and for one that already has a rule.
     """
     if name not in METHODS:
         raise ValueError(f"merge method {name!r} is not declared; declare it in a module of search_spaces/methods")
@@ -65,7 +67,7 @@ def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Loweri
 def trimmed(stored: Operands, shares: Sequence[float]) -> Trimmed:
     """Make the part of a rule that keeps the elements of largest magnitude of each task vector.
 
-    `shares` has the share of elements to keep for each source.
+    `shares` has the share of elements to keep for each source. Thresholds come from the magnitudes in `stored`.
     """
     ranks = [num_kept(share, stored.tensors[0].numel()) for share in shares]
     trims = [table.trim(rank) for table, rank in zip(magnitudes(stored), ranks, strict=True)]
@@ -79,7 +81,10 @@ def base(stored: Operands) -> torch.Tensor:
 
 
 def factors(stored: Operands) -> Words:
-    """The factor of each source by which elements of equal magnitude are ordered (`TieOrder.factor`)."""
+    """For each source, the factor that gives the tie-breaking marks of its elements (`TieOrder.factor`).
+
+    Marks order elements of equal magnitude.
+    """
     assert stored.orders is not None, "not given the orders of the sources"
     return tuple(order.factor for order in stored.orders)
 

@@ -57,10 +57,11 @@ def _consensus_ties(merge: Merge, stored: Operands) -> Rule:
 
 
 def _variable_squares(merge: Merge, stored: Operands) -> tuple[tuple[Comparison, float, int, int], list[float]]:
-    """The elements that SCE selects, and each source's sum of squares over these elements.
+    """The threshold by which SCE selects elements, and each source's sum of squares over the selected ones.
 
-    SCE (arXiv:2408.07990) selects the elements with the largest variance between the task vectors. They are returned as
-    (kind of comparison, threshold's variance, threshold's tie-breaking mark, factor that gives the elements' marks).
+    SCE (arXiv:2408.07990) selects the elements with the largest variance between the task vectors. The first result has
+    the fields with which the rules `Variable` and `VariableElection` begin: the kind of comparison, the threshold's
+    variance, its tie-breaking mark, and the factor that gives the elements' marks.
     """
     from workers.merging.kernels.reductions import variable_squares
 
