@@ -12,6 +12,7 @@ from search_spaces.spaces.base import DifferentiableSpace
 from search_spaces.study.engine import EngineOptions
 from service.store.steps import GradientRequest, GradientResult, LossesRequest, LossesResult
 from workers.errors import TrialFailed
+from workers.models.family import on_this_machine
 from workers.types import Completions, Family, TaskSpec
 from workers.types import GradientResult as CoefficientDerivatives
 
@@ -95,7 +96,6 @@ class GradientActor:
         if self._opened is None:
             import torch
 
-            from workers.models.family import on_this_machine
             from workers.training.gradients import CoefficientGradients
 
             inputs = self._inputs

@@ -146,7 +146,7 @@ class PolicyTraining:
         return last if last >= 0 and self.is_learned_from(last) else None
 
     def is_kept(self, iteration: int, *, num_finished: int) -> bool:
-        """Whether the checkpoint saved after `iteration` is still needed once `num_finished` iterations are finished."""
+        """Whether the checkpoint saved after `iteration` is still needed once `num_finished` iterations have ended."""
         return iteration >= num_finished - 2 * self.num_policies
 
     # -- episodes and updates --------------------------------------------------------------------------------------
