@@ -126,12 +126,12 @@ class TaskSpec:
     """Description of an evaluation task, from which a replica builds the task.
 
     `task` is an lm-eval name, the absolute path of a YAML file, or an inline JSONL task ({"file": absolute path,
-    "prompt": jinja, "answer": jinja, "until": [...], "max_tokens": n}). `metric` and `filter` are names in lm-eval.
-    `split` is a split of the task's data, and `num_fewshot` the number of examples in a prompt; where `filter`, `split`
-    or `num_fewshot` is None, the task decides. `content` is the sha256 of the data file, if there is one, so that
-    changed data is detected. `permutation_seed` fixes the order of the samples: position i is the same sample in every
-    replica and every study. `access` limits the files that the task may use, or is None if there is no limit; the
-    digest of the description does not depend on it.
+    "prompt": jinja, "answer": jinja, "until": [...], "max_tokens": n}). `metric` and `filter` name one of the task's
+    metrics and filters. `split` is a split of the task's data, and `num_fewshot` the number of examples in a prompt. If
+    `filter` is None, it is the task's first; if `split` or `num_fewshot` is None, the task decides. `content` is the
+    sha256 of the data file, if there is one, so that changed data is detected. `permutation_seed` fixes the order of
+    the samples: position i is the same sample in every replica and every study. `access` limits the files that the task
+    may use, or is None if there is no limit; the digest of the description does not depend on it.
     """
 
     task: str | Mapping[str, Any]

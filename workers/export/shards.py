@@ -91,8 +91,8 @@ def write_shards(
 
     Files that an earlier, killed export completed are kept: those that have the checksum that the state file beside
     `directory` records for them. A file's checksum is recorded once the file is on disk. The tensors in `added`, such
-    as those of alignments, come after those of the merge. `progress` is called after every tensor. A single file gets
-    no index.
+    as those of alignments, come after those of the merge. `progress` is called at the beginning and for every tensor. A
+    single file gets no index.
     """
     state = directory.parent / STATE
     checksums = _complete_shards(shards, directory, state)
