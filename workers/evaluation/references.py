@@ -77,7 +77,7 @@ class References:
         self._units: dict[str, float] = {}
 
     def targets(self, spec: TaskSpec) -> tuple[Target, ...]:
-        """The loss targets of a task's samples, by position.
+        """What the loss of each of a task's samples is computed from (`Target`), by position.
 
         Raises InvalidTask if a sample has no right answer that a model could read.
         """
@@ -100,7 +100,7 @@ class References:
         return known
 
     def of_completion(self, spec: TaskSpec, position: int, tokens: Sequence[int]) -> Target:
-        """The loss target made of a model's own completion of a sample, in place of the right answer.
+        """What a loss is computed from if a model's own completion of a sample takes the place of the right answer.
 
         `tokens` include the token that ended the completion. Raises InvalidTask if the sample is a multiple choice.
         """
