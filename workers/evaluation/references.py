@@ -179,7 +179,11 @@ def _lack_of_some(subtask: Subtask) -> str | None:
 
 
 def _lack(task: Any, document: Any) -> str | None:
-    """The reason why a document has no right answer that a model could read; None if it has one."""
+    """The reason why a document has no right answer that a model could read; None if it has one.
+
+    A multiple choice needs a right one among several options. A generating task needs a target that is a text, or a
+    list of texts, none of them empty.
+    """
     try:
         if task.OUTPUT_TYPE == "multiple_choice":
             if not _right_options(task, document):
