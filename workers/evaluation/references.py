@@ -77,7 +77,7 @@ class References:
         self._units: dict[str, float] = {}
 
     def targets(self, spec: TaskSpec) -> tuple[Target, ...]:
-        """The loss targets of a task's samples, by position.
+        """What the loss of each of a task's samples is computed from (`Target`), by position.
 
         Raises InvalidTask if a sample has no right answer that a model could read.
         """
@@ -100,7 +100,7 @@ class References:
         return known
 
     def of_completion(self, spec: TaskSpec, position: int, tokens: Sequence[int]) -> Target:
-        """The loss target made of a model's own completion of a sample, in place of the right answer.
+        """What a loss is computed from if a model's own completion of a sample takes the place of the right answer.
 
         `tokens` include the token that ended the completion. Raises InvalidTask if the sample is a multiple choice.
         """
@@ -179,7 +179,11 @@ def _lack_of_some(subtask: Subtask) -> str | None:
 
 
 def _lack(task: Any, document: Any) -> str | None:
-    """The reason why a document has no right answer that a model could read; None if it has one."""
+    """The reason why a document has no right answer that a model could read; None if it has one.
+
+    A multiple choice needs a right one among several options. A generating task needs a target that is a text, or a
+    list of texts, none of them empty.
+    """
     try:
         if task.OUTPUT_TYPE == "multiple_choice":
             if not _right_options(task, document):

@@ -171,7 +171,7 @@ def _local_files(path: str, options: Mapping[str, Any], *, is_format: bool) -> I
 
 
 def _matches(pattern: Path) -> Iterator[Path]:
-    """Yield the files that the path `pattern` with wildcards matches, and first the directory above the first wildcard.
+    """Yield the directory above the first wildcard of the path `pattern`, then every file that the path matches.
 
     Only the path itself is yielded if it has no wildcards.
     """

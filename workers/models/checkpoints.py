@@ -66,7 +66,10 @@ class Checkpoint:
         return self.directory if has_own or self.base is None else self.base.directory
 
     def tensor(self, name: str) -> SourceTensor | None:
-        """The tensor, or the stack of a layer's experts (`Layout.stacks`), called `name`; None if there is neither."""
+        """The tensor or stack called `name`; None if there is neither.
+
+        A stack is one matrix of all experts of a layer's mixture of experts (`Layout.stacks`), as one tensor.
+        """
         stack = None if name in self.tensors else self.layout.stacks.get(name)
         if stack is None:
             return self.tensors.get(name)

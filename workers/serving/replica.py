@@ -147,9 +147,10 @@ class ScoringReplica:
         self._metrics = ReplicaMetrics()
 
     async def hold(self, digest: str) -> str:
-        """Tell Serve's router which recipe this replica serves.
+        """Tell Serve's router that this replica serves the recipe with the digest `digest`, and return the digest.
 
-        The engine swaps to the recipe later, when the replica's lock is held for it.
+        For Serve the digest is the id of a multiplexed model: requests with this id are sent here by preference. The
+        engine swaps to the recipe later, when the replica's lock is held for it.
         """
         return digest
 

@@ -90,10 +90,11 @@ class CoefficientGradients:
         self._held: dict[str, Hashable] = {}  # how each tensor that the model holds was computed
 
     def set_completions(self, completions: Completions) -> None:
-        """Replace the completions that calls may read in place of the tasks' right answers.
+        """Set the completions on which losses may be measured in place of the tasks' right answers.
 
-        Their losses are divided by the mean number of scored tokens of these completions. Raises InvalidTask for an
-        objective without completions.
+        `completions` has their token ids, by objective and sample position, and replaces all earlier ones. The losses
+        of an objective are divided by the mean number of scored tokens of its completions. Raises InvalidTask for an
+        objective whose samples are multiple choices.
         """
         found = {}
         for name, tokens in completions.items():
@@ -157,7 +158,9 @@ class CoefficientGradients:
     ) -> dict[str, tuple[float, ...]]:
         """The loss of each sample in `batch`, by objective and in the order of `batch`.
 
-        Each loss is divided by its objective's unit, which makes objectives comparable (`references.References.unit`).
+        The objectives named in `completions` are measured on the completions given to `set_completions`, the others on
+        the right answers. Each loss is divided by its objective's unit, which makes objectives comparable
+        (`references.References.unit`).
         """
         targets = self._targets(batch, completions)
         self._hold(recipe)

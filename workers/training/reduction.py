@@ -56,9 +56,10 @@ def stated_coefficients(tensor: MergedTensor) -> tuple[Coefficient, ...]:
 
 
 def derivatives(tensor: MergedTensor, plan: TensorPlan, bank: Bank, gradient: torch.Tensor) -> Derivatives:
-    """The derivatives of the loss by the coefficients of one merged tensor.
+    """The derivatives of the loss by the coefficients of one merged tensor, by the coefficient's name.
 
-    The coefficients are those of `stated_coefficients`; `gradient` is the gradient of the loss by the merged tensor.
+    Each is in float64, with one number or one for each source. The coefficients are those of `stated_coefficients`;
+    `gradient` is the gradient of the loss by the merged tensor.
     """
     fused = FUSED.get(tensor.merge.method)
     if fused is not None:
@@ -99,7 +100,7 @@ FUSED: Mapping[str, Callable[[Tensors, torch.Tensor | None, Merge, torch.Tensor]
 
 
 def _projections(gradient: torch.Tensor, tensors: Tensors, base: torch.Tensor) -> torch.Tensor:
-    """The inner product of the gradient with each of N tensors minus the base, in float64: [N]."""
+    """The inner products <`gradient`, tensor - `base`> for each of N `tensors`, in float64: [N]."""
     every = [gradient, *tensors, base]
     if gradient.device.type == "cpu" and all(each.is_contiguous() and each.dtype in STORED for each in every):
         from workers.merging.kernels.reductions import projections

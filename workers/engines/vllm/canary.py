@@ -193,7 +193,10 @@ class Canary:
 
 
 def canary_prompts(*, vocabulary: int, max_length: int) -> list[list[int]]:
-    """Prompts of token ids that are spread over the vocabulary; the same for every engine of a model."""
+    """Prompts of token ids that are spread over the vocabulary; the same for every engine of a model.
+
+    `vocabulary` is the number of token ids. Each prompt has fewer than `max_length` tokens.
+    """
     length = min(CANARY_TOKENS, max_length - 1)
     return [[(7919 * (i + length * prompt) + 11) % vocabulary for i in range(length)] for prompt in range(NUM_PROMPTS)]
 

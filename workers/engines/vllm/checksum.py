@@ -33,7 +33,10 @@ def combined(parameters: Mapping[str, torch.Tensor], sums: Mapping[str, int]) ->
 
 
 def word_sum(parameter: torch.Tensor) -> int:
-    """Sum of the words of one parameter, each times an odd number that depends on its position, modulo 2^64."""
+    """Sum of a parameter's 64-bit words, each times an odd number that depends on its position, modulo 2^64.
+
+    Words are shorter if the parameter's bytes do not divide into words of 64 bits (`_words`).
+    """
     words = _words(parameter)
     if words.device.type == "cpu":
         from workers.merging.kernels.reductions import weighted_words

@@ -207,9 +207,9 @@ def _repack(
 def _comparable(packed: Mapping[str, torch.nn.Module]) -> frozenset[str]:
     """The names of modules whose packed copies, which vLLM's CPU kernels use, can be compared with the weights.
 
-    They are the modules of `packed` for which the comparison finds the copies equal that vLLM has just made, which are
-    right. A kernel that rounds the numbers it multiplies cannot show whether a copy is right. For such modules only the
-    canary, a comparison with transformers, detects an outdated copy.
+    The comparison is tried on the copies that vLLM has just made, which are right. The modules are those of `packed`
+    for which it finds them right. A kernel that rounds the numbers it multiplies cannot show whether a copy is right.
+    For such modules only the canary, a comparison with transformers, detects an outdated copy.
     """
     with torch.inference_mode():
         comparable = frozenset(

@@ -55,7 +55,8 @@ class MemoryRequirements:
     `bank` is the size of the sources as they are stored, `weights` that of the merged model, `kv_token` that of one
     token's keys and values, and `scratch` the memory for merging the largest tensor. With several GPUs (`ranks`),
     `weights` and `kv_token` are the part of one GPU; every GPU merges whole tensors. `max_length` is the number of
-    tokens of the longest text. `statistics` is the size of the sources' statistics, which are always in host memory.
+    tokens of the longest text. `statistics` is the size of the statistics of source weights that merging caches, which
+    are always in host memory.
     """
 
     bank: int

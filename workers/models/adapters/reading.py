@@ -33,9 +33,9 @@ class Adapter:
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a directory contains an adapter and no whole model.
+    """Whether the directory `path` contains an adapter and no whole model.
 
-    An adapter has adapter_config.json, a whole model model.safetensors or its index.
+    It does if there is adapter_config.json, but neither model.safetensors nor an index of such files.
     """
     models = ("model.safetensors", "model.safetensors.index.json")
     return (path / ADAPTER_CONFIG).is_file() and not any((path / name).is_file() for name in models)

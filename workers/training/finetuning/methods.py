@@ -21,7 +21,7 @@ __all__ = ["fitted_scale", "make_optimizer"]
 def fitted_scale(method: Method, base: Path) -> Fit | None:
     """Fit the scale of MergOPT's noise to the task vectors of the experts that the specification names (`fit_to`).
 
-    Returns None unless the specification has `scale: auto`. `base` is the directory of the base model. Raises
+    Returns None unless the method is MergOPT with `scale: auto`. `base` is the directory of the base model. Raises
     InvalidModel, and ValueError if the task vectors are 0.
     """
     if method.scale != "auto" or method.kind != "mergopt":

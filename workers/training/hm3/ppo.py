@@ -17,7 +17,11 @@ __all__ = ["Losses", "gae", "log_density", "remaining_shares", "surrogate"]
 
 @dataclass(frozen=True)
 class Losses:
-    """PPO's losses for one mini-batch, of which `total` is minimised."""
+    """PPO's losses for one mini-batch, of which `total` is minimised.
+
+    `policy` and `value` are the losses of the two networks. `entropy` is that of the distribution of proto-actions, and
+    `kl` the divergence of the new policy from the one that played.
+    """
 
     total: Tensor
     policy: Tensor

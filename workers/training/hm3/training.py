@@ -115,8 +115,9 @@ class PolicyTraining:
     def num_needed(self, number: int) -> int:
         """The number of iterations whose outcomes must be known before episode `number` is played.
 
-        These are all iterations up to the last one that the episode's policy has learned from: two iterations before
-        its own, or with several policies, which take turns, the one before of the same policy.
+        These are all iterations up to the last one that the episode's policy has learned from. With one policy this is
+        two iterations before that of the episode. With several policies, which take turns, it is the policy's previous
+        iteration, but at least two before. The result is 0 if policies do not learn.
         """
         if not self.options.learns:
             return 0
@@ -146,7 +147,11 @@ class PolicyTraining:
         return last if last >= 0 and self.is_learned_from(last) else None
 
     def is_kept(self, iteration: int, *, num_finished: int) -> bool:
-        """Whether the checkpoint saved after `iteration` is still needed once `num_finished` iterations have ended."""
+        """Whether the checkpoint saved after `iteration` is still needed.
+
+        `num_finished` is the number of iterations that are finished. The checkpoints of the last two iterations of each
+        policy are needed.
+        """
         return iteration >= num_finished - 2 * self.num_policies
 
     # -- episodes and updates --------------------------------------------------------------------------------------

@@ -71,8 +71,8 @@ def fit(elements: torch.Tensor, distribution: str = "laplace") -> Fit:
 def sample_of(base: Path, experts: Sequence[Path], *, num_elements: int = SAMPLE) -> torch.Tensor:
     """About `num_elements` elements of the experts' task vectors, in float32.
 
-    Every expert gives as many, evenly spaced in each tensor. `experts` are whole models or adapters. Raises
-    InvalidModel.
+    Every expert gives the same number of elements, evenly spaced in each tensor. `base` and `experts` are directories;
+    experts are whole models or adapters. Raises InvalidModel.
     """
     origin = open_checkpoint(base)
     return torch.cat([_spaced(origin, expert, num_elements // len(experts)) for expert in experts])

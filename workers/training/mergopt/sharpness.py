@@ -29,8 +29,9 @@ class SharpnessAware(OptimizerWrapper):
 
     `step` takes a closure that clears the gradients, computes the loss and its gradients, and returns the loss. The
     closure is called twice, at the parameters and at an offset of them; the first loss is returned. `rho` > 0 is the
-    size of the offset; `is_adaptive` selects ASAM. Under data parallelism gradients are averaged over ranks before the
-    offset is computed, so that all ranks have the same offset. Sharded parameters are refused (ValueError).
+    size of the offset; if it is None, it is the paper's. `is_adaptive` selects ASAM, which scales the offset by the
+    magnitudes of the parameters plus `eta`. Under data parallelism gradients are averaged over ranks before the offset
+    is computed, so that all ranks have the same offset. Sharded parameters are refused (ValueError).
     """
 
     def __init__(

@@ -123,7 +123,11 @@ class PathModel(nn.Module):
 def _walk(
     layer: Any, factor: float, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute one of vLLM's decoder layers, with the output of each branch (attention, MLP) multiplied by `factor`."""
+    """Compute one of vLLM's decoder layers, with the output of each branch (attention, MLP) multiplied by `factor`.
+
+    Returns the output of the MLP and the residual stream before it, which the next layer adds up. `residual` is None at
+    the first layer.
+    """
     if residual is None:
         residual = hidden
         hidden = layer.input_layernorm(hidden)

@@ -69,7 +69,10 @@ class WeightContents:
         }
 
     def refusal(self, recipe: Recipe) -> str | None:
-        """The reason why the engine cannot hold the merge of `recipe`, by its number of layers; None if it can."""
+        """The reason why the engine cannot hold the merge of `recipe`; None if it can.
+
+        It can hold merges with as many layers as the base has.
+        """
         layers = int(self.config["num_hidden_layers"])
         if len(recipe.layers) == layers:
             return None
