@@ -119,6 +119,7 @@ class EventKind(StrEnum):
     VERIFICATION = "verification"
     ENGINE_FAULT = "engine_fault"
     SCORED_AGAIN = "scored_again"
+    TEXTS_DELETED = "texts_deleted"
     CANARIES = "canaries"
     TRAINING = "training"
     STUDY = "study"

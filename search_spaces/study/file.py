@@ -48,6 +48,10 @@ class Limits(Section):
     """
     max_gpu_hours: Annotated[float, Field(gt=0)] | None = None
     max_wall_clock_s: Annotated[float, Field(gt=0)] | None = None
+    keep_responses: bool = True
+    """Whether a complete study keeps the responses and tokens of all samples, which are most of what it stores. If
+    false, it keeps those of baselines, of trials in the held-out table, and of verified trials.
+    """
     max_layers: Annotated[int, Field(ge=1)] | None = None
     """The largest number of layers of a merged model, in spaces that change the number of layers. Default: 1.25 times
     the sources'.

@@ -134,6 +134,8 @@ class RunReader:
             store.trials(study_id) if self._is_whole else store.trial_results(study_id, changed)
         )
         # Only now: if the database had not answered, the next call would have to read the same again.
+        if any(event.kind == EventKind.TEXTS_DELETED for event in new):  # the chunks' bytes have changed
+            self._last_chunk, self._chunks = 0, ChunkTimes()
         self._last_event = last
         self._events += (event for event in new if event.kind in READ_EVENTS)
         self._trials |= {trial.number: trial for trial in found}

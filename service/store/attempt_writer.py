@@ -15,6 +15,7 @@ from service.store.availability import Outage, availability_of, is_waiting, repe
 from service.store.connection import clock, transaction
 from service.store.records import BracketRecord
 from service.store.samples import (
+    delete_texts,
     holdings,
     move_old_samples,
     not_stored,
@@ -216,6 +217,12 @@ class JobWriter:
             )
         self.scored_at = self.stored_at
         self.longest_chunk_s = max(self.longest_chunk_s, sum(result.timings_s.values()))
+
+    def delete_texts(self, *, keep: Collection[str]) -> None:
+        """Delete the responses and tokens of all recipes except those whose digests are in `keep`."""
+        with self._transaction() as connection:
+            delete_texts(connection, self.job_id, keep=keep)
+            self._add_event(connection, EventKind.TEXTS_DELETED, {"recipes_kept": len(keep)})
 
     def finish_rung(
         self, trial: int, rung: RungRecord, *, samples_reused: int, state: TrialState | None = None

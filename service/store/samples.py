@@ -31,6 +31,7 @@ from workers.types import SampleResult, Split
 __all__ = [
     "SampleChunk",
     "VoidSample",
+    "delete_texts",
     "holdings",
     "move_old_samples",
     "not_stored",
@@ -302,6 +303,18 @@ def store_samples(
         connection.execute(sa.insert(schema.sample_texts), texts)
     sizes = {name: sum(len(row["packed"]) for row in rows) for name, rows in zip(SIZES, (chunks, texts), strict=True)}
     connection.execute(sa.update(schema.evidence).where(schema.evidence.c.id == evidence).values(sizes))
+
+
+def delete_texts(connection: sa.Connection, study: str, *, keep: Collection[str]) -> None:
+    """Delete the responses and tokens of all recipes of a study except those whose digests are in `keep`."""
+    texts, evidence, old = schema.sample_texts, schema.evidence, schema.samples
+
+    def is_other(table: sa.Table) -> sa.ColumnElement[bool]:
+        return (table.c.study == study) & table.c.recipe_digest.not_in(list(keep))
+
+    connection.execute(sa.delete(texts).where(is_other(texts)))
+    connection.execute(sa.update(evidence).where(is_other(evidence)).values(text_bytes=0))
+    connection.execute(sa.update(old).where(is_other(old)).values(response="", tokens=None))
 
 
 def remove_samples(

@@ -1,4 +1,7 @@
-"""`python -m tests.benchmarks.scale_server DATABASE PORT DIRECTORY`: the HTTP server, without a cluster."""
+"""`python -m tests.benchmarks.scale_server DATABASE PORT DIRECTORY`: the HTTP server, without a cluster.
+
+It imports what the real server imports, and no test helper that loads torch.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,41 @@ from pathlib import Path
 import uvicorn
 
 from service.api import create_app
+from service.schemas.api import RayJobDocument
 from service.store import Store
-from tests.service.site import FakeCluster, Preflight
+from service.types import JobRecord
+
+
+class NoCluster:
+    """A cluster that runs nothing."""
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def not_ready(self) -> str | None:
+        return None
+
+    def waiting_for(self, job: JobRecord) -> str | None:
+        return None
+
+    def ray_job(self, job: JobRecord) -> RayJobDocument | None:
+        return None
+
+    def log(self, job: JobRecord) -> str:
+        return ""
+
+    def is_leader(self) -> bool:
+        return True
+
+    def wake(self) -> None:
+        pass
 
 
 def main(database: str, port: str, directory: str) -> None:
-    app = create_app(Store(database), cluster=FakeCluster(), data_dir=Path(directory), preflight=Preflight())
+    app = create_app(Store(database), cluster=NoCluster(), data_dir=Path(directory))
     uvicorn.run(app, port=int(port), log_level="critical")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.errors import InvalidStudy
+from search_spaces.objectives import Objective
 from search_spaces.spaces.base import AlignedSpace, LayerPair
 from search_spaces.study.file import Study
 from service.errors import Conflict, StaleAttempt, StudyFailed, StudyUnusable
@@ -21,10 +22,10 @@ from service.jobs.heartbeat import ENGINE, SCORING_PATIENCE_S, VERIFYING_PATIENC
 from service.jobs.search.progress import ProgressReporter, ProgressSnapshot
 from service.jobs.search.verification import verify_trials
 from service.resolved_study import ResolvedStudy
-from service.results.selection import best_trial
+from service.results.selection import best_trial, held_out
 from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
-from service.store.documents import CANARIES, Canaries
+from service.store.documents import CANARIES, VERIFICATION, Canaries, read_verification
 from service.studies.preflight.examine import examine
 from service.studies.preflight.files import FilesRefused
 from service.studies.preflight.models import check_unchanged
@@ -39,7 +40,7 @@ from service.types import JobRecord, JobState, Origin, TrialRecord, TrialState
 from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask
 from workers.types import CanaryReport, Scorer
 
-__all__ = ["ALIGNMENTS", "execute", "stored_alignments", "with_alignments"]
+__all__ = ["ALIGNMENTS", "described_recipes", "execute", "stored_alignments", "with_alignments"]
 
 logger = logging.getLogger(__name__)
 
@@ -221,6 +222,8 @@ def execute(
             view.update(snapshots.now())
             is_closed = _is_closed(coordinator, close)
         heartbeat.send()
+        if not preflight.study.limits.keep_responses:
+            writer.delete_texts(keep=described_recipes(store, study_id, coordinator.trials, preflight.tasks.objectives))
         reasons = [reason for reason in (coordinator.end_of_search, not_verified) if reason]
         writer.set_state(JobState.COMPLETE, "; ".join(reasons) or None)
         observer("complete")
@@ -241,6 +244,14 @@ def _checkpoints(
 ) -> PolicyCheckpoints | None:
     searcher = get_searcher(algorithm)
     return PolicyCheckpoints(artifacts, study_id, searcher, setting) if isinstance(searcher, LearningSearcher) else None
+
+
+def described_recipes(
+    store: Store, study_id: str, trials: Sequence[TrialRecord], objectives: Sequence[Objective]
+) -> list[str]:
+    """Digests of the recipes whose responses every complete study keeps: those that are held out or verified."""
+    verified = {report.recipe_digest for report in read_verification(store.document(study_id, VERIFICATION)).reports}
+    return sorted(verified | {trial.recipe.digest for trial in held_out(trials, objectives)})
 
 
 def _baselines(store: Store, study_id: str, preflight: PreflightResult) -> tuple[Baseline, ...]:

@@ -56,6 +56,8 @@ def verify_trials(
     reports = {trial.number: known[trial.number] for trial in chosen if trial.number in known}
     for trial in chosen:
         samples = _samples(store, writer.job_id, trial, spans)
+        if not any(sample.response or sample.tokens for sample in samples):  # deleted: `limits.keep_responses`
+            continue
         digest = digest_of([asdict(sample) for sample in samples])
         if _is_verified(reports.get(trial.number), trial, digest):
             continue

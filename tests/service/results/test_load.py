@@ -102,6 +102,13 @@ def test_a_reader_finds_all_that_has_changed(tmp_path: Path) -> None:
     writer.add_event(EventKind.OUT_OF_RANGE, warning)
     check()
     writer.record_engine_fault("replica-1", 0, "another canary")
-    store.open_attempt(study.id).set_state(JobState.COMPLETE)
+    writer = store.open_attempt(study.id)
+    check()
+    before = reader.read().stored_bytes
+    writer.delete_texts(keep=[trial.recipe.digest for trial in made.trials[:2]])
+    check()
+    after = reader.read().stored_bytes
+    assert (after.values, 0 < after.texts < before.texts) == (before.values, True)
+    writer.set_state(JobState.COMPLETE)
     check()
     store.close()

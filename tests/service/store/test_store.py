@@ -329,6 +329,24 @@ def test_replaced_samples_leave_the_rest_of_their_chunk(store: Store, writer: Jo
     assert store.num_unchecked(writer.job_id, {"replica-1": 1}) == 2
 
 
+def test_texts_are_deleted_without_their_values(store: Store, writer: JobWriter) -> None:
+    """Values, documents and numbers of tokens stay; kept recipes keep their texts."""
+    writer.add_trial(TRIAL)
+    other = replace(chunk(range(3)), evidence=replace(chunk(range(3)).evidence, recipe_digest="other"))
+    for result in (chunk(range(3)), other):
+        samples = tuple(replace(sample, tokens=((1, 2),)) for sample in result.samples)
+        writer.record_chunk(3, Split.SEARCH, replace(result, samples=samples))
+    kept, before = store.samples(writer.job_id, "other", Split.SEARCH), store.num_tokens(writer.job_id, Split.SEARCH)
+    writer.delete_texts(keep=("other",))
+    found = store.samples(writer.job_id, RECIPE.digest, Split.SEARCH)
+    assert found == tuple(replace(sample, response="") for sample in chunk(range(3)).samples)
+    assert store.samples(writer.job_id, "other", Split.SEARCH) == kept
+    assert store.num_tokens(writer.job_id, Split.SEARCH) == before
+    first, second = store.evidence(writer.job_id)
+    assert first.text_bytes == 0
+    assert (second.text_bytes or 0) > 0
+
+
 BYTES_PER_SAMPLE = 12
 SIZES = {
     "sqlite": "SELECT sum(pgsize) FROM dbstat WHERE name IN "
@@ -447,6 +465,7 @@ WRITES: dict[str, Callable[[JobWriter], None]] = {
     "resize_bracket": lambda w: w.resize_bracket(0, 1),
     "add_trial": lambda w: w.add_trial(replace(TRIAL, number=99)),
     "record_chunk": lambda w: w.record_chunk(3, Split.SEARCH, chunk(range(9, 12))),
+    "delete_texts": lambda w: w.delete_texts(keep=()),
     "finish_rung": lambda w: w.finish_rung(3, replace(RUNG, rung=2), samples_reused=1, state=TrialState.COMPLETE),
     "finish_trials": lambda w: w.finish_trials([3], TrialState.FAIL, "x"),
     "set_document_named": lambda w: w.set_document_named("holdout", {}),
