@@ -592,7 +592,8 @@ class Store:
 
         The removal is stored first, with the number of samples and the bytes; from then on the study cannot be resumed.
         Responses are removed a recipe at a time, so that drivers of other jobs may write in between. An interrupted
-        removal is completed by the next call. Raises NotFound, and Conflict if the study is neither COMPLETE nor CANCELLED.
+        removal is completed by the next call. Raises NotFound, and Conflict if the study is neither COMPLETE nor
+        CANCELLED.
         """
         table, documents = schema.studies, schema.documents
         removed = RemovedResponses(self.now(), num_samples, num_bytes)

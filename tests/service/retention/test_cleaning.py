@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from service.retention.limits import Limit, limits_of, parse_keep
 from service.store import Store, schema
 from service.store.artifacts import ArtifactStore
 from service.store.documents import RESPONSES
+from service.store.samples import remove_texts
 from service.types import JobRecord, JobState
 from tests.service.api.harness import ApiServer, finished_study, stored_study
 from workers.types import Split
@@ -152,6 +154,44 @@ def test_values_and_scores_stay_when_responses_go(site: Site) -> None:
         ]
         assert {s.response for s in now} <= {""}
     assert cleaner.plan() == ()
+
+
+def test_a_removal_does_not_make_a_job_younger(site: Site) -> None:
+    """The age of a job is the time since it ended, also after its responses were removed."""
+    site.finished("old", days=40)
+    cleaner = site.cleaner("responses=30d")
+    cleaner.carry_out(cleaner.plan())
+    assert kinds(site.cleaner("files=30d").plan()) == [("files", "old")]
+
+
+def test_an_interrupted_removal_is_completed(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A removal that was killed between two recipes is completed later; number, bytes and time are those of all."""
+    from service.store import sql
+
+    job = site.finished("old", days=40)
+    cleaner = site.cleaner("responses=30d")
+    (removal,) = cleaner.plan()
+    num_calls = 0
+
+    def remove_one(connection: sa.Connection, study: str) -> int:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > 1:
+            raise KeyboardInterrupt
+        return remove_texts(connection, study)
+
+    before = site.num_texts(job)
+    with monkeypatch.context() as changes:
+        changes.setattr(sql, "remove_texts", remove_one)
+        with pytest.raises(KeyboardInterrupt):
+            cleaner.carry_out((removal,))
+    assert 0 < site.num_texts(job) < before
+    stored = site.store.document(job.id, RESPONSES)
+    cleaner.carry_out(cleaner.plan())
+    assert site.num_texts(job) == 0
+    assert site.store.document(job.id, RESPONSES) == stored
+    assert stored is not None
+    assert (stored["num_samples"], stored["num_bytes"]) == (removal.count, removal.num_bytes)
 
 
 def test_alignments_stay_when_files_go(site: Site) -> None:
@@ -397,3 +437,27 @@ def test_views_say_that_responses_were_removed(tmp_path: Path) -> None:
             assert answer.status_code == 200
             assert answer.json()["samples"]["responses_removed"]["samples"] > 0
             assert answer.json()["samples"]["stored_bytes"]["texts"] == 0
+
+
+def test_a_server_removes_what_exceeds_its_limits(tmp_path: Path) -> None:
+    """A server with limits removes what exceeds them when it starts, and serves the rest."""
+    store = Store(f"sqlite:///{tmp_path / 'mergesearch.db'}")
+    site = Site(store, tmp_path)
+    old, new = site.finished("old", days=400), site.finished("new", days=1)
+    with ApiServer(tmp_path, retention=limits_of([parse_keep("jobs=30d")])) as server:
+        deadline = time.monotonic() + 60
+        while len(server.store.jobs()) > 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert httpx.get(f"{server.url}/v1/studies/{old.id}", timeout=60).status_code == 404
+        assert httpx.get(f"{server.url}/v1/studies/{new.id}", timeout=60).status_code == 200
+    store.close()
+
+
+def test_serve_takes_the_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`serve --keep` gives the server the limits by kind, and refuses a kind that is given twice."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("service.cli.verbs.run_server", lambda _, **options: given.update(options))
+    command = ["serve", "--data", str(tmp_path), "--keep", "responses=30d", "--keep", "jobs=180d,50GB"]
+    assert main(command) == 0
+    assert given["keep"] == {"responses": Limit(30 * DAY_S), "jobs": Limit(180 * DAY_S, 50 * 10**9)}
+    assert main([*command, "--keep", "jobs=1d"]) == 2
