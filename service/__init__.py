@@ -6,6 +6,7 @@ A package imports only packages listed below it, and the modules at the end of t
 - `server`: the process of the serve command
 - `api`: the HTTP API
 - `client`: the HTTP API from Python
+- `retention`: what is kept of jobs that have ended
 - `jobs`: what the server runs and shows: kinds of job, their requests and drivers
 - `merges`: merges without a search
 - `studies`: studies before and after their search: checks, exports, chains

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ __all__ = [
     "job_dir",
     "lack_of_space",
     "locked",
+    "parse_bytes",
     "sign_lock",
     "single_server",
 ]
@@ -154,3 +156,11 @@ def lack_of_space(directory: Path, num_bytes: int) -> str | None:
 def gib(num_bytes: float) -> str:
     """Format a number of bytes as text in GiB."""
     return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def parse_bytes(text: str) -> int:
+    """Parse a size such as "500MB" or "5GB" as a number of bytes. Raises ValueError for other texts."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KB|MB|GB|TB)", text.upper())
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"{text!r} is not a size; write it as 500MB or 5GB")
+    return int(float(match[1]) * {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}[match[2]])

@@ -10,7 +10,7 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,9 @@ from workers.object_store import object_url_problem
 if TYPE_CHECKING:
     from sqlalchemy import URL
 
-__all__ = ["bind", "serve"]
+    from service.retention.limits import Limit
+
+__all__ = ["alone", "bind", "serve"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ def serve(
     export_quota_bytes: int | None = None,
     files: str | None = None,
     artifact_quota_bytes: int | None = None,
+    keep: Mapping[str, Limit] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
@@ -70,6 +73,7 @@ def serve(
             data directory.
         artifact_quota_bytes: Size of all experts and policies beyond which fine-tunings are refused; by default a tenth
             of the disk, or no limit in an object store.
+        keep: Limits of what is kept of jobs that have ended, by kind; by default everything is kept.
 
     Raises:
         Conflict: The port or the data directory is taken, or the database or `files` cannot be used.
@@ -91,7 +95,7 @@ def serve(
     if database is not None and has_password(parse_url(database)):
         logger.warning("every user of this machine can read the password in --database; give the URL in %s", VARIABLE)
     address = database_url(data_dir, database)
-    with _alone(data_dir, address), bind(host, port) as listener:
+    with alone(data_dir, address), bind(host, port) as listener:
         check_location(files or artifacts_dir(data_dir))
         store = Store(address)
         try:
@@ -108,6 +112,7 @@ def serve(
                 keep=ExportLimits(export_days * DAY_S, export_quota_bytes),
                 files=files,
                 artifact_quota_bytes=artifact_quota_bytes,
+                retention=keep,
             )
             url = "http://{}:{}".format(*listener.getsockname()[:2])
             places = f"data in {data_dir}, database {store.place}"
@@ -122,22 +127,23 @@ def serve(
 
 
 @contextmanager
-def _alone(data_dir: Path, address: URL) -> Iterator[None]:
+def alone(data_dir: Path, address: URL, *, is_shared: bool | None = None) -> Iterator[None]:
     """Context in which no other server uses the data directory or the database.
 
-    Servers that use the same PostgreSQL database, whose URL is `address`, may share both.
+    Servers that use the same PostgreSQL database, whose URL is `address`, may share both, unless `is_shared` is False.
 
     Raises:
         InUse: Another server uses one of them.
     """
     from service.store.database_url import remembered, shown
 
-    is_shared = address.get_backend_name() == "postgresql"
+    is_postgresql = address.get_backend_name() == "postgresql"
+    is_shared = is_postgresql if is_shared is None else is_shared
     with ExitStack() as stack:
         is_first = stack.enter_context(locked(data_dir, is_shared=is_shared))
-        if not is_shared:
+        if not is_postgresql:
             stack.enter_context(single_server(Path(str(address.database))))
-        elif not is_first and (before := remembered(data_dir)) != address:
+        elif is_shared and not is_first and (before := remembered(data_dir)) != address:
             raise InUse(f"{data_dir}: a server with another database, {shown(before)}, uses this directory")
         yield
 

@@ -124,6 +124,7 @@ class EventKind(StrEnum):
     TRAINING = "training"
     STUDY = "study"
     ANALYSIS = "analysis"
+    RESPONSES_REMOVED = "responses_removed"
 
 
 @dataclass(frozen=True)

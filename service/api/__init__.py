@@ -12,6 +12,7 @@
 - `record_cache`: run records and reports of recently requested studies
 - `event_stream`: streams events to any number of watchers
 - `export_queue`: merged models, written one at a time
+- `regular_cleaning`: removal of what exceeds the limits of retention
 - `sample_mover`: samples of earlier versions, moved while the server runs
 - `preflight_process`: checks of submitted jobs, outside the server's process
 - `openapi`: the OpenAPI document, and Swagger UI at /docs

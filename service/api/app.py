@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -23,11 +23,14 @@ from service.api.preflight_process import Preflight, PreflightProcess, default_a
 from service.api.problems import install_handlers
 from service.api.protocols import Cluster
 from service.api.record_cache import RunRecords
+from service.api.regular_cleaning import clean_regularly
 from service.api.requests import principal
 from service.api.routes import exports, finetunes, jobs, operations, results
 from service.api.sample_mover import move_old_samples
 from service.disk import artifacts_dir
 from service.jobs.base import RequestContext
+from service.retention.cleaning import Cleaner
+from service.retention.limits import Limit
 from service.store import Store
 from service.store.artifacts import ArtifactStore
 
@@ -46,6 +49,7 @@ def create_app(
     keep: ExportLimits | None = None,
     files: str | Path | None = None,
     artifact_quota_bytes: int | None = None,
+    retention: Mapping[str, Limit] | None = None,
 ) -> FastAPI:
     """Create the server's FastAPI application, which starts and stops `cluster`; the caller closes `store`.
 
@@ -59,6 +63,7 @@ def create_app(
         files: Location of artifacts: a directory, or the URL of an object store; by default in `data_dir`.
         artifact_quota_bytes: Bytes that experts and policies may take; by default a tenth of the disk, or no limit in
             an object store.
+        retention: Limits of what is kept of jobs that have ended, by kind; by default everything is kept.
     """
     requests = RequestCounter()
     artifacts = ArtifactStore(store, files or artifacts_dir(data_dir))
@@ -82,10 +87,13 @@ def create_app(
         services.exports.start()
         services.hub.start()
         moving = asyncio.create_task(move_old_samples(store), name="samples of earlier versions")
+        cleaner = Cleaner(store, data_dir, artifacts, retention or {}, delete_job=services.exports.delete_job_now)
+        cleaning = asyncio.create_task(clean_regularly(cleaner, is_leader=cluster.is_leader), name="retention")
         try:
             yield
         finally:
             moving.cancel()
+            cleaning.cancel()
             await run_in_threadpool(services.hub.stop)
             await services.exports.stop()
             await run_in_threadpool(services.preflight.stop)

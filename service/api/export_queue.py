@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
@@ -20,11 +21,12 @@ import anyio.to_thread
 from service.api.limits.exports import ExportLimits, KeptExport, to_remove
 from service.disk import alignments_dir, job_dir
 from service.errors import Conflict, NotFound
+from service.jobs.registry import kind_of
 from service.store import Store
 from service.store.availability import is_away
 from service.store.blobs import StoredFile
 from service.studies.export import export_trial
-from service.types import ExportRecord, ExportState
+from service.types import ExportRecord, ExportState, JobRecord
 from service.worker_process import WorkerProcess
 
 __all__ = ["Exports", "Tar", "export_id"]
@@ -120,11 +122,14 @@ class Exports:
         Raises NotFound if there is no such job, and Conflict if the job has not ended or one of its models is being
         written or downloaded. Nothing is deleted if an error is raised.
         """
+        await anyio.to_thread.run_sync(partial(self._delete_job, job_id, noun=noun))
 
-        def delete() -> None:
-            self._delete(self._store.exports(job_id), job_id=job_id, noun=noun)
+    def delete_job_now(self, job: JobRecord) -> None:
+        """Delete a job that has ended, with its exports, as `delete_job` does, in the calling thread."""
+        self._delete_job(job.id, noun=kind_of(job.kind).noun)
 
-        await anyio.to_thread.run_sync(delete)
+    def _delete_job(self, job_id: str, *, noun: str) -> None:
+        self._delete(self._store.exports(job_id), job_id=job_id, noun=noun)
 
     async def request(self, study_id: str, *, trial: int, dtype: str) -> ExportRecord:
         """Return the export of a study's trial in a dtype, after adding it to the queue if necessary.

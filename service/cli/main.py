@@ -10,7 +10,6 @@ import argparse
 import gc
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -19,8 +18,10 @@ from typing import Any
 
 from search_spaces.errors import InvalidStudy, SearchSpaceError
 from service.cli import verbs
+from service.disk import parse_bytes
 from service.errors import Conflict, NotFound, RequestRefused, ServiceError
 from service.jobs.registry import KINDS
+from service.retention.limits import Limit, parse_keep
 from workers.errors import EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask, TrainingFailed
 
 __all__ = ["main"]
@@ -80,6 +81,17 @@ def _parser() -> argparse.ArgumentParser:
             "--server", metavar="URL", help="default: $MERGESEARCH_SERVER, else a server on this machine"
         )
         return command
+
+    def add_keep(command: argparse.ArgumentParser) -> None:
+        command.add_argument(
+            "--keep",
+            action="append",
+            default=[],
+            type=_keep,
+            metavar="KIND=LIMIT",
+            help="how long and how much is kept of ended jobs: KIND is responses, files or jobs; LIMIT an age (12h, "
+            "30d, 8w), a size (5GB) or both (30d,5GB); repeatable (default: everything is kept)",
+        )
 
     command = verb("run", verbs.run, "Run a study file in a directory, or resume it there.")
     command.add_argument("study", type=Path, metavar="STUDY", help="study file (YAML or JSON)")
@@ -159,6 +171,21 @@ def _parser() -> argparse.ArgumentParser:
         metavar="LOCATION",
         help="where experts and policies are stored: a directory, or s3://BUCKET/FOLDER or gs://BUCKET/FOLDER "
         "(default: $MERGESEARCH_FILES, else in --data)",
+    )
+
+    add_keep(command)
+
+    command = verb(
+        "clean", verbs.clean, "Remove what exceeds limits from the ended jobs of a server that is stopped, or show it."
+    )
+    command.add_argument("--data", type=Path, required=True, metavar="DIR", help="data directory of the server")
+    command.add_argument("--database", metavar="URL", help="database of the server, as for serve")
+    command.add_argument(
+        "--files", default=os.environ.get("MERGESEARCH_FILES"), metavar="LOCATION", help="as for serve"
+    )
+    add_keep(command)
+    command.add_argument(
+        "--dry-run", action="store_true", help="show what would be removed and remove nothing; the server may run"
     )
 
     databases = commands.add_parser("database", help="Manage the database of a server.")
@@ -298,10 +325,18 @@ class _Version(argparse.Action):
 
 def _num_bytes(text: str) -> int:
     """Parse a size such as "500MB" or "5GB" as a number of bytes. Raises ArgumentTypeError for other texts."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KB|MB|GB)", text.upper())
-    if match is None or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it as 500MB or 5GB")
-    return int(float(match[1]) * {"KB": 10**3, "MB": 10**6, "GB": 10**9}[match[2]])
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _keep(text: str) -> tuple[str, Limit]:
+    """Parse a limit of what is kept, such as "responses=30d". Raises ArgumentTypeError for other texts."""
+    try:
+        return parse_keep(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _preference(text: str) -> dict[str, float]:

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 from service.results.format import preferred_text
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from rich.console import Console
 
+    from service.retention.cleaning import Removal
     from service.schemas.files import ParetoDocument, PreferredDocument, SummaryDocument
 
-__all__ = ["console", "print_export", "print_json", "print_json_line", "print_results"]
+__all__ = ["console", "print_export", "print_json", "print_json_line", "print_removals", "print_results"]
 
 # Columns of tables where the output is not a terminal.
 WIDTH = 110
@@ -47,6 +49,20 @@ def print_export(directory: Path, chosen: PreferredDocument | None, *, as_json: 
     if chosen is not None:
         print(preferred_text(chosen))
     print(f"merged model: {directory}")
+
+
+def print_removals(removals: Sequence[Removal], *, is_dry_run: bool) -> None:
+    """Print what was removed, or would be, a line each, and the number and bytes of each kind."""
+    for removal in removals:
+        print(removal)
+    verb = "would be removed" if is_dry_run else "removed"
+    for kind in dict.fromkeys(removal.kind for removal in removals):
+        of_kind = [removal for removal in removals if removal.kind == kind]
+        counts = [removal.count for removal in of_kind if removal.count is not None]
+        number = f"{sum(counts):,}, " if counts else ""
+        print(f"{verb}: {kind}: {number}{sum(removal.num_bytes for removal in of_kind):,} bytes")
+    if not removals:
+        print("nothing exceeds the limits")
 
 
 def print_results(pareto: ParetoDocument, summary: SummaryDocument, **places: str) -> None:

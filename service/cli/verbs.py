@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 from search_spaces.errors import InvalidPreference, InvalidRecipe
 from service.cli.export_progress import ExportView
 from service.cli.finetune import finetune as finetune_experts
-from service.cli.terminal import console, print_export, print_json, print_results
+from service.cli.terminal import console, print_export, print_json, print_removals, print_results
 from service.disk import alignments_dir, artifacts_dir
+from service.errors import NotFound
+from service.retention.limits import limits_of
 from service.server import serve as run_server
 from workers.tiny_family import RETRAIN_FILE, STUDY_FILE, family_dir
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "cancel",
+    "clean",
     "delete",
     "demo",
     "export",
@@ -124,6 +127,7 @@ def serve(options: argparse.Namespace) -> int:
         allow_urls=options.allow_url,
         allow_hosts=options.allow_host,
         export_days=options.export_days,
+        keep=limits_of(options.keep),
         export_quota_bytes=options.export_quota,
         files=options.files,
         artifact_quota_bytes=options.artifact_quota,
@@ -152,6 +156,39 @@ def move_database(options: argparse.Namespace) -> int:
     else:
         print(f"copied {sum(table.rows for table in tables)} rows from {source.place} to {target.place}")
         print("start the server with --database, or MERGESEARCH_DATABASE, and the same --data")
+    return 0
+
+
+def clean(options: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from service.api.export_queue import Exports
+    from service.retention.cleaning import Cleaner
+    from service.server import alone
+    from service.store import Store
+    from service.store.artifacts import ArtifactStore
+    from service.store.database_url import database_url
+
+    data_dir = options.data.resolve()
+    if not data_dir.is_dir():
+        raise NotFound(f"--data {data_dir}: is not a directory; give the data directory of a server")
+    limits = limits_of(options.keep)
+    address = database_url(data_dir, options.database)
+    with nullcontext() if options.dry_run else alone(data_dir, address, is_shared=False):
+        store = Store(address)
+        try:
+            artifacts = ArtifactStore(store, options.files or artifacts_dir(data_dir))
+            exports = Exports(store, data_dir, files=artifacts.remote)
+            cleaner = Cleaner(store, data_dir, artifacts, limits, delete_job=exports.delete_job_now)
+            removals = cleaner.plan()
+            if not options.dry_run:
+                removals = cleaner.carry_out(removals)
+        finally:
+            store.close()
+    if options.json:
+        print_json([asdict(removal) for removal in removals])
+    else:
+        print_removals(removals, is_dry_run=options.dry_run)
     return 0
 
 

@@ -14,10 +14,12 @@ from service.schemas.files import (
     HoldoutDocument,
     ObjectiveDocument,
     ParetoDocument,
+    RemovedResponsesDocument,
     SamplesDocument,
     TrialDocument,
     VolumeDocument,
 )
+from service.store.documents import RemovedResponses
 from service.types import Comparison, Estimate, Origin, TrialRecord, TrialResult, TrialState
 
 __all__ = [
@@ -79,6 +81,7 @@ def samples_document(run: RunRecord) -> SamplesDocument:
     recipes = {trial.recipe.digest for trial in run.trials if trial.state is not TrialState.FAIL}
     scored = sum(trial.samples_scored for trial in run.trials)
     full_budget = len(recipes) * sum(run.full_budget.values())
+    removed = run.removed_responses
     return {
         "scored": scored,
         "reused": sum(trial.samples_reused for trial in run.trials),
@@ -87,8 +90,17 @@ def samples_document(run: RunRecord) -> SamplesDocument:
         "per_second": run.samples_per_second,
         "used": scored + run.search.step_samples,
         "limit": run.max_samples,
-        "stored_bytes": {"values": run.stored_bytes.values, "texts": run.stored_bytes.texts},
+        "stored_bytes": {
+            "values": run.stored_bytes.values,
+            "texts": run.stored_bytes.texts if removed is None else 0,
+        },
+        "responses_removed": None if removed is None else removed_document(removed),
     }
+
+
+def removed_document(removed: RemovedResponses) -> RemovedResponsesDocument:
+    """Describe as JSON when and how much of a study's responses was removed."""
+    return {"time": removed.removed_at, "samples": removed.num_samples, "bytes": removed.num_bytes}
 
 
 def estimate_document(estimate: Estimate) -> EstimateDocument:

@@ -23,10 +23,12 @@ from service.store import EventRecord, Store
 from service.store.documents import (
     CANARIES,
     POLICY_START,
+    RESPONSES,
     VERIFICATION,
     WARM_START,
     read_canaries,
     read_policy_start,
+    read_removed_responses,
     read_verification,
     read_warm_start,
 )
@@ -114,6 +116,7 @@ class RunReader:
             wall_clock_s=study.wall_clock_s,
             samples_per_second=self._chunks.samples_per_second(),
             stored_bytes=self._chunks.stored_bytes(),
+            removed_responses=read_removed_responses(store.document(study_id, RESPONSES)),
             tokens_per_second=self._chunks.tokens_per_second(store.num_tokens(study_id, Split.HOLDOUT)),
             version=version("mergesearch"),
         )

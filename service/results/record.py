@@ -12,7 +12,7 @@ from service.results.finding import RivalTest
 from service.results.holdout import FrontVolume
 from service.results.ranges import OutOfRange
 from service.results.selection import best_trial, pareto_front
-from service.store.documents import PolicyStart, WarmStart
+from service.store.documents import PolicyStart, RemovedResponses, WarmStart
 from service.store.steps import GradientStep, UpdateStep
 from service.types import Comparison, Estimate, JobRecord, TrialRecord, TrialResult
 from workers.types import VerificationReport
@@ -88,6 +88,7 @@ class RunRecord:
     Attributes:
         full_budget: Samples per objective at the last rung.
         holdout: Rows of the held-out stage, with differences "this row minus `holdout_reference`".
+        removed_responses: When responses and tokens of the samples were removed; None if they are stored.
         verification_reason: Reason why no trial was verified.
         samples_per_second: Rate of the search; None if nothing was scored.
         tokens_per_second: Rate of the held-out stage by recipe digest.
@@ -115,6 +116,7 @@ class RunRecord:
     wall_clock_s: float = 0.0
     samples_per_second: float | None = None
     stored_bytes: StoredBytes = field(default_factory=StoredBytes)
+    removed_responses: RemovedResponses | None = None
     tokens_per_second: Mapping[str, float] = field(default_factory=dict)
     version: str = ""
 

@@ -80,6 +80,12 @@ class StoredBytesDocument(TypedDict):
     texts: Annotated[int, Field(description="Bytes of responses and tokens, compressed.")]
 
 
+class RemovedResponsesDocument(TypedDict):
+    time: Annotated[float, Field(description="When they were removed, in seconds since the epoch.")]
+    samples: Annotated[int, Field(ge=0, description="Number of samples that had them.")]
+    bytes: Annotated[int, Field(ge=0, description="Bytes that they took, compressed.")]
+
+
 class SamplesDocument(TypedDict):
     scored: Number
     reused: Number
@@ -96,6 +102,10 @@ class SamplesDocument(TypedDict):
     stored_bytes: Annotated[
         StoredBytesDocument,
         Field(description="Bytes that the database takes for the samples; those of earlier versions do not count."),
+    ]
+    responses_removed: Annotated[
+        RemovedResponsesDocument | None,
+        Field(description="Removal of responses and tokens; values and scores are kept. Null if they are stored."),
     ]
 
 

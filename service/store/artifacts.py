@@ -156,17 +156,17 @@ class ArtifactStore:
         """Size in bytes of the disk that holds the files; None for an object store, whose size has no limit."""
         return self._blobs.capacity()
 
-    def collect(self) -> int:
+    def collect(self, *, deletes: bool = True) -> int:
         """Delete files that no artifact uses, such as those of deleted jobs.
 
         In a directory, nothing is deleted while a process stores an artifact. In an object store, files that were
         written in the last 24 h are kept, because a process may be about to use them. A later call deletes what was
-        kept.
+        kept. Without `deletes`, nothing is deleted, and the bytes are those that would be freed.
 
         Returns:
-            Number of bytes that were freed.
+            Number of bytes that were freed, or would be.
         """
-        return self._blobs.collect(self._used)
+        return self._blobs.collect(self._used, deletes=deletes)
 
     def _used(self) -> set[str]:
         """Digests of all files that artifacts use, including their manifests (the lists of an artifact's files)."""

@@ -89,11 +89,11 @@ class BlobStore(Protocol):
         The method `collect` deletes none of these files meanwhile.
         """
 
-    def collect(self, used: Callable[[], Collection[str]]) -> int:
+    def collect(self, used: Callable[[], Collection[str]], *, deletes: bool = True) -> int:
         """Delete the files whose digests are not among those that `used` returns, and return the number of bytes freed.
 
         Files that another process may be about to name in the database are kept. A later call deletes them if they are
-        not used.
+        not used. Without `deletes`, nothing is deleted, and the number is that of the bytes that would be freed.
         """
 
 
@@ -211,19 +211,20 @@ class DirectoryBlobs:
     def storing(self) -> AbstractContextManager[None]:
         return self._locked(fcntl.LOCK_SH)
 
-    def collect(self, used: Callable[[], Collection[str]]) -> int:
+    def collect(self, used: Callable[[], Collection[str]], *, deletes: bool = True) -> int:
         try:
             with self._locked(fcntl.LOCK_EX | fcntl.LOCK_NB):
-                return self._collect(used())
+                return self._collect(used(), deletes=deletes)
         except BlockingIOError:  # files are being stored
             return 0
 
-    def _collect(self, used: Collection[str]) -> int:
+    def _collect(self, used: Collection[str], *, deletes: bool) -> int:
         freed = 0
         for file in list(self._blobs.glob("*/*")):
             if file.parent.name + file.name not in used:
                 freed += file.stat().st_size
-                file.unlink(missing_ok=True)
+                if deletes:
+                    file.unlink(missing_ok=True)
         return freed
 
     @contextmanager
@@ -291,13 +292,14 @@ class ObjectBlobs:
     def storing(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def collect(self, used: Callable[[], Collection[str]]) -> int:
+    def collect(self, used: Callable[[], Collection[str]], *, deletes: bool = True) -> int:
         listed = self._objects.list(BLOBS)  # before SQL is read: files stored since are not in this list
         kept, now, freed = used(), time.time(), 0
         for path, info in listed.items():
             digest = path.removeprefix(f"{BLOBS}/").replace("/", "")
             if digest not in kept and now - info.modified_at > GRACE_S:
-                self._objects.delete(path)
+                if deletes:
+                    self._objects.delete(path)
                 freed += info.num_bytes
         return freed
 

@@ -16,21 +16,25 @@ from workers.types import VerificationReport
 __all__ = [
     "CANARIES",
     "POLICY_START",
+    "RESPONSES",
     "VERIFICATION",
     "WARM_START",
     "Canaries",
     "PolicyStart",
+    "RemovedResponses",
     "StartPolicy",
     "TrialVerification",
     "Verification",
     "WarmStart",
     "read_canaries",
     "read_policy_start",
+    "read_removed_responses",
     "read_verification",
     "read_warm_start",
 ]
 
 CANARIES, POLICY_START, VERIFICATION, WARM_START = "canaries", "policy_start", "verification", "warm_start"
+RESPONSES = "responses"
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,15 @@ class WarmStart:
 
 
 @dataclass(frozen=True)
+class RemovedResponses:
+    """Removal of the responses and tokens of a study's samples: when, in seconds since the epoch, and how much."""
+
+    removed_at: float
+    num_samples: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
 class Canaries:
     """Results of the last canary that each engine of a study was given.
 
@@ -108,6 +121,7 @@ class Verification:
 
 _CANARIES = TypeAdapter(Canaries)
 _POLICY_START = TypeAdapter(PolicyStart)
+_RESPONSES = TypeAdapter(RemovedResponses)
 _VERIFICATION = TypeAdapter(Verification)
 _WARM_START = TypeAdapter(WarmStart)
 
@@ -137,6 +151,11 @@ def read_verification(document: Mapping[str, Any] | None) -> Verification:
     found = dict(document or {})
     found["reports"] = [_with_kinds(report) for report in found.get("reports", ())]
     return _VERIFICATION.validate_python(found)
+
+
+def read_removed_responses(document: Mapping[str, Any] | None) -> RemovedResponses | None:
+    """The stored removal of a study's responses; None: they are stored."""
+    return None if document is None else _RESPONSES.validate_python(document)
 
 
 def read_warm_start(document: Mapping[str, Any] | None) -> WarmStart | None:

@@ -43,7 +43,9 @@ __all__ = [
     "read_samples",
     "read_void_samples",
     "remove_samples",
+    "remove_texts",
     "store_samples",
+    "text_sizes",
     "void_holdings",
     "with_room",
 ]
@@ -330,6 +332,30 @@ def remove_samples(
         connection.execute(sa.delete(table).where(_is_of(table, study, digest, split)))
     for evidence, samples in kept.items():
         store_samples(connection, study, digest, split, evidence, samples)
+
+
+def text_sizes(connection: sa.Connection) -> dict[str, tuple[int, int]]:
+    """Number and bytes of the samples whose responses are stored, by study.
+
+    A study with samples that an earlier version stored is left out, until they have been moved.
+    """
+    chunks, texts, old = schema.sample_chunks, schema.sample_texts, schema.samples
+    same = sa.and_(*(texts.c[column.name] == column for column in chunks.primary_key))
+    query = (
+        sa.select(texts.c.study, sa.func.sum(chunks.c.num_samples), sa.func.sum(sa.func.length(texts.c.packed)))
+        .join(chunks, same)
+        .where(~sa.select(old.c.study).where(old.c.study == texts.c.study).exists())
+        .group_by(texts.c.study)
+    )
+    return {study: (int(count), int(num_bytes)) for study, count, num_bytes in connection.execute(query)}
+
+
+def remove_texts(connection: sa.Connection, study: str) -> int:
+    """Remove the responses and tokens of one recipe, and return how many rows they were; 0 if none are left."""
+    texts = schema.sample_texts
+    digest = sa.select(texts.c.recipe_digest).where(texts.c.study == study).limit(1).scalar_subquery()
+    where = (texts.c.study == study) & (texts.c.recipe_digest == digest)
+    return connection.execute(sa.delete(texts).where(where)).rowcount
 
 
 def _runs(samples: Iterable[SampleResult]) -> Iterator[list[SampleResult]]:

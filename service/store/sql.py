@@ -26,6 +26,7 @@ from service.store.attempt_writer import JobWriter, insert, insert_event, lock_j
 from service.store.availability import availability_of, is_away, is_waiting, repeated, waiting
 from service.store.connection import clock, connect, reading, transaction
 from service.store.database_url import parse_url, shown
+from service.store.documents import RESPONSES, RemovedResponses
 from service.store.records import (
     BracketRecord,
     EngineFaultRecord,
@@ -43,6 +44,8 @@ from service.store.samples import (
     read_chunks,
     read_samples,
     read_void_samples,
+    remove_texts,
+    text_sizes,
     void_holdings,
     with_room,
 )
@@ -348,13 +351,15 @@ class Store:
         """Allow a job to continue that is FAILED or STOPPED, or COMPLETE with void samples, and return the job.
 
         The job becomes STOPPED, and its failed drivers are counted from zero again. A job in another state is not
-        changed. Raises NotFound if there is no such job.
+        changed, nor is a COMPLETE job whose responses were removed. Raises NotFound if there is no such job.
         """
         table = schema.studies
         held = holdings()
         has_void = void_holdings(held.c.study, held=held).where(held.c.study == job_id).exists()
+        named = schema.documents
+        has_removed = sa.select(named.c.study).where((named.c.study == job_id) & (named.c.name == RESPONSES)).exists()
         is_resumable = table.c.state.in_((JobState.FAILED.value, JobState.STOPPED.value)) | (
-            (table.c.state == JobState.COMPLETE.value) & has_void
+            (table.c.state == JobState.COMPLETE.value) & has_void & ~has_removed
         )
         state = JobState.STOPPED.value
         # The difference of these two numbers is the number of drivers that were submitted and never started.
@@ -579,6 +584,54 @@ class Store:
         with transaction(self._engine) as connection:
             lock_job(connection, found.study)
             return max(1, move_old_samples(connection, found.study, found.recipe_digest))
+
+    def text_sizes(self) -> dict[str, tuple[int, int]]:
+        """Number and bytes of the samples whose responses are stored, by study."""
+        with self._reads.connect() as connection:
+            return text_sizes(connection)
+
+    def remove_texts(self, job_id: str, *, num_samples: int, num_bytes: int) -> None:
+        """Remove the responses and tokens of a study's samples; values and flags are kept.
+
+        The removal is stored first, with the number of samples and the bytes; from then on the study cannot be resumed.
+        Responses are removed a recipe at a time, so that drivers of other jobs may write in between. An interrupted
+        removal is completed by the next call. Raises NotFound, and Conflict if the study is neither COMPLETE nor
+        CANCELLED.
+        """
+        table, documents = schema.studies, schema.documents
+        removed = RemovedResponses(self.now(), num_samples, num_bytes)
+        with transaction(self._engine) as connection:
+            state = connection.execute(
+                sa.select(table.c.state).where(table.c.id == job_id).with_for_update()
+            ).scalar_one_or_none()
+            if state is None:
+                raise NotFound(f"job {job_id!r}: no such job in {self.place}")
+            if JobState(state) not in (JobState.COMPLETE, JobState.CANCELLED):
+                raise Conflict(f"job {job_id} is {state}; its responses are kept until it is COMPLETE or CANCELLED")
+            row = {"study": job_id, "name": RESPONSES, "document": asdict(removed)}
+            added = insert(connection, documents).values(row).on_conflict_do_nothing()
+            if connection.execute(added.returning(documents.c.study)).scalar() is not None:  # else it was interrupted
+                insert_event(connection, job_id, EventKind.RESPONSES_REMOVED, asdict(removed))
+        while True:
+            with transaction(self._engine) as connection:
+                if not remove_texts(connection, job_id):
+                    return
+
+    def has_void(self, job_id: str) -> bool:
+        """Whether samples of a study are void, because their engine failed a check later."""
+        held = holdings()
+        query = void_holdings(held.c.study, held=held).where(held.c.study == job_id).limit(1)
+        with self._reads.connect() as connection:
+            return connection.execute(query).first() is not None
+
+    def state_since(self, job_id: str) -> float:
+        """Time since which a job has its state, in seconds since the epoch."""
+        events = schema.events
+        is_state = (events.c.study == job_id) & (events.c.kind == EventKind.STATE.value)
+        query = sa.select(events.c.time).where(is_state).order_by(events.c.id.desc()).limit(1)
+        with self._reads.connect() as connection:
+            time = connection.execute(query).scalar()
+        return self.job(job_id).created_at if time is None else float(time)
 
     def evidence(self, study_id: str, *, after: int = 0, limit: int | None = None) -> tuple[EvidenceRecord, ...]:
         """Evidence of what a study's engines held: one record for each scored chunk, in the order of storing.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -21,10 +20,10 @@ from service.api.problems import Json, refusals
 from service.api.protocols import Principal
 from service.api.requests import JSON_TYPES, YAML_TYPES, read_body, sent_as_json
 from service.api.routes.events import add_events_route
-from service.disk import job_dir
 from service.errors import Conflict, StaleAttempt
 from service.jobs.base import JobKind
 from service.jobs.registry import KINDS, kind_of
+from service.retention.cleaning import clean_up
 from service.schemas.api import DeletedDocument, list_document
 from service.types import RESUMED_BY_REQUEST, JobRecord, JobState
 
@@ -140,7 +139,7 @@ def _add_one(router: APIRouter, kind: JobKind, one: str) -> None:
 
     async def delete(services: Context, record: JobRecord = found) -> Response:
         await services.exports.delete_job(record.id, noun=noun)
-        await run_in_threadpool(_clean_up, services, record.id)
+        await run_in_threadpool(clean_up, services.store, services.artifacts, services.data_dir, record.id)
         return Json(DeletedDocument(deleted=record.id))
 
     router.add_api_route(
@@ -301,11 +300,3 @@ def _resume(services: Services, job_id: str) -> JobRecord:
 
 
 VERBS: Mapping[str, Callable[[Services, str], JobRecord]] = {"resume": _resume, "cancel": _cancel}
-
-
-def _clean_up(services: Services, job_id: str) -> None:
-    """Delete the files of a deleted job, and stored files that no remaining job needs."""
-    shutil.rmtree(job_dir(services.data_dir, job_id), ignore_errors=True)
-    services.artifacts.collect()
-    for kind in KINDS.values():
-        kind.clean_up(services.store, services.data_dir)

@@ -20,6 +20,7 @@ from service.jobs.search.request import read_study
 from service.resolved_study import ResolvedStudy
 from service.results.record import RunRecord
 from service.results.selection import held_out
+from service.retention.limits import Limit
 from service.schemas.api import (
     FitDocument,
     FleetAnalysisDocument,
@@ -89,7 +90,9 @@ class ApiServer:
         preflight: Preflight | None = None,
         files: str | Path | None = None,
         database: str | None = None,
+        retention: Mapping[str, Limit] | None = None,
     ) -> None:
+        self.retention = retention
         self.data_dir = data_dir
         self.database = database or f"sqlite:///{data_dir / 'mergesearch.db'}"
         self.files = files
@@ -99,7 +102,12 @@ class ApiServer:
     def __enter__(self) -> Self:
         self.store = Store(self.database)
         self.app = create_app(
-            self.store, cluster=self.cluster, data_dir=self.data_dir, preflight=self.preflight, files=self.files
+            self.store,
+            cluster=self.cluster,
+            data_dir=self.data_dir,
+            preflight=self.preflight,
+            files=self.files,
+            retention=self.retention,
         )
         self._http = HttpServer(lambda: self.app, grace_s=1)
         self.url = self._http.url

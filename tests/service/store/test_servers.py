@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from service.errors import InUse
-from service.server import _alone
+from service.server import alone
 from service.store import Store
 from service.store.database_url import parse_url, remember
 from service.store.servers import LEADER, Leadership, Notifications
@@ -96,13 +96,13 @@ def test_the_only_server_of_sqlite_is_the_leader(tmp_path: Path) -> None:
 def test_a_second_server_of_sqlite_is_refused(tmp_path: Path) -> None:
     """A second server of a directory, or of a file of SQLite, is refused in one sentence."""
     address = parse_url(f"sqlite:///{tmp_path / 'data' / 'a.db'}")
-    with _alone(tmp_path / "data", address):
-        with pytest.raises(InUse, match=r"process \d+ is using this directory"), _alone(tmp_path / "data", address):
+    with alone(tmp_path / "data", address):
+        with pytest.raises(InUse, match=r"process \d+ is using this directory"), alone(tmp_path / "data", address):
             pass
         message = r"another server uses it; several servers need PostgreSQL \(--database\)$"
-        with pytest.raises(InUse, match=message), _alone(tmp_path / "other", address):
+        with pytest.raises(InUse, match=message), alone(tmp_path / "other", address):
             pass
-    with _alone(tmp_path / "other", address):
+    with alone(tmp_path / "other", address):
         pass
 
 
@@ -110,16 +110,16 @@ def test_servers_of_one_postgresql_share_a_directory(tmp_path: Path) -> None:
     """Servers of the same PostgreSQL may share a directory; a server with another database may not use it."""
     address = parse_url(f"postgresql://user:{PASSWORD.replace('@', '%40').replace('/', '%2F')}@host/one")
     other, file = address.set(database="two"), parse_url(f"sqlite:///{tmp_path / 'a.db'}")
-    with _alone(tmp_path, address):
+    with alone(tmp_path, address):
         remember(tmp_path, address)
-        with _alone(tmp_path, address):
+        with alone(tmp_path, address):
             pass
         with pytest.raises(InUse, match=r"a server with another database, postgresql://.*/one, uses") as refused:
-            _alone(tmp_path, other).__enter__()
+            alone(tmp_path, other).__enter__()
         assert PASSWORD not in str(refused.value)
-        with pytest.raises(InUse, match=r"is using this directory"), _alone(tmp_path, file):
+        with pytest.raises(InUse, match=r"is using this directory"), alone(tmp_path, file):
             pass
-    with _alone(tmp_path, other):
+    with alone(tmp_path, other):
         pass
 
 

@@ -1,0 +1,29 @@
+"""Removes what exceeds the limits of retention, regularly while the server runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from fastapi.concurrency import run_in_threadpool
+
+from service.retention.cleaning import Cleaner
+
+__all__ = ["clean_regularly"]
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two rounds.
+ROUND_S = 3600.0
+
+
+async def clean_regularly(cleaner: Cleaner, *, is_leader: Callable[[], bool], round_s: float = ROUND_S) -> None:
+    """Remove what exceeds the limits every `round_s` seconds, if this server is the leader. Never returns."""
+    while True:
+        try:
+            if await run_in_threadpool(is_leader):
+                await run_in_threadpool(lambda: cleaner.carry_out(cleaner.plan()))
+        except Exception:  # the next round tries again
+            logger.exception("what exceeds the limits of --keep could not be removed")
+        await asyncio.sleep(round_s)

@@ -1,0 +1,213 @@
+"""Removal of what exceeds the limits of retention, from jobs that have ended.
+
+Nothing is removed from a job that has not ended, or to which another job refers: as a source, as the start of policies
+or searcher, or as the training of its experts. A failed job keeps its responses and files, because it may be resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from service.disk import alignments_dir, job_dir
+from service.errors import Conflict, NotFound
+from service.jobs.finetune.study import study_of
+from service.jobs.registry import KINDS
+from service.retention.limits import FILES, JOBS, RESPONSES, Limit
+from service.store import Store
+from service.store.artifacts import ArtifactStore
+from service.types import JobRecord, JobState
+
+__all__ = ["UNUSED", "Cleaner", "Removal", "clean_up"]
+
+logger = logging.getLogger(__name__)
+
+# Stored files of artifacts that no job uses, such as those of deleted jobs.
+UNUSED = "unused files"
+
+# Ids of jobs, and digests of artifacts, in the documents of jobs.
+NAMES = re.compile(r"(?<![0-9a-f])(?:[0-9a-f]{32}|[0-9a-f]{64})(?![0-9a-f])")
+
+
+@dataclass(frozen=True)
+class Removal:
+    """Something that is to be removed: its kind, the job's id and name, how many there are, and their bytes.
+
+    `count` is the number of samples for responses, of files for files, and 1 for a job. For files of artifacts that no
+    job uses, `job` and `name` are empty, and `count` is None.
+    """
+
+    kind: str
+    job: str
+    name: str
+    count: int | None
+    num_bytes: int
+    because: str
+
+    def __str__(self) -> str:
+        of = f" of {self.name} ({self.job})" if self.kind != JOBS and self.job else ""
+        what = f"job {self.name} ({self.job})" if self.kind == JOBS else f"{self.kind}{of}"
+        return f"{what}, {self.num_bytes:,} bytes: {self.because}"
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What is kept of one job: number, bytes, and seconds since the job ended."""
+
+    job: JobRecord
+    count: int
+    num_bytes: int
+    age_s: float
+    is_protected: bool
+
+
+class Cleaner:
+    """Finds and removes what exceeds `limits`, which are by kind, from the jobs of a server.
+
+    `delete_job` deletes a job that has ended from the store, with its exports; it raises Conflict or NotFound if that
+    cannot be done at the moment.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        data_dir: Path,
+        artifacts: ArtifactStore,
+        limits: Mapping[str, Limit],
+        *,
+        delete_job: Callable[[JobRecord], None],
+    ) -> None:
+        self._store = store
+        self._data_dir = data_dir
+        self._artifacts = artifacts
+        self._limits = limits
+        self._delete_job = delete_job
+
+    def plan(self) -> tuple[Removal, ...]:
+        """All that would be removed now, by kind, the oldest first."""
+        jobs, now = self._store.jobs(), self._store.now()
+        protected = self._referred_to(jobs) | {job.id for job in jobs if not job.state.is_finished}
+        ages = {job.id: now - self._store.state_since(job.id) for job in jobs}
+        texts = self._store.text_sizes()
+        files = {job.id: _sizes(self._files(job)) for job in jobs}
+        removals: list[Removal] = []
+        removed: set[str] = set()
+        for kind in (JOBS, RESPONSES, FILES):
+            if (limit := self._limits.get(kind)) is None:
+                continue
+            kept = []
+            for job in jobs:
+                if job.id in removed:
+                    continue
+                count, num_bytes = 1, self._job_bytes(job, texts) if kind == JOBS else 0
+                if kind != JOBS:
+                    count, num_bytes = (texts if kind == RESPONSES else files).get(job.id, (0, 0))
+                may_resume = job.state is JobState.FAILED or (kind == RESPONSES and self._has_void(job.id))
+                is_protected = job.id in protected or (kind != JOBS and may_resume)
+                if count:
+                    kept.append(_Kept(job, count, num_bytes, ages[job.id], is_protected))
+            found = list(_exceeding(kind, kept, limit))
+            removed |= {removal.job for removal in found if kind == JOBS}
+            removals += found
+        if num_bytes := self._artifacts.collect(deletes=False):
+            removals.append(Removal(UNUSED, "", "", None, num_bytes, "no job uses them"))
+        return tuple(removals)
+
+    def carry_out(self, removals: Sequence[Removal]) -> tuple[Removal, ...]:
+        """Remove what `plan` has found, and return what was removed. What cannot be removed now is logged and left."""
+        done = []
+        referred_to = self._referred_to(self._store.jobs())
+        for removal in removals:
+            try:
+                if removal.job in referred_to:
+                    raise Conflict("another job refers to it now")
+                self._carry_out(removal)
+            except (Conflict, NotFound) as error:
+                logger.info("not removed: %s: %s", removal, error)
+                continue
+            done.append(removal)
+            logger.info("removed %s", removal)
+        return tuple(done)
+
+    def _carry_out(self, removal: Removal) -> None:
+        if removal.kind == UNUSED:
+            self._artifacts.collect()
+            return
+        job = self._store.job(removal.job)
+        if removal.kind == JOBS:
+            self._delete_job(job)
+            clean_up(self._store, self._artifacts, self._data_dir, job.id)
+        elif removal.kind == RESPONSES:
+            self._store.remove_texts(job.id, num_samples=removal.count or 0, num_bytes=removal.num_bytes)
+        else:
+            if job.state not in (JobState.COMPLETE, JobState.CANCELLED):
+                raise Conflict(f"it is {job.state}, and may need its files to continue")
+            for file in self._files(job):
+                file.unlink(missing_ok=True)
+
+    def _files(self, job: JobRecord) -> Iterator[Path]:
+        """Files of a job's drivers; alignments are left out, because exports of the job's trials need them."""
+        root = job_dir(self._data_dir, job.id)
+        kept = alignments_dir(root)
+        return (file for file in root.rglob("*") if file.is_file() and not file.is_relative_to(kept))
+
+    def _has_void(self, job_id: str) -> bool:
+        """Whether a job has void samples, for which it may be resumed. Without a fault of an engine there are none."""
+        return bool(self._store.engine_faults()) and self._store.has_void(job_id)
+
+    def _job_bytes(self, job: JobRecord, texts: Mapping[str, tuple[int, int]]) -> int:
+        """Bytes of a job's responses, files and artifacts; its other rows in SQL are small beside them."""
+        root = job_dir(self._data_dir, job.id)
+        stored = sum(artifact.num_bytes for artifact in self._artifacts.of(job.id))
+        return stored + texts.get(job.id, (0, 0))[1] + _sizes(f for f in root.rglob("*") if f.is_file())[1]
+
+    def _referred_to(self, jobs: Sequence[JobRecord]) -> set[str]:
+        """Ids of the jobs to which another job refers, by its id or by the digest of one of its artifacts."""
+        owners = {job.id: job.id for job in jobs}
+        for job in jobs:
+            owners |= {artifact.digest: job.id for artifact in self._artifacts.of(job.id)}
+        found = {job.id for job in jobs if job.kind == "finetune" and study_of(self._store, job.id) is not None}
+        for job in jobs:
+            names = set(NAMES.findall(json.dumps([dict(job.document), dict(job.accepted)])))
+            found |= {owners[name] for name in names if name in owners and owners[name] != job.id}
+        return found
+
+
+def _exceeding(kind: str, kept: Sequence[_Kept], limit: Limit) -> Iterator[Removal]:
+    """What exceeds the limit, the oldest first. What is protected counts towards the size, and is not removed."""
+    total = sum(each.num_bytes for each in kept)
+    for each in sorted(kept, key=lambda each: -each.age_s):
+        is_old = limit.age_s is not None and each.age_s > limit.age_s
+        is_over = limit.num_bytes is not None and total > limit.num_bytes and each.num_bytes > 0
+        if each.is_protected or not (is_old or is_over):
+            continue
+        total -= each.num_bytes
+        because = (
+            f"ended {each.age_s / 86400:.1f} days ago" if is_old else f"all {kind} exceed {limit.num_bytes:,} bytes"
+        )
+        yield Removal(kind, each.job.id, each.job.name, each.count, each.num_bytes, because)
+
+
+def _sizes(files: Iterator[Path]) -> tuple[int, int]:
+    """Number and bytes of files; those that disappear meanwhile are left out."""
+    count = num_bytes = 0
+    for file in files:
+        try:
+            num_bytes += file.stat().st_size
+        except FileNotFoundError:
+            continue
+        count += 1
+    return count, num_bytes
+
+
+def clean_up(store: Store, artifacts: ArtifactStore, data_dir: Path, job_id: str) -> None:
+    """Delete the files of a deleted job, and stored files that no remaining job needs."""
+    shutil.rmtree(job_dir(data_dir, job_id), ignore_errors=True)
+    artifacts.collect()
+    for kind in KINDS.values():
+        kind.clean_up(store, data_dir)

@@ -1,0 +1,65 @@
+"""Limits of what is kept of jobs that have ended, as the option `--keep` states them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from service.disk import parse_bytes
+from service.errors import Conflict
+
+__all__ = ["FILES", "JOBS", "KINDS", "RESPONSES", "Limit", "limits_of", "parse_keep"]
+
+JOBS, RESPONSES, FILES = "jobs", "responses", "files"
+
+# What each kind consists of. A job that is removed is removed with all that the other kinds have of it.
+KINDS = {
+    JOBS: "jobs that have ended, with all their results, models and files",
+    RESPONSES: "responses and tokens of scored samples; their values and scores are kept",
+    FILES: "files of drivers, such as those of Ray Tune and the checkpoints of trainings",
+}
+
+UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How long and how much of one kind is kept: seconds since the job ended, and bytes of all jobs together."""
+
+    age_s: float | None = None
+    num_bytes: int | None = None
+
+
+def parse_keep(text: str) -> tuple[str, Limit]:
+    """Parse a limit such as "responses=30d", "files=5GB" or "jobs=180d,50GB". Raises ValueError for other texts."""
+    kind, sign, given = text.partition("=")
+    if kind not in KINDS or not sign:
+        raise ValueError(f"{text!r} is not a limit; write KIND=LIMIT with one of {', '.join(KINDS)}, as responses=30d")
+    age_s: float | None = None
+    num_bytes: int | None = None
+    for part in given.split(","):
+        if (match := re.fullmatch(r"(\d+(?:\.\d+)?)([hdw])", part)) and age_s is None and float(match[1]) > 0:
+            age_s = float(match[1]) * UNITS_S[match[2]]
+        elif match is None and num_bytes is None:
+            try:
+                num_bytes = parse_bytes(part)
+            except ValueError:
+                raise ValueError(_refusal(text, part)) from None
+        else:
+            raise ValueError(_refusal(text, part))
+    return kind, Limit(age_s, num_bytes)
+
+
+def _refusal(text: str, part: str) -> str:
+    return f"{text!r}: {part!r} is not accepted; give an age such as 12h, 30d or 8w, a size such as 5GB, or 30d,5GB"
+
+
+def limits_of(given: Iterable[tuple[str, Limit]]) -> dict[str, Limit]:
+    """The limits by kind. Raises Conflict if a kind is given twice."""
+    found: dict[str, Limit] = {}
+    for kind, limit in given:
+        if kind in found:
+            raise Conflict(f"--keep {kind} is given twice; write one, with an age and a size as 30d,5GB")
+        found[kind] = limit
+    return found
