@@ -32,10 +32,11 @@ __all__ = ["AskAndTell"]
 class AskAndTell:
     """The search of one study: its rung table, which promotes trials, and its searcher, which proposes them.
 
-    `brackets` are the brackets that earlier attempts have stored. From them and the stored trials, all decisions are
-    made again; those that a crash kept from being stored are stored now. `observer` is called with the name of every
-    step, and `is_out_of_budget` before a new trial starts; it returns the limit that is exhausted, or None.
-    `num_charged` is the number of samples that the stored steps of the searcher are charged as.
+    `brackets` are the brackets that earlier attempts have stored. From them and the stored trials, all decisions on
+    promotion are made again, in the constructor; decisions that a crash kept from being stored are stored then.
+    `observer` is called with the name of every step of the search. `is_out_of_budget` is called before a new trial
+    starts, and returns the study's limit that is exhausted as a text, or None. `num_charged` is the number of samples
+    that the searcher's stored steps, such as gradients, are charged as.
     """
 
     def __init__(
@@ -110,7 +111,11 @@ class AskAndTell:
                 self._trials.finish(pruned, TrialState.PRUNED, reason)
 
     def _know_lower_rungs(self, trial: TrialRecord) -> None:
-        """Tell the rung table what a baseline costs at lower rungs, if it is scored in full."""
+        """Tell the rung table the costs of a baseline at the rungs below the last.
+
+        A baseline is scored once, at the last rung, whose samples include those of the lower rungs. Nothing happens if
+        the trial is not a baseline, or has not been scored at the last rung.
+        """
         if trial.bracket is None and trial.state is TrialState.COMPLETE:
             records = (self._samples.rung_record(trial.recipe, rung) for rung in range(self.table.last_rung))
             lower = {record.rung: record.values for record in records}
@@ -173,7 +178,12 @@ class AskAndTell:
             self.finish(number, rung)
 
     def _may_start(self, proposal: Proposal, *, num_charged: int = 0) -> bool:
-        """Whether a proposal or a step of it may start. If it would exceed the limit of samples, the search ends."""
+        """Whether the trial of a proposal may start, as far as the study's limit of samples allows.
+
+        With `num_charged` above 0, whether a step that the proposal needs, which is charged as so many samples, may
+        start. If the limit would be exceeded, this ends the search and returns False. It also returns False while that
+        is not known yet.
+        """
         fits = self._limit.admits(proposal, num_charged=num_charged)
         if fits is False:
             self._end(self._limit.reason(proposal, num_charged=num_charged))
@@ -204,7 +214,11 @@ class AskAndTell:
     # -- starting and resuming -------------------------------------------------------------------------------------
 
     def _replay(self, brackets: tuple[BracketRecord, ...]) -> None:
-        """Rebuild the rung table from what earlier attempts stored, and store the decisions that a crash prevented."""
+        """Rebuild the rung table from the `brackets` and trials that earlier attempts stored.
+
+        Baselines that are not stored yet are added as trials. Decisions that a crash kept from being stored are stored
+        now.
+        """
         for bracket in brackets:
             self.table.open_bracket(bracket.bracket, first_rung=bracket.first_rung, size=bracket.size)
         for trial in self._trials.values():

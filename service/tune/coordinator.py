@@ -267,19 +267,23 @@ class Coordinator:
         return True
 
     def _is_base(self, evaluation: Evaluation) -> bool:
-        """Whether the evaluation is of the base model, on search data."""
+        """Whether the evaluation scores the base model's own trial on search data."""
         trial = self._trials[evaluation.trial]
         return evaluation.split is Split.SEARCH and (trial.origin, trial.label) == (Origin.SOURCE, "base")
 
     def _release(self, evaluation: Evaluation) -> None:
         """Remove an evaluation from those that are running.
 
-        The next evaluation of its trial has the samples that are then missing.
+        The next evaluation of the same trial then has the samples that are still missing.
         """
         self._in_flight.pop(evaluation.trial, None)
 
     def _finish(self, evaluation: Evaluation) -> None:
-        """Finish an evaluation whose samples are all stored, in the held-out stage or in the search."""
+        """Finish an evaluation whose samples are all stored.
+
+        An evaluation on holdout data finishes the trial in the held-out stage, one on search data the trial's rung in
+        the search. If void samples were scored again (`is_again`), only the evaluation ends.
+        """
         self._release(evaluation)
         if evaluation.is_again:
             return

@@ -37,7 +37,7 @@ Key = tuple[str, str, str]
 class Crashes:
     """The crashes of engines in all attempts at a study, counted by chunk of samples.
 
-    `events` are all stored events of the study.
+    `events` are all stored events of the study, from which the crashes in earlier attempts are read.
     """
 
     def __init__(self, events: Iterable[EventRecord]) -> None:

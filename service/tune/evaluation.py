@@ -47,13 +47,13 @@ class Evaluation:
 class FailureKind(StrEnum):
     """The reason why a chunk of samples was not scored.
 
-    - TRIAL: the candidate cannot be scored
-    - METRIC: a task's metric failed on the candidate's answers
+    - TRIAL: the trial's recipe cannot be merged or scored
+    - METRIC: a task's metric failed on the answers of the trial's merge
     - CRASH: the engine crashed with the chunk
     - ENGINE: no engine is available
     - STUDY: an engine cannot use the study's models or a task
     - EVIDENCE: an engine held another merge than the requested one
-    - FAULT: an engine failed a check of itself
+    - FAULT: an engine failed a check of itself, such as a canary
     """
 
     TRIAL = "trial"

@@ -81,9 +81,10 @@ class Feasibility:
 
     @cached_property
     def _references(self) -> dict[Constraint, int]:
-        """The number of the source model's trial on which each relative bound depends, by constraint.
+        """A mapping from each constraint whose bound is relative to a source model to the number of that model's trial.
 
-        It may be read only once all source models are scored.
+        If the bound is relative to the best expert, that is the trial of the expert with the best value. The mapping
+        may be read only once all source models are scored. Constraints with a number as bound are not in it.
         """
         found = {}
         for objective in self._objectives:

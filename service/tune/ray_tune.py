@@ -236,7 +236,8 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
 def _count_memory_kills_as_deaths(actor_manager: Any) -> None:
     """Make Tune replace a trial actor that Ray's memory monitor ended, as it does after any other death of an actor.
 
-    The error of a task of such an actor is no RayActorError, and Tune's actor manager would end Tune (Ray 2.60).
+    Ray reports that end to Tune as OutOfMemoryError, not as RayActorError, and Tune's actor manager would then end the
+    whole run of Tune (Ray 2.60). So the error is replaced by a RayActorError with the same text.
     """
     task_failed = actor_manager._actor_task_failed
 
@@ -250,7 +251,10 @@ def _count_memory_kills_as_deaths(actor_manager: Any) -> None:
 
 
 def _is_late(waited_s: float) -> bool:
-    """Whether the next trial actor cannot be expected soon, after a wait of `waited_s` seconds."""
+    """Whether the next trial actor cannot be expected soon, after a wait of `waited_s` seconds.
+
+    It is late after ACTOR_START_S seconds, or after CPU_WAIT_S seconds if the cluster has too few free CPUs for it.
+    """
     if waited_s < CPU_WAIT_S:
         return False
     return waited_s >= ACTOR_START_S or ray.available_resources().get("CPU", 0.0) < CPUS
@@ -263,7 +267,10 @@ def _missing_actors(running: int, wanted: int) -> str:
 
 
 class _Observer(_NotPickled, tune.Callback):
-    """A callback for Tune that removes samples from the results that Tune keeps, and calls `tick` at every step."""
+    """A callback for Tune that removes samples from the results that Tune keeps, which saves memory.
+
+    It also calls the function `tick` at every step of Tune's loop.
+    """
 
     def __init__(self, tick: Callable[[], None], interrupt: _Interrupt) -> None:
         self._tick = tick

@@ -18,9 +18,9 @@ __all__ = ["SampleLimit"]
 
 
 class SampleLimit:
-    """The samples that a study has used, compared with the limit of its plan.
+    """The samples that a study has used, compared with the limit of its plan (`max_samples`).
 
-    `num_charged` is the number of samples that the stored steps are charged as.
+    `num_charged` is the number of samples that the searcher's stored steps, such as gradients, are charged as.
     """
 
     def __init__(self, plan: Plan, *, table: RungTable, samples: SampleCache, num_charged: int) -> None:
@@ -36,9 +36,11 @@ class SampleLimit:
         return self._samples.num_searched + self.num_charged
 
     def admits(self, proposal: Proposal, *, num_charged: int = 0) -> bool | None:
-        """Whether `proposal` may start, or a step of it that is charged as `num_charged` samples.
+        """Whether the trial of `proposal` may start, or a step for it that is charged as `num_charged` samples.
 
-        Returns None while that depends on evaluations that have not ended.
+        It may if the samples used, the most that the trials in the rung table can still take, and the most that this
+        adds are within the limit together. If they are not, the result is None while evaluations are left, which may
+        use fewer samples than expected, and else False.
         """
         if self._max_samples is None:
             return True

@@ -44,9 +44,10 @@ def alignments_in(
 ) -> dict[LayerPair, str]:
     """Learn the alignment of each pair of layers, and copy the files of all alignments to `directory`.
 
-    `before` has the names of alignments that the study already has, by pair; they are not learned again. Returns the
-    name of each pair's alignment. Raises StudyFailed if the file of such an alignment is missing and the alignment
-    learned in its place is different, and else as `learn_alignments`.
+    `before` has the names of alignments that the study already has, by pair; they are not learned again unless their
+    file is missing. `note` receives lines of progress. Returns the name of each pair's alignment. Raises StudyFailed if
+    the file of such an alignment is missing and the alignment learned in its place is different. It also raises what
+    `learn_alignments` raises.
     """
     whole = {name for name in set(before.values()) if is_stored(directory, name)}
     kept = {pair: name for pair, name in before.items() if name in whole}
@@ -97,7 +98,10 @@ def learn_alignments(
 
 
 def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[LayerPair, Any]:
-    """Start the Ray tasks that learn the alignments of `pairs`, and return references to their results by pair."""
+    """Start the Ray tasks that learn the alignments of `pairs`, and return references to their results by pair.
+
+    One task for each model reads activations (`_read`); one for each pair then fits the pair's alignment to them.
+    """
     # Engines start later, so that a GPU is free.
     num_gpus = 1 if ray.available_resources().get("GPU", 0) >= 1 else 0
     read: Any = ray.remote(num_cpus=TASK_CPUS, num_gpus=num_gpus)(_read)
@@ -122,7 +126,11 @@ def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[La
 
 
 def _read(inputs: AlignmentInputs, alias: str, before: Sequence[int]) -> list[Any]:
-    """The activations of one model before each layer in `before`, as arrays, and which rows of them are held out."""
+    """Read the activations of the model `alias` of the pool before each of the layers `before`, as a Ray task.
+
+    Returns a NumPy array for each of these layers, and then one array that says of each row of activations whether it
+    is held out from fitting.
+    """
     torch.set_num_threads(TASK_CPUS)  # equal bits on every machine
     family = on_this_machine(inputs.family)
     sources = open_sources(family)  # its directory may be temporary

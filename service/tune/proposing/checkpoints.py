@@ -40,10 +40,10 @@ class PolicyCheckpoints:
         store_policy(self._artifacts, self._study_id, self._artifact(iteration), content, facts=facts)
 
     def load(self, steps: Sequence[Step]) -> dict[int, bytes]:
-        """The checkpoints that the searcher needs after these steps, by iteration.
+        """The checkpoints that the searcher needs to continue after the stored `steps`, by iteration.
 
         A checkpoint that is missing, or whose content differs from the digest in its step, is left out. The searcher
-        then learns it again.
+        then computes that iteration's update again.
         """
         digests = checkpoint_digests(steps)
         found = {}
@@ -61,7 +61,8 @@ class PolicyCheckpoints:
     def _artifact(self, iteration: int) -> str:
         """The name of the artifact that holds the checkpoint of an iteration.
 
-        Two artifacts of each policy are used in turn, so a checkpoint is replaced two iterations of its policy later.
+        Iteration i trains the policy with number i modulo the number of policies. Each policy has two artifacts, which
+        its iterations use in turn, so a checkpoint is replaced two iterations of its policy later.
         """
         turn, policy = divmod(iteration, self._num_policies)
         return f"hm3-policy-{policy}-{turn % 2}"

@@ -88,10 +88,11 @@ class GradientActor:
         return space.to_recipe(dict(zip(space.parameters.names, point, strict=True)))
 
     def _gradients(self) -> CoefficientGradients:
-        """The trainable model, which is opened at the first call.
+        """The trainable model, which is opened at the first call and computes losses and gradients.
 
-        It is not opened in the constructor, because Ray reports an error there as the death of the process, nor in
-        `use_completions`, because nobody reads the result of that call.
+        Completions that `use_completions` has set since the last call are given to it. It is not opened in the
+        constructor, because Ray reports an error there as the death of the process, nor in `use_completions`, because
+        nobody reads the result of that call.
         """
         if self._opened is None:
             import torch
@@ -108,9 +109,10 @@ class GradientActor:
         return self._opened
 
     def _by_parameter(self, result: CoefficientDerivatives) -> dict[str, float]:
-        """The derivatives of a loss by each parameter of the space, by the parameter's name.
+        """The derivatives of a loss by each parameter of the search space, by the parameter's name.
 
-        Each is the sum of the derivatives by all coefficients that have the parameter's value.
+        `result` has the derivatives by the coefficients of the merge. Several coefficients may have the value of one
+        parameter; its derivative is the sum of theirs.
         """
         space = self._inputs.space
         slopes: dict[str, float] = {}
@@ -128,8 +130,9 @@ class GradientActor:
 def _with_stated_coefficients(space: DifferentiableSpace, point: tuple[float, ...]) -> tuple[float, ...]:
     """The point nearest to `point` at which the recipe states every coefficient, so that all have derivatives.
 
-    A recipe in canonical form leaves out a source whose coefficient is 0, and a shared coefficient at its default. Such
-    a number is moved by the smallest step that recipes can express.
+    A point has a value for each parameter of `space`. A recipe in canonical form leaves out a source whose coefficient
+    is 0, and a coefficient shared by all sources at its default. A value of `point` at that number is moved away from
+    it by the smallest step that recipes can express, upwards if the parameter's range allows.
     """
     declared = METHODS[space.method].coefficient(space.coefficient)
     left_out = 0.0

@@ -50,8 +50,8 @@ class Proposer(Protocol):
 class Asking:
     """The proposal that the searcher is computing for the driver, if there is one.
 
-    `may_compute` is called with a proposal and a request for one of its steps. If it returns False, the step waits:
-    `result` returns None, and calls it again the next time.
+    `may_compute` is called with a proposal and the searcher's request for a step that the proposal needs. If it returns
+    False, the step is not started: the method `result` returns None, and calls `may_compute` again the next time.
     """
 
     def __init__(
@@ -111,9 +111,10 @@ class Observations:
         self._built: dict[tuple[int, int], Observation | None] = {}
 
     def of(self, proposal: Proposal, trials: Mapping[int, TrialRecord]) -> tuple[Observation, ...]:
-        """The observations that a proposal may use.
+        """The observations that a proposal may use: the results that its field `visible` lists, and the failed trials.
 
-        Trials whose recipe has no configuration in the search space are left out.
+        `trials` are the study's trials by number. Trials whose recipe has no configuration in the search space are left
+        out.
         """
         for seen in proposal.visible:
             if seen not in self._built:
@@ -126,7 +127,10 @@ class Observations:
         return tuple(found)
 
     def _of_rung(self, trial: TrialRecord, rung: int) -> Observation | None:
-        """The observation of a trial at a rung, whose result does not change; None if the space cannot express it."""
+        """The observation of a trial at a rung at which it has a result.
+
+        Returns None if the trial is a baseline whose recipe has no configuration in the search space.
+        """
         configuration = trial.configuration or self._of_baseline(trial)
         if configuration is None:
             return None
@@ -144,7 +148,10 @@ class Observations:
         )
 
     def _of_baseline(self, trial: TrialRecord) -> Mapping[str, Any] | None:
-        """The configuration of a baseline, or None if the search space has none for its recipe. It is computed once."""
+        """The configuration of the search space that gives a baseline's recipe, or None if there is none.
+
+        It is computed once for each baseline.
+        """
         if trial.number not in self._baselines:
             self._baselines[trial.number] = self._space.from_recipe(replace(trial.read_recipe(), keeps_equal=False))
         return self._baselines[trial.number]

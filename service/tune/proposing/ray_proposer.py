@@ -96,7 +96,11 @@ class RayProposer:
         self._num_deaths = 0
 
     def submit(self, **call: Any) -> None:
-        """Start computing a proposal, and those after it that know the same results, which will be submitted next."""
+        """Start to compute a proposal, with the arguments `call` of `Proposer.submit`.
+
+        If the searcher proposes without steps (`proposes_at_once`), the actor also computes the other proposals of the
+        batch, which know the same results. When one of these is submitted, it is not computed again.
+        """
         is_next = bool(self._next) and self._follows(call)
         self._call = {"seed": self._seed, **call}
         if is_next:
@@ -109,7 +113,11 @@ class RayProposer:
             self._next.extend(self._searcher.propose_next.remote() for _ in range(left))
 
     def _follows(self, call: Mapping[str, Any]) -> bool:
-        """Whether the proposal after the last one would be computed from this call."""
+        """Whether `call`, the arguments of `submit`, is for the proposal that the actor has computed ahead.
+
+        It is if its number follows the last proposal's, its observations are the same, and its pending configurations
+        are the last ones and then the last proposal's own.
+        """
         last = self._call
         pending = (*last["pending"], self._answered)
         is_next = call["number"] == last["number"] + 1 and tuple(call["pending"]) == pending
@@ -133,9 +141,10 @@ class RayProposer:
         self._compute(request)
 
     def _finish(self) -> Step | ChargedRequest | dict[str, Any] | None:
-        """Handle the result of the actor's call that was awaited.
+        """Handle the result of the last call to an actor, which is ready.
 
-        Returns None if another call is awaited now, else what `result` returns.
+        The result is a proposal of the searcher, an update of a policy, or losses or gradients. Returns None if another
+        call to an actor is awaited now, else what the method `result` returns.
         """
         request, self._computing = self._computing, None
         if request is None:
@@ -145,7 +154,10 @@ class RayProposer:
     # -- the searcher ----------------------------------------------------------------------------------------------
 
     def _new_searcher(self) -> Any:
-        """Start a new searcher actor. Ray's dashboard shows it under the algorithm's name."""
+        """Start a new searcher actor with the stored steps and checkpoints.
+
+        Ray's dashboard shows it under the algorithm's name.
+        """
         saved = {} if self._checkpoints is None else self._checkpoints.load(self._steps)
         kind: Any = ray.remote(SearcherState)
         name = f"{self._algorithm} {'learner' if self._checkpoints else 'searcher'} {uuid.uuid4().hex[:8]}"
@@ -154,9 +166,12 @@ class RayProposer:
         return options.remote(self._algorithm, self._parameters, self._setting, self._steps, saved)
 
     def _answer(self) -> Step | ChargedRequest | dict[str, Any] | None:
-        """The configuration that the searcher proposes, the step that it asked for, or its request if that is charged.
+        """Handle the searcher's answer to a call for a proposal.
 
-        Returns None if a policy must be updated first; the update has then started.
+        Returns the proposed configuration; or a request for losses or a gradient, which the driver must admit first; or
+        the step of a note or of completions, which is computed here at once. Returns None if the searcher needs an
+        update of a policy, which this method has started, or if the actor died; a new actor then computes the proposal
+        again.
         """
         try:
             answer: StepRequest | dict[str, Any] = ray.get(self._pending)
@@ -190,9 +205,10 @@ class RayProposer:
         self._searcher = self._new_searcher()
 
     def _updated(self, request: UpdateRequest) -> Step | None:
-        """The computed update of a policy as a step; its checkpoint has been stored.
+        """The step of the update of a policy that the searcher's actor has computed.
 
-        Returns None if the actor died; a new actor then computes the update.
+        Stores the policy's checkpoint if the actor returned one. Returns None if the actor died; this method has then
+        started a new actor, which computes the update again.
         """
         try:
             result, content = ray.get(self._pending)
@@ -209,7 +225,11 @@ class RayProposer:
     # -- the gradient actor ----------------------------------------------------------------------------------------
 
     def _compute(self, request: ChargedRequest | UpdateRequest) -> None:
-        """Start to compute a step: an update in the searcher's actor, losses and gradients in the gradient actor."""
+        """Start to compute a step: updates of policies in the searcher's actor, all others in the gradient actor.
+
+        The gradient actor computes losses and gradients. It is started when it is first needed, with a GPU if one is
+        free.
+        """
         self._computing = request
         if isinstance(request, UpdateRequest):
             self._pending = self._searcher.update.remote(request, **self._call)
@@ -225,17 +245,19 @@ class RayProposer:
         self._pending = self._gradients.run.remote(request)
 
     def _send_completions(self) -> None:
-        """Send the chosen completions to the gradient actor, if it runs.
+        """Send the completions that serve as references to the gradient actor, if it runs and there are any.
 
-        The actor runs its calls in order, so later steps may use the completions.
+        The actor runs its calls in order, so later losses and gradients may use the completions.
         """
         if self._gradients is not None and self._completions is not None and self._chosen:
             self._gradients.use_completions.remote(self._completions.read(self._chosen))
 
     def _measured(self, request: LossesRequest | GradientRequest) -> Step | None:
-        """The computed losses or gradient as a step.
+        """The step of the losses or the gradient that the gradient actor has computed.
 
-        Returns None if the gradient actor died; a new actor then computes the step.
+        Returns None if the gradient actor died; this method has then started a new actor, which computes the step
+        again. Raises InvalidModel and InvalidTask if the actor cannot use its models or task data, EngineUnavailable if
+        it cannot read its files, StudyFailed after any other error.
         """
         try:
             result: StepResult = ray.get(self._pending)
@@ -256,7 +278,10 @@ class RayProposer:
     # -- both ------------------------------------------------------------------------------------------------------
 
     def _count_death(self, what: str, error: Exception) -> None:
-        """Count the death of an actor, which `what` names. Raises EngineUnavailable after MAX_DEATHS deaths."""
+        """Count the death of an actor, which `what` names in messages.
+
+        Raises EngineUnavailable at the MAX_DEATHS-th death since an actor last returned a result.
+        """
         self._num_deaths += 1
         logger.warning("the %s died: %s", what, error)
         if self._num_deaths >= MAX_DEATHS:

@@ -40,7 +40,10 @@ class SearcherState:
         self._ahead: _Ahead | None = None
 
     def propose(self, **call: Any) -> StepRequest | dict[str, Any]:
-        """The configuration of the next trial, or a request for a step that must be computed first."""
+        """The configuration of the next trial, or a request for a step that must be computed first.
+
+        `call` has the fields of `ProposalContext` that differ between proposals.
+        """
         self._last_call = call
         if isinstance(self._searcher, LearningSearcher):
             self._restore_checkpoints(self._searcher, call)
@@ -48,22 +51,25 @@ class SearcherState:
         return self._last_answer
 
     def propose_next(self) -> StepRequest | dict[str, Any]:
-        """The configuration of the next trial, if it knows the same results as the last proposal, which is pending."""
+        """The configuration of the trial after the last proposal, or a request for a step that must be computed first.
+
+        The proposal knows the same results as the last one, whose configuration counts as pending.
+        """
         assert isinstance(self._last_answer, dict), "the last proposal has no configuration"
         call = dict(self._last_call)
         pending = (*call["pending"], self._parameters.repair(self._last_answer))
         return self.propose(**{**call, "number": call["number"] + 1, "pending": pending})
 
     def propose_after(self, step: Step, **call: Any) -> StepRequest | dict[str, Any]:
-        """Add `step`, which the driver has stored, and propose as `propose` does."""
+        """Add `step`, which the driver has stored, and propose as the method `propose` does, with `call`."""
         self._steps.append(step)
         return self.propose(**call)
 
     def update(self, request: UpdateRequest, **call: Any) -> tuple[UpdateResult, bytes | None]:
-        """Compute an update of a policy.
+        """Compute an update of a policy, with the arguments `call` of the proposal that needs it.
 
-        Returns the update's result and the policy's checkpoint, which must be stored before the step. The checkpoint is
-        None if nothing was learned.
+        Returns the update's result and the policy's checkpoint, which the caller must store before it stores the step.
+        The checkpoint is None if nothing was learned.
         """
         assert isinstance(self._searcher, LearningSearcher), "a searcher asks for an update, and does not learn"
         self._restore_checkpoints(self._searcher, call)
@@ -106,7 +112,10 @@ class SearcherState:
         return result, content
 
     def _restore_checkpoints(self, searcher: LearningSearcher, call: Mapping[str, Any]) -> None:
-        """Compute all updates again, in their order, if a checkpoint that is needed is missing."""
+        """If a checkpoint that the searcher needs is missing, compute all updates of policies again, in their order.
+
+        `call` has the arguments of the present proposal, whose observations the updates learn from.
+        """
         digests = checkpoint_digests(self._steps)
         needed = kept_iterations(len(digests), searcher.num_policies(self._setting))
         if all(number in self._checkpoints for number in needed if digests[number]):
@@ -118,7 +127,11 @@ class SearcherState:
 
 @dataclass(frozen=True)
 class _Ahead:
-    """An update that was computed before it was requested, and the observations from which it was computed."""
+    """An update of a policy that was computed before it was requested.
+
+    `known` are the observations from which it was computed; the update is used if these are still the same. `content`
+    is the policy's checkpoint, or None if nothing was learned.
+    """
 
     iteration: int
     known: Sequence[Observation]

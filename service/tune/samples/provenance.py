@@ -30,10 +30,11 @@ class ProvenanceCheck:
             self._prompts.update(row.prompts)
 
     def check(self, evaluation: Evaluation, result: ScoreResult) -> ScoreResult:
-        """Check the evidence of a result, and return the result with new names for its prompt hashes.
+        """Check the evidence of a result, and return the result with its prompt hashes under other names.
 
-        A name has the form "split objective[start:stop]". Raises EvidenceMismatch if the evidence does not agree with
-        the request or with earlier evidence.
+        An engine names them by objective and positions; the returned name also has the split, "split
+        objective[start:stop]". Raises EvidenceMismatch if the evidence does not agree with the request or with earlier
+        evidence.
         """
         evidence, digest = result.evidence, evaluation.recipe.digest
         where = f"trial {evaluation.trial}, replica {evidence.replica}"

@@ -60,7 +60,11 @@ class Rescoring:
         return bool(self._void)
 
     def is_void(self, replica: str, canaries: int | None) -> bool:
-        """Whether samples are void that the engine `replica` scored after it had passed its check `canaries` times."""
+        """Whether samples are void that the engine of `replica` scored after it had passed `canaries` canaries.
+
+        They are if the engine later failed a check, and had passed no more canaries by then. `replica` is the replica's
+        id. If `canaries` is None, an earlier version stored the samples, and they are not void.
+        """
         fault = self._faults.get(replica)
         return fault is not None and canaries is not None and canaries >= fault.canaries
 
@@ -78,10 +82,10 @@ class Rescoring:
             raise StudyFailed(f"{len(self._reported)} engines failed their checks; the last: {fault}")
 
     def look(self, *, at_once: bool) -> bool:
-        """Read new faults of engines from the store, and remove the samples that are void because of them.
+        """Read new faults of engines from the store, and remove samples that they make void from the cache.
 
-        Returns whether any study has a new fault. Without `at_once`, a call within LOOK_S seconds of the last one does
-        nothing.
+        Returns whether any study has a new fault. If `at_once` is False, a call within LOOK_S seconds of the last one
+        does nothing and returns False.
         """
         if not at_once and time.monotonic() - self._looked_at < LOOK_S:
             return False
@@ -99,9 +103,9 @@ class Rescoring:
         return True
 
     def _take_out(self) -> tuple[set[str], int]:
-        """Remove samples that have become void from the cache.
+        """Remove samples that have become void from the sample cache, so that they are scored again.
 
-        Returns the replicas that scored them, and the number of samples.
+        Returns the ids of the replicas that scored them, and the number of samples.
         """
         replicas, num_samples = set(), 0
         for sample in self._store.void_samples(self._study_id):
@@ -160,7 +164,10 @@ class Rescoring:
         return again.keys() - changed, changed
 
     def _settle(self) -> None:
-        """Store that all void samples have been scored again, or raise StudyFailed if some have another value."""
+        """Store the event that all void samples have been scored again.
+
+        Raises StudyFailed instead if some of them have another value than before.
+        """
         number, self._num_taken_out = self._num_taken_out, 0
         if self._changed:
             raise StudyFailed(

@@ -63,9 +63,9 @@ class SampleCache:
         self._num_scored[split] -= 1
 
     def missing(self, digest: str, rung: int, split: Split) -> list[Span]:
-        """The spans of samples at a rung that are not stored for the recipe with this digest.
+        """The spans of samples at a rung that are not stored for the recipe with the digest `digest`.
 
-        Chunks are stored whole, so there are gaps only where an attempt was interrupted or samples were removed.
+        Chunks are stored whole, so there are gaps only where an attempt was interrupted or void samples were removed.
         """
         samples, tasks = self._targets(rung, split)
         known = self._values[split].get(digest, {})
@@ -76,11 +76,11 @@ class SampleCache:
         return _spans(missing, tasks)
 
     def missing_chunks(self, digest: str, rung: int, split: Split) -> tuple[tuple[Span, ...], ...]:
-        """The samples at a rung that are not stored for a recipe, in chunks of at most the plan's size."""
+        """The samples at a rung that are not stored for a recipe, in chunks of at most `Plan.chunk_samples` samples."""
         return _chunks(self.missing(digest, rung, split), self._plan.chunk_samples)
 
     def chunks(self, positions: Mapping[str, Sequence[int]], split: Split) -> tuple[tuple[Span, ...], ...]:
-        """The given sample positions, by objective and ascending, divided into chunks of at most the plan's size."""
+        """The samples at `positions`, ascending by objective, in chunks of at most `Plan.chunk_samples` samples."""
         return _chunks(_spans(positions, self._targets(-1, split)[1]), self._plan.chunk_samples)
 
     def rung_record(self, recipe: Recipe | StoredRecipe, rung: int) -> RungRecord:
@@ -103,7 +103,10 @@ class SampleCache:
         return RungRecord(rung, dict(samples), values | exact, standard_errors | dict.fromkeys(exact, 0.0))
 
     def differences_of(self, trials: Mapping[int, TrialRecord]) -> Callable[[int, int, int], Sequence[NDArray[Any]]]:
-        """The method `cost_differences` as a function of three numbers: a trial, its rival, and the rung."""
+        """The method `cost_differences` as a function of three numbers: a trial, its rival, and the rung.
+
+        `trials` are the trials by number, whose recipes are looked up when the function is called.
+        """
         return lambda trial, rival, rung: self.cost_differences(trials[trial].recipe, trials[rival].recipe, rung=rung)
 
     def cost_differences(
@@ -139,7 +142,10 @@ class SampleCache:
 
 
 def _spans(positions: Mapping[str, Sequence[int]], tasks: Mapping[str, TaskSpec]) -> list[Span]:
-    """Ascending sample positions, by objective, as spans of consecutive positions."""
+    """Sample positions, by objective and ascending, as spans of consecutive positions.
+
+    `tasks` are the tasks of the objectives, one of which each span names.
+    """
     spans: list[Span] = []
     for objective, left in positions.items():
         while left:
@@ -151,7 +157,10 @@ def _spans(positions: Mapping[str, Sequence[int]], tasks: Mapping[str, TaskSpec]
 
 
 def _chunks(spans: Iterable[Span], limit: int) -> tuple[tuple[Span, ...], ...]:
-    """The spans in order, packed into chunks of at most `limit` samples; spans that do not fit are cut."""
+    """The spans in order, divided into chunks of `limit` samples; the last chunk may be smaller.
+
+    A span that does not fit into what is left of a chunk is cut in two.
+    """
     chunks: list[tuple[Span, ...]] = []
     current: list[Span] = []
     room = limit

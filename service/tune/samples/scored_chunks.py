@@ -53,9 +53,9 @@ class ScoredChunks:
         return self._rescoring.is_pending
 
     def next_rescoring(self, in_flight: Iterable[Evaluation]) -> Evaluation | None:
-        """An evaluation that scores samples of an engine that failed a check again; None if there is none to start now.
+        """An evaluation that scores void samples of one recipe again: those of an engine that failed a check.
 
-        Its recipe is not one of those `in_flight`.
+        Returns None if there are none, or if all their recipes are those of evaluations `in_flight`, which are running.
         """
         return self._rescoring.next_evaluation(in_flight, trial_of=self._trials.first_with)
 

@@ -37,10 +37,11 @@ def rung_table(
     violation: Callable[[int, int], float],
     differences: Callable[[int, int, int], Sequence[NDArray[Any]]],
 ) -> RungTable:
-    """The rung table of a study's scheduler, without trials.
+    """A new rung table, still without trials, for the scheduler of `plan`.
 
-    `violation(trial, rung)` is the total constraint violation of a trial at a rung. `differences(trial, rival, rung)`
-    are the differences in cost between two trials, one array per objective.
+    It decides which trial is evaluated at which rung, and which are promoted. `violation(trial, rung)` is the total
+    constraint violation of a trial at a rung. `differences(trial, rival, rung)` has an array for each objective: the
+    trial's cost minus that of the trial `rival` on each sample of the rung.
     """
     own: dict[str, Any] = {}
     if plan.error_rate is not None:

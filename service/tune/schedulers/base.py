@@ -29,7 +29,11 @@ __all__ = ["Decision", "Entry", "Proposal", "Rung", "RungTable"]
 
 @dataclass
 class Entry:
-    """A trial in the rung table: its bracket, its next rung, its costs by rung, and its state."""
+    """A trial in the rung table: its bracket, its next rung, its costs by rung, and its state.
+
+    `bracket` is None for a baseline. `is_finished` is True once the trial is complete, pruned or failed, and
+    `is_waiting` while it waits for a decision on its promotion.
+    """
 
     number: int
     bracket: int | None  # None: a baseline, evaluated once at full budget
@@ -47,9 +51,10 @@ class Entry:
 class Rung:
     """A rung of one bracket.
 
-    `order` has its trials, the members, in the order of their arrival. `members` maps each of them to the newest trial
-    whose first result was needed to promote it, which never decreases along `order`. Decisions have been made on the
-    first `num_decided` members; `ranking` has those of them that did not fail.
+    `order` has the members, which are the trials that have arrived at the rung, in the order of their arrival.
+    `members` maps each of them to the newest trial whose first result was needed to promote it, which never decreases
+    along `order`. Decisions have been made on the first `num_decided` members; `ranking` has those of them that did not
+    fail. The rung is closed (`is_closed`) once no further decision is made there.
     """
 
     index: int
@@ -155,20 +160,21 @@ class RungTable(ABC):
     def _num_promoted_early(self, num_decided: int) -> int:
         """The number of trials that a rung promotes once its first `num_decided` members are evaluated.
 
-        More members may still arrive at the rung.
+        The members are the trials that arrived at the rung; more may still arrive. Trials promoted before are counted.
         """
 
     @abstractmethod
     def _see_later(self, number: int, bracket: int) -> bool:
-        """Make visible the results that proposal `number` of `bracket` must know in addition to each trial's first one.
+        """Let proposals use the later results that proposal `number` of `bracket` must know.
 
-        An implementation calls `_see` for each of these results. Returns False while one of them is missing. A result
-        that was made visible stays visible for all later proposals.
+        These are results of trials after their first ones. A scheduler's subclass calls the method `_see` for each of
+        them. Returns False while one of them is missing; the proposal then waits. A result that was made visible stays
+        visible for all later proposals.
         """
 
     @abstractmethod
     def position(self) -> tuple[int, int] | None:
-        """The current (bracket, rung) of the search, for progress displays; None if it is at several at once."""
+        """The (bracket, rung) at which the search is, for progress displays; None if it is at several at once."""
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -243,11 +249,17 @@ class RungTable(ABC):
         return sum(self._most_of(self._entries[number], totals) for number in self._runnable | self._waiting)
 
     def most_samples_of(self, proposal: Proposal, totals: Sequence[int]) -> int:
-        """The most samples by which a proposal increases `most_samples_left`."""
+        """The most samples by which a proposal increases `most_samples_left`.
+
+        `totals` are the samples of each rung, of all objectives together.
+        """
         return totals[-1]
 
     def _most_of(self, entry: Entry, totals: Sequence[int]) -> int:
-        """The samples between the trial's last evaluation and the last rung."""
+        """The most samples that a trial can still take: those of the last rung that it has not been scored on.
+
+        `totals` are the samples of each rung, of all objectives together.
+        """
         return totals[-1] - (totals[max(entry.costs)] if entry.costs else 0)
 
     # -- decisions -------------------------------------------------------------------------------------------------
@@ -334,7 +346,11 @@ class RungTable(ABC):
     # -- internal --------------------------------------------------------------------------------------------------
 
     def _bracket_of_next(self) -> tuple[int, Bracket | None]:
-        """The number of the next proposal's bracket, and the bracket itself if it must be opened first, else None."""
+        """The number of the next proposal's bracket, and the bracket itself if the proposal opens it, else None.
+
+        A new bracket is opened when the newest one has all its trials. It is the next one of the repeated `cycle`, and
+        is smaller if fewer configurations are left to propose.
+        """
         newest = next(reversed(self._brackets), -1)
         if newest >= 0 and not self._is_full(newest):
             return newest, None
@@ -352,9 +368,10 @@ class RungTable(ABC):
         return () if entry.bracket is None else self.decide(entry.bracket)
 
     def _see_first(self, last: int) -> bool:
-        """Make the first results of all trials up to number `last` visible to proposals.
+        """Let proposals use the first results of all trials up to number `last`.
 
-        Returns False while one of these results is missing.
+        Trials that failed without a result are added to the failed ones, which proposals are told. Returns False at the
+        first trial that has neither a result nor failed.
         """
         while self._num_known <= last:
             entry = self._entries[self._num_known]
@@ -368,9 +385,9 @@ class RungTable(ABC):
         return True
 
     def _see(self, number: int, rung: int) -> bool:
-        """Make the result of a trial at a rung visible to proposals, and tell whether the trial was evaluated there.
+        """Let proposals use the result of a trial at a rung, and return whether the trial was evaluated there.
 
-        A trial that failed counts as evaluated, but has no result to make visible.
+        A trial that failed counts as evaluated, but has no result that proposals could use.
         """
         entry = self._entries[number]
         if rung in entry.costs:
@@ -378,9 +395,9 @@ class RungTable(ABC):
         return entry.is_evaluated(rung)
 
     def _see_ended(self, last: int) -> None:
-        """Make all results of the trials up to number `last` visible to proposals.
+        """Let proposals use all results of the trials up to number `last`.
 
-        The trials must have ended, and their first results must be visible already.
+        The trials must have ended, and proposals must be allowed to use their first results already (`_see_first`).
         """
         while self._num_seen <= last:
             for rung in sorted(self._entries[self._num_seen].costs)[1:]:
@@ -403,10 +420,10 @@ class RungTable(ABC):
         self._runnable.add(entry.number)
 
     def _promote_early(self, rung: Rung, above: Rung) -> tuple[int, ...]:
-        """Promote trials of `rung` to the rung `above` while more may still arrive at `rung`.
+        """Promote trials of `rung` to the rung `above` while more trials may still arrive at `rung`.
 
-        Members are decided on one after the other, in their order, up to the first one that is not evaluated. Returns
-        the trials that are promoted.
+        Decisions are made on one member of the rung after the other, in the order of their arrival, up to the first one
+        that is not evaluated. Returns the numbers of the trials that are promoted.
         """
         promoted: list[int] = []
         while rung.num_decided < len(rung.order):
@@ -422,7 +439,11 @@ class RungTable(ABC):
         return tuple(promoted)
 
     def _promote_last(self, bracket: int, rung: Rung, above: Rung) -> tuple[int, ...]:
-        """Promote trials of `rung` to the rung `above` once `rung` has all its members, and return them."""
+        """Promote trials of `rung` to the rung `above` once no trial can arrive at `rung` any more.
+
+        Returns the numbers of the promoted trials. Failed members are not promoted, but count in the size from which
+        the number of promoted trials follows.
+        """
         if not rung.members:
             return ()
         # Failed trials are members of the rung: they are not promoted, but count in the number of trials that are.
@@ -430,10 +451,10 @@ class RungTable(ABC):
         return tuple(self._promote(rung, above, num_best, cause=self._members[bracket][-1]))
 
     def _promote(self, rung: Rung, above: Rung, num_best: int, cause: int) -> list[int]:
-        """Promote the best `num_best` of the members of `rung` on which decisions have been made.
+        """Promote the best `num_best` of the members of `rung` on which decisions have been made, to the rung `above`.
 
-        Returns the trials that were not promoted before. `cause` is the newest trial whose first result was needed for
-        this decision.
+        Returns those of them that were not promoted before. `cause` is the number of the newest trial whose first
+        result was needed for this decision.
         """
         promoted = rung.ranking.take(num_best)
         for number in promoted:

@@ -48,12 +48,12 @@ def largest_capital(differences: Differences, *, population: int) -> float:
 class Bound:
     """A test that stops candidates which are behind a rival in every objective, with one error rate for a whole study.
 
-    With a probability of at least 1 - `error_rate`, every candidate that is stopped would have been worse than its
-    rival on all samples. The k-th candidate's share of the error rate is 1 / (k (k + 1)), for any number of candidates;
-    its rivals share it equally. Rungs need no shares, because the bound holds at all of them. Objectives need none
-    either: a candidate that is not worse in one of them is stopped only if the bound of that objective is wrong. The
-    candidate is assumed not to depend on which samples come first. A searcher that learns from the lower rungs of
-    earlier trials makes the rate approximate.
+    A candidate is a trial that may be stopped. With a probability of at least 1 - `error_rate`, every candidate that is
+    stopped would have been worse than its rival on all samples. The k-th candidate's share of the error rate is 1 / (k
+    (k + 1)), for any number of candidates; its rivals share it equally. Rungs need no shares, because the bound holds
+    at all of them. Objectives need none either: a candidate that is not worse in one of them is stopped only if the
+    bound of that objective is wrong. The candidate is assumed not to depend on which samples come first. A searcher
+    that learns from the lower rungs of earlier trials makes the rate approximate.
 
     `differences(trial, rival, rung)` has an array for each objective: the cost of the trial minus that of the rival on
     each sample of the rung, in [-1, 1], in the order of the samples. `populations` are the numbers of all samples, in
@@ -67,7 +67,8 @@ class Bound:
     def is_behind(self, trial: int, rival: int, rung: int, *, candidate: int, num_rivals: int) -> bool:
         """Whether the bound shows at this rung that a trial is behind the trial `rival` in every objective.
 
-        The trial is candidate number `candidate`, counted from 1, and has `num_rivals` rivals.
+        The trial is the study's candidate number `candidate`, counted from 1, and has `num_rivals` rivals; both
+        determine its share of the error rate.
         """
         least = candidate * (candidate + 1) * num_rivals / self.error_rate
         found = zip(self.differences(trial, rival, rung), self.populations, strict=True)

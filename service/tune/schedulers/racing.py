@@ -73,11 +73,17 @@ class RacingTable(RungTable):
         return tuple(decisions)
 
     def _are_known(self, number: int) -> bool:
-        """Whether all trials that may be rivals of trial `number` have ended."""
+        """Whether all trials up to `number` - `max_staleness` have ended.
+
+        Only these may be rivals of trial `number`.
+        """
         return self._num_ended > number - self._max_staleness
 
     def _rivals(self, number: int, rung: int) -> Iterator[Candidate]:
-        """The rivals of trial `number`, with their costs at the rung."""
+        """The rivals of trial `number` that have costs at the rung, each with these costs.
+
+        They are the front of the trials up to `number` - `max_staleness`.
+        """
         for rival in self._front_of(max(0, number - self._max_staleness + 1)):
             entry = self._entries[rival.number]
             costs = {**self._at_looks.get(rival.number, {}), **entry.costs}
@@ -85,7 +91,11 @@ class RacingTable(RungTable):
                 yield self._candidate(entry, rung, costs[rung])
 
     def _front_of(self, num_trials: int) -> tuple[Candidate, ...]:
-        """The front of the first `num_trials` trials, by their costs at the last rung; these trials must have ended."""
+        """The Pareto front of the trials with numbers below `num_trials`, by their costs at the last rung.
+
+        These trials must have ended. A trial without costs at the last rung is not on the front. A trial that violates
+        constraints is dominated by one that violates them less.
+        """
         for entry in (self._entries[number] for number in range(len(self._fronts) - 1, num_trials)):
             front = self._fronts[-1]
             if self.last_rung in entry.costs:

@@ -22,9 +22,10 @@ Points: TypeAlias = NDArray[np.float64]
 
 
 class Ranking:
-    """The candidates of one rung in the order in which they are promoted.
+    """The trials at one rung, as candidates for promotion, in the order in which they are promoted.
 
-    Candidates that meet all constraints come first, then those that violate constraints. No candidate may have failed.
+    Trials that meet all constraints come first, then those that violate constraints. Trials that failed must not be
+    added.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,10 @@ class Ranking:
 
 
 class _Order(Protocol):
-    """The interface of candidates in an order; `take` returns the best ones that it has not returned before."""
+    """The interface of candidates for promotion in an order: trials with their costs at one rung.
+
+    The method `take` returns the best ones that it has not returned before.
+    """
 
     def __len__(self) -> int: ...
 
@@ -58,7 +62,7 @@ class _Order(Protocol):
 
 
 class _Line:
-    """Candidates with one cost each, ordered by cost, then trial number."""
+    """Candidates for promotion with one cost each, ordered by cost, then trial number."""
 
     def __init__(self) -> None:
         self._all: list[tuple[float, int]] = []
@@ -81,10 +85,12 @@ class _Line:
 
 
 class _Fronts:
-    """Candidates with several costs, ordered by non-dominated rank, then crowding distance, then trial number.
+    """Candidates for promotion with several costs, ordered by front, then crowding distance, then trial number.
 
-    A larger crowding distance comes first. A candidate is known by its index in the order of arrival. `_fronts` are the
-    first fronts, `_rest` are the candidates behind them.
+    The first front are the candidates that no other one dominates, the second those that then remain undominated
+    without the first, and so on. Within a front, a larger crowding distance comes first. A candidate is known by its
+    index in the order of arrival. `_fronts` are the first fronts, `_rest` are the candidates behind them, not yet
+    divided into fronts.
     """
 
     def __init__(self, num_costs: int) -> None:
@@ -134,9 +140,10 @@ class _Fronts:
         return [self._numbers[place] for place in new.tolist()]
 
     def _num_fronts(self, rank: int) -> int:
-        """The number of fronts that are stored separately.
+        """The number of fronts that are stored separately, after front `rank` was separated if it can be.
 
-        If `rank` is the index of the next front and there are further candidates, that front is stored first.
+        If `rank` is the index of the next front and candidates are left in `_rest`, those that no other of them
+        dominates are stored as that front first.
         """
         if rank == len(self._fronts) and len(self._rest):
             is_first = np.array(non_dominated([tuple(costs) for costs in self._costs[self._rest].tolist()]))
@@ -145,9 +152,9 @@ class _Fronts:
         return len(self._fronts)
 
     def _first_undominated(self, costs: Costs) -> int:
-        """The index of the first front in which no point dominates `costs`.
+        """The index of the first stored front in which no candidate dominates the costs `costs`.
 
-        In each front before it, some point does.
+        In each front before it, some candidate does. It is the number of stored fronts if a candidate in each does.
         """
         low, high = 0, len(self._fronts)
         while low < high:

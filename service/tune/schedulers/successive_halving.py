@@ -43,9 +43,11 @@ class HyperbandTable(RungTable):
         return True
 
     def most_samples_left(self, totals: Sequence[int]) -> int:
-        """The most samples that the trials in the table, and those that their brackets of several rungs lack, can take.
+        """The most samples that the search can still take for brackets that are open.
 
-        Such a bracket is completed once it is open.
+        These are the samples of the trials in the table, and of the trials that open brackets of several rungs still
+        lack, because such a bracket is completed once it is open. `totals` are the samples of each rung, of all
+        objectives together.
         """
         alone = (self._entries[number].bracket for number in self._runnable)
         left = totals[-1] * sum(index is None or len(self._rungs[index]) == 1 for index in alone)
@@ -115,7 +117,8 @@ class AshaTable(RungTable):
         """The most samples that the trials in the table can still take.
 
         A result promotes at most one trial at its rung, which need not be its own. So each member of a rung on which
-        nothing is decided yet may cause one evaluation at each rung above.
+        nothing is decided yet may cause one evaluation at each rung above. `totals` are the samples of each rung, of
+        all objectives together.
         """
         left = 0
         for entry in (self._entries[number] for number in self._runnable):

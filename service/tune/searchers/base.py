@@ -37,11 +37,10 @@ _MAX_DRAWS = 64
 class Observation:
     """The result of a trial at one rung, as a searcher sees it.
 
-    `costs` has one cost per objective, smaller is better, or is None if the candidate failed. `fidelity` is the rung's
+    `costs` has one cost per objective, smaller is better, or is None if the trial failed. `fidelity` is the rung's
     share of the full budget, in (0, 1]; a failure has that of the last rung. `standard_errors` are the standard errors
     of the costs; one that is not known is None. `constraints` has a value for each constraint, which is at most 0 if
-    the constraint holds. `is_proposed` is False for baselines and for
-    trials of an earlier study.
+    the constraint holds. `is_proposed` is False for baselines and for trials of an earlier study.
     """
 
     configuration: Mapping[str, Any]
@@ -93,7 +92,10 @@ class SearchSetting:
         return self.preferences or (equal_preference(len(self.objectives)),)
 
     def first_in_batch(self, number: int) -> int:
-        """The first trial of the batch to which the proposal of trial `number` belongs."""
+        """The number of the first trial of the batch to which the proposal of trial `number` belongs.
+
+        The proposals of a batch know the same results.
+        """
         return number - (number - self.num_baselines) % self.batch
 
     def num_left_in_batch(self, number: int) -> int:

@@ -73,7 +73,7 @@ class CmaEsSearcher:
 
 
 def _padded(row: Rows) -> Rows:
-    """A copy of `row` with at least two numbers, which the package cmaes needs."""
+    """A copy of `row` with at least two numbers, because the package cmaes needs two; the second is then 0.5."""
     return np.append(row, 0.5) if len(row) == 1 else row.copy()
 
 

@@ -66,9 +66,9 @@ def descents_of(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]
 
 
 def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
-    """The number of a descent and the index of its point that become the proposal with index `index`.
+    """The number of the descent and the index of the point in it that become the proposal with index `index`.
 
-    Returns None if the proposal follows all descents.
+    Proposals are counted from 0 without baselines. Returns None if the proposal follows the points of all descents.
     """
     for number, descent in enumerate(descents):
         if index < descent.num_points:
@@ -78,9 +78,11 @@ def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
 
 
 def _order(vectors: np.ndarray) -> list[tuple[int, tuple[int, ...]]]:
-    """The order of descents: for each, the index of its preference vector and the earlier descents, the nearest first.
+    """The order in which descents are made for the preference vectors [num_vectors, num_objectives].
 
-    Among descents at the same distance, the earlier one comes first.
+    For each descent, it has the index of its vector and the numbers of the earlier descents, the nearest first and the
+    earlier one of two at the same distance. The first descent is for the vector nearest to equal weights; the next is
+    always for the vector nearest to those before it.
     """
     apart = np.linalg.norm(vectors[:, None] - vectors[None], axis=2).round(DECIMALS)
     equal = equal_preference(vectors.shape[1])

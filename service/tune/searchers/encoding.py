@@ -71,7 +71,10 @@ class Encoding:
         return values
 
     def _encoded(self, condition: Condition) -> Rows:
-        """The encoded values of a condition's parent parameter for which the condition holds."""
+        """The encoded values of a condition's parent parameter for which the condition holds.
+
+        A parameter with a condition is active only if its parent parameter has one of these values.
+        """
         column = self._names.index(condition.parent)
         values = [value for value in condition.values if self._parameters[column].contains(value)]
         return self.encode({condition.parent: value} for value in values)[:, column]
@@ -113,7 +116,8 @@ class Encoding:
         """A few encoded values for each role, that is, for all parameters that share it.
 
         A role of categorical parameters, or of few whole numbers, has all its values. Any other role has `num_levels`
-        numbers from one end of the range to the other. Roles are in the order that `tied` uses.
+        numbers from one end of the range to the other. Roles are in the order of the columns that the method `tied`
+        takes.
         """
         levels = np.linspace(0.0, 1.0, num_levels)
         first = [column for column, role in enumerate(self._role) if column == role]
@@ -125,7 +129,7 @@ class Encoding:
     def tied(self, values: Rows) -> Rows:
         """Rows in which all parameters with the same role have the same value.
 
-        `values` has one column for each role.
+        `values` has one column for each role, in the order of the method `values_by_role`.
         """
         _, index = np.unique(self._role, return_inverse=True)
         return self.normalise(values[:, index])
@@ -156,8 +160,8 @@ class Encoding:
     def normalise(self, rows: Rows) -> Rows:
         """Rows of any numbers in [0, 1] as valid rows of this encoding; `rows` is not changed.
 
-        A whole number or a choice is moved to the middle of its cell, inactive parameters are marked, and
-        configurations are repaired.
+        A whole number or a choice is moved to the middle of the interval that stands for it, inactive parameters get
+        the number INACTIVE, and configurations that the space does not allow are repaired.
         """
         cells = np.where(self._is_discrete, self._num_cells, 1.0)
         middles = (np.minimum(np.floor(rows * cells), cells - 1) + 0.5) / cells

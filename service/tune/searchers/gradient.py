@@ -65,9 +65,10 @@ class GradientSearcher:
         return LOCAL_SEARCH.advance(replace(context, observations=_with_one_cost(context)))
 
     def _descend(self, context: ProposalContext, number: int, point: int) -> GradientRequest | dict[str, Any] | None:
-        """The configuration at point `point` of descent `number`, or a request for the next gradient on the way to it.
+        """The configuration at the point with index `point` of the gradient descent with number `number`.
 
-        Returns None if the descent has failed.
+        If the gradients on the way to the point are not all computed, returns a request for the next one. Returns None
+        if the descent has failed, because a loss was not finite.
         """
         setting, steps = context.setting, context.steps
         descent = _descents(setting)[number]
@@ -93,9 +94,10 @@ class GradientSearcher:
         )
 
     def _start(self, context: ProposalContext, number: int) -> Point:
-        """The point at which a descent starts: the end of the nearest earlier descent that has not failed.
+        """The point at which the gradient descent with number `number` starts: the end of a nearby earlier descent.
 
-        If there is none, the descent starts at the defaults of the parameters.
+        It is the nearest one, by preference vector, that has not failed. If there is none, the descent starts at the
+        defaults of the parameters.
         """
         parameters, steps = context.parameters, context.steps
         if done := _steps_of(number, steps):
@@ -173,8 +175,8 @@ def _with_one_cost(context: ProposalContext) -> list[Observation]:
     """The observations with a single cost each, for a local search.
 
     The cost is the mean over the objectives or, in a study with preference vectors, the mean weighted by the vector of
-    the proposal. Trials of other vectors are then marked as not proposed, because they say nothing about the size of
-    steps.
+    the proposal (`_turn`). Trials that were proposed for other vectors are then marked as not proposed, because they
+    say nothing about the size of the local search's steps.
     """
     setting = context.setting
     turn = _turn(context.number, setting)
@@ -191,9 +193,9 @@ def _with_one_cost(context: ProposalContext) -> list[Observation]:
 
 
 def _turn(number: int, setting: SearchSetting) -> int:
-    """The index of the descent whose preference vector proposal `number` is for.
+    """The index of the gradient descent for whose preference vector trial `number` is proposed.
 
-    Proposals after the descents use the vectors in turn.
+    It is the descent of which the trial is a point. Trials after all descents use the descents' vectors in turn.
     """
     descents = _descents(setting)
     index = number - setting.num_baselines

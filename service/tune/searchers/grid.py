@@ -48,10 +48,10 @@ class GridSearcher:
         return context.sample_unseen(rng)
 
     def _points(self, encoding: Encoding, levels: int, number: int, seed: int, rng: np.random.Generator) -> Rows:
-        """Points of a grid with `levels` values of each number.
+        """Points of a grid with `levels` values for each role of numeric parameters, as rows of the encoding.
 
-        All points are returned if they are few, in a random order that the seed determines, beginning at index
-        `number`. Of a large grid, random points are returned.
+        Parameters of one role have the same value. If the grid has at most `max_points` points, all are returned, in a
+        random order that `seed` determines, beginning at index `number`. Of a larger grid, random points are returned.
         """
         values = encoding.values_by_role(levels)
         shape = [len(options) for options in values]

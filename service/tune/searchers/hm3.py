@@ -128,9 +128,9 @@ class Hm3Searcher:
         return [paths.configuration(path) for path in found]
 
     def _training_of(self, context: ProposalContext) -> PolicyTraining:
-        """The object that trains the policies, with the checkpoints in the context.
+        """The object that trains the policies, with the checkpoints of the context.
 
-        The object of the last call is used again if the search is the same.
+        The object of the last call is used again if parameters, seed and setting are the same.
         """
         parameters, seed, setting = context.parameters, context.seed, context.setting
         last = self._last
@@ -204,8 +204,8 @@ def training_of(
 def _descriptors(family: Family, paths: LayerPaths) -> Tensor:
     """The descriptors of the layers of all models from which paths are built: statistics of their weights.
 
-    Layers that are merged from several models are described by the mean over the other models. A policy knows the
-    preference vector by which they are merged as its own preference.
+    The layers of the model that is merged from several models are described by the mean over the other models, because
+    a policy knows the preference vector by which they are merged as its own preference.
     """
     import torch
 
@@ -227,9 +227,10 @@ def _request(training: PolicyTraining, iteration: int, setting: SearchSetting) -
 def _results(
     observations: Sequence[Observation], numbers: Sequence[int]
 ) -> list[tuple[Mapping[str, Any], tuple[float, ...]]]:
-    """The configuration of each trial in `numbers`, with its value in each objective; larger is better.
+    """The configuration of each trial in `numbers`, with its value in each objective, for a policy to learn from.
 
-    A value is 1 minus the cost. A trial that failed has the worst known value of each objective.
+    A value is 1 minus the cost, so larger is better. A trial that failed has the worst value of each objective that a
+    trial up to the last of `numbers` has.
     """
     known = {observation.number: observation for observation in observations if observation.number <= numbers[-1]}
     scored = [tuple(1 - cost for cost in o.costs) for o in known.values() if o.costs is not None]

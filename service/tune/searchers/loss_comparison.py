@@ -44,10 +44,11 @@ Correlations = Mapping[str, float]
 
 
 def compare(context: ProposalContext) -> LossesRequest | CompletionsRequest | NoteRequest:
-    """The next step towards the decision whether a search uses gradients, or the decision itself.
+    """The request for the next step towards the decision whether a search uses gradients, or the decision itself.
 
     First the losses of the baselines are computed on the tasks' reference answers. For objectives whose losses do not
     rank the baselines as their scores do, the losses are then computed on the correct completions of the source models.
+    The decision is a NoteRequest, whose step states it.
     """
     setting, steps = context.setting, context.steps
     known = [o for o in context.observations if not o.is_proposed and o.costs is not None]
@@ -130,7 +131,11 @@ def _losses_of(
     *,
     completions: tuple[str, ...] = (),
 ) -> LossesRequest:
-    """A request for the losses of a baseline on the first NUM_COMPARED of each objective's `positions`."""
+    """A request for the losses of a baseline's merge on the first samples of each objective.
+
+    These are the first NUM_COMPARED of the objective's `positions`. `completions` names the objectives whose references
+    are the source models' own correct completions; those of the others are the tasks' answers.
+    """
     return LossesRequest(
         label=f"trial {baseline.number}",
         point=tuple(float(baseline.configuration[parameter.name]) for parameter in context.parameters),
@@ -155,7 +160,11 @@ def _comparisons(steps: Sequence[Step], *, on_completions: bool) -> list[LossesS
 
 
 def _correlations(known: Sequence[Observation], compared: Sequence[LossesStep], setting: SearchSetting) -> Correlations:
-    """The rank correlation between losses and costs over the baselines, for each compared objective."""
+    """The rank correlation between losses and costs over the baselines, for each objective that has losses.
+
+    `compared` are the steps that computed losses, one for each of the baselines `known` and in their order. Baselines
+    that have failed, or whose loss is not finite, are left out.
+    """
     found = {}
     for index, name in enumerate(setting.objectives):
         if name in compared[0].request.positions:

@@ -61,10 +61,11 @@ class MoeadSearcher:
         return context.sample_unseen(rng) if child is None else encoding.decode(child)
 
     def _replay(self, scored: Sequence[Observation], *, seed: int) -> tuple[list[Observation], NDArray[np.intp]]:
-        """The member at each place of the population after all trials, and the neighbours of each place.
+        """The member at each index of the population after all trials `scored`, and the neighbours of each index.
 
-        Neighbours are the places with the most similar weights of the objectives, the nearest first; each place is its
-        own first neighbour.
+        Each index stands for one vector of weights of the objectives. Its neighbours [population_size, num_neighbours]
+        are the indices with the most similar weights, the nearest first; each index is its own first neighbour. `seed`
+        determines the random choices of which members a trial replaces.
         """
         costs = np.array([trial.costs for trial in scored])
         lattice = simplex_lattice(costs.shape[1], max_vectors=self.population_size)
@@ -96,7 +97,10 @@ class MoeadSearcher:
         return np.clip(np.where(mutates, child + self._mutation(rows.shape[1], rng), child), 0.0, 1.0)
 
     def _mutation(self, num: int, rng: np.random.Generator) -> Rows:
-        """Random steps of the polynomial mutation (Li and Zhang 2009, equation 3), as shares of a parameter's range."""
+        """`num` random steps of the polynomial mutation, each as a share of a parameter's range.
+
+        Li and Zhang (2009), equation 3.
+        """
         u = rng.random(num)
         power = 1 / (self.mutation_index + 1)
         return np.where(u < 0.5, (2 * u) ** power - 1, 1 - (2 - 2 * u) ** power)

@@ -85,9 +85,9 @@ def _ask(
 
 
 def _without_failures(trials: Sequence[Observation]) -> tuple[Any, Any]:
-    """The costs [trial, objective] and constraint values [trial, constraint] of all trials.
+    """The costs [trial, objective] and the constraint values [trial, constraint] of all trials, for Optuna.
 
-    Trials that failed have the worst observed numbers.
+    A trial that failed has the worst cost of each objective, and the worst value of each constraint, among the others.
     """
     scored = [trial for trial in trials if trial.costs is not None]
     costs = np.array([trial.costs for trial in scored])

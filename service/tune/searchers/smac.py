@@ -31,8 +31,8 @@ __all__ = ["SEARCHER", "SmacSearcher"]
 class SmacSearcher:
     """The searcher SMAC, whose random forest learns from the results of all rungs.
 
-    A candidate that violates constraints counts as worse than all that do not, the more so the larger its violation.
-    The defaults were chosen with tests/benchmarks/bench_searchers.py.
+    A configuration that violates constraints counts as worse than all that do not, the more so the larger its
+    violation. The defaults were chosen with tests/benchmarks/bench_searchers.py.
     """
 
     num_initial: int = 8  # configurations with results, baselines included, before the forest is used
@@ -79,7 +79,10 @@ class SmacSearcher:
         return encoding.decode(next(unseen, candidates[0]))
 
     def _acquisition(self, rows: Rows, fidelities: Rows, costs: Rows, *, seed: int) -> _Acquisition:
-        """The fitted acquisition function; that of the last call, if its data and seed were the same."""
+        """The acquisition function, fitted to encoded configurations `rows` with their fidelities and costs.
+
+        If data and seed are those of the last call, its function is returned again.
+        """
         data = (rows, fidelities, costs, np.array([seed]))
         if len(self._last) == 0 or not all(map(np.array_equal, data, self._last[0])):
             self._last[:] = [data, self._fit(rows, fidelities, costs, seed=seed)]
@@ -112,7 +115,7 @@ class SmacSearcher:
 
         Each objective is scaled to [0, 1] by its observed range; a failure has the worst cost. Several objectives are
         joined by the augmented Tchebycheff function (Su and Geiping 2025, section 3.3.2, equation 3), with a random
-        weight vector.
+        weight vector. An observation that violates constraints has a cost above those of all that do not.
         """
         num_objectives = len(next(o.costs for o in observations if o.costs is not None))
         table = np.array([o.costs if o.costs is not None else (np.nan,) * num_objectives for o in observations])
@@ -133,9 +136,11 @@ class SmacSearcher:
     def _maximise(
         self, encoding: Encoding, acquisition: _Acquisition, observed: Rows, rng: np.random.Generator
     ) -> Rows:
-        """Candidates for the next proposal, by their expected improvement, the best first.
+        """Rows from which the next configuration is taken, by their expected improvement, the best first.
 
-        Candidates are random rows, and mutants of the observed rows that the forest predicts to be best.
+        They are random rows, and mutants of those of the rows `observed` that the forest predicts to be best. At
+        random, with probability `tied_share`, they are only rows in which all parameters with the same role have the
+        same value.
         """
         by_cost = np.argsort(acquisition.predicted_costs(observed), kind="stable")
         parents = np.repeat(observed[by_cost[: self.num_parents]], self.num_mutants, axis=0)
@@ -176,7 +181,7 @@ def _at_full_budget(rows: Rows) -> Rows:
 def _columns(num: int) -> Any:
     """A configuration space of `num` numbers in [0, 1] for SMAC's forest; the last number is the fidelity.
 
-    The rows are encoded already, so the forest only needs to know how many columns there are.
+    The forest learns from rows that are encoded already, so it only needs to know how many columns there are.
     """
     from ConfigSpace import ConfigurationSpace
 
