@@ -1,6 +1,6 @@
 """Nodes lost while a study runs: killed, cut off and healed, and the head replaced. Trials stay the undisturbed ones.
 
-Scores are fakes. HTTP server, database, Ray on four machines (`machines`), its jobs and Serve are real. Ray notices a
+Scores are fakes. HTTP server, PostgreSQL, Ray on four machines (`machines`), its jobs and Serve are real. Ray notices a
 killed node after about 15 s, and one that is cut off, or a lost head, after about a minute.
 """
 
@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 
 from search_spaces.study.file import load_study
-from service.disk import DATABASE
 from service.resolved_study import ResolvedStudy
 from service.store import Store
+from service.store.database_url import VARIABLE
 from tests.cluster.machines import DASHBOARD_PORT, Cluster, machines
 from tests.end_to_end.server import Server, serving
 from tests.end_to_end.studies import undisturbed, write_small_study
+from tests.postgresql import PostgreSQL
 from tests.service.tune.harness import trial_list
 
 NUM_WORKERS = 3
@@ -73,17 +74,22 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(tmp_path_factory: pytest.TempPathFactory, _postgresql: PostgreSQL) -> Iterator[Site]:
+    """A site whose machines reach PostgreSQL by its unix socket, which is a file on the shared disk."""
     directory = tmp_path_factory.mktemp("site")
+    if not _postgresql.is_running:
+        _postgresql.start()
+    database = _postgresql.migrated()
     with machines(directory, num_workers=NUM_WORKERS, environment=ENVIRONMENT) as cluster:
         cluster.start()
         environment = {
             **{name: value for name, value in cluster.environment.items() if name.startswith("RAY_")},
             "RAY_ADDRESS": f"http://{cluster.head.address}:{DASHBOARD_PORT}",
+            VARIABLE: database,
             **ENVIRONMENT,
         }
         with serving(["tests.benchmarks.fake_serve"], directory / "data", environment=environment) as server:
-            store = Store(f"sqlite:///{directory / 'data' / DATABASE}")
+            store = Store(database, waits=True)
             yield Site(cluster, server, store, directory)
             store.close()
 
