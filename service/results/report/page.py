@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from service.results.report.texts import headline, key_figures, number_text, tri
 from service.results.series.budget import budget
 from service.results.summary import summary
 from service.schemas.files import ConstraintDocument
+from service.store.documents import RemovedResponses
 from service.types import Origin
 
 __all__ = ["render_report", "template"]
@@ -84,6 +86,10 @@ def template(name: str) -> jinja2.Template:
     return environment.get_template(name)
 
 
+def _removed(removed: RemovedResponses) -> str:
+    return f"of {removed.num_samples:,} samples removed on {date.fromtimestamp(removed.removed_at).isoformat()}"
+
+
 def _settings(run: RunRecord, constraints: Sequence[ConstraintDocument]) -> list[tuple[str, str]]:
     document = run.study.document
     space, search, fidelity = (document.get(key, {}) for key in ("search_space", "search", "fidelity"))
@@ -95,6 +101,7 @@ def _settings(run: RunRecord, constraints: Sequence[ConstraintDocument]) -> list
         ("rungs", " / ".join(rungs[rung] for rung in sorted(rungs)) + " samples" if rungs else None),
         ("seed", search.get("seed")),
         ("constraints", ", ".join(row["constraint"] for row in constraints)),
+        ("responses", "" if run.removed_responses is None else _removed(run.removed_responses)),
         ("version", run.version),
     ]
     return [(name, str(value)) for name, value in found if value not in (None, "")]

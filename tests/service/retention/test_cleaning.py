@@ -437,6 +437,8 @@ def test_views_say_that_responses_were_removed(tmp_path: Path) -> None:
             assert answer.status_code == 200
             assert answer.json()["samples"]["responses_removed"]["samples"] > 0
             assert answer.json()["samples"]["stored_bytes"]["texts"] == 0
+            number = answer.json()["samples"]["responses_removed"]["samples"]
+            assert f"of {number:,} samples removed on 20" in http.get(f"/v1/studies/{job.id}/report").text
 
 
 def test_a_server_removes_what_exceeds_its_limits(tmp_path: Path) -> None:
