@@ -18,7 +18,7 @@ _Origin: TypeAlias = Literal["source", "published"]
 
 
 class Baseline(NamedTuple):
-    """A recipe that is known before the search.
+    """A recipe that is known before the search and scored beside its proposals.
 
     `label` is its name, for example "expert:math"; it is unique within a study.
     """
@@ -33,7 +33,8 @@ def all_baselines(
 ) -> tuple[Baseline, ...]:
     """All baselines of a study: the base model, each expert, then the published merges of all experts.
 
-    Every recipe is in canonical form. If two baselines have equal recipes, only the first one is returned.
+    `base` and `experts` are aliases, which `fingerprints` maps to content fingerprints. Every recipe is in canonical
+    form. If two baselines have equal recipes, only the first one is returned.
     """
     found: dict[str, Baseline] = {}
     for origin, label, merge in _merges(base, tuple(experts)):

@@ -79,7 +79,11 @@ class Bracket:
         return tuple(sizes)
 
     def samples(self, totals: Sequence[int]) -> int:
-        """The number of samples that the whole ladder takes; `totals` are those of each rung of the study."""
+        """The number of samples that all configurations of the bracket take together.
+
+        `totals` are the samples of each rung of the study, of all objectives together. A promoted configuration takes
+        only the samples that it lacks.
+        """
         increments = (rung - paid for paid, rung in itertools.pairwise((0, *totals[self.first_rung :])))
         return sum(size * samples for size, samples in zip(self.sizes, increments, strict=True))
 
@@ -142,7 +146,8 @@ def bracket_plan(cycle: Sequence[Bracket], max_trials: int) -> tuple[Bracket, ..
 def open_brackets(cycle: Sequence[Bracket], *, max_staleness: int) -> int:
     """The number of brackets that may be open at a time: as many as `max_staleness` configurations fill, at least two.
 
-    With k of them, a bracket opens once the bracket k before it and all older ones are closed.
+    With k of them, a bracket opens once the bracket k before it and all older ones are closed. `cycle` are the brackets
+    that the search repeats.
     """
     size = sum(bracket.num_configurations for bracket in cycle)
     return max(OPEN_BRACKETS, max_staleness * len(cycle) // size)

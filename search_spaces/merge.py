@@ -158,7 +158,7 @@ class Merge:
 
 
 def _whole(value: Any) -> int | None:
-    """Check that `value` is a whole number or None, and return it. Raises TypeError for any other value."""
+    """The value `value`, checked to be a whole number or None. Raises TypeError for any other value."""
     return None if value is None else operator.index(value)
 
 
@@ -233,9 +233,9 @@ def _of_sources(coefficients: Mapping[str, CoefficientValue], at: Sequence[int])
 
 
 def _brief(coefficients: Mapping[str, CoefficientValue], declared: MergeMethod) -> dict[str, CoefficientValue]:
-    """The coefficients of a merge in their shortest form.
+    """The coefficients of a merge by the method `declared`, in their shortest form.
 
-    A coefficient equal to its default is left out. Equal numbers of all sources become one number.
+    A coefficient equal to its default is left out. If all sources have the same number, it is stated once for all.
     """
     brief: dict[str, CoefficientValue] = {}
     for name, value in coefficients.items():

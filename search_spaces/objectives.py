@@ -115,9 +115,9 @@ def _needs_range(claim: str) -> InvalidStudy:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate for promotion.
+    """A trial as a candidate for promotion to the next rung, or for a Pareto front.
 
-    `number` is the number of its trial. `costs` is None if the trial failed. `violation` is the sum of the trial's
+    `number` is the trial's number. `costs` is None if the trial failed. `violation` is the sum of the trial's
     constraint violations, 0 if all constraints hold.
     """
 
@@ -135,7 +135,7 @@ def constrained_dominates(candidate: Candidate, other: Candidate) -> bool:
     """Whether `candidate` violates constraints less than `other`, or violates them equally and dominates it by costs.
 
     A failed candidate dominates none. The rule is definition 1 of Deb et al., "NSGA-II" (2002), with one difference:
-    between two infeasible candidates with equal violation the costs decide, while in the paper neither dominates.
+    between two candidates that violate constraints equally the costs decide, while in the paper neither dominates.
     """
     if candidate.costs is None or other.costs is None:
         return candidate.costs is not None and other.costs is None

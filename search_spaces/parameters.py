@@ -174,7 +174,10 @@ class Parameters:
     ) -> None:
         """Store the parameters, after checking their names and conditions.
 
-        Raises ValueError for a repeated name, a condition that never holds, or a parent that is missing or comes later.
+        `roles` has the role of each parameter that has one, by the parameter's name. `structure` has the rules of the
+        space for drawing and repairing configurations; if it is None, configurations are drawn uniformly and stored
+        unchanged. Raises ValueError for a repeated name, a condition that never holds, or a parent that is missing or
+        comes later.
         """
         self.roles = dict(roles or {})
         self.structure = structure

@@ -83,13 +83,13 @@ def dirichlet(num_objectives: int, *, num_vectors: int, rng: np.random.Generator
 
 
 def augmented_chebyshev(gaps: Vectors, vector: ArrayLike, *, rho: float = AUGMENTATION) -> NDArray[np.float64]:
-    """The augmented Chebyshev distance of each candidate from the best, [num_candidates]; smaller is better.
+    """The augmented Chebyshev distance of each merge from the best values, [num_candidates]; smaller is better.
 
-    `gaps` [num_candidates, num_objectives] are distances from the best value in each objective, `vector` has the
-    weights of the objectives. The result is the largest weighted gap, plus `rho` times the sum of the weighted gaps.
-    The minimum of this function may be at any point of a front, also where the front is not convex; that of a weighted
-    sum may not. Knowles, "ParEGO", IEEE TEC 10(1), 2006, equation 2; Su and Geiping, "Fine, I'll Merge It Myself"
-    (2025), equation 3.
+    `gaps` [num_candidates, num_objectives] are each merge's distances from the best value in each objective, `vector`
+    has the weights of the objectives. The result is the largest weighted gap, plus `rho` times the sum of the weighted
+    gaps. The minimum of this function may be at any point of a front, also where the front is not convex; that of a
+    weighted sum may not. Knowles, "ParEGO", IEEE TEC 10(1), 2006, equation 2; Su and Geiping, "Fine, I'll Merge It
+    Myself" (2025), equation 3.
     """
     weighted = gaps * np.asarray(vector, dtype=np.float64)
     joined: NDArray[np.float64] = weighted.max(axis=1) + rho * weighted.sum(axis=1)

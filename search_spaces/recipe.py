@@ -281,9 +281,10 @@ class Recipe:
 
 
 def may_keep_equal(text: str) -> bool:
-    """Whether a recipe, given as JSON text, may keep all elements of equal magnitude at a cut.
+    """Whether a recipe, given as JSON text, may keep more elements than its density says, because some are equal.
 
-    It may if it has format 1 and names a method that keeps the largest elements up to a rank.
+    It may if it has format 1 and names a method that keeps the largest elements up to a rank: with this format, all
+    elements that have the magnitude at that rank are kept.
     """
     return FORMAT in text and any(f'"{name}"' in text for name, method in METHODS.items() if method.cuts_at_rank)
 
@@ -296,7 +297,10 @@ def _models(merges: Iterable[Merge]) -> Iterator[str]:
 
 
 def _renamed(document: Any, names: Mapping[str, str]) -> Any:
-    """A copy of a recipe's JSON in which each alias of a model is replaced by its entry in `names`."""
+    """A copy of a recipe's JSON, or of a part of it, in which `names` replaces the aliases of models.
+
+    Each alias in a list of sources, as a base or as a model is replaced by its entry in `names`. All else is unchanged.
+    """
     if isinstance(document, dict):
         return {
             key: [[names[model], layer] for model, layer in value]

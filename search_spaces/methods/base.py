@@ -38,8 +38,8 @@ class Range:
     """The range [low, high] in which a coefficient is searched.
 
     With `per_expert` there is one parameter for each expert that is merged, otherwise one for all. With `on_simplex`
-    the numbers are divided by their sum before they are stored in a recipe. Where experts are not selected one by one,
-    there is no parameter per expert, and each number is `default`.
+    the numbers are divided by their sum before they are stored in a recipe. In a space in which configurations do not
+    select experts one by one, there is no parameter per expert, and each number is `default`.
     """
 
     low: float

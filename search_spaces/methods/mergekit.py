@@ -81,7 +81,7 @@ class Counterpart:
     - `parameters`: mergekit's parameters, equal for all methods with the same name in mergekit
     - `coefficients`: the function that converts mergekit's parameters to coefficients; None if each coefficient is the
       parameter of the same name
-    - `exact_at`: the values of coefficients at which the two methods agree, if they do not always agree
+    - `exact_at`: the values of coefficients, by name, at which the two methods agree, if they do not always agree
     """
 
     method: str
@@ -109,7 +109,9 @@ def generalized(
 ) -> Counterpart:
     """The counterpart of a method that is one of mergekit's variants of task arithmetic, which share their parameters.
 
-    For variants without a sparse mask, the parameters `density` and `rescale` have no effect.
+    `others` are parameters of this variant alone. The remaining arguments are as in `Counterpart`; `normalize` and
+    `rescale` are the defaults of these parameters. For variants without a sparse mask, the parameters `density` and
+    `rescale` have no effect.
     """
     parameters = (
         Parameter("weight", "expert"),
@@ -161,18 +163,20 @@ def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 
 
 def _kept(values: Values, names: tuple[str, ...]) -> tuple[bool, ...]:
-    """Whether the sparse mask keeps any element, for each task vector.
+    """For each task vector of a merge, whether its sparse mask keeps any element.
 
-    `names` are the names of the mask's parameters; without any there is no mask, and all elements are kept.
+    `values` are mergekit's parameters. `names` are the names of those of the mask: it keeps no element of a task vector
+    whose `density` is 0. If there are no names there is no mask, and all elements are kept.
     """
     return tuple(not names or density != 0 for density in values.numbers("density"))
 
 
 def _sparsity(values: Values, names: tuple[str, ...]) -> dict[str, CoefficientValue]:
-    """The coefficients of a method's sparse mask, from mergekit's parameters `names`.
+    """The coefficients of a method's sparse mask, from mergekit's parameters with the names `names`.
 
     At density 1 or more no element is dropped, so the mask's other numbers are set to zero. At density 0 no element is
-    kept; the weight of the task vector is zero then, so density can be set to 1.
+    kept; the weight of the task vector is zero then, so density can be set to 1. If there are no names there is no
+    mask, and no coefficient.
     """
     if not names:
         return {}

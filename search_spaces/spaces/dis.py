@@ -107,7 +107,7 @@ class DisSpace:
     kind = "dis"
 
     def __init__(self, models: SearchedModels, section: DisSection) -> None:
-        """Build the space.
+        """Build the space with the options `section` over the models of a study.
 
         Raises InvalidStudy if there are no experts, if the section names a model that the study does not have, if the
         size of blocks does not divide the number of layers, or if fewer layers are allowed than the sources have.

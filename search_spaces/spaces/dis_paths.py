@@ -43,7 +43,8 @@ SCALE_DEVIATION = 0.11
 class Block:
     """The layers that a merge uses in one block, and the factor on the block's output.
 
-    `path` has the numbers of the candidates (layers that the block may use) in the order in which they are applied.
+    `path` has the numbers of the candidates, which are the layers that the block may use, in the order in which they
+    are applied.
     """
 
     path: tuple[int, ...]
@@ -179,7 +180,7 @@ class DisPaths:
         return self._tidy(self._fitted(spelled))
 
     def configuration(self, blocks: Sequence[Block]) -> dict[str, Any]:
-        """The configuration that is stored for `blocks`, which the method `blocks` returned."""
+        """The configuration that is stored for `blocks`, a result of the method `blocks`."""
         found: dict[str, Any] = {}
         for names, block in zip(self._names, blocks, strict=True):
             bits, order, place = _spelling(block.path, self.num_candidates, self.repeats)
@@ -193,7 +194,10 @@ class DisPaths:
         return found
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        """The configuration that is stored in place of an accepted one, which describes the same blocks."""
+        """The configuration that is stored in place of `configuration`; it describes the same blocks.
+
+        The parameters must accept the values of `configuration`.
+        """
         return self.configuration(self.blocks(configuration))
 
     def layers(self, blocks: Sequence[Block]) -> list[tuple[str, int, float]]:
@@ -247,7 +251,11 @@ class DisPaths:
         return len(block.path) or (self.depth_granularity if self.retains else 0)
 
     def _keys(self, order: Sequence[int]) -> list[float]:
-        """Sort keys, one for each copy of each layer that a block may use, which sort the copies into `order`."""
+        """Sort keys in [0, 1], one for each copy of each layer that a block may use.
+
+        Sorting the copies by their keys gives `order`, which has the number of each such layer as often as a block may
+        use the layer.
+        """
         next_copy = [candidate * self.repeats for candidate in range(self.num_candidates)]
         keys = [0.0] * self.num_copies
         for place, candidate in enumerate(order):
@@ -256,10 +264,11 @@ class DisPaths:
         return keys
 
     def _tidy(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
-        """The blocks in the form in which they are stored.
+        """The blocks in the form in which they are stored, of several that give the same merge.
 
-        A scale without influence becomes 1. A path that is the base's own layers becomes the empty one, which means the
-        same.
+        A scale without influence becomes 1: that of a block without layers, and that of the last block with layers,
+        which the final norm cancels. With `retains`, a path that is the base's own layers becomes the empty one, which
+        means the same.
         """
         base = self.own(self.base) if self.retains and self.base in self.models else None
         paths = [() if block.path == base else block.path for block in blocks]
@@ -270,10 +279,11 @@ class DisPaths:
         )
 
     def _fitted(self, blocks: Sequence[Block]) -> list[Block]:
-        """The blocks, shortened so that the merge has at most the allowed number of layers.
+        """The blocks, shortened so that the merge has at most `max_layers` layers.
 
-        Which layers are removed is random, with a seed that is a function of the paths. If no layer would be left in
-        the merge, the first block uses its first candidate.
+        Which layers are removed is random, with a seed that is a function of the paths. With `retains`, each block
+        keeps a layer, because an empty path means the base's layers. If no layer would be left in the merge, the first
+        block uses its first candidate, the layer with number 0 of those that it may use.
         """
         paths = [list(block.path) for block in blocks]
         excess = self.depth(blocks) - self.max_layers
@@ -314,7 +324,11 @@ class DisPaths:
         return self.configuration(self._tidy(self._fitted(blocks)))
 
     def _sizes(self, num_changed: int, rng: np.random.Generator) -> list[int]:
-        """The number of layers of each changed block, drawn at random. The total number is drawn first."""
+        """The number of layers of each of the `num_changed` blocks that a random configuration changes.
+
+        First the sum of these numbers is drawn, then how the blocks share it. The merge has at most `max_layers`
+        layers.
+        """
         least, most = (1 if self.retains else 0), self.num_copies
         room = self.max_layers - self.num_layers
         low = num_changed * (least - self.depth_granularity)
@@ -327,9 +341,10 @@ class DisPaths:
         return sizes
 
     def _drawn_path(self, size: int, rng: np.random.Generator) -> tuple[int, ...]:
-        """A random path of `size` layers through one block, as numbers of candidates.
+        """A random path of `size` layers through one block, as the numbers of its candidates.
 
-        In some cases the empty path is drawn, if a block with an empty path has `size` layers of the base.
+        Candidates are the layers that the block may use. With `retains`, an empty path means the base's layers; if
+        these are `size` layers, it is drawn with probability 1 / (number of models + 1).
         """
         if self.retains and size == self.depth_granularity and rng.integers(len(self.models) + 1) == 0:
             return ()
@@ -343,9 +358,11 @@ class DisPaths:
 
 @dataclass(frozen=True)
 class _Names:
-    """The names of the parameters of one block.
+    """The names of the parameters of one block of a DIS space.
 
-    `order` and `scale` are None, and `keys` are empty, if the block has no such parameters.
+    `bits` are the parameters that say which copies of layers the block uses. Their order is the parameter `order` or,
+    if there are too many orders, the sort keys `keys`; the other is None or empty. `scale` is None if the block has no
+    scale.
     """
 
     bits: tuple[str, ...]
@@ -355,7 +372,10 @@ class _Names:
 
 
 def num_orders(num_candidates: int, repeats: int) -> int:
-    """The number of different orders of `num_candidates` candidates that each occur `repeats` times."""
+    """The number of different orders of `num_candidates` candidates that each occur `repeats` times.
+
+    Candidates are the layers that a block may use.
+    """
     alike: int = math.factorial(repeats) ** num_candidates
     return math.factorial(num_candidates * repeats) // alike
 
@@ -363,7 +383,8 @@ def num_orders(num_candidates: int, repeats: int) -> int:
 def order_at(place: int, num_candidates: int, repeats: int) -> tuple[int, ...]:
     """The order of candidates at index `place` in the lexicographic list of all their orders.
 
-    It is a tuple in which each of the candidates 0 to `num_candidates` - 1 occurs `repeats` times.
+    It is a tuple in which each of the candidates 0 to `num_candidates` - 1, which stand for the layers that a block may
+    use, occurs `repeats` times.
     """
     left = [repeats] * num_candidates
     order = []
@@ -378,7 +399,11 @@ def order_at(place: int, num_candidates: int, repeats: int) -> tuple[int, ...]:
 
 
 def place_of(order: Sequence[int], num_candidates: int, repeats: int) -> int:
-    """The index of an order of candidates in the lexicographic list of all their orders: the inverse of `order_at`."""
+    """The index of an order of candidates in the lexicographic list of all their orders.
+
+    It is the inverse of the function `order_at`. In `order`, each of the candidates 0 to `num_candidates` - 1, which
+    stand for the layers that a block may use, occurs `repeats` times.
+    """
     left = [repeats] * num_candidates
     place = 0
     for candidate in order:
@@ -390,8 +415,10 @@ def place_of(order: Sequence[int], num_candidates: int, repeats: int) -> int:
 def first_order(path: Sequence[int], num_candidates: int, repeats: int) -> tuple[tuple[bool, ...], tuple[int, ...]]:
     """The bits and the order of candidates that are stored for a path through one block.
 
-    The bits say which copies of each candidate the path uses: the first ones. The order is the lexicographically first
-    one that gives the path with these bits. Raises ValueError if the path uses a candidate more than `repeats` times.
+    Candidates are the numbers 0 to `num_candidates` - 1, which stand for the layers that the block may use. The order
+    has `repeats` copies of each. The bits say which copies of each candidate the path uses: the first ones. The order
+    is the lexicographically first one that gives the path with these bits. Raises ValueError if the path uses a
+    candidate more than `repeats` times.
     """
     used = [path.count(candidate) for candidate in range(num_candidates)]
     if max(used, default=0) > repeats:
@@ -414,9 +441,11 @@ def first_order(path: Sequence[int], num_candidates: int, repeats: int) -> tuple
 def _spelling(
     path: tuple[int, ...], num_candidates: int, repeats: int
 ) -> tuple[tuple[bool, ...], tuple[int, ...], int]:
-    """The bits and the order that are stored for a path through one block, and the index of the order.
+    """How a configuration states a path through one block: bits, an order of candidates, and the order's index.
 
-    The index is that in the lexicographic list of all orders.
+    A candidate is a layer that the block may use; there are `num_candidates`, each up to `repeats` times. Bits and
+    order are those of the function `first_order`. The index is the order's place in the lexicographic list of all
+    orders.
     """
     bits, order = first_order(path, num_candidates, repeats)
     return bits, order, place_of(order, num_candidates, repeats)
@@ -426,7 +455,9 @@ def _spelling(
 def _used(bits: tuple[bool, ...], place: int, num_candidates: int, repeats: int) -> tuple[int, ...]:
     """The path through one block that is described by bits and by the index `place` of an order.
 
-    It is a sequence of candidates, numbers that stand for layers. The bits say which copies of candidates the path has.
+    The path is a sequence of candidates, numbers from 0 to `num_candidates` - 1 that stand for layers. The order has
+    each of them `repeats` times; these are its copies. `bits` say which copies the path has, as in the function
+    `first_order`. `place` is the index of the order in the lexicographic list of all orders.
     """
     copies = [0] * num_candidates
     path = []
@@ -440,7 +471,8 @@ def _used(bits: tuple[bool, ...], place: int, num_candidates: int, repeats: int)
 def _num_starting_with(candidate: int, left: Sequence[int]) -> int:
     """The number of different orders of the remaining copies of candidates that start with `candidate`.
 
-    `left` is the number of remaining copies of each candidate.
+    Candidates are numbers that stand for layers which a block may use. `left` is the number of remaining copies of each
+    candidate. The result is 0 if `candidate` has no copy left.
     """
     if not left[candidate]:
         return 0

@@ -155,7 +155,7 @@ class Hm3Space:
     kind = "hm3"
 
     def __init__(self, models: SearchedModels, section: Hm3Section) -> None:
-        """Build the space.
+        """Build the space with the options `section` over the models of a study.
 
         Raises InvalidStudy if there are no experts, if fewer than two models have layers to exchange, if the section
         names a model that the study does not have, if no path has the required length, if an objective has no expert to
@@ -280,14 +280,18 @@ class Hm3Space:
         return found
 
     def _is_natural(self, first: tuple[str, int], second: tuple[str, int]) -> bool:
-        """Whether layer `second` follows layer `first` in one model, so that no alignment between them is needed."""
+        """Whether layer `second` follows layer `first` in one model, so that no alignment between them is needed.
+
+        A layer is given as a model's name and its number. Models with equal recipes count as one.
+        """
         return second[1] == first[1] + 1 and self._digests[first[0]] == self._digests[second[0]]
 
     @cached_property
     def _names(self) -> dict[str, tuple[str, int | None]]:
-        """The models whose layers are used in paths, by name: each is an alias and the number of a preference vector.
+        """The models whose layers are used in paths, by name: each is an alias and the index of a preference vector.
 
-        The number is None for a model whose layers are not merged.
+        The alias MERGED stands for the merge of several models by that vector; there is one for each vector. The index
+        is None for a model of the study.
         """
         found: dict[str, tuple[str, int | None]] = {}
         for model in self.paths.models:
@@ -309,9 +313,9 @@ class Hm3Space:
 
     @cached_property
     def _wholes(self) -> dict[tuple[str, int], Recipe]:
-        """A cache of recipes of the models whose layers are used in paths.
+        """A cache of recipes of the whole models whose layers are used in paths.
 
-        Its keys are a model's name and the number of the preference vector by which the model is merged.
+        Its keys are a model's name and the index of the preference vector by which the model is merged.
         """
         return {}
 
@@ -331,10 +335,10 @@ class Hm3Space:
         return self._wholes[key]
 
     def _steps(self, number: int) -> dict[LayerRecipe, int]:
-        """The step of a path that each layer stands for, as its number; keys are recipes of layers.
+        """A mapping from the recipe of each layer that paths may use to the number of the step that is this layer.
 
-        Merged layers are those of the preference vector with the given number. If several models have an equal layer,
-        the step is that of the first model.
+        The layers of the merged model are those merged by the preference vector with index `number`. If several models
+        have an equal layer, its step is that of the first of them.
         """
         paths = self.paths
         found: dict[LayerRecipe, int] = {}
@@ -345,7 +349,11 @@ class Hm3Space:
 
 
 def _merges(models: SearchedModels, options: MergedOptions) -> Iterator[Merge]:
-    """The merge of layers for each preference vector; every objective must have an expert."""
+    """For each preference vector, the merge that the layers of the merged model have.
+
+    The weight of an objective is the weight of its expert; every objective must have one. Without preference vectors
+    there is one merge, in which all experts have equal weights.
+    """
     for vector in models.preferences or (dict.fromkeys(models.experts, 1 / max(1, len(models.experts))),):
         named = {_expert_of(objective, options): weight for objective, weight in vector.items()}
         yield options.merge(named)

@@ -84,12 +84,12 @@ class LayerPaths:
     def step(self, model: int, layer: int) -> int:
         """The number by which paths name layer `layer` of the model with index `model` in `models`.
 
-        A path is a sequence of such numbers, its steps.
+        A path is a sequence of such numbers, which are called its steps.
         """
         return model * self.num_layers + layer
 
     def model_of(self, step: int) -> int:
-        """The index, in `models`, of the model to which the layer of a step belongs."""
+        """The index, in the field `models`, of the model to which the layer of a step of a path belongs."""
         return step // self.num_layers
 
     def layer_of(self, step: int) -> int:
@@ -147,7 +147,7 @@ class LayerPaths:
             yield Categorical(PREFERENCE, tuple(range(self.num_preferences)))
 
     def path(self, configuration: Configuration) -> Path:
-        """The path that an accepted configuration describes.
+        """The path that a configuration describes, whose values the parameters must accept.
 
         A layer that may not follow the previous one is replaced by the nearest layer that may.
         """
@@ -175,7 +175,10 @@ class LayerPaths:
         return found
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        """The configuration that is stored in place of an accepted one, which describes the same path."""
+        """The configuration that is stored in place of `configuration`; it describes the same path.
+
+        The parameters must accept the values of `configuration`.
+        """
         return self.configuration(self.path(configuration), preference=self.preference(configuration))
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
@@ -211,8 +214,8 @@ class LayerPaths:
     def passthrough(self, num_blocks: int, rng: np.random.Generator) -> dict[str, Any] | None:
         """The configuration of a random path of `num_blocks` blocks, each of consecutive layers of one model.
 
-        Passthrough merges written by hand have this form. Returns None if the blocks that were drawn do not make a path
-        of the space.
+        Merges of whole layers that people write by hand have this form. Returns None if the blocks that were drawn do
+        not make a path of the space.
         """
         length = int(rng.integers(self.shortest, self.longest + 1))
         if num_blocks > length:

@@ -24,8 +24,8 @@ def split_layers(num_layers: int, num_groups: int) -> tuple[LayerGroup, ...]:
 def shared_merges(layers: Sequence[LayerRecipe], *, start: int) -> dict[Component, Merge] | None:
     """The merge of each component that all `layers` have in common, or None if the layers differ.
 
-    Layers also count as different if one of them has a scale, an alignment, or sources from another layer. `start` is
-    the number of the first layer.
+    `layers` are adjacent layers of a merge, and `start` is the number of the first one. Layers also count as different
+    if one of them has a scale, an alignment, or sources from a layer with another number than its own.
     """
     stripped: list[dict[Component, Merge]] = []
     for layer, recipe in enumerate(layers, start):

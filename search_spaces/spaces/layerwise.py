@@ -105,7 +105,10 @@ class LayerwiseSpace:
     kind = "layerwise"
 
     def __init__(self, models: SearchedModels, section: LayerwiseSection) -> None:
-        """Build the space. Raises InvalidStudy if there are no experts, or more layer groups than layers."""
+        """Build the space with the options `section` over the models of a study.
+
+        Raises InvalidStudy if there are no experts, or more layer groups than layers.
+        """
         self._models = models
         self._granularity = _granularity(section, models)
         num_groups = DEFAULT_LAYER_GROUPS if section.layer_groups is None else section.layer_groups
@@ -231,9 +234,11 @@ class LayerwiseSpace:
         return self._scales
 
     def _piece(self, name: str, place: TensorLocation, group_of: Mapping[int, str]) -> str:
-        """The name of the part of the model to which a tensor belongs.
+        """The name of the part of the model to which the tensor `name` belongs.
 
-        All tensors of a part share their coefficients.
+        All tensors of a part share their coefficients. By the option `granularity`, a part is the tensor itself, a
+        component of a layer, a layer, or a layer group; the embedding and the head are parts of their own. `place` is
+        the tensor's location, and `group_of` has the name of each layer's group.
         """
         if self._granularity == "tensor":
             return name
@@ -253,7 +258,11 @@ class LayerwiseSpace:
         return {p.suffix: (p.part,) for p in in_layers if p.part != "embedding" and p.part != "head"}
 
     def _numbers(self, merge: Merge) -> tuple[float, ...] | None:
-        """The coefficient of each expert in a canonical merge, or None if the space has no such merge."""
+        """The coefficient of each expert in a canonical merge, in the study's order.
+
+        It is 0 for an expert that the merge leaves out. Returns None if the space has no such merge: if it is by
+        another method, or uses a model twice.
+        """
         experts = self._models.experts
         models = tuple(source.model for source in merge.sources)
         if merge.method == "passthrough" and not merge.coefficients:
@@ -279,7 +288,7 @@ def _problems(models: SearchedModels, num_groups: int) -> Iterator[Problem]:
 
 
 def _merge_of(recipe: Recipe, name: str, place: TensorLocation) -> Merge:
-    """The merge by which a recipe makes the tensor `name`."""
+    """The merge by which a recipe makes the tensor `name`, whose location in the model is `place`."""
     if name in recipe.tensors:
         return recipe.tensors[name]
     if place.part == "embedding" or place.part == "head":

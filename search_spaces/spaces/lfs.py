@@ -122,12 +122,11 @@ class LfsSpace:
         preset: Literal["paper"] | None = None,
         tokenizer: str = "base",
     ) -> None:
-        """Build the space.
+        """Build the space over the base model `base` and its `experts`, which are aliases.
 
-        `fingerprints` maps the aliases `base` and `experts` to content fingerprints. `tokenizer` is the tokenizer of
-        every recipe. The other arguments are the options of the study file. Raises InvalidStudy if there are no
-        experts, if there are more layer groups than layers, for an unknown method, and for options that contradict the
-        `preset`.
+        `fingerprints` maps these aliases to content fingerprints. `tokenizer` is the tokenizer of every recipe. The
+        other arguments are the options of the study file. Raises InvalidStudy if there are no experts, if there are
+        more layer groups than layers, for an unknown method, and for options that contradict the `preset`.
         """
         given = {
             "layer_groups": layer_groups,
@@ -215,7 +214,8 @@ class LfsSpace:
     def _uses(self, group: str, components: str, *methods: str) -> tuple[Condition, ...]:
         """The conditions under which a component group of a layer group uses one of `methods`.
 
-        Returns () if these are all methods of the space, so that one of them is always used.
+        `group` and `components` are the names of the layer group and of the component group. Returns () if `methods`
+        has all methods of the space, so that one of them is always used.
         """
         if set(self._methods) <= set(methods):
             return ()
@@ -232,7 +232,8 @@ class LfsSpace:
     def _role(self, name: str) -> str:
         """The role of a parameter: its name without the layer group and the component group.
 
-        Parameters with the same role mean the same in different groups.
+        Parameters with the same role mean the same in different groups. In a parameter's name, dots separate these
+        parts.
         """
         _, rest = name.split(".", 1)
         first, _, last = rest.partition(".")
@@ -284,7 +285,11 @@ class LfsSpace:
         return choices[configuration[key]] if len(choices) > 1 else next(iter(choices.values()))
 
     def _operand_choices(self, method: str) -> dict[str, tuple[str, ...]]:
-        """The models, or pairs of models, among which a search chooses for a method of one or two models, by name."""
+        """The operands among which a search chooses for a method of one or two models: models or pairs, by name.
+
+        Pairs are of two experts, or of the base and an expert; for an ordered method, pairs of experts are in both
+        orders. A name consists of the aliases, joined by "+".
+        """
         with_base = tuple((self._base, expert) for expert in self._experts)
         choices: dict[str, tuple[tuple[str, ...], ...]] = {
             "pair": (*itertools.combinations(self._experts, 2), *with_base),
@@ -313,7 +318,10 @@ class LfsSpace:
         return None
 
     def _methods_of(self, merge: Merge) -> tuple[str, ...]:
-        """The methods of the space that can give `merge`: its own method, or any method if it is an unchanged model."""
+        """The names of the methods of the space that may give the canonical merge `merge`.
+
+        They are the merge's own method, or all methods if the merge is an unchanged model.
+        """
         is_model = merge.method == "passthrough" and not merge.coefficients
         return tuple(name for name in self._methods if is_model or merge.method == name)
 
@@ -353,9 +361,10 @@ class LfsSpace:
         return configuration
 
     def _operands_of(self, group: str, method: str, merges: Mapping[str, Merge]) -> tuple[str, ...] | None:
-        """The choice of operands from which a method can give all `merges`, or None if there is no such choice.
+        """The models from which `method` can give all `merges`, for a method whose models a search chooses.
 
-        `merges` are the merges of a layer group, by component group.
+        It is the first choice, a model or a pair, for which the method has parameter values for each merge; None if
+        there is no such choice. `merges` are the merges of the layer group `group`, by component group.
         """
         return next(
             (
@@ -389,7 +398,7 @@ def _problems(given: Mapping[str, Any], *, num_layers: int, num_experts: int, pr
 
 
 def _paper_contradictions(given: Mapping[str, Any]) -> Iterator[Problem]:
-    """A problem for each option in `given` that contradicts the published search space."""
+    """A problem for each option in `given`, by name, that contradicts the published search space (`preset: paper`)."""
     for name, published in PAPER.items():
         same = set(given[name]) == set(published) if name == "methods" else given[name] == published
         if not same:

@@ -50,9 +50,10 @@ class SearchedMethod(Protocol):
     def decode(self, cell: ComponentGroup, operands: tuple[str, ...], configuration: Configuration) -> Merge: ...
 
     def encode(self, cell: ComponentGroup, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
-        """Parameter values that decode to `merge`, or None if this method cannot give that merge.
+        """Parameter values that decode to `merge`, or None if this method cannot give that merge from `operands`.
 
-        `merge` is in canonical form.
+        `cell` is the component group that is merged, `operands` are the aliases of the merged models. `merge` is in
+        canonical form.
         """
         ...
 
@@ -149,9 +150,10 @@ class Ties:
 class Linear:
     """The weighted mean of the selected experts; the weights sum to one.
 
-    There is one parameter per expert; a recipe has these numbers divided by their sum. If all are zero, or if the
-    selected experts have no parameters, weights are equal. A single expert is averaged with the base, whose weight is 1
-    minus the expert's.
+    There is one parameter per expert, which has a value only if a configuration selects the expert; a recipe has these
+    numbers divided by their sum. Weights are equal if all numbers are zero, or if a configuration selects no expert, so
+    that all are merged without numbers. A single expert is averaged with the base, whose weight is 1 minus the
+    expert's.
     """
 
     name = "linear"
@@ -219,7 +221,10 @@ DIRECTED = DirectedTaskArithmetic()
 
 
 def _searched(cell: ComponentGroup, method: str, coefficient: str) -> Float:
-    """The parameter that is searched for `coefficient` of `method`, with one number for all merged models."""
+    """The parameter of the component group `cell` that is searched for `coefficient` of `method`.
+
+    It is one number for all merged models, in the range that the method declares.
+    """
     range_ = METHODS[method].range_of(coefficient)
     return Float(f"{cell.name}.{method}.{coefficient}", range_.low, range_.high, conditions=cell.conditions)
 

@@ -77,10 +77,12 @@ class RangedMethod:
         return values
 
     def _encode_model(self, cell: ComponentGroup, operands: tuple[str, ...], model: str) -> dict[str, Any] | None:
-        """Parameter values for which the method gives the unchanged model `model`, or None if there are none.
+        """Parameter values of `cell` for which the method gives the unchanged model `model`, or None if there are none.
 
-        The method gives the base if its coefficient `base_at_zero` is 0, the first model of an ordered pair if its
-        coefficient `first_at_zero` is 0, and an expert if the expert is the only operand.
+        The method gives the base if the coefficient that its field `base_at_zero` names (or `drops_zeros`, unless the
+        method is `is_itself_alone`) is 0 and may be searched at 0. It gives the first of `operands`, the aliases of the
+        merged models, if the coefficient that its field `first_at_zero` names is 0. It gives an expert if this is the
+        only operand and the method returns a single source unchanged or needs more than one.
         """
         method = self.method
         leaves_base = (method.base_at_zero, None if method.is_itself_alone else method.drops_zeros)
@@ -115,9 +117,9 @@ class RangedMethod:
         return {c.name: c.searched for c in self.method.coefficients if isinstance(c.searched, Range)}
 
     def _counts(self, num_operands: int) -> dict[str, float]:
-        """The values of the method's coefficients that are numbers of sources, such as how many sources must agree.
+        """The values of the method's coefficients that are numbers of sources, by name.
 
-        Each is at most the number of merged models.
+        An example is how many sources must agree. Each is at most `num_operands`, the number of merged models.
         """
         return {
             c.name: min(c.searched.value, num_operands)

@@ -89,7 +89,7 @@ class M3Space:
     kind = "m3"
 
     def __init__(self, models: SearchedModels, section: M3Section) -> None:
-        """Build the space.
+        """Build the space with the options `section` over the models of a study.
 
         Raises InvalidStudy if there are no experts, if the only expert would be averaged, or if there are too many
         experts for the orders of a p-series.
@@ -211,9 +211,10 @@ class M3Space:
                 yield {**chosen, **direction, **({} if method == "linear" else {"scale": scale})}
 
     def _numbers(self, method: str, merge: Merge) -> _Numbers | None:
-        """The numbers that `method` has for each expert in `merge`: its share, or its share times the scale.
+        """The coefficients of the experts in a canonical merge by `method`; 0 for an expert that the merge leaves out.
 
-        A share is an expert's part of the sum of task vectors. Returns None if the merge cannot come from this method.
+        They are the experts' shares of the sum of task vectors or, for task arithmetic, the shares times an unknown
+        scale. Returns None if the merge cannot come from this method.
         """
         models = [source.model for source in merge.sources]
         if merge.method == "passthrough" and not merge.coefficients:
@@ -312,7 +313,9 @@ def _p_series(experts: Sequence[str], order: Sequence[str], p: float) -> tuple[f
 def _exact_shares(found: _Numbers, scales: tuple[float, float]) -> tuple[float, ...]:
     """The experts' shares, summing to one, from the rounded coefficients of a recipe.
 
-    Rounding changes the sum of the coefficients; this error is distributed evenly over the experts.
+    `scales` are the lowest and the highest scale of task vectors. If the scale is not known, it is the sum of the
+    coefficients, within `scales`. Rounding changes the sum of the coefficients; this error is distributed evenly over
+    the experts.
     """
     total = math.fsum(found.numbers)
     exact = 1.0 if found.scale is not None else min(max(total, scales[0]), scales[1])
@@ -323,9 +326,10 @@ def _exact_shares(found: _Numbers, scales: tuple[float, float]) -> tuple[float, 
 
 
 def _scale(numbers: Sequence[float], shares: Sequence[float], scales: tuple[float, float]) -> float:
-    """The scale of the task vectors with which the experts' shares give the rounded coefficients of a recipe.
+    """The scale s for which s times each expert's share, rounded, is its coefficient in a recipe.
 
-    `numbers` are the coefficients. `scales` are the lowest and the highest scale.
+    `numbers` are these rounded coefficients, in the order of `shares`. Of the scales that fit, which are an interval,
+    it is the middle. `scales` are the lowest and the highest scale that it may be.
     """
     half = 0.5 * 10.0**-COEFFICIENT_DECIMALS
     pairs = [(number, share) for number, share in zip(numbers, shares, strict=True) if share > half]

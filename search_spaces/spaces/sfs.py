@@ -62,7 +62,7 @@ class SfsSpace:
     seed = None
 
     def __init__(self, models: SearchedModels, section: SfsSection) -> None:
-        """Build the space.
+        """Build the space with the options `section` over one of the models of a study.
 
         Raises InvalidStudy if there are no experts, if several are given and no model is named, or if the named model
         is not one of the study.

@@ -45,7 +45,8 @@ HINTS = MessageHints(
 class ValidParts:
     """The parts of a study file that are valid on their own: sections, and entries of lists by their position.
 
-    A section that is not valid is None; an entry that is not valid is missing.
+    A section that is not valid is None; an entry that is not valid is missing. `objective_names` are the names of all
+    objectives in the file.
     """
 
     models: Models | None = None
@@ -204,9 +205,10 @@ def _fidelity_contradictions(fidelity: Fidelity, objectives: Mapping[int, Object
 
 
 def _length_contradictions(fidelity: Fidelity, objectives: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:
-    """Problems with the number of rungs.
+    """Problems with the number of rungs of the objectives.
 
-    All objectives must have the same number of rungs, and the scheduler must accept it.
+    All objectives must have the same number of rungs, one if the scheduler is `none`, and two or more if it is `asha`
+    or `racing`. `objectives` are the entries of the study file by position.
     """
     own = {f"objectives.{index}.rungs": spec.rungs for index, spec in objectives.items() if spec.rungs is not None}
     written = own if fidelity.rungs is None else {"fidelity.rungs": fidelity.rungs, **own}
@@ -339,7 +341,10 @@ def _constraint_contradictions(search: Search, parts: ValidParts) -> Iterator[Pr
 
 
 def _unreachable(constraint: Constraint, spec: ObjectiveSpec) -> str:
-    """The reason why no value in the objective's range meets the constraint, or "" if some value may meet it."""
+    """The reason why no value in the objective's range meets the constraint, or "" if some value may meet it.
+
+    A bound relative to a model's value may be anywhere that a value in the range allows.
+    """
     if spec.range is not None and not spec.range[0] < spec.range[1]:
         return ""  # the problem is reported for the range
     low, high = spec.range or (0.0, 1.0)

@@ -38,7 +38,7 @@ class Fidelity(Section):
 
     @property
     def bound_error_rate(self) -> float | None:
-        """The error rate of the rule `bound` of racing, or its default; None if the section names another rule."""
+        """The error rate of the rule `bound` of racing, or its default; None if racing has another rule."""
         if self.rule != "bound":
             return None
         return DEFAULT_ERROR_RATE if self.error_rate is None else self.error_rate

@@ -235,7 +235,10 @@ def resolved_model(value: str, directory: Path) -> str:
 
 
 def _run(value: Chained, directory: Path) -> Chained:
-    """The reference to a merge of another study, with the directory of that study's run as an absolute path."""
+    """The reference `value` to a merge of another study, with the directory of that study's run as an absolute path.
+
+    A relative directory is relative to `directory`. A reference by the id of a study on a server is unchanged.
+    """
     source = value.from_study
     if source.dir is None:
         return value
@@ -260,7 +263,10 @@ def _absolute(value: str, directory: Path) -> str:
 
 
 def _flat(value: Any, place: str = "") -> dict[str, Any]:
-    """The leaves of nested mappings and lists, by their dotted path, such as "objectives.0.name"."""
+    """The values in nested mappings and lists, by their dotted path from `place`, such as "objectives.0.name".
+
+    An empty mapping or list counts as a value.
+    """
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
     if not pairs:
         return {place: value}

@@ -13,7 +13,10 @@ __all__ = ["AnotherStudy", "Chained", "FromStudy", "Models"]
 
 
 class AnotherStudy(Section):
-    """A reference to another study: a run in a directory, or a study on the same server."""
+    """A reference to another study.
+
+    It is a run of `mergesearch run` in the directory `dir`, or the study with the id `id` on the same server.
+    """
 
     dir: Line | None = None
     """The directory of a run (`mergesearch run STUDY --out DIR`)."""
@@ -22,7 +25,10 @@ class AnotherStudy(Section):
 
 
 class FromStudy(AnotherStudy):
-    """A reference to a merged model of another study: the best trial, or the trial with a number."""
+    """A reference to a merged model of another study.
+
+    The model is that of the study's best trial ("best"), or of the trial with the number `trial`.
+    """
 
     trial: Literal["best"] | Annotated[int, Field(ge=0)] = "best"
     """The number of the other study's trial, or best. It is determined when this study is created and does not change

@@ -127,7 +127,7 @@ class DirichletOptions(Section):
 
 
 class Preferences(Section):
-    """The study's preference vectors: one of a lattice, random vectors, and a list of vectors."""
+    """The study's preference vectors: exactly one of a lattice, random vectors, and a list of vectors."""
 
     lattice: Annotated[int, Field(ge=1, le=MAX_PREFERENCES)] | None = None
     """All preference vectors whose weights are multiples of 1/lattice."""

@@ -197,7 +197,8 @@ def _shown(value: Any) -> str:
 def _node(schema: Mapping[str, Any], place: Sequence[str | int]) -> Mapping[str, Any]:
     """The part of a JSON Schema that describes the value at `place`, the location of a validation error.
 
-    Returns an empty mapping if there is none.
+    Of several parts that may describe it, the first one with properties is chosen, else with an enumeration, a constant
+    or a type. Returns an empty mapping if there is none.
     """
     found = _nodes(schema, place)
     wanted = ("properties", "enum", "const", "type")

@@ -82,7 +82,10 @@ class ChunkTimes:
         return {digest: number / seconds[digest] for digest, number in num_tokens.items() if seconds.get(digest)}
 
     def _span_s(self) -> float | None:
-        """Seconds of scoring in the search, from its first chunk to its last, without pauses between attempts."""
+        """Seconds of scoring in the search, from its first chunk to its last, or None if no chunk was scored.
+
+        A pause of more than PAUSE_S seconds between two chunks, such as that between two attempts, does not count.
+        """
         if not self._finished_at:
             return None
         order = np.argsort(np.frombuffer(self._finished_at), kind="stable")

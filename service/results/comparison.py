@@ -23,16 +23,16 @@ def compare(
     documents: Mapping[str, str] | None = None,
     bounds: Mapping[str, Bounds] | None = None,
 ) -> Comparison:
-    """Compute a row of the held-out table, from the values of a candidate's samples.
+    """Compute a row of the held-out table, from the values of a trial's samples.
 
     Args:
-        label: Name of the candidate.
-        trial: Number of the candidate's trial.
+        label: Name of the trial in the table.
+        trial: Number of the trial.
         samples: Values by objective [num_samples], in the metric's unit.
-        reference: Values of the best finalist on the same samples in the same order.
+        reference: Values of the best finalist on the same samples in the same order; None for no comparison.
         mean_over: Objectives of which the row has the unweighted mean, those without samples left out.
         documents: Name of the data of each objective. Objectives with equal names were scored on the same documents,
-            position by position; an objective without a name has data of its own.
+        position by position; an objective without a name has data of its own.
         bounds: Range of each objective that no sample leaves, where it is known.
 
     Returns:

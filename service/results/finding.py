@@ -155,7 +155,8 @@ def _ordered(one: float, other: float) -> Bounds:
 def _factor(objective: Objective, *, is_share: bool) -> float:
     """Compute the factor by which values of the objective are multiplied, so that larger products are better.
 
-    With `is_share`, the product is also divided by the width of the objective's range.
+    It is 1 for an objective that is maximised, -1 for one that is minimised. With `is_share`, the product is also
+    divided by the width of the objective's range.
     """
     low, high = objective.bounds
     return (1 if objective.direction == "maximize" else -1) / (high - low if is_share else 1)

@@ -137,7 +137,10 @@ def held_out_results(
 
 
 def _exact_values(trials: Iterable[TrialResult], objectives: Sequence[Objective]) -> dict[int, dict[str, float]]:
-    """Values of each trial in the objectives that are costs of its recipe, by trial number and objective."""
+    """Values of each trial in the objectives that are costs of its recipe, by trial number and objective.
+
+    Such a cost is the merged model's number of layers or parameters, which is exact and needs no samples.
+    """
     costs = [objective.name for objective in objectives if objective.cost_of_recipe is not None]
     return {trial.number: {name: trial.values[name] for name in costs if name in trial.values} for trial in trials}
 
@@ -145,7 +148,8 @@ def _exact_values(trials: Iterable[TrialResult], objectives: Sequence[Objective]
 def _with_exact(row: Comparison, exact: Mapping[int, Mapping[str, float]], reference: int | None) -> Comparison:
     """Add to a row the objectives that are costs of the recipe, which need no samples, and their differences.
 
-    `exact` has the costs of each trial. Differences are "this row minus `reference`".
+    `exact` has these values of each trial, by trial number and objective. Differences are "this row minus `reference`",
+    the trial with that number; there are none if `reference` is None.
     """
     own = exact[row.trial]
     others = {} if reference is None or not row.differences else exact[reference]
@@ -164,9 +168,10 @@ def _exactly(value: float) -> Estimate:
 def _complete(
     trials: Iterable[TrialResult], samples: Mapping[str, Samples], names: Sequence[str]
 ) -> dict[int, Samples]:
-    """Samples of the trials that have all samples, by trial number.
+    """Sample values of the trials that have as many samples as any other trial, by trial number.
 
-    A trial with fewer samples than another trial is not scored yet, or has failed.
+    `samples` has the values by recipe digest and objective, `names` are the objectives. A trial with fewer samples than
+    another trial in some objective is not scored yet, or has failed; it is left out.
     """
     found = {}
     for trial in trials:
@@ -180,10 +185,11 @@ def _complete(
 
 
 def _bounds(objectives: Sequence[Objective], samples: Collection[Samples]) -> dict[str, tuple[float, float]]:
-    """Range of each objective, as bounds for intervals; none for an objective with a sample outside its range.
+    """The bounds between which the values of each objective lie, for intervals, by the objective's name.
 
-    A single sample needs bounds to have an interval. If such a sample is outside the range, the bounds are one width of
-    the range beyond the values seen.
+    They are the objective's range if all `samples` are in it. Otherwise the objective is left out, unless one of the
+    `samples` is a single value, which needs bounds to have an interval: the bounds are then one width of the range
+    beyond the values seen.
     """
     found = {}
     for objective in objectives:
@@ -206,10 +212,12 @@ def _selection_bias(
     search: Scored,
     holdout: Scored,
 ) -> tuple[dict[str, Estimate], dict[str, Estimate]]:
-    """Compute `selection_bias` and `split_difference` of `HeldOut`.
+    """Compute `selection_bias` and `split_difference`, the fields of `HeldOut`.
 
-    On each split, the best trial's lead over the mean of the baselines is taken sample by sample, so that a sample
-    which is easy for all of them does not change the lead.
+    `compared` are the trials of the held-out table; its baselines that have another recipe than the best trial are
+    used. `rows` has the trials' values on holdout data. On each split, the best trial's lead over the mean of the
+    baselines is taken sample by sample, so that a sample which is easy for all of them does not change the lead. Both
+    results are empty if the best trial or the baselines lack samples.
     """
     if best is None or best.number not in rows:
         return {}, {}
@@ -251,9 +259,10 @@ def _with_mean(
 
 
 def _between(by_split: Mapping[Split, Mapping[str, Estimate]]) -> dict[str, Estimate]:
-    """Estimate by objective the value on search data minus the value on holdout data.
+    """Estimate, for each objective, the value on search data minus the value on holdout data.
 
-    The two estimates are independent, because they are of different samples.
+    `by_split` has the estimates of both splits by objective. The two estimates of an objective are independent, because
+    they are of different samples.
     """
     search, holdout = by_split[Split.SEARCH], by_split[Split.HOLDOUT]
     return {name: independent_difference(search[name], holdout[name]) for name in search}

@@ -122,7 +122,11 @@ class RunReader:
         )
 
     def _read_trials(self, store: Store) -> None:
-        """Read new events, and the trials that may have changed since the last call."""
+        """Read new events, and the trials that may have changed since the last call.
+
+        These are the trials that new events name, and those that are not finished. If an event says that other trials
+        may have changed, and at the first call, all trials are read.
+        """
         study_id, changed = self._study_id, None
         if not self._trials:
             self._events = []
@@ -152,7 +156,11 @@ class RunReader:
         return [event for event in self._events if event.kind == kind]
 
     def _with_recipes(self, store: Store, trials: tuple[TrialResult, ...], stage: _HeldOut) -> tuple[TrialResult, ...]:
-        """Add recipes and configurations to those of `trials` that the results describe."""
+        """Read the recipes and configurations of those of `trials` that the results describe, and put them in.
+
+        The results describe the best trial and the trials of the held-out table. All other trials are returned as they
+        are.
+        """
         if self._is_whole:
             return trials
         read = {number: store.trial(self._study_id, number) for number in sorted(stage.described)}
@@ -189,9 +197,9 @@ def held_out_estimates(
 
 @dataclass(frozen=True)
 class _HeldOut:
-    """The held-out stage: its results, and the samples from which they are computed.
+    """The held-out stage of a study as it was read: its results, and the samples from which they are computed.
 
-    `described` are the numbers of the trials that the results describe.
+    `described` are the numbers of the trials that the results describe: the best trial and those of the held-out table.
     """
 
     described: frozenset[int]
@@ -236,7 +244,8 @@ def _held_out(
 def _data_of(specs: Iterable[ObjectiveSpec]) -> dict[str, str]:
     """A text for each objective that names its data, by the objective's name.
 
-    Objectives with equal texts are scored on the same documents.
+    It consists of the task or its file, and the part of the task's data. Objectives with equal texts are scored on the
+    same documents.
     """
     return {
         spec.name: json.dumps([spec.task.file if isinstance(spec.task, InlineTask) else spec.task, spec.split])
@@ -245,7 +254,10 @@ def _data_of(specs: Iterable[ObjectiveSpec]) -> dict[str, str]:
 
 
 def _arrays(values: Mapping[str, Samples]) -> dict[str, Samples]:
-    """Values of the samples that are stored, in the order of their positions."""
+    """Values of the samples that are stored, in the order of their positions, by recipe digest and objective.
+
+    In `values`, a sample that is not stored is NaN.
+    """
     return {
         digest: {name: array[~np.isnan(array)] for name, array in of_recipe.items()}
         for digest, of_recipe in values.items()
@@ -255,9 +267,10 @@ def _arrays(values: Mapping[str, Samples]) -> dict[str, Samples]:
 def _warnings(
     stored: Iterable[EventRecord], trials: Sequence[TrialResult], objectives: Sequence[Objective], stage: _HeldOut
 ) -> tuple[OutOfRange, ...]:
-    """Warnings about samples out of range: those that drivers stored, and those that follow from the loaded samples.
+    """Warnings about samples outside the range of their objective, by trial, objective and split.
 
-    Earlier versions stored no warnings.
+    They are those that drivers stored as events, and those that follow from the loaded samples of the held-out stage,
+    because earlier versions stored no warnings. There is at most one for each trial, objective and split.
     """
     found = [OutOfRange.from_json(event.payload) for event in stored]
     for split, scored in ((Split.SEARCH, stage.search), (Split.HOLDOUT, stage.holdout)):

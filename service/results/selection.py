@@ -123,9 +123,9 @@ def pareto_front(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tu
 
 
 def candidates(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[tuple[Trial, Candidate], ...]:
-    """Describe the trials at full budget as candidates for the front, by number.
+    """Describe the trials at full budget as candidates for the Pareto front, by trial number.
 
-    Of trials with the same recipe only the first is a candidate.
+    Each is returned with its description. Of trials with the same recipe only the first is a candidate.
     """
     trials = full_budget_trials(trials)
     violation = _violations(trials, objectives)
@@ -136,7 +136,10 @@ def candidates(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tupl
 
 
 def _violations(trials: Sequence[TrialResult], objectives: Sequence[Objective]) -> dict[int, float]:
-    """Total constraint violation of each trial, by trial number; all `trials` must be at full budget."""
+    """Total constraint violation of each trial, by trial number: 0 if all constraints hold.
+
+    All `trials` must be at full budget, and contain the source models to which bounds are relative.
+    """
     if not has_constraints(objectives):
         return dict.fromkeys((trial.number for trial in trials), 0.0)
     references = {c: reference_of(c, o, trials) for o in objectives for c in o.constraints}
@@ -149,9 +152,10 @@ def _violations(trials: Sequence[TrialResult], objectives: Sequence[Objective]) 
 
 
 def _merit(objectives: Sequence[Objective]) -> Callable[[TrialResult], tuple[float, int]]:
-    """Sort key by which the best trial is selected; smaller is better.
+    """Sort key by which the best trial is selected among those that violate constraints equally; smaller is better.
 
-    The mean cost is rounded, so that equal means stay equal if they are computed in another order.
+    It is the mean cost of the accuracy objectives or, without any, of the objectives that are scored on samples; then
+    the trial number. The mean cost is rounded, so that equal means stay equal if they are computed in another order.
     """
     names = accuracy_objectives(objectives)
     ranked = [objective for objective in objectives if objective.name in names]
@@ -165,12 +169,19 @@ def _merit(objectives: Sequence[Objective]) -> Callable[[TrialResult], tuple[flo
 
 
 def costs_of(trial: TrialResult, objectives: Sequence[Objective]) -> Costs:
-    """Costs of a trial's values at full budget, in the order of `objectives`."""
+    """The costs of a trial's values at full budget, in the order of `objectives`.
+
+    A cost is 0 at the better end of an objective's range, 1 at the worse end.
+    """
     return costs_of_values(trial.values, objectives)
 
 
 def costs_of_values(values: Mapping[str, float], objectives: Sequence[Objective]) -> Costs:
-    """Costs of `values`, in the order of `objectives`. Values outside an objective's range have costs, too."""
+    """The cost of each of `values`, in the order of `objectives`.
+
+    A cost is 0 at the better end of an objective's range, 1 at the worse end. Values outside the range are accepted
+    too, with a cost below 0 or above 1.
+    """
     return tuple(objective.cost_of_stored(values[objective.name]) for objective in objectives)
 
 

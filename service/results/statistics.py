@@ -94,16 +94,16 @@ def paired_difference(
 ) -> Estimate:
     """Estimate the mean of `values - reference`, sample by sample, with its standard error and interval.
 
-    The interval is Bonett and Price's if all values and all reference values lie on the bounds. Two candidates that
-    agree on every sample then differ by 0, with an interval that narrows as samples grow. Otherwise the interval is
-    Student's t of the differences, cut to plus and minus the distance of the bounds.
+    The interval is Bonett and Price's if all values and all reference values lie on the bounds. Two merges that agree
+    on every sample then differ by 0, with an interval that narrows as samples grow. Otherwise the interval is Student's
+    t of the differences, cut to plus and minus the distance of the bounds.
 
     Args:
         values: One value per sample [num_samples], in the metric's unit.
         reference: Values of the reference on the same samples in the same order.
         bounds: The range that the metric cannot leave. Without it, (0, 1) is assumed if every value is 0 or 1.
         level: Coverage of the interval. At 1 - 0.05 / m, the intervals of m differences all contain the true
-            differences with a probability of at least 95 % (Bonferroni).
+        differences with a probability of at least 95 % (Bonferroni).
 
     Returns:
         The mean difference, in the metric's unit.
@@ -217,9 +217,9 @@ def bootstrap(
 ) -> Estimate:
     """Estimate a statistic of means, with its basic bootstrap interval.
 
-    Whole documents are drawn with replacement: together for all candidates, and for all objectives with equal
-    `documents` and as many samples. The basic interval, 2 * value - quantile, also corrects for a statistic that chance
-    can only raise, such as the maximum of several values.
+    Whole documents are drawn with replacement: together for all candidates, which are the compared merges, and for all
+    objectives with equal `documents` and as many samples. The basic interval, 2 * value - quantile, also corrects for a
+    statistic that chance can only raise, such as the maximum of several values.
 
     Args:
         statistic: Computes the statistic from the candidates' means by objective [num_candidates].
@@ -272,7 +272,7 @@ def independent_difference(first: Estimate, second: Estimate) -> Estimate:
 
 
 def _checked(values: ArrayLike, bounds: Bounds | None) -> NDArray[np.float64]:
-    """Convert values to an array [num_samples].
+    """Convert the values of samples to an array [num_samples], and check them.
 
     Raises:
         ValueError: There are no samples, or a value is not finite or outside `bounds`.
@@ -293,7 +293,10 @@ def _is_two_valued(sample: NDArray[np.float64], low: float, high: float) -> bool
 
 
 def _wilson(proportion: float, n: int) -> tuple[float, float]:
-    """Compute Wilson's score interval of a proportion: the proportions that a score test at LEVEL does not reject."""
+    """Compute Wilson's score interval of a proportion seen in `n` samples.
+
+    It has the proportions that a score test at LEVEL does not reject.
+    """
     shrink = 1 + Z**2 / n
     centre = (proportion + Z**2 / (2 * n)) / shrink
     half = Z * math.sqrt(proportion * (1 - proportion) / n + Z**2 / (4 * n**2)) / shrink
@@ -302,10 +305,10 @@ def _wilson(proportion: float, n: int) -> tuple[float, float]:
 
 
 def _bonett_price(num_better: int, num_worse: int, n: int, level: float) -> tuple[float, float]:
-    """Compute Bonett and Price's interval of the difference of two paired proportions.
+    """Compute Bonett and Price's interval of the difference of two paired proportions, with coverage `level`.
 
     It is Wald's interval after one more discordant pair of each kind is added. Of `n` pairs, `num_better` and
-    `num_worse` are discordant.
+    `num_worse` are discordant: in these, the first member alone or the second alone has the better value.
     """
     better, worse = (num_better + 1) / (n + 2), (num_worse + 1) / (n + 2)
     centre = better - worse

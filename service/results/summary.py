@@ -180,8 +180,9 @@ def _finding_document(run: RunRecord, best: TrialResult | None) -> FindingDocume
 def _search_minus_holdout(run: RunRecord, best: TrialResult | None) -> dict[str, Estimate]:
     """Estimate by objective the value of the best trial on search data minus its value on holdout data.
 
-    The two values are independent estimates, because they are of different samples. Costs of the recipe are left out,
-    because they are equal on both.
+    The two values are independent estimates, because they are of different samples. Objectives that are costs of the
+    recipe are left out, because their values are equal on both. The result is empty if the best trial has no row in the
+    held-out table.
     """
     row = next((row for row in run.holdout if best is not None and row.trial == best.number), None)
     if row is None or best is None:
@@ -202,8 +203,9 @@ def _search_minus_holdout(run: RunRecord, best: TrialResult | None) -> dict[str,
 def _verification_document(reports: Sequence[VerificationReport], reason: str | None) -> VerificationDocument:
     """Describe as JSON how samples agree with those that plain transformers gave when trials were verified.
 
-    A report without samples counts as not verified. The document's `reason` is that of the first trial of which samples
-    were left out.
+    There is one of `reports` for each trial chosen for verification; one without samples counts as not verified.
+    `reason` says why no trial was verified. The document's `reason` is that of the first trial of which samples were
+    left out.
     """
     compared = [report for report in reports if report.num_samples]
     beyond = sum(report.num_beyond for report in compared)

@@ -60,9 +60,10 @@ def with_exported_sources(
 ) -> tuple[Study, dict[str, ChainedSource]]:
     """Export the sources of a study that are merges of other studies.
 
-    Returns the study with directories in place of these sources, and the sources by alias. The directories are below
-    `directory`; a merge that is there already is not written again. `before` is what was stored about the study's
-    sources, if the study is resumed. Raises InvalidStudy with every source that cannot be exported.
+    `open_study` opens the study that a source names. Returns the study with directories in place of these sources, and
+    the sources by alias. The directories are below `directory`; a merge that is there already is not written again.
+    `before` is what was stored about the study's sources, if the study is resumed, else None. `note` receives lines of
+    progress. Raises InvalidStudy with every source that cannot be exported.
     """
     found: dict[str, ChainedSource] = {}
     problems: list[Problem] = []
@@ -113,10 +114,10 @@ def _place(directory: Path, recipe: Recipe, dtype: str) -> Path:
 
 
 def _trial(store: Store, record: JobRecord, source: FromStudy, known: ChainedSource | None) -> tuple[int, Recipe]:
-    """Number and recipe of the trial that a source names.
+    """Number and recipe of the trial that the source `source` names in the study `record`.
 
-    `known` is the source as it was stored when the study was created, or None for a new study. Raises NotFound if there
-    is no such trial, Conflict if its recipe has changed.
+    `known` is the source as it was stored when the study that uses it was created; the trial is then that one. For a
+    new study it is None. Raises NotFound if there is no such trial, Conflict if its recipe has changed.
     """
     trials = store.trials(record.id)
     if known is not None:
@@ -146,8 +147,10 @@ def _along_path(
 ) -> dict[str, ChainedSource]:
     """Export the base and the experts with their layers in the order of a trial's layer path.
 
-    Returns the exported models by alias. Experts that are merges of other studies are left out. Raises NotFound,
-    Conflict, InvalidModel and InvalidStudy.
+    `source` names the trial, and `open_study` opens its study. The models are written below `directory`. `before` is
+    what was stored about the sources of `study`, if this study is resumed, else None; models that are there already are
+    then not written again. `note` receives lines of progress. Returns the exported models by alias. Experts that are
+    merges of other studies are left out. Raises NotFound, Conflict, InvalidModel and InvalidStudy.
     """
     known = None if before is None else before.chained.get(BASE)
     with open_study(source) as (store, record):
@@ -181,7 +184,8 @@ def _along_path(
 def _path(recipe: Recipe, where: str) -> tuple[dict[Component, int], ...]:
     """Layer path of a merge: for each of its layers, the number of the source layer from which each component comes.
 
-    Raises Conflict if the merge has no such path.
+    `where` names the trial in error messages. Raises Conflict if a layer of the merge has a scale, an alignment, or a
+    component from source layers with different numbers.
     """
     path: list[dict[Component, int]] = []
     for index, layer in enumerate(recipe.canonical().layers):
@@ -199,7 +203,11 @@ def _path(recipe: Recipe, where: str) -> tuple[dict[Component, int], ...]:
 
 
 def _with_path(alias: str, path: tuple[dict[Component, int], ...], fingerprints: Mapping[str, str]) -> Recipe:
-    """Recipe of the model `alias` with its own layers in the order of a layer path."""
+    """Recipe of the model `alias` with its own layers in the order of a layer path.
+
+    `path` has, for each layer, the number of the model's layer from which each component comes. `fingerprints` are
+    content fingerprints by alias.
+    """
     whole = Merge("passthrough", (Source(alias),))
     merges = ({name: whole.at_layer(layer) for name, layer in each.items()} for each in path)
     layers = (LayerRecipe(attention=own["attention"], mlp=own["mlp"], norm=own["norm"]) for own in merges)

@@ -109,7 +109,8 @@ def write_model(
 def model_bytes(recipe: Recipe, bank: Bank, out: Path, *, dtype: str, chat_template: str | None = None) -> int:
     """Compute the size of the merged model of a recipe, in bytes, and check that it can be written to `out`.
 
-    Raises Conflict if `out` has other content, or if its disk has too little space.
+    Nothing is written. `chat_template` replaces that of the tokenizer; None keeps it. Raises Conflict if `out` has
+    other content, or if its disk has too little space.
     """
     import torch
 

@@ -86,7 +86,9 @@ def with_warm_start(
 def _read(artifacts: ArtifactStore, study_id: str, start: WarmStart) -> tuple[Observation, ...]:
     """The stored observations of a study's warm start, in the order of the earlier study's trials.
 
-    The earlier trials have negative numbers, so that they come before the study's own. Raises NotFound and Conflict.
+    `start` has the digest that the stored file must have. The earlier trials have negative numbers, so that they come
+    before the study's own. Raises NotFound if no observations are stored, Conflict if they are others than the study
+    began with.
     """
     record = artifacts.get(study_id, ARTIFACT)
     if record.digest != start.digest:
@@ -111,9 +113,11 @@ def _read(artifacts: ArtifactStore, study_id: str, start: WarmStart) -> tuple[Ob
 
 
 def _found(preflight: PreflightResult, resolved: ResolvedStudy, open_study: OpenStudy) -> tuple[WarmStart, bytes]:
-    """Results of the study that `search.warm_start` in the study file names, and the content of their file.
+    """The results of the study that `search.warm_start` in the study file names, and the content of their file.
 
-    The artifact's digest is not known yet. Raises NotFound and Conflict.
+    `resolved` is what is stored with the new study. The digest of the artifact is left empty, because the artifact is
+    not stored yet. Raises NotFound if there is no such study, Conflict if it is not of the same merges and objectives
+    or has no results.
     """
     given = preflight.study.search.warm_start
     assert given is not None
@@ -136,8 +140,9 @@ def _results(
 ) -> list[dict[str, Any]]:
     """Configurations and results of the earlier study's searched trials, as JSON.
 
-    `plan` is the new study's: costs and constraints are those of its objectives, and fidelities are shares of its full
-    budget.
+    `record` is the earlier study's job in `store`. `plan` is the new study's: costs and constraints are those of its
+    objectives, and fidelities are shares of its full budget. With `is_full_only`, results at lower rungs are left out.
+    Raises Conflict if a configuration is outside the new study's search space.
     """
     before = replace(plan, study_id=record.id, rung_samples=ResolvedStudy.of(record).rung_samples)
     trials = {trial.number: trial for trial in store.trials(record.id)}
@@ -175,8 +180,9 @@ def _results(
 def _feasibility(plan: Plan, trials: Mapping[int, TrialRecord], store: Store, record: JobRecord) -> Feasibility:
     """Constraint values of the earlier study's trials, by the constraints of the new study.
 
-    Bounds relative to a source model are compared with its value on the samples of the rung. Raises Conflict if a
-    source model has not been scored.
+    `trials` are the earlier study's trials by number. `plan` is the new study's plan with the rungs of the earlier
+    study. Bounds relative to a source model are compared with its value on the samples of the rung. Raises Conflict if
+    a source model has not been scored.
     """
     feasibility = Feasibility(plan.objectives, trials)
     try:
@@ -197,9 +203,9 @@ def _feasibility(plan: Plan, trials: Mapping[int, TrialRecord], store: Store, re
 
 
 def _check_same(preflight: PreflightResult, record: JobRecord) -> None:
-    """Check that results of another study are results of this study's merges on its objectives.
+    """Check that the results of the study `record` are results of this study's merges on its objectives.
 
-    Raises Conflict with all differences.
+    Models, search space, preference vectors and objectives must be the same. Raises Conflict with all differences.
     """
     study, other = preflight.study, Study.model_validate(record.document)
     theirs, ours = ResolvedStudy.of(record), preflight.models.family.fingerprints
@@ -227,14 +233,22 @@ def _check_same(preflight: PreflightResult, record: JobRecord) -> None:
 
 
 def _differing(what: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """The names whose values differ, each with `what` before it; a name that one side lacks says which."""
+    """The names whose values differ between another study (`theirs`) and this one (`ours`).
+
+    Each has `what` before it, such as "model math". A name that only one of the studies has is followed by "(only
+    there)" or "(only here)".
+    """
     lacks = dict.fromkeys(theirs.keys() - ours, " (only there)") | dict.fromkeys(ours.keys() - theirs, " (only here)")
     names = sorted(name for name in theirs.keys() | ours if name in lacks or theirs[name] != ours[name])
     return [f"{what} {name}{lacks.get(name, '')}" for name in names]
 
 
 def _meaning(objective: Objective, tasks: Mapping[str, str]) -> tuple[Any, ...]:
-    """What a value of the objective means; constraints are left out, because they are evaluated anew."""
+    """What a value of the objective means: its metric, direction, range, cost of the recipe and task.
+
+    Two objectives with equal results of this function have comparable values. `tasks` has the digest of each task by
+    the objective's name. Constraints are left out, because they are evaluated anew.
+    """
     o = objective
     return o.metric, o.direction, o.bounds, o.cost_of_recipe, tasks.get(o.name)
 

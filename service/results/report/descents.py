@@ -83,10 +83,11 @@ def _chart(found: Sequence[DescentSeries], names: Sequence[str], colours: dict[s
 
 
 def _smooth(steps: Sequence[DescentStep]) -> list[tuple[int, dict[str, float], float]]:
-    """Average losses over the last WINDOW gradients.
+    """Average the losses of a gradient descent over the last WINDOW gradients.
 
     Returns:
-        For each gradient its number, the mean loss by objective, and the mean of the weighted sum of losses.
+        For each gradient its number, the mean loss by objective in units of the mean over the baselines, and the mean
+        of the weighted sum of losses.
     """
 
     def window(index: int) -> Sequence[DescentStep]:
@@ -116,7 +117,7 @@ def _row(descent: DescentSeries, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _ranges(numbers: Sequence[int]) -> Iterator[str]:
-    """Format ascending numbers, with adjacent ones as "3 to 7"."""
+    """Format ascending numbers as texts; adjacent numbers become one text such as "3 to 7"."""
     start = 0
     for index in range(1, len(numbers) + 1):
         if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:

@@ -59,7 +59,10 @@ def front_section(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _ranking_chart(points: Sequence[FrontPoint], objective: Objective) -> Markup:
-    """Draw bars with intervals for a single objective: the ten best proposals, and every baseline."""
+    """Draw bars with intervals for a study of a single objective: the ten best proposals, and every baseline.
+
+    Bars are in the order of the objective's values, the best first.
+    """
     ranked = sorted(points, key=lambda point: (objective.cost_of_stored(point.values[objective.name]), point.trial))
     proposed = [point.trial for point in ranked if point.origin == Origin.SEARCH][:10]
     low, high = objective.bounds
@@ -111,7 +114,10 @@ def _pair_chart(points: Sequence[FrontPoint], x: Objective, y: Objective) -> Mar
 
 
 def _ends(point: FrontPoint, objective: Objective) -> tuple[float, float]:
-    """Ends of the 95 % interval of a trial's value, inside the objective's range."""
+    """Ends of the 95 % interval of a trial's value, inside the objective's range.
+
+    A value without a standard error is of a single sample; its interval is the whole range.
+    """
     value, error = point.values[objective.name], point.standard_errors.get(objective.name, 0.0)
     low, high = objective.bounds
     if error is None:  # a single sample leaves all values possible
@@ -126,9 +132,9 @@ def _thinned(points: Sequence[FrontPoint]) -> list[FrontPoint]:
 
 
 def _pair_front(points: Sequence[FrontPoint], x: Objective, y: Objective) -> list[tuple[float, float]]:
-    """Pairs of values on the front of two objectives, sorted along x from its better end.
+    """Pairs of values on the Pareto front of the objectives `x` and `y` alone, sorted along x from its better end.
 
-    No other point is better in both objectives. The pairs are drawn as a staircase.
+    No other point dominates one of them in these two objectives. The pairs are drawn as a staircase.
     """
     costs: dict[Costs, tuple[float, float]] = {}
     for point in points:

@@ -108,7 +108,11 @@ def _settings(run: RunRecord, constraints: Sequence[ConstraintDocument]) -> list
 
 
 def _savings(run: RunRecord) -> dict[str, Any]:
-    """Compute how many samples low rungs saved, and how many trials reached each rung."""
+    """The data from which the report's template draws how many samples low rungs saved.
+
+    They are the share of the samples that scoring every recipe in full would take (None if that is not known), and the
+    number of trials that reached each rung, with bars.
+    """
     plot = budget(run)
     searched = (trial for trial in run.trials if trial.origin is Origin.SEARCH)
     sizes = {rung.rung: sample_count(rung.num_samples) for trial in searched for rung in trial.rungs}

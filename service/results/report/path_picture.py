@@ -70,9 +70,9 @@ def _drawing(plot: PathPlot) -> Markup:
 
 
 def _cell(step: PathStep, x: float, y: float) -> str:
-    """Draw one layer of a path as a box with the layer's number.
+    """Draw one layer of a path as a box with the layer's number, at the position (x, y) in pixels.
 
-    The box is coloured by the scale of the layer's output, a line under it by the scale of its weights.
+    The box is coloured by the scale of the layer's output, a line in it by the scale of its weights.
     """
     layer = "" if step.layer is None else str(step.layer)
     title = f"position {step.position}: {step.model or MERGED}{f', layer {layer}' if layer else ''}"

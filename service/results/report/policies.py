@@ -44,9 +44,9 @@ def _colour(number: int) -> str:
 
 
 def _curves(found: Sequence[PolicySeries]) -> Markup:
-    """Draw the mean outcome of each policy over its iterations.
+    """Draw the mean outcome of each policy's trials over its iterations.
 
-    A single policy is drawn with its standard deviation.
+    If there is one policy, the standard deviation in each iteration is drawn too.
     """
     every = [(each.outcome, each.outcome_std) for policy in found for each in policy.iterations]
     spread = len(found) == 1

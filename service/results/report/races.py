@@ -86,7 +86,10 @@ def _chart(shown: Sequence[RaceEntry], samples: Sequence[int], colours: dict[str
 
 
 def _rows(entries: Sequence[RaceEntry], samples: Sequence[int]) -> list[dict[str, Any]]:
-    """Build a table row for each rung: the number of trials scored there, and how many of them each rule stopped."""
+    """Build a table row for each rung: the number of trials scored there, and how many of them each rule stopped.
+
+    `samples` are the samples of each rung.
+    """
     rows = []
     for rung, count in enumerate(samples):
         here = [entry for entry in entries if entry.looks and entry.looks[-1].rung == rung and entry.end == "stopped"]

@@ -82,7 +82,10 @@ def _symbol(name: str) -> str:
 
 
 def _source_texts(merge: Merge) -> Iterator[tuple[str, str]]:
-    """The alias of each source of a merge, with the source's own coefficient as text, or "" if it has none."""
+    """The alias of each source of a merge, with those of its coefficients that the source has alone, as text.
+
+    The text is "" if all sources share the coefficients. For SLERP it is the weight of the source, 1 - t or t.
+    """
     per_source = [value for value in merge.coefficients.values() if isinstance(value, tuple)]
     for index, source in enumerate(merge.sources):
         text = " ".join(f"{value[index]:.2f}" for value in per_source)
@@ -96,7 +99,7 @@ def _contributions(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, float]]]:
     """The mean share of each model in parts of a recipe, each as the part's name and the shares by alias.
 
     The parts are all layers together, each component, the embedding, the head, and the single tensors that differ from
-    their component.
+    their component. Shares are those of `model_shares`.
     """
 
     def mean(merges: Sequence[Merge]) -> dict[str, float]:
@@ -118,9 +121,9 @@ def _contributions(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, float]]]:
 
 
 def _distinct_components(recipe: Recipe) -> tuple[Component, ...]:
-    """The components that are shown one by one.
+    """The components of layers whose shares are shown one by one.
 
-    There are none if every layer is merged as a whole, because each would repeat "all layers".
+    There are none if every layer is merged as a whole, because each would repeat what is shown for all layers.
     """
     is_whole = all(layer.attention == layer.mlp == layer.norm for layer in recipe.layers)
     return () if is_whole else COMPONENTS

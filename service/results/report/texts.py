@@ -42,7 +42,10 @@ def row_name(row: HoldoutDocument) -> str:
 
 
 def _score(row: HoldoutDocument) -> EstimateDocument | None:
-    """The estimate by which held-out rows are ranked: the mean, or the value of the only objective."""
+    """The estimate by which held-out rows are ranked: the mean over objectives, or the value of the only objective.
+
+    Returns None for a row without a mean and with several objectives.
+    """
     return row["mean"] or (next(iter(row["values"].values())) if len(row["values"]) == 1 else None)
 
 

@@ -88,6 +88,9 @@ def _step(number: int, step: GradientStep, preference: Mapping[str, float]) -> D
 
 
 def _preference(step: GradientStep) -> Mapping[str, float]:
-    """The preference vector of a gradient descent, by objective; equal weights if the study has no vectors."""
+    """The preference vector of the gradient descent to which the step `step` belongs, by objective.
+
+    In a study without preference vectors all weights are equal.
+    """
     weights = step.request.weights
     return step.request.preference or dict(zip(weights, equal_preference(len(weights)), strict=True))

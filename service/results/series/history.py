@@ -75,7 +75,7 @@ def history(run: RunRecord) -> HistoryPlot:
 def _series(
     trials: Sequence[TrialResult], names: Sequence[str], objective: Objective, left_out: Collection[int]
 ) -> HistorySeries:
-    """Compute the history of one objective, or of the mean over several.
+    """Compute the history of one objective, or of the mean over several: its value at each finished rung of each trial.
 
     Args:
         trials: Trials by number.

@@ -155,9 +155,10 @@ def _check_same(first: Mapping[str, FinetuneSpec], experts: Mapping[str, Finetun
 
 
 def _names(fleets: Sequence[Mapping[str, FinetuneSpec]]) -> list[str]:
-    """Name each fleet by the optimizer of its experts.
+    """Name each fleet by the optimizer of its experts, in the order of `fleets`.
 
-    Fleets with the same optimizer are distinguished by the options that differ, else by a number.
+    Names of fleets with the same optimizer also have the training options that differ, and, if these are equal, a
+    number.
     """
     kinds = ["/".join(dict.fromkeys(spec.method.kind for spec in experts.values())) for experts in fleets]
     names = []
@@ -170,7 +171,10 @@ def _names(fleets: Sequence[Mapping[str, FinetuneSpec]]) -> list[str]:
 
 
 def _options(experts: Mapping[str, FinetuneSpec]) -> dict[str, str]:
-    """Training options of a fleet as text, each with the values that the fleet's experts have."""
+    """Training options of a fleet as text, by the option's name; `experts` has the specifications by alias.
+
+    If the fleet's experts have different values, all are given, separated by "/".
+    """
     documents = [spec.canonical() for spec in experts.values()]
     found = {}
     for section in ("method", "training"):

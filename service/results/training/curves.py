@@ -35,7 +35,8 @@ def directory_curves(places: Mapping[str, Path]) -> CurvesDocument:
 def _expert(alias: str, lines: Sequence[Mapping[str, Any]]) -> ExpertCurvesDocument:
     """Build the curves of one expert from stored lines.
 
-    `lines` come from a history file, with one loss each, or from events, with several losses each.
+    `lines` come from a history file, with one loss each, or from events, with several losses each. A line with the key
+    "values" is an evaluation instead. The latest line counts for each step.
     """
     losses: dict[int, float] = {}
     values: dict[int, Mapping[str, float]] = {}
@@ -49,7 +50,7 @@ def _expert(alias: str, lines: Sequence[Mapping[str, Any]]) -> ExpertCurvesDocum
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[LossPoint]:
-    """Reduce the points of a curve to at most MAX_POINTS.
+    """Reduce the points of a curve, each (number of the update, loss), to at most MAX_POINTS.
 
     Each point is the mean of neighbours, weighted by the number of updates between them.
     """

@@ -88,9 +88,10 @@ def num_experts(fleet: FleetAnalysisDocument, row: MergeLossDocument) -> int:
 
 
 def _histogram(vector: Mapping[str, Any]) -> Any:
-    """Draw the distribution of a task vector's elements that are not 0, with the Laplace and the Gauss fit.
+    """Draw the distribution of a task vector's elements that are not 0, with the two fitted distributions.
 
-    The axis of the density is logarithmic, so that a Laplace distribution has two straight sides.
+    These are a Laplace and a Gauss distribution. `vector` is the task vector's entry in the analysis. The axis of the
+    density is logarithmic, so that a Laplace distribution has two straight sides.
     """
     middles = [(low + high) / 2 for low, high in pairwise(vector["edges"])]
     share = 1 - vector["fits"][0]["zeros"]
@@ -120,10 +121,10 @@ def _histogram(vector: Mapping[str, Any]) -> Any:
 
 
 def _landscape(found: Mapping[str, Any], low: float, high: float) -> Any:
-    """Draw the losses of merges as a heatmap over the coefficients of two experts.
+    """Draw the losses of merges of two experts as a heatmap over the experts' coefficients.
 
-    Rows are coefficients of the first expert, the largest at the top. Colours are on a logarithmic scale from the
-    lowest to the highest loss of all fleets, `low` to `high`.
+    `found` is the landscape's entry in the analysis. Rows are coefficients of the first expert, the largest at the top.
+    Colours are on a logarithmic scale from the lowest to the highest loss of all fleets, `low` to `high`.
     """
     first, second = found["experts"]
     width = math.log(high / low) or 1.0

@@ -114,7 +114,11 @@ def policy_paths(
 
 
 def _check_models(record: JobRecord, study: Study, fingerprints: Mapping[str, str], num_layers: int) -> None:
-    """Check that a study's policy can propose paths through the given models. Raises Conflict if it cannot."""
+    """Check that the policy of the study `record` can propose paths through models with these fingerprints and layers.
+
+    Raises Conflict if the models have another number of layers, or if the policy was trained with an embedding of each
+    model (`knows_models`) and for other models.
+    """
     before = ResolvedStudy.of(record)
     if num_layers != before.num_layers:
         raise Conflict(

@@ -84,9 +84,10 @@ def _artifact(number: int) -> str:
 def _found(
     preflight: PreflightResult, open_study: OpenStudy, artifacts_in: str | Path
 ) -> tuple[PolicyStart, tuple[bytes, ...]]:
-    """Policies of the study that `search.hm3.start` in the study file names, and their checkpoints.
+    """The policies of the study that `search.hm3.start` in the study file names, and their checkpoints.
 
-    Raises NotFound and Conflict.
+    There is one for each policy of the study in `preflight`. `artifacts_in` is where the server's artifacts are; a
+    study in a directory has its own. Raises NotFound if there is no such study, Conflict if its policies do not fit.
     """
     start = preflight.study.search.hm3.start
     assert start is not None
@@ -107,8 +108,10 @@ def _found(
 def _iterations(
     preflight: PreflightResult, record: JobRecord, other: SearchSetting, checkpoints: dict[int, bytes]
 ) -> list[int]:
-    """For each policy of the study, the latest iteration of the other study's policy for the same preference vector.
+    """For each policy of the study, the iteration of the other study from which its checkpoint is taken.
 
+    It is the latest one of the other study's policy for the same preference vector; a single policy for all vectors
+    takes the latest of all. `other` is the other study's setting, `checkpoints` has its checkpoints by iteration.
     Raises Conflict if the other study has no policy for one of the vectors.
     """
     if preflight.study.search.hm3.policy == "conditioned":
@@ -143,9 +146,10 @@ def _check_searcher(record: JobRecord) -> None:
 
 
 def _check_shapes(preflight: PreflightResult, record: JobRecord, other: Study) -> None:
-    """Check that policies of another study have the inputs and outputs that this study needs.
+    """Check that the policies of the study `other` have the inputs and outputs that this study needs.
 
-    Raises Conflict if they do not.
+    Both studies must have the same kind of policy, number of layers, and objectives in one order. `record` is the job
+    of `other`. Raises Conflict if they do not.
     """
     where = f"study {record.name!r}: "
     ours, theirs = preflight.study.search.hm3, other.search.hm3
@@ -177,7 +181,8 @@ def _check_shapes(preflight: PreflightResult, record: JobRecord, other: Study) -
 def _check_models(preflight: PreflightResult, record: JobRecord, other: Study, where: str) -> None:
     """Check that networks with an embedding for each model were trained for this study's models.
 
-    Raises Conflict if they were not.
+    `other` is the study that trained them, `record` its job, and `where` begins the error message. Raises Conflict if
+    the models or their order differ.
     """
     space = other.search_space
     chosen = getattr(space, "models", None) or tuple(other.models.experts)

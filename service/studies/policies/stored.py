@@ -19,7 +19,8 @@ def stored_policies(
 ) -> tuple[SearchSetting, dict[int, bytes]]:
     """Read the policies that a study has trained, from its store and artifacts.
 
-    Returns the study's search setting, and the policies' checkpoints by the iteration from which each was last trained.
+    `family` are the models whose weights describe layers to a policy, or None if they are not needed. Returns the
+    study's search setting, and the policies' checkpoints by the iteration from which each was last trained.
     """
     objectives = tuple(spec.name for spec in study.scored_objectives.values())
     given = study.search.preferences

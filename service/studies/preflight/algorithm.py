@@ -59,7 +59,11 @@ def algorithm_of(
 
 
 def _warning_of_policy(study: Study, space: SearchSpace) -> str:
-    """Warning about a length penalty so large that the shortest paths win whatever they score; "" if it is not."""
+    """Warning about a length penalty so large that the shortest paths win whatever they score.
+
+    The penalty is too large if the longest path loses more by it than scores can differ, which is 1. Returns "" if it
+    is not, or if the space has no layer paths.
+    """
     penalty, paths = study.search.hm3.length_penalty, space.parameters.structure
     if not isinstance(paths, LayerPaths) or penalty * (paths.longest - paths.shortest) < 1:
         return ""
@@ -109,7 +113,7 @@ def num_policies_of(study: Study) -> int:
 
 
 def iterations_ahead(num_policies: int) -> int:
-    """The number of iterations that policies which take turns may propose ahead of results."""
+    """The number of iterations by which proposals may run ahead of results, for policies that take turns."""
     return max(1, num_policies - 1)
 
 

@@ -49,8 +49,8 @@ class ExpectedTime:
 def expected_time(preflight: PreflightResult, *, step_samples: int) -> ExpectedTime:
     """Estimate how long the search, the held-out stage and the start of engines take.
 
-    Gradients cost as much as `step_samples` samples in total. The first samples of each task are tokenized. Raises
-    InvalidStudy with every task whose prompts cannot be built.
+    Gradients cost as much as `step_samples` samples in total. The first samples of each task are tokenized to find how
+    long prompts and answers are. Raises InvalidStudy with every task whose prompts cannot be built.
     """
     samples = preflight.expected_samples()
     lengths = _lengths(preflight)
@@ -117,7 +117,7 @@ def _lengths(preflight: PreflightResult) -> dict[str, dict[str, Lengths]]:
 
 
 def _mean(lengths: Mapping[str, Lengths], num_samples: Mapping[str, int]) -> Lengths:
-    """Mean of the lengths of several tasks, weighted by the number of samples of each."""
+    """Mean of the lengths of several tasks, weighted by the number of samples of each, by the objective's name."""
     total = sum(num_samples[name] for name in lengths)
     shares = {name: num_samples[name] / total for name in lengths}
     return Lengths(
@@ -130,7 +130,8 @@ def _mean(lengths: Mapping[str, Lengths], num_samples: Mapping[str, int]) -> Len
 def _num_evaluations(preflight: PreflightResult) -> int:
     """Number of evaluations that a study is expected to make, at all rungs and on holdout data.
 
-    As in `expected_samples`, no trial fails and no two recipes are equal.
+    An evaluation scores one trial at one rung, or on the holdout data. As in `PreflightResult.expected_samples`, no
+    trial fails and no two recipes are equal. On holdout data, four finalists are assumed besides the baselines.
     """
     num_baselines = len(preflight.baselines())
     brackets = bracket_plan(preflight.budget.cycle, preflight.study.search.max_trials)

@@ -68,7 +68,10 @@ def model_refusal(model: str, access: FileAccess) -> str | None:
 
 
 def task_files(study: Study) -> Iterator[tuple[str, str]]:
-    """The files that a study names as tasks, each as (place in the study file, path of the file)."""
+    """The files that a study names as tasks, each as (place in the study file, path of the file).
+
+    A place is a dotted path of keys, such as "objectives.0.task".
+    """
     for place, spec in study.with_tasks():
         if isinstance(spec.task, InlineTask):
             yield f"{place}.task.file", spec.task.file

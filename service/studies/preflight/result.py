@@ -163,11 +163,12 @@ class PreflightResult:
 
     @property
     def _max_staleness(self) -> int:
-        """The largest number of trials that proposals may run ahead of results: the study file's, or its default.
+        """The largest number of trials that proposals may run ahead of results.
 
-        A searcher that trains a policy learns from whole iterations. By default, it proposes at least half an iteration
-        ahead, so that engines do not wait while it learns or proposes repeated paths, which need no scoring; and at
-        most one iteration for each replica, as far as its policies take turns.
+        It is the one that the study file states, else a default by the number of replicas. A searcher that trains a
+        policy learns from whole iterations. By default, it proposes at least half an iteration ahead, so that engines
+        do not wait while it learns or proposes repeated paths, which need no scoring; and at most one iteration for
+        each replica, as far as its policies take turns.
         """
         if self.study.search.max_staleness is not None:
             return self.study.search.max_staleness
@@ -212,9 +213,10 @@ class PreflightResult:
 
     @property
     def _num_repeated(self) -> int:
-        """Number of repeated proposals in a row that end a search by policies: two iterations of every policy.
+        """Number of repeated proposals in a row that end a search by policies, which is two iterations of every policy.
 
-        If all proposed paths are known by then, nothing is left to learn.
+        A proposal is repeated if an earlier trial has its recipe. If all paths proposed in two iterations are known,
+        nothing is left to learn. It is at least two proposals for each preference vector.
         """
         search = self.study.search
         num_vectors = 1 if search.preferences is None else search.preferences.size(len(self.tasks.search))
