@@ -37,11 +37,12 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 demo: install
 	$(BIN)/mergesearch demo --out $(DEMO_DIR)
 
-# Both at the same time: tests that start Ray or engines wait often, and the others then have the cores.
+# One part after the other: at the same time they start so many processes that tests of time limits fail.
 test: lint
-	$(MAKE) --no-print-directory --jobs 2 --keep-going test-heavy test-others
+	$(MAKE) --no-print-directory test-others
+	$(MAKE) --no-print-directory test-heavy
 
-# They need memory and several cores: two at a time, in an order of their own.
+# Tests that start Ray or engines need memory and several cores: two at a time, in an order of their own.
 test-heavy: install
 	$(BIN)/python -m pytest tests --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m "heavy and not cluster" $(PYTEST_ARGS)
 
@@ -50,7 +51,7 @@ test-cluster: install
 	$(BIN)/python -m pytest tests/cluster -m cluster -s $(PYTEST_ARGS)
 
 test-others: install
-	nice -n 5 $(PARALLEL) -m "not heavy" $(PYTEST_ARGS)
+	$(PARALLEL) -m "not heavy" $(PYTEST_ARGS)
 
 test-fast: lint
 	$(PARALLEL) -m "not slow and not heavy" $(PYTEST_ARGS)
