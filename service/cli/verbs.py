@@ -22,6 +22,7 @@ from service.cli.terminal import console, print_export, print_json, print_remova
 from service.disk import alignments_dir, artifacts_dir
 from service.errors import NotFound
 from service.retention.limits import limits_of
+from service.server import alone
 from service.server import serve as run_server
 from workers.tiny_family import RETRAIN_FILE, STUDY_FILE, family_dir
 
@@ -164,7 +165,6 @@ def clean(options: argparse.Namespace) -> int:
 
     from service.api.export_queue import Exports
     from service.retention.cleaning import Cleaner
-    from service.server import alone
     from service.store import Store
     from service.store.artifacts import ArtifactStore
     from service.store.database_url import database_url
