@@ -120,7 +120,9 @@ def test_kills_leave_trials_and_no_process(study: Path, scorer: ServeScorer, tmp
     assert _trials(disturbed) == expected
     assert num_chunks(disturbed) == total
     # Every chunk that left evidence left all its samples, and none of them was there already.
-    assert query(disturbed, "SELECT sum(num_samples) FROM evidence") == query(disturbed, "SELECT count(*) FROM samples")
+    assert query(disturbed, "SELECT sum(num_samples) FROM evidence") == query(
+        disturbed, "SELECT sum(num_samples) FROM sample_chunks"
+    )
     summary = json.loads((disturbed / "summary.json").read_text())
     assert summary["state"] == "COMPLETE"
     assert summary["engine"]["starts"] == 3

@@ -6,8 +6,10 @@ The search itself runs without Ray.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import sys
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from search_spaces.recipe import Recipe
 from search_spaces.study.file import load_study
@@ -24,7 +27,7 @@ from service.jobs.search.attempt import execute
 from service.results.load import run_record
 from service.results.selection import best_trial
 from service.results.summary import summary
-from service.store import Store
+from service.store import Store, schema
 from service.store.artifacts import ArtifactStore
 from service.studies.preflight.examine import examine
 from service.studies.preflight.result import PreflightResult
@@ -88,6 +91,7 @@ class Study:
             heartbeat = Heartbeat(writer, 0.0)
             place: Any = {"work_dir": self.directory, "artifacts": ArtifactStore(self.store, self.directory)}
             execute(self.store, writer, preflight, scorer, heartbeat=heartbeat, view=view, **place)
+            heartbeat.send()
         return self.store.job(self.id).state
 
     @property
@@ -225,10 +229,14 @@ def test_a_new_best_trial_is_verified(study: Study, scorer: Verifier) -> None:
 
 def test_samples_that_changed_since_are_verified_again(study: Study, scorer: Verifier) -> None:
     study.attempt(scorer)
-    with study.store._engine.begin() as connection:
-        connection.exec_driver_sql(
-            "UPDATE samples SET response = 'garbage' WHERE position = 3 AND recipe_digest = ?", (scorer.verified[1],)
-        )
+    table = schema.sample_texts
+    where = (table.c.recipe_digest == scorer.verified[1]) & (table.c.start == 0)
+    with study.store.engine.begin() as connection:
+        for objective, packed in connection.execute(sa.select(table.c.objective, table.c.packed).where(where)).all():
+            rows = json.loads(zlib.decompress(packed))
+            rows[3][0] = "garbage"
+            changed = zlib.compress(json.dumps(rows).encode())
+            connection.execute(sa.update(table).where(where & (table.c.objective == objective)).values(packed=changed))
     assert study.attempt(scorer) is JobState.FAILED
     assert scorer.verified[NUM_VERIFIED:] == [scorer.verified[1]]
 
