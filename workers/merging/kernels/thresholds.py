@@ -101,10 +101,10 @@ def most_undecided(rule: Any) -> int:
 
 
 def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray) -> Any:
-    """A copy of a rule with exact thresholds in place of two bounds for each.
+    """A copy of a rule in which each threshold is exact, where the rule knew two bounds of it.
 
-    The thresholds are found among all elements between the bounds; `positions` has the indices of these. `base` and
-    `xs` are the memory of the base and the sources.
+    Each threshold is found among the elements between its bounds. `positions` has the indices of all elements that are
+    between the bounds of any threshold. `base` and `xs` are the elements of the base and the sources, as arrays.
     """
     sparse = rule.sparse
     sizes = [_magnitudes_at(base, x, positions) for x in xs]
