@@ -65,9 +65,9 @@ def _undecided_between(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 def is_between(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
     """SOME (1) if element i of source s, of magnitude `size`, may be strictly between two thresholds, else NONE (0).
 
-    The thresholds `low` and `high` are (magnitude, tie-breaking mark); `factor` gives the element's mark. `by` is the
-    kind of comparison: with `ByMagnitude`, elements that it cannot decide count as between. Callable only in compiled
-    code.
+    The thresholds `low` and `high` are (magnitude, tie-breaking mark); `factor` determines the element's mark. `by`
+    says how it is compared: with `ByMark` by magnitude and mark; with `ByMagnitude` by magnitude alone, and elements
+    that it cannot decide count as between. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 

@@ -104,8 +104,8 @@ class MergeLoss:
 class MergeLosses:
     """Measures the losses of merges of trained experts on the first `samples` samples of each expert's tasks.
 
-    `directories` and `tasks` are by the experts' aliases. `max_length` is the largest number of tokens in a text.
-    Raises InvalidModel, and InvalidTask for a sample without a reference answer.
+    `directories` and `tasks` have each expert's directory and tasks, by alias. `max_length` is the largest number of
+    tokens in a text. Raises InvalidModel, and InvalidTask for a sample without a reference answer.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class Episode:
     `steps` [T] are the indices of the T steps, including the end of the path if the policy chose it; `path` is without
     the end. `protos` [T, D] are the proto-actions: for each step a point in the D-dimensional space of embeddings,
     whose nearest steps were the candidates. `log_densities` [T] are the log densities of these points under the policy
-    that built the path.
+    that built the episode.
     """
 
     number: int
