@@ -281,9 +281,9 @@ class DisPaths:
     def _fitted(self, blocks: Sequence[Block]) -> list[Block]:
         """The blocks, shortened so that the merge has at most `max_layers` layers.
 
-        Which layers are removed is random, with a seed that is a function of the paths. With `retains`, each block
-        keeps a layer, because an empty path means the base's layers. If no layer would be left in the merge, the first
-        block uses its first candidate, the layer with number 0 of those that it may use.
+        Which layers are removed is random, with a seed that is a function of the paths of all blocks. With
+        `retains`, each block keeps a layer, because an empty path means the base's layers. If no layer would be left in
+        the merge, the first block uses its first candidate, the layer with number 0 of those that it may use.
         """
         paths = [list(block.path) for block in blocks]
         excess = self.depth(blocks) - self.max_layers

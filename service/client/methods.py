@@ -57,7 +57,10 @@ def named(client: type[C]) -> type[C]:
 
 
 def _described(method: T, flow: Callable[..., Any]) -> T:
-    """Give `method` the name, signature and docstring of `flow`, for `help` and the API pages."""
+    """Give `method` the name, signature and docstring of the function `flow`, and return it.
+
+    They are shown by `help` and on the API pages.
+    """
     signature = inspect.signature(flow)
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), *signature.parameters.values()]
     result = str(signature.return_annotation).removeprefix("Flow[").removesuffix("]")

@@ -398,7 +398,7 @@ def _opened(
 
     Problems that are found are added to `problems`. The result is None if `problems` has any, or if the base is
     missing. Models that exist are checked even if others are missing. `places` has the directory, hub id or URL of each
-    model and adapter, by alias. The other arguments are those of `_resolved`.
+    model and adapter, by alias. The other arguments are those of the function `_resolved`, which says what they are.
     """
     if base not in places:
         return None

@@ -71,7 +71,7 @@ def trial_document(
 
 
 def trial_documents(run: RunRecord) -> list[TrialDocument]:
-    """Describe all trials of a run as JSON, by number."""
+    """Describe all trials of a run as JSON, in the order of their numbers."""
     trials = sorted(run.whole_trials, key=lambda trial: trial.number)
     return [trial_document(trial, objectives=run.objectives, sources=run.sources) for trial in trials]
 

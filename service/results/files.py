@@ -18,7 +18,7 @@ __all__ = ["trials_jsonl", "write_results"]
 
 
 def trials_jsonl(run: RunRecord) -> str:
-    """Build the content of trials.jsonl: one JSON object per line, each a trial, by trial number."""
+    """Build the content of trials.jsonl: one JSON object per line, each a trial, in the order of their numbers."""
     return "".join(_json(document, indent=None) + "\n" for document in trial_documents(run))
 
 

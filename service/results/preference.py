@@ -28,7 +28,8 @@ __all__ = ["Choices", "choices"]
 class Choices:
     """The trials of a study's front from which a user's weights may pick one.
 
-    `labels` and `values` are by trial number; values are those on `split`, search or holdout data.
+    `labels` and `values` have an entry for each trial, by trial number; values are those on `split`, search or holdout
+    data.
     """
 
     objectives: tuple[Objective, ...]

@@ -133,13 +133,13 @@ class RunRecord:
 
     @cached_property
     def compared(self) -> tuple[TrialRecord, ...]:
-        """The trials that have a row in the held-out table, by number."""
+        """The trials that have a row in the held-out table, in the order of their numbers."""
         numbers = {row.trial for row in self.holdout}
         return tuple(_whole(trial) for trial in self.trials if trial.number in numbers)
 
     @cached_property
     def front(self) -> tuple[TrialResult, ...]:
-        """The trials on the Pareto front, by number."""
+        """The trials on the Pareto front, in the order of their numbers."""
         return pareto_front(self.trials, self.objectives)
 
     @cached_property

@@ -112,7 +112,7 @@ def finalists(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple
 
 
 def pareto_front(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
-    """Select the trials at full budget that no other one dominates, by number.
+    """Select the trials at full budget that no other one dominates, in the order of their numbers.
 
     Of trials with the same recipe only the first counts. Only trials that satisfy all constraints can be on the front;
     if no trial does, only those that violate them least.
@@ -123,7 +123,7 @@ def pareto_front(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tu
 
 
 def candidates(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[tuple[Trial, Candidate], ...]:
-    """Describe the trials at full budget as candidates for the Pareto front, by trial number.
+    """Describe the trials at full budget as candidates for the Pareto front, in the order of trial numbers.
 
     Each is returned with its description. Of trials with the same recipe only the first is a candidate.
     """
@@ -186,13 +186,19 @@ def costs_of_values(values: Mapping[str, float], objectives: Sequence[Objective]
 
 
 def held_out(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
-    """Select the trials that are scored on the holdout data, by number: the finalists and every baseline."""
+    """Select the trials that are scored on the holdout data, in the order of their numbers.
+
+    They are the finalists and every baseline.
+    """
     complete = full_budget_trials(trials)
     return compared_with(finalists(complete, objectives), complete)
 
 
 def compared_with(finalists: Iterable[Trial], trials: Iterable[Trial]) -> tuple[Trial, ...]:
-    """Select the trials of the held-out table, by number: the finalists, and every baseline among `trials`."""
+    """Select the trials of the held-out table, in the order of their numbers.
+
+    They are the finalists, and every baseline among `trials`.
+    """
     baselines = (t for t in full_budget_trials(trials) if t.origin in (Origin.SOURCE, Origin.PUBLISHED))
     by_number = {trial.number: trial for trial in (*finalists, *baselines)}
     return tuple(by_number[number] for number in sorted(by_number))

@@ -175,14 +175,15 @@ def mean_of(estimates: Sequence[Estimate], *, correlation: ArrayLike | None = No
 def correlations(samples: Sequence[ArrayLike], documents: Sequence[str]) -> Samples:
     """Correlation matrix of the means of several lists of samples.
 
-    Means over the same documents err together. The correlation of two means is Pearson's correlation of their values on
-    the shared documents, times the number of shared documents over the geometric mean of both counts. Values that do
-    not vary show no correlation; 1, which gives the widest interval, is assumed for them. Means over different data are
+    Means over the same documents have correlated errors. The correlation of two means is Pearson's correlation of their
+    values on the shared documents, times the number of shared documents over the geometric mean of the two numbers of
+    samples. Pearson's correlation is not defined for values that do not vary, or for fewer than two; 1 is assumed for
+    them, which gives the widest confidence interval of the average of the means. Means over different data are
     independent.
 
     Args:
-        samples: Values of each mean [num_means][num_samples]. Where documents are equal, samples at equal positions are
-            of one document, and the longer list continues with further documents.
+        samples: Values of each mean [num_means][num_samples]. For means with the same name in `documents`, values at
+            equal positions are of the same document, and the longer list continues with further documents.
         documents: Name of the data of each mean [num_means].
 
     Returns:
@@ -258,7 +259,7 @@ def independent_difference(first: Estimate, second: Estimate) -> Estimate:
         second: An estimate in the same unit.
 
     Returns:
-        The difference with Zou and Donner's limits; its `samples` is the smaller of both counts.
+        The difference with Zou and Donner's limits; its `samples` is the smaller of the two numbers of samples.
     """
     value = first.value - second.value
     below = math.hypot(first.value - first.ci95[0], second.ci95[1] - second.value)

@@ -274,9 +274,11 @@ def not_stored(
 def store_samples(
     connection: sa.Connection, study: str, digest: str, split: Split, evidence: int, samples: Iterable[SampleResult]
 ) -> None:
-    """Store samples of a recipe that belong to the chunk with the id `evidence`, none of which may be stored already.
+    """Store samples of a recipe, which belong to the chunk whose evidence has the id `evidence`.
 
-    They must be all of the chunk's samples, because the sizes that are stored with the evidence are replaced.
+    None of them may be stored already. They must be all of the chunk's samples that are to be stored, because the
+    numbers of bytes that the samples and their texts take, stored with the evidence, are replaced by those of
+    `samples`.
     """
     chunks: list[dict[str, Any]] = []
     texts: list[dict[str, Any]] = []

@@ -12,7 +12,7 @@ __all__ = ["Trials"]
 
 
 class Trials(Mapping[int, TrialRecord]):
-    """The trials of one study in their present state, by number in ascending order.
+    """The trials of one study in their present state, in the ascending order of their numbers.
 
     `stored` are the trials of earlier attempts. A change is stored before it is visible here.
     """

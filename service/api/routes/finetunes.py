@@ -48,7 +48,11 @@ def get_analysis(finetune: Finetune, services: Context, against: Against) -> Res
     responses={200: {"description": "The report.", "content": {"text/html": {}}}, **refusals(404, 409, 422)},
 )
 def get_training_report(finetune: Finetune, services: Context, against: Against) -> Response:
-    """The fine-tuning's losses, evaluations and analysis as charts, on one page that works offline."""
+    """The fine-tuning's losses, evaluations and analysis as charts, on one page that works offline.
+
+    With `against`, the analysis also has the distributions and losses of the same experts as other fine-tunings trained
+    them.
+    """
     pipeline = parse_pipeline(finetune.document)
     analysis = _analysis(services, [finetune, *against]) if against else stored_analysis(services.store, finetune.id)
     page = render_training(

@@ -86,9 +86,10 @@ def _chart(shown: Sequence[RaceEntry], samples: Sequence[int], colours: dict[str
 
 
 def _rows(entries: Sequence[RaceEntry], samples: Sequence[int]) -> list[dict[str, Any]]:
-    """Build a table row for each rung: the number of trials scored there, and how many of them each rule stopped.
+    """Build a table row for each rung.
 
-    `samples` are the samples of each rung.
+    It has the number of samples of each objective at the rung (from `samples`), the number of trials that were scored
+    there, how many of them were stopped, and how many by each of the scheduler's stopping rules.
     """
     rows = []
     for rung, count in enumerate(samples):

@@ -243,22 +243,22 @@ class RungTable(ABC):
     def most_samples_left(self, totals: Sequence[int]) -> int:
         """The most samples that the trials in the table can still take.
 
-        `totals` are the samples of each rung, of all objectives together. Here every unfinished trial may be evaluated
-        up to the last rung.
+        `totals` has each rung's number of samples, of all objectives together. Here every unfinished trial may be
+        evaluated up to the last rung.
         """
         return sum(self._most_of(self._entries[number], totals) for number in self._runnable | self._waiting)
 
     def most_samples_of(self, proposal: Proposal, totals: Sequence[int]) -> int:
         """The most samples by which a proposal increases `most_samples_left`.
 
-        `totals` are the samples of each rung, of all objectives together.
+        `totals` has each rung's number of samples, of all objectives together.
         """
         return totals[-1]
 
     def _most_of(self, entry: Entry, totals: Sequence[int]) -> int:
         """The most samples that a trial can still take: those of the last rung that it has not been scored on.
 
-        `totals` are the samples of each rung, of all objectives together.
+        `totals` has each rung's number of samples, of all objectives together.
         """
         return totals[-1] - (totals[max(entry.costs)] if entry.costs else 0)
 

@@ -46,7 +46,7 @@ class HyperbandTable(RungTable):
         """The most samples that the search can still take for brackets that are open.
 
         These are the samples of the trials in the table, and of the trials that open brackets of several rungs still
-        lack, because such a bracket is completed once it is open. `totals` are the samples of each rung, of all
+        lack, because such a bracket is completed once it is open. `totals` has each rung's number of samples, of all
         objectives together.
         """
         alone = (self._entries[number].bracket for number in self._runnable)
@@ -117,8 +117,8 @@ class AshaTable(RungTable):
         """The most samples that the trials in the table can still take.
 
         A result promotes at most one trial at its rung, which need not be its own. So each member of a rung on which
-        nothing is decided yet may cause one evaluation at each rung above. `totals` are the samples of each rung, of
-        all objectives together.
+        nothing is decided yet may cause one evaluation at each rung above. `totals` has each rung's number of samples,
+        of all objectives together.
         """
         left = 0
         for entry in (self._entries[number] for number in self._runnable):

@@ -106,8 +106,8 @@ def variable_squares(
 class _Spread(NamedTuple):
     """The two bounds of a threshold among variances, in the form that compiled code takes.
 
-    A bound is a variance, `low` or `high`, with a tie-breaking mark. `by` is the kind of comparison, and `factor` gives
-    the elements' marks.
+    A bound is a variance, `low` or `high`, with a tie-breaking mark. `by` says how variances are compared with
+    the threshold: with marks (`ByMark`) or without (`ByMagnitude`). `factor` determines the elements' marks.
     """
 
     by: Any

@@ -85,8 +85,9 @@ class Trimmed(NamedTuple):
     Each source has a threshold: a magnitude with a tie-breaking mark (`order_statistics.Threshold`). It is known by two
     bounds: `lows` with `low_marks`, and `highs` with `high_marks`. If the bounds are equal, they are the threshold.
     Otherwise it is at an element strictly between them: the one with the index `ranks` among the elements there, from 0
-    in ascending order. `factors` give the elements' marks, and `by` is the kind of comparison. All fields but `by` have
-    a number for each source.
+    in ascending order. `factors` determine the elements' marks. `by` says how elements are compared with the threshold:
+    by magnitude and mark (`ByMark`), or by magnitude alone (`ByMagnitude`). All fields but `by` have a number for each
+    source.
     """
 
     by: Comparison
@@ -102,8 +103,8 @@ class Between(NamedTuple):
     """Sparsification that keeps the elements of each task vector between two thresholds, both included.
 
     Each source has a lower and an upper threshold. Each is known by two bounds and a rank, as in `Trimmed`, whose
-    fields this class has for the lower threshold. Those of the upper threshold begin with `top_`. `factors` give the
-    tie-breaking marks of elements for both.
+    fields this class has for the lower threshold. Those of the upper threshold begin with `top_`. `factors`
+    determine the tie-breaking marks of elements for both.
     """
 
     by: Comparison

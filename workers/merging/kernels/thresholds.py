@@ -65,9 +65,9 @@ def _undecided_between(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 def is_between(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
     """SOME (1) if element i of source s, of magnitude `size`, may be strictly between two thresholds, else NONE (0).
 
-    The thresholds `low` and `high` are (magnitude, tie-breaking mark); `factor` gives the element's mark. `by` is the
-    kind of comparison: with `ByMagnitude`, elements that it cannot decide count as between. Callable only in compiled
-    code.
+    The thresholds `low` and `high` are (magnitude, tie-breaking mark); `factor` determines the element's mark. `by`
+    says how it is compared: with `ByMark` by magnitude and mark; with `ByMagnitude` by magnitude alone, and elements
+    that it cannot decide count as between. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -101,10 +101,10 @@ def most_undecided(rule: Any) -> int:
 
 
 def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray) -> Any:
-    """A copy of a rule with exact thresholds in place of two bounds for each.
+    """A copy of a rule in which each threshold is exact, where the rule knew two bounds of it.
 
-    The thresholds are found among all elements between the bounds; `positions` has the indices of these. `base` and
-    `xs` are the memory of the base and the sources.
+    Each threshold is found among the elements between its bounds. `positions` has the indices of all elements that are
+    between the bounds of any threshold. `base` and `xs` are the elements of the base and the sources, as arrays.
     """
     sparse = rule.sparse
     sizes = [_magnitudes_at(base, x, positions) for x in xs]

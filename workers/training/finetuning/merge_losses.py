@@ -86,9 +86,11 @@ class MergeLoss:
     """The losses of merges of `num_experts` experts by one method, at the method's best coefficient.
 
     The losses are means over all sets of this number of experts that are merged. The best coefficient is the one with
-    the lowest mean loss over the merged experts' tasks. `losses` are by expert, and `mean` is their mean. `spread` is
-    the standard deviation of the mean loss over all coefficients of the method. `coefficient` is None for a method
-    without one.
+    the lowest mean loss over the merged experts' tasks.
+
+    `losses` has, for each expert, the loss on its evaluation tasks, by the expert's alias; `mean` is the mean of the
+    losses. For each coefficient that was tried for the method there is such a mean; `spread` is their standard
+    deviation. `coefficient` is the best coefficient, or None for a method without one.
     """
 
     method: str
@@ -102,8 +104,8 @@ class MergeLoss:
 class MergeLosses:
     """Measures the losses of merges of trained experts on the first `samples` samples of each expert's tasks.
 
-    `directories` and `tasks` are by the experts' aliases. `max_length` is the largest number of tokens in a text.
-    Raises InvalidModel, and InvalidTask for a sample without a reference answer.
+    `directories` and `tasks` have each expert's directory and tasks, by alias. `max_length` is the largest number of
+    tokens in a text. Raises InvalidModel, and InvalidTask for a sample without a reference answer.
     """
 
     def __init__(
@@ -204,8 +206,8 @@ def landscape(
 ) -> Landscape:
     """Measure the sum of two experts' losses over a grid of their coefficients (MergOPT, figure 2).
 
-    `measure` returns the losses of a merge by expert. `grid` has the coefficients, which each of the two experts has in
-    turn.
+    `measure` returns a merge's loss on each expert's tasks, by alias. `grid` has the coefficients, which each of
+    the two experts has in turn.
     """
     sources = tuple(Source(alias) for alias in experts)
 
@@ -239,7 +241,8 @@ def merge_table(
     """Measure merges of experts: a row for each method and number of experts.
 
     With more than two experts, the first rows are for all pairs of the first IN_PAIRS experts. The other rows are for
-    all experts together. `measure` returns the losses of a merge by expert. `seed` determines the random masks of DARE.
+    all experts together. `measure` returns a merge's loss on each expert's tasks, by alias. `seed` determines the
+    random masks of DARE.
     """
     sets = [[tuple(experts)]]
     if len(experts) > 2:
@@ -252,7 +255,7 @@ def _rows(
 ) -> Iterator[MergeLoss]:
     """Yield the losses of merges by each method, as means over `sets` of experts, all of one size.
 
-    `measure` returns the losses of a merge by expert. `seed` determines the random masks of DARE.
+    `measure` returns a merge's loss on each expert's tasks, by alias. `seed` determines the random masks of DARE.
     """
     found: dict[str, list[tuple[float | None, Mapping[str, float], float]]] = {}
     for same in zip(*(candidates(experts, seed=seed) for experts in sets), strict=True):

@@ -23,7 +23,7 @@ __all__ = ["Episode", "Role", "generator_of", "play"]
 
 @dataclass(frozen=True)
 class Role:
-    """The conditions under which the episode with the number `number` is played.
+    """The conditions under which the episode with the number `number` is built.
 
     `preference` is the preference vector. `exploration` is the probability, in [0, 1], that a step is drawn at random.
     `noise` multiplies the standard deviation of the point that the policy draws for each step. `path` is a given path
@@ -44,7 +44,7 @@ class Episode:
     `steps` [T] are the indices of the T steps, including the end of the path if the policy chose it; `path` is without
     the end. `protos` [T, D] are the proto-actions: for each step a point in the D-dimensional space of embeddings,
     whose nearest steps were the candidates. `log_densities` [T] are the log densities of these points under the policy
-    that played.
+    that built the episode.
     """
 
     number: int
@@ -63,7 +63,7 @@ def generator_of(seed: int, number: int) -> torch.Generator:
 
 @torch.no_grad()
 def play(networks: Networks, roles: Sequence[Role], *, seed: int, k: int) -> list[Episode]:
-    """Build several layer paths with a policy, side by side; each path is an episode, played as its role says.
+    """Build several layer paths with a policy, side by side; each path is an episode, built as its role says.
 
     For each step the policy draws a proto-action, a point in the space of the steps' embeddings. The `k` nearest
     allowed steps are the candidates, of which the one with the best expected outcome is taken. With the probability
@@ -75,7 +75,7 @@ def play(networks: Networks, roles: Sequence[Role], *, seed: int, k: int) -> lis
     certainly lead to these steps, so that the policy learns which of them were good.
 
     An episode has random numbers of its own, which `seed` and its number determine. Its rounding depends on all
-    episodes that are played with it, so that repeating it means playing the same episodes together.
+    episodes that are built with it, so that repeating it means building the same episodes together.
     """
     paths = networks.paths
     noise_BTD, draws_BTE = _random_numbers(networks, roles, seed=seed)
@@ -143,9 +143,9 @@ def _random_numbers(networks: Networks, roles: Sequence[Role], *, seed: int) -> 
 
 
 def _allowed(paths: LayerPaths, steps: Sequence[int]) -> Tensor:
-    """Which steps may follow `steps`, the beginning of a path: bool [num_steps + 1], the last for the path's end.
+    """Which steps may follow `steps`, the beginning of a path: bool [paths.num_steps + 1], the last for the path's end.
 
-    After the end only the end may follow, which has no effect then.
+    If `steps` already has the end, only the end is allowed, and repeating it has no effect on the path.
     """
     if steps and steps[-1] == stop_of(paths):
         return torch.arange(paths.num_steps + 1) == stop_of(paths)

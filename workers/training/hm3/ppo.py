@@ -19,8 +19,8 @@ __all__ = ["Losses", "gae", "log_density", "remaining_shares", "surrogate"]
 class Losses:
     """PPO's losses for one mini-batch, of which `total` is minimised.
 
-    `policy` and `value` are the losses of the two networks. `entropy` is that of the distribution of proto-actions, and
-    `kl` the divergence of the new policy from the one that played.
+    `policy` and `value` are the losses of the policy network and of the value network. `entropy` is that of the
+    distribution of proto-actions, and `kl` the divergence of the new policy from the one that built the episodes.
     """
 
     total: Tensor
@@ -28,7 +28,7 @@ class Losses:
     value: Tensor
     entropy: Tensor
     kl: Tensor
-    """Estimate of the KL divergence from the policy that played: the mean of (ratio - 1) - log ratio."""
+    """Estimate of the KL divergence from the policy that built the episodes: the mean of (ratio - 1) - log ratio."""
 
 
 def gae(rewards_T: Tensor, values_T: Tensor, *, gamma: float, lambda_: float) -> Tensor:

@@ -57,7 +57,7 @@ class PolicyTrainingOptions:
 
 @dataclass(frozen=True)
 class _Played:
-    """The episodes of one iteration by number, and the checkpoint of the policy that played them (`by`).
+    """The episodes of one iteration by episode number, and the checkpoint of the policy that built them (`by`).
 
     `by` is None for the policy with which the search began.
     """
@@ -67,7 +67,7 @@ class _Played:
 
 
 class PolicyTraining:
-    """The policies of one search: plays their episodes, and learns from the outcomes.
+    """The policies of one search: builds their episodes, and learns from the outcomes.
 
     `preferences` are the preference vectors, at least one. `descriptors` are statistics of the layers' weights, or
     None. `saved` has checkpoints of policies, by the last iteration that each has learned from; those of the last two
@@ -113,7 +113,7 @@ class PolicyTraining:
         return range(first, first + self.options.episodes)
 
     def num_needed(self, number: int) -> int:
-        """The number of iterations whose outcomes must be known before episode `number` is played.
+        """The number of iterations whose outcomes must be known before episode `number` is built.
 
         These are all iterations up to the last one that the episode's policy has learned from. With one policy this is
         two iterations before that of the episode. With several policies, which take turns, it is the policy's previous
@@ -127,7 +127,7 @@ class PolicyTraining:
         return iteration % self.num_policies
 
     def turn_of(self, iteration: int) -> int:
-        """The number of earlier iterations that the policy of the iteration `iteration` has played."""
+        """The number of earlier iterations whose episodes were built by the policy of the iteration `iteration`."""
         return iteration // self.num_policies
 
     def preference_of(self, number: int) -> tuple[float, ...]:
@@ -157,7 +157,7 @@ class PolicyTraining:
     # -- episodes and updates --------------------------------------------------------------------------------------
 
     def play(self, number: int) -> Episode:
-        """Episode `number`, which is played together with the other episodes of its iteration.
+        """Episode `number`, which is built together with the other episodes of its iteration.
 
         Raises KeyError if the checkpoint that these episodes need is not saved.
         """
@@ -211,7 +211,7 @@ class PolicyTraining:
         """Update the policy of an iteration by the outcomes of its episodes, and save the policy's checkpoint.
 
         Returns None in the warm-up, in which nothing is learned. `outcomes_BK` are as in `Learner.update`. Episodes
-        that another process played are played again, with the same result. `paths` are the paths that had the outcomes.
+        that another process built are built again, with the same result. `paths` are the paths that had the outcomes.
         If one differs from the episode's, as in a search that an earlier version of this package began, the policy
         learns from the given path.
         """

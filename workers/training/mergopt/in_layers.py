@@ -109,7 +109,8 @@ class _Draw:
 class _WithNoise(torch.autograd.Function):
     """An autograd function that returns a parameter with noise, and passes the gradient to the parameter unchanged.
 
-    `make` makes the tensor with noise.
+    Its arguments are the parameter and `make`, a function without arguments that returns a copy of the parameter with
+    noise.
     """
 
     @staticmethod

@@ -60,8 +60,9 @@ def _variable_squares(merge: Merge, stored: Operands) -> tuple[tuple[Comparison,
     """The threshold by which SCE selects elements, and each source's sum of squares over the selected ones.
 
     SCE (arXiv:2408.07990) selects the elements with the largest variance between the task vectors. The first result has
-    the fields with which the rules `Variable` and `VariableElection` begin: the kind of comparison, the threshold's
-    variance, its tie-breaking mark, and the factor that gives the elements' marks.
+    the fields with which the rules `Variable` and `VariableElection` begin: how variances are compared with the
+    threshold (`ByMark` or `ByMagnitude`), the threshold's variance, its tie-breaking mark, and the factor that
+    determines the elements' marks.
     """
     from workers.merging.kernels.reductions import variable_squares
 
