@@ -190,12 +190,15 @@ def execute(
         snapshots = _Snapshots(coordinator, preflight, planned)
         watch = _EngineWatch(scorer, writer, heartbeat)
 
+        def show(snapshot: ProgressSnapshot) -> None:
+            heartbeat.progress = snapshot.to_json()
+            view.update(snapshot)
+
         def tick() -> None:
             heartbeat.check()
             watch.look()
             if (snapshot := snapshots.due()) is not None:
-                heartbeat.progress = snapshot.to_json()
-                view.update(snapshot)
+                show(snapshot)
 
         not_verified: str | None = None
 
@@ -207,7 +210,7 @@ def execute(
             _check_engines(store, writer, scorer)
             not_verified = verify_trials(store, writer, preflight, scorer, coordinator.trials, note=view.note)
 
-        view.update(snapshots.now())
+        show(snapshots.now())
         is_closed = False
         while not is_closed:
             run_evaluations(
@@ -219,7 +222,7 @@ def execute(
                 tick=tick,
                 note=view.note,
             )
-            view.update(snapshots.now())
+            show(snapshots.now())
             is_closed = _is_closed(coordinator, close)
         heartbeat.send()
         if not preflight.study.limits.keep_responses:

@@ -91,7 +91,6 @@ class Study:
             heartbeat = Heartbeat(writer, 0.0)
             place: Any = {"work_dir": self.directory, "artifacts": ArtifactStore(self.store, self.directory)}
             execute(self.store, writer, preflight, scorer, heartbeat=heartbeat, view=view, **place)
-            heartbeat.send()
         return self.store.job(self.id).state
 
     @property
@@ -230,7 +229,7 @@ def test_a_new_best_trial_is_verified(study: Study, scorer: Verifier) -> None:
 def test_samples_that_changed_since_are_verified_again(study: Study, scorer: Verifier) -> None:
     study.attempt(scorer)
     table = schema.sample_texts
-    where = (table.c.recipe_digest == scorer.verified[1]) & (table.c.start == 0)
+    where = (table.c.recipe_digest == scorer.verified[1]) & (table.c.split == "search") & (table.c.start == 0)
     with study.store.engine.begin() as connection:
         for objective, packed in connection.execute(sa.select(table.c.objective, table.c.packed).where(where)).all():
             rows = json.loads(zlib.decompress(packed))
