@@ -109,14 +109,17 @@ def _number_of(connection: sa.Connection) -> int | None:
 def _is_committed(engine: sa.Engine, number: int) -> bool:
     """Whether the transaction with PostgreSQL's id `number` was committed.
 
-    The database is asked again while the transaction still counts as in progress there. It is also asked again while it
-    does not answer, if `is_waiting` is true of `engine`; otherwise the error is raised.
+    It was not if no transaction has that id, which a crash of the server may have taken back. The database is asked
+    again while the transaction still counts as in progress there. It is also asked again while it does not answer, if
+    `is_waiting` is true of `engine`; otherwise the error is raised.
     """
     query = sa.text("SELECT pg_xact_status(CAST(:number AS text)::xid8)")
     while True:
         try:
             with engine.connect() as connection:
                 status = connection.execute(query, {"number": str(number)}).scalar()
+        except sa.exc.DataError:  # the id is in the future: a crash lost the transaction before it was on disk
+            return False
         except sa.exc.DBAPIError as error:
             if not is_waiting(engine) or not is_away(error):
                 raise

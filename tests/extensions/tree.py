@@ -28,7 +28,8 @@ class Tree:
 
     def __post_init__(self) -> None:
         for name in COPIED:
-            shutil.copytree(ROOT / name, self.root / name)  # with compiled modules, which stay valid
+            # With compiled modules, which stay valid, but for those that another process is writing.
+            shutil.copytree(ROOT / name, self.root / name, ignore=shutil.ignore_patterns("*.tmp.*", "*.pyc.*"))
         for file in ROOT.iterdir():
             if file.is_file():
                 shutil.copy2(file, self.root)

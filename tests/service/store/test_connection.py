@@ -13,6 +13,7 @@ import sqlalchemy as sa
 
 from service.store import JobWriter, Store, schema
 from service.store.availability import is_away
+from service.store.connection import _is_committed
 from service.types import EventKind, JobState, RungRecord, TrialState
 from tests.postgresql import PostgreSQL
 from tests.service.store.test_store import BEGINNING, RECIPE, RESOLVED, RUNG, TRIAL, chunk
@@ -296,3 +297,11 @@ def test_a_database_error_is_not_an_absence(on_postgresql: Store) -> None:
         writer.add_trial(TRIAL)
     assert not is_away(refused.value)
     assert EventKind.TRIAL in [event.kind for event in on_postgresql.events(writer.job_id)]
+
+
+def test_an_id_that_a_crash_took_back_is_not_committed(on_postgresql: Store) -> None:
+    """A transaction whose id no transaction has, as after a crash before it was on disk, counts as not committed."""
+    with on_postgresql.engine.begin() as connection:
+        number: Any = connection.execute(sa.text("SELECT pg_current_xact_id()::text::bigint")).scalar()
+    assert _is_committed(on_postgresql.engine, number)
+    assert not _is_committed(on_postgresql.engine, number + 10**6)
