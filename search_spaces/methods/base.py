@@ -183,7 +183,7 @@ class MergeMethod:
     def problems(
         self, num_sources: int, coefficients: Mapping[str, CoefficientValue], seed: int | None
     ) -> Iterator[str]:
-        """What is wrong with a merge by this method, as messages: its number of sources, its coefficients, its seed.
+        """The problems of a merge by this method, as messages: its number of sources, its coefficients, its seed.
 
         Missing coefficients are not reported.
         """

@@ -49,7 +49,7 @@ class TensorLocation:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchedModels:
-    """What a search space knows of the models that it merges. Models are named by their aliases.
+    """The facts that a search space has about the models that it merges. Models are named by their aliases.
 
     `fingerprints` are the content fingerprints of `base` and `experts`. `tensors` are the merged model's tensors, by
     name and in the order in which they are merged: embedding, layer by layer, head. An output head that is tied to the

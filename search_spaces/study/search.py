@@ -166,7 +166,7 @@ class WarmStart(AnotherStudy):
     """An earlier study whose results the searcher knows from its first proposal on."""
 
     rungs: Literal["all", "full"] = "all"
-    """Which results are used: of trials at all rungs that they reached, or at the full budget only."""
+    """The results that are used: of trials at all rungs that they reached, or at the full budget only."""
 
 
 class Search(Section):

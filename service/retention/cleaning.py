@@ -57,7 +57,7 @@ class Removal:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What is kept of one job: number, bytes, and seconds since the job ended."""
+    """The kept part of one job: number, bytes, and seconds since the job ended."""
 
     job: JobRecord
     count: int
@@ -179,7 +179,7 @@ class Cleaner:
 
 
 def _exceeding(kind: str, kept: Sequence[_Kept], limit: Limit) -> Iterator[Removal]:
-    """What exceeds the limit, the oldest first. What is protected counts towards the size, and is not removed."""
+    """The parts beyond the limit, the oldest first. A protected part counts towards the size, and is not removed."""
     total = sum(each.num_bytes for each in kept)
     for each in sorted(kept, key=lambda each: -each.age_s):
         is_old = limit.age_s is not None and each.age_s > limit.age_s

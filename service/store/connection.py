@@ -22,7 +22,7 @@ __all__ = ["clock", "connect", "reading", "transaction"]
 # Seconds that a writer waits for another transaction on SQLite before it fails.
 BUSY_TIMEOUT_S = 60
 
-# What PostgreSQL's library is told unless the URL tells it: seconds to connect; seconds of silence after which a
+# Defaults of PostgreSQL's library, unless the URL states others: seconds to connect; seconds of silence after which a
 # connection is probed, between probes, and until sent data must be acknowledged (milliseconds), so that a cut network
 # is noticed within a minute.
 POSTGRESQL_SETTINGS = {
@@ -109,7 +109,8 @@ def _number_of(connection: sa.Connection) -> int | None:
 def _is_committed(engine: sa.Engine, number: int) -> bool:
     """Whether the transaction with PostgreSQL's id `number` was committed.
 
-    It was not if no transaction has that id, which a crash of the server may have taken back. The database is asked
+    It was not if no transaction has that id, which a crash of the server may have taken back. If another transaction has
+    got the id since the crash, its end is taken for the end of the lost one. The database is asked
     again while the transaction still counts as in progress there. It is also asked again while it does not answer, if
     `is_waiting` is true of `engine`; otherwise the error is raised.
     """

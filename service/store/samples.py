@@ -259,7 +259,7 @@ def read_void_samples(connection: sa.Connection, study: str) -> tuple[VoidSample
 def not_stored(
     connection: sa.Connection, study: str, digest: str, split: Split, samples: Sequence[SampleResult]
 ) -> list[SampleResult]:
-    """Those of `samples` that are not stored yet for the recipe with the given digest.
+    """The samples among `samples` that are not stored yet for the recipe with the given digest.
 
     Samples that earlier versions stored, in the table `samples`, are not considered.
     """

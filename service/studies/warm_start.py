@@ -244,7 +244,7 @@ def _differing(what: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) ->
 
 
 def _meaning(objective: Objective, tasks: Mapping[str, str]) -> tuple[Any, ...]:
-    """What a value of the objective means: its metric, direction, range, cost of the recipe and task.
+    """The meaning of a value of the objective: its metric, direction, range, cost of the recipe and task.
 
     Two objectives with equal results of this function have comparable values. `tasks` has the digest of each task by
     the objective's name. Constraints are left out, because they are evaluated anew.

@@ -106,7 +106,7 @@ def test_ctrl_c_leaves_a_directory_that_the_same_command_resumes(small: Path, tm
 
 
 def test_run_begins_with_the_results_of_an_earlier_run(small: Path, tmp_path: Path, ray_address: str) -> None:
-    """A run with a warm start is told the earlier run's results, and has only its own trials."""
+    """A run with a warm start receives the earlier run's results, and has only its own trials."""
     first, out = tmp_path / "first", tmp_path / "second"
     with started(fake(small, first), directory=first, ray_address=ray_address) as run:
         assert run.wait(timeout_s=START_S) == 0, run.log

@@ -370,7 +370,7 @@ class RungTable(ABC):
     def _see_first(self, last: int) -> bool:
         """Let proposals use the first results of all trials up to number `last`.
 
-        Trials that failed without a result are added to the failed ones, which proposals are told. Returns False at the
+        Trials that failed without a result are added to the failed ones, which proposals receive. Returns False at the
         first trial that has neither a result nor failed.
         """
         while self._num_known <= last:

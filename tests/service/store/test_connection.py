@@ -117,7 +117,7 @@ WRITERS: dict[str, Callable[[Store, JobWriter], Any]] = {
 
 @pytest.mark.parametrize("write", WRITERS)
 def test_events_appear_in_the_order_of_their_ids(write: str, store: Store) -> None:
-    """No event of a job appears behind one with a larger id, whoever writes: a watcher would miss it."""
+    """No event of a job appears behind one with a larger id, for every writer: a watcher would miss it."""
     writer = new_writer(store)
     writer.add_trial(replace(TRIAL, number=7))
     writer.record_chunk(7, Split.SEARCH, chunk(range(2)))

@@ -118,7 +118,7 @@ class Earlier:
         return f"sqlite:///{self.directory / DATABASE}"
 
     def observations(self, *, first: int, full: int, is_full_only: bool = False) -> list[Observation]:
-        """What a searcher is told of the searched trials, worked out from the rows of the earlier study."""
+        """The observations of the searched trials that a searcher receives, from the rows of the earlier study."""
         with read_run(self.directory) as (store, record):
             trials = [trial for trial in store.trials(record.id) if trial.origin is Origin.SEARCH]
         found = []
@@ -191,7 +191,7 @@ class Begun:
 
 
 def test_all_results_are_told_by_default(earlier: Earlier, tmp_path: Path) -> None:
-    """All results of searched trials are told, the fidelity being the share of the new full budget."""
+    """All results of searched trials are observations, the fidelity being the share of the new full budget."""
     preflight = checked({"dir": str(earlier.directory)})
     check_warm_start(preflight, open_study=open_run)
     found = Begun.of(tmp_path, preflight).begin().search_setting(num_baselines=0).observed
@@ -202,7 +202,7 @@ def test_all_results_are_told_by_default(earlier: Earlier, tmp_path: Path) -> No
 
 
 def test_only_results_at_the_full_budget_are_told(earlier: Earlier, tmp_path: Path) -> None:
-    """With `rungs: full`, only results of the last rung and failures are told; an equal budget is all of it."""
+    """With `rungs: full`, only results of the last rung and failures are observations; an equal budget is all of it."""
     preflight = checked({"dir": str(earlier.directory), "rungs": "full"}, rungs=EARLIER_RUNGS)
     found = Begun.of(tmp_path, preflight).begin().observed
     expected = earlier.observations(first=-14, full=36, is_full_only=True)

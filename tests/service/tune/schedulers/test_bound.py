@@ -100,7 +100,7 @@ def test_wrong_stops_keep_the_error_rate() -> None:
     num_studies = 300
     limit = ERROR_RATE + 3 * math.sqrt(ERROR_RATE * (1 - ERROR_RATE) / num_studies)
     assert wrong_studies(num_studies, error_rate=ERROR_RATE) <= limit
-    assert wrong_studies(50, error_rate=None) > 0.9, "whoever is behind is stopped"
+    assert wrong_studies(50, error_rate=None) > 0.9, "every trial that is behind is stopped"
 
 
 def test_clear_loser_is_stopped() -> None:
