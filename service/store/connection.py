@@ -109,10 +109,10 @@ def _number_of(connection: sa.Connection) -> int | None:
 def _is_committed(engine: sa.Engine, number: int) -> bool:
     """Whether the transaction with PostgreSQL's id `number` was committed.
 
-    It was not if no transaction has that id, which a crash of the server may have taken back. If another transaction has
-    got the id since the crash, its end is taken for the end of the lost one. The database is asked
-    again while the transaction still counts as in progress there. It is also asked again while it does not answer, if
-    `is_waiting` is true of `engine`; otherwise the error is raised.
+    It was not if no transaction has that id, which a crash of the server may have taken back. If another transaction
+    has got the id since the crash, its end is taken for the end of the lost one. The database is asked again while the
+    transaction still counts as in progress there. It is also asked again while it does not answer, if `is_waiting` is
+    true of `engine`; otherwise the error is raised.
     """
     query = sa.text("SELECT pg_xact_status(CAST(:number AS text)::xid8)")
     while True:
