@@ -1,18 +1,19 @@
 """How many replicas drivers, database and Ray's head keep busy: service times measured here, simulated to 1,000.
 
-Measured on Ray, by seconds of processors: a chunk in the driver, which includes Tune, coordinator and store, in
-searches on 8, 16 and 32 fake replicas; the rows of a chunk in each database; Ray's head and Serve's controller by the
-number of actors. The first two sizes give the service times, and the simulation (`capacity_model`) must then predict
-the throughput of the measured searches. Each fake replica is inside a trial actor, which has one chunk at a time:
-a machine with two cores has no room for more processes.
+Measured are a search whose chunks take fake replicas next to no time, so that its driver (Tune, coordinator and store)
+is always occupied; what a driver stores for a chunk, in each database; and the processors that Ray's head and Serve's
+controller take. The simulation (`capacity_model`) with these times must predict the throughput of searches on 16 and
+32 fake replicas with chunks of 1 s. A fake replica is inside its trial actor, which has one chunk at a time: two cores
+have no room for more processes. Databases do not wait for the disk.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,11 +34,11 @@ from workers.serving.fake import FakeScorer
 from workers.types import Family, ModelSource, ScoreRequest, Span, Split
 
 CHUNK_SAMPLES = len(NAMES) * RUNGS[-1]
-FITTED, CHECKED = (8, 16), (16, 32)
-CHUNK_S = 1.0
-CHUNKS_PER_REPLICA = 14
+SATURATED = (8, 0.02)  # replicas and seconds of a chunk with which the driver is always occupied
+CHECKED = ((16, 1.0), (32, 1.0))
+CHUNKS = 448  # of a measured search, its baselines included
 MUST = 0.2  # largest relative difference between simulated and measured throughput
-BUSY = 0.9  # replicas count as busy
+BUSY = 0.9  # replicas that score for this share of the time count as busy
 SIMULATED = (16, 32, 64, 128, 256, 512, 1000)
 CHUNK_TIMES_S = (1.0, 10.0, 60.0)
 DRIVERS = (1, 4, 16)
@@ -47,37 +48,36 @@ STORED_CHUNKS = 200
 
 
 def run() -> dict[str, Any]:
-    load_average = os.getloadavg()[0]
-    found = {"calibration_s": calibration_s(), "load_average": load_average}
+    found: dict[str, Any] = {"load_average": os.getloadavg()[0], "calibration_s": calibration_s()}
     databases = _databases()
-    searches = [asdict(_search(replicas)) for replicas in sorted({*FITTED, *CHECKED})]
-    by_size = {search["replicas"]: search for search in searches}
-    driver_s = _line({size: by_size[size]["driver_s"] for size in FITTED})
-    checked = [_checked(by_size[size], driver_s(size)) for size in CHECKED]
+    saturated, *checked = [_search(*size) for size in (SATURATED, *CHECKED)]
+    driver_s = 1 / saturated.chunks_per_s
+    head_s = max(search.gcs_share / search.chunks_per_s for search in (saturated, *checked))
+    predictions = [_checked(search, driver_s) for search in checked]
     controllers = {replicas: _controller(replicas) for replicas in SERVE_REPLICAS}
-    simulated = [
-        {
-            "database": database,
-            "chunk_s": chunk_s,
-            "drivers": drivers,
-            "replicas": replicas,
-            **asdict(simulate(Load(replicas, chunk_s, drivers), _times(driver_s(FITTED[-1]), stored, databases))),
-        }
-        for database, stored in databases.items()
-        for chunk_s in CHUNK_TIMES_S
-        for drivers in DRIVERS
-        for replicas in SIMULATED
-    ]
     return {
         **found,
         "databases": databases,
-        "searches": searches,
-        "checked": checked,
+        "searches": [asdict(search) for search in (saturated, *checked)],
+        "driver_s": driver_s,
+        "head_s": head_s,
+        "checked": predictions,
         "must": MUST,
         "controllers": controllers,
-        "simulated": simulated,
-        "met": all(row["difference"] <= MUST for row in checked),
+        "simulated": _simulated(driver_s, head_s, databases),
+        "met": all(row["difference"] <= MUST for row in predictions),
     }
+
+
+def _simulated(driver_s: float, head_s: float, databases: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
+    rows = []
+    for name, chunk_s, drivers in itertools.product(databases, CHUNK_TIMES_S, DRIVERS):
+        times = _times(driver_s, databases[name], databases["SQLite"])
+        for replicas in SIMULATED:
+            result = asdict(simulate(Load(replicas, chunk_s, drivers), times))
+            row = {"name": name, "chunk_s": chunk_s, "drivers": drivers, "replicas": replicas, **result}
+            rows.append({**row, "head": result["chunks_per_s"] * head_s})
+    return rows
 
 
 def show(result: dict[str, Any]) -> None:
@@ -85,13 +85,19 @@ def show(result: dict[str, Any]) -> None:
     print("database    ms a chunk  of it in the driver")
     for name, stored in result["databases"].items():
         print(f"{name:10}  {1e3 * stored['seconds']:10.1f}  {1e3 * stored['driver_s']:19.1f}")
-    print("replicas  chunk s  driver ms a chunk  driver busy  chunks/s  replicas busy  actor MB  GCS CPU  GCS MB")
+    print(
+        "replicas  chunk s  driver CPU ms a chunk (halves)  all  driver CPU  chunks/s  busy  actor MB  GCS CPU  GCS MB"
+    )
     for row in result["searches"]:
+        halves = f"({1e3 * row['first_half_s']:.1f}, {1e3 * row['second_half_s']:.1f})"
         print(
-            f"{row['replicas']:8}  {row['chunk_s']:7.2f}  {1e3 * row['driver_s']:17.1f}  {row['driver_share']:11.2f}  "
-            f"{row['chunks_per_s']:8.1f}  {row['busy']:13.2f}  {row['actor_mb']:8.0f}  {row['gcs_share']:7.3f}  "
-            f"{row['gcs_mb']:6.0f}"
+            f"{row['replicas']:8}  {row['chunk_s']:7.2f}  {1e3 * row['driver_s']:15.1f} {halves:>15}  "
+            f"{1e3 * row['all_s']:3.0f}  {row['driver_share']:10.2f}  {row['chunks_per_s']:8.1f}  {row['busy']:4.2f}  "
+            f"{row['actor_mb']:8.0f}  {row['gcs_share']:7.3f}  {row['gcs_mb']:6.0f}"
         )
+    print(
+        f"a chunk occupies the driver for {1e3 * result['driver_s']:.1f} ms, and Ray's head for {1e3 * result['head_s']:.1f}"
+    )
     print("replicas  simulated chunks/s  measured  difference  must")
     for row in result["checked"]:
         print(
@@ -101,20 +107,22 @@ def show(result: dict[str, Any]) -> None:
     for replicas, share in result["controllers"].items():
         print(f"Serve's controller with {replicas} idle replicas: {share:.3f} of a processor")
     print(
-        "database    chunk s  drivers  " + "".join(f"{size:>7}" for size in SIMULATED) + "   busy replicas; first limit"
+        f"database    chunk s  drivers  {''.join(f'{size:>6}' for size in SIMULATED)}  replicas busy; the first limit"
     )
-    rows = result["simulated"]
-    for key in dict.fromkeys((row["database"], row["chunk_s"], row["drivers"]) for row in rows):
-        mine = [row for row in rows if (row["database"], row["chunk_s"], row["drivers"]) == key]
-        limit = next((row for row in mine if row["busy"] < BUSY), None)
-        text = (
-            "none"
-            if limit is None
-            else f"{'driver' if limit['driver'] > limit['database'] else 'database'} at {limit['replicas']}"
-        )
-        print(
-            f"{key[0]:10}  {key[1]:7.0f}  {key[2]:7}  " + "".join(f"{row['busy']:7.2f}" for row in mine) + f"   {text}"
-        )
+    for key, group in itertools.groupby(
+        result["simulated"], key=lambda row: (row["name"], row["chunk_s"], row["drivers"])
+    ):
+        rows = list(group)
+        busy = "".join(f"{row['busy']:6.2f}" for row in rows)
+        print(f"{key[0]:10}  {key[1]:7.0f}  {key[2]:7}  {busy}  {_first_limit(rows)}")
+
+
+def _first_limit(rows: list[dict[str, Any]]) -> str:
+    """What is most occupied at the smallest number of replicas that are not busy."""
+    for row in rows:
+        if row["busy"] < BUSY:
+            return f"{max(('driver', 'database', 'head'), key=lambda name: row[name])} at {row['replicas']}"
+    return "none"
 
 
 # -- searches on Ray ---------------------------------------------------------------------------------------------------
@@ -124,13 +132,17 @@ def show(result: dict[str, Any]) -> None:
 class SearchTimes:
     """What a search on fake replicas took, while all were up.
 
-    `chunk_s` are the seconds of a chunk in a replica, `driver_s` the driver's processor seconds for a chunk. Shares are
+    `chunk_s` are the seconds of a chunk in a replica, `driver_s` the driver's processor seconds for a chunk,
+    `first_half_s` and `second_half_s` those in the halves of the search, and `all_s` those of all processes. Shares are
     of one processor, and of the replicas' time (`busy`). Megabytes are those that a process shares with no other.
     """
 
     replicas: int
     chunk_s: float
     driver_s: float
+    first_half_s: float
+    second_half_s: float
+    all_s: float
     driver_share: float
     chunks_per_s: float
     busy: float
@@ -139,35 +151,48 @@ class SearchTimes:
     gcs_mb: float
 
 
+@dataclass(frozen=True)
+class _Point:
+    """What a search has taken: seconds, processor seconds of the driver, of Ray's head and of all processes, chunks."""
+
+    time: float
+    driver: float
+    head: float
+    all: float
+    chunks: float
+
+
 class _Watch:
-    """What a search has taken so far, twice a second: time, processor time of the driver and of Ray's head, chunks."""
+    """Takes a point once a second; in the middle of the search, also the memory of Ray's head and of a trial actor."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         (self._gcs,) = [child for child in _children() if child.name().startswith("gcs_server")]
-        self.points: list[tuple[float, float, float, float]] = []
+        self.points: list[_Point] = []
         self.actor_mb = self.gcs_mb = 0.0
 
     def __call__(self) -> None:
         now = time.monotonic()
-        if self.points and now - self.points[-1][0] < 0.5:
+        if self.points and now - self.points[-1].time < 1.0:
             return
-        head = self._gcs.cpu_times()
         chunks = self._coordinator.num_samples_scored / CHUNK_SAMPLES
-        self.points.append((now, time.process_time(), head.user + head.system, chunks))
+        children = _children()
+        everything = time.process_time() + sum(map(_seconds, children))
+        self.points.append(_Point(now, time.process_time(), _seconds(self._gcs), everything, chunks))
+        if not self.actor_mb and chunks > CHUNKS / 2:
+            self.gcs_mb = _own_mb(self._gcs)
+            self.actor_mb = fmean(_own_mb(each) for each in children if each.name().startswith("ray::Evaluation"))
 
-    def weigh(self) -> None:
-        """Take the memory of Ray's head and of a trial actor."""
-        self.gcs_mb = self._gcs.memory_full_info().uss / 1e6
-        actors = [child for child in _children() if child.name().startswith("ray::Evaluation")]
-        self.actor_mb = fmean(actor.memory_full_info().uss / 1e6 for actor in actors[:8])
+    def counted(self, replicas: int) -> list[_Point]:
+        """Points while all replicas had work: not the first chunks, nor the last."""
+        return [point for point in self.points if 2 * replicas <= point.chunks <= CHUNKS - 2 * replicas]
 
 
-def _search(replicas: int) -> SearchTimes:
+def _search(replicas: int, chunk_s: float) -> SearchTimes:
     from service.tune.ray_tune import run_evaluations
 
-    num_trials = CHUNKS_PER_REPLICA * replicas
-    plan, space, _ = search_of(replicas, "none", "random", num_trials)
+    plan, space, _ = search_of(replicas, "none", "random", CHUNKS)
+    plan = replace(plan, max_trials=CHUNKS - len(plan.baselines))
     with tempfile.TemporaryDirectory(prefix="mergesearch-bench-") as directory, _ray(cpus=2 + replicas // 8):
         store, study = new_study(Path(directory))
         coordinator = Coordinator(
@@ -178,45 +203,37 @@ def _search(replicas: int) -> SearchTimes:
             proposer=InlineProposer(space, seed=0),
         )
         watch = _Watch(coordinator)
-        weighed = False
-
-        def tick() -> None:
-            nonlocal weighed
-            watch()
-            if not weighed and watch.points[-1][3] > CHUNKS_PER_REPLICA * replicas / 2:
-                weighed = True
-                watch.weigh()
-
-        scorer = FakeScorer(sample_delay_s=CHUNK_S / CHUNK_SAMPLES)
+        scorer = FakeScorer(sample_delay_s=chunk_s / CHUNK_SAMPLES)
         run_evaluations(
-            coordinator, scorer, name="search", storage_dir=Path(directory) / "ray", concurrency=replicas, tick=tick
+            coordinator, scorer, name="search", storage_dir=Path(directory) / "ray", concurrency=replicas, tick=watch
         )
-        scored_s = [row.timings_s["score"] for row in store.evidence(study)]
+        scored_s = fmean(row.timings_s["score"] for row in store.evidence(study))
         store.close()
-    whole = CHUNKS_PER_REPLICA * replicas
-    counted = [point for point in watch.points if 2 * replicas <= point[3] <= whole - replicas]
-    (begin, driver_0, head_0, chunks_0), (end, driver_1, head_1, chunks_1) = counted[0], counted[-1]
-    chunks, seconds = chunks_1 - chunks_0, end - begin
-    chunk_s = fmean(scored_s)
+    counted = watch.counted(replicas)
+    first, middle, last = counted[0], counted[len(counted) // 2], counted[-1]
+    chunks, seconds = last.chunks - first.chunks, last.time - first.time
     return SearchTimes(
         replicas=replicas,
-        chunk_s=chunk_s,
-        driver_s=(driver_1 - driver_0) / chunks,
-        driver_share=(driver_1 - driver_0) / seconds,
+        chunk_s=scored_s,
+        driver_s=(last.driver - first.driver) / chunks,
+        first_half_s=(middle.driver - first.driver) / (middle.chunks - first.chunks),
+        second_half_s=(last.driver - middle.driver) / (last.chunks - middle.chunks),
+        all_s=(last.all - first.all) / chunks,
+        driver_share=(last.driver - first.driver) / seconds,
         chunks_per_s=chunks / seconds,
-        busy=chunks * chunk_s / (seconds * replicas),
+        busy=chunks * scored_s / (seconds * replicas),
         actor_mb=watch.actor_mb,
-        gcs_share=(head_1 - head_0) / seconds,
+        gcs_share=(last.head - first.head) / seconds,
         gcs_mb=watch.gcs_mb,
     )
 
 
-def _checked(search: Mapping[str, Any], driver_s: float) -> dict[str, Any]:
-    load = Load(search["replicas"], search["chunk_s"], in_flight=1, spread=0.0)
-    simulated = simulate(load, ServiceTimes(driver_s, 0.0)).chunks_per_s
-    measured = search["chunks_per_s"]
+def _checked(search: SearchTimes, driver_s: float) -> dict[str, Any]:
+    """The throughput of a measured search beside that of the simulation."""
+    load = Load(search.replicas, search.chunk_s, in_flight=1, spread=0.0)
+    simulated, measured = simulate(load, ServiceTimes(driver_s, 0.0)).chunks_per_s, search.chunks_per_s
     difference = abs(simulated - measured) / measured
-    return {"replicas": search["replicas"], "simulated": simulated, "measured": measured, "difference": difference}
+    return {"replicas": search.replicas, "simulated": simulated, "measured": measured, "difference": difference}
 
 
 def _controller(replicas: int) -> float:
@@ -244,7 +261,7 @@ def _databases() -> dict[str, dict[str, float]]:
 
 
 def _stored(directory: Path, url: str | None) -> dict[str, float]:
-    plan, space, _ = search_of(FITTED[0], "none", "random", STORED_CHUNKS)
+    plan, space, _ = search_of(SATURATED[0], "none", "random", STORED_CHUNKS)
     proposer, scorer = InlineProposer(space, seed=0), FakeScorer()
     store, study = new_study(directory, url)
     writer = store.open_attempt(study)
@@ -272,25 +289,32 @@ def _stored(directory: Path, url: str | None) -> dict[str, float]:
     return {"seconds": seconds / STORED_CHUNKS, "driver_s": driver_s / STORED_CHUNKS}
 
 
-def _times(driver_s: float, stored: Mapping[str, float], databases: Mapping[str, Mapping[str, float]]) -> ServiceTimes:
-    """Service times with another database than SQLite, which the searches were measured with.
+def _times(driver_s: float, stored: Mapping[str, float], sqlite: Mapping[str, float]) -> ServiceTimes:
+    """Service times with a database, where the driver is occupied for `driver_s` seconds a chunk with SQLite.
 
     SQLite works in the driver's process and has one writer: all that is stored for a chunk counts as the database's.
     Another database counts with what it takes beside the driver's own work.
     """
-    rest_s = driver_s - databases["SQLite"]["driver_s"]
-    if stored is databases["SQLite"]:
-        return ServiceTimes(rest_s, stored["seconds"])
+    rest_s = driver_s - sqlite["seconds"]
+    if stored is sqlite:
+        return ServiceTimes(rest_s, sqlite["seconds"])
     return ServiceTimes(rest_s + stored["driver_s"], stored["seconds"] - stored["driver_s"])
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------
 
 
-def _line(points: Mapping[int, float]) -> Callable[[int], float]:
-    """The line through two points."""
-    (x0, y0), (x1, y1) = sorted(points.items())
-    return lambda x: y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+def _seconds(process: psutil.Process) -> float:
+    """Processor seconds that a process has taken; 0 if it has ended."""
+    try:
+        times = process.cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(times.user + times.system)
+
+
+def _own_mb(process: psutil.Process) -> float:
+    return float(process.memory_full_info().uss / 1e6)
 
 
 def _children() -> list[psutil.Process]:
