@@ -144,10 +144,10 @@ def bracket_plan(cycle: Sequence[Bracket], max_trials: int) -> tuple[Bracket, ..
 
 
 def open_brackets(cycle: Sequence[Bracket], *, max_staleness: int) -> int:
-    """The number of brackets that may be open at a time: as many as `max_staleness` configurations fill, at least two.
+    """The number of adjacent brackets of a search whose trials may run at the same time, at least two.
 
-    With k of them, a bracket opens once the bracket k before it and all older ones are closed. `cycle` are the brackets
-    that the search repeats.
+    It is the number of brackets that `max_staleness` configurations fill. With k of them, a bracket opens once the
+    bracket k before it and all older ones are closed. `cycle` are the brackets that the search repeats.
     """
     size = sum(bracket.num_configurations for bracket in cycle)
     return max(OPEN_BRACKETS, max_staleness * len(cycle) // size)

@@ -128,9 +128,9 @@ def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
     """A conversion of mergekit's parameters to coefficients, for methods that add a sum of task vectors to the base.
 
     The result is a function of the parameters' values. Each lambda is mergekit's weight, normalized or not, times
-    mergekit's lambda. `sparse` are the names of the mask's parameters: `density` first, and `rescale` if it is a
-    coefficient. A task vector with density 0 has the coefficient 0, but its weight counts in the sum by which weights
-    are normalized.
+    mergekit's lambda. `sparse` are the names of mergekit's parameters for the mask that makes task vectors sparse, if
+    the method has one: `density` first, and `rescale` if it is a coefficient. A task vector with density 0 has the
+    coefficient 0, but its weight counts in the sum by which weights are normalized.
     """
 
     def coefficients(values: Values) -> Mapping[str, CoefficientValue]:
@@ -149,8 +149,8 @@ def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
     """A conversion of mergekit's parameters to coefficients, for methods that add task vectors that agree in sign.
 
-    The result is a function of the parameters' values. `sparse` are the names of the mask's parameters: `density`
-    first, and `rescale` if it is a coefficient.
+    The result is a function of the parameters' values. `sparse` are the names of mergekit's parameters for the mask
+    that makes task vectors sparse: `density` first, and `rescale` if it is a coefficient.
     """
 
     def coefficients(values: Values) -> Mapping[str, CoefficientValue]:
@@ -165,8 +165,9 @@ def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 def _kept(values: Values, names: tuple[str, ...]) -> tuple[bool, ...]:
     """For each task vector of a merge, whether its sparse mask keeps any element.
 
-    `values` are mergekit's parameters. `names` are the names of those of the mask: it keeps no element of a task vector
-    whose `density` is 0. If there are no names there is no mask, and all elements are kept.
+    `values` are the values of mergekit's parameters. `names` are the names of the parameters that describe the mask. A
+    mask keeps no element of a task vector whose `density` is 0. If there are no names there is no mask, and all
+    elements are kept.
     """
     return tuple(not names or density != 0 for density in values.numbers("density"))
 

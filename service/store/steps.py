@@ -58,7 +58,7 @@ class _Request:
 
     @property
     def num_charged(self) -> int:
-        """Number of samples that the step is charged as; 0 unless a kind of request overrides it."""
+        """Number of samples that the step counts as against the study's limit of samples; 0 for most kinds of steps."""
         return 0
 
 
@@ -66,9 +66,9 @@ class _Request:
 class _Measurement(_Request):
     """Request for losses of the merge at `point` on the samples at `positions`.
 
-    `point` has the values of all parameters of the search space, in their order. `positions` has the samples of each
-    objective. Losses are computed on reference answers. `completions` names the objectives whose references are the
-    sources' own correct completions.
+    `point` has the values of all parameters of the search space, in their order. `positions` has the positions of the
+    samples by objective. Losses are computed on reference answers. `completions` names the objectives whose references
+    are the sources' own correct completions.
     """
 
     point: tuple[float, ...]

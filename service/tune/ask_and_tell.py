@@ -178,11 +178,11 @@ class AskAndTell:
             self.finish(number, rung)
 
     def _may_start(self, proposal: Proposal, *, num_charged: int = 0) -> bool:
-        """Whether the trial of a proposal may start, as far as the study's limit of samples allows.
+        """Whether a trial may start without exceeding the study's limit of samples.
 
-        With `num_charged` above 0, whether a step that the proposal needs, which is charged as so many samples, may
-        start. If the limit would be exceeded, this ends the search and returns False. It also returns False while that
-        is not known yet.
+        With `num_charged` above 0, the question is about a step that the proposal needs and that counts as so many
+        samples. If the limit would be exceeded, this method ends the search and returns False. It also returns False as
+        long as running evaluations may still decide the answer.
         """
         fits = self._limit.admits(proposal, num_charged=num_charged)
         if fits is False:

@@ -4,8 +4,8 @@ A study uses the samples that are scored for its search, baselines included, and
 are charged as. Samples of the held-out stage and of the verification are not counted.
 
 Nothing starts that could exceed the limit. Whether a trial starts depends on the samples that the trials before it have
-used when all of them have ended, so that it is the same with any number of replicas and after any interruption. It is
-known before they have ended if the trial fits even though every one of them takes the most samples that it can take.
+used when all of them have ended, so that it is the same with any number of replicas and after any interruption. The
+answer is known earlier if the trial fits even when each of them takes as many samples as it possibly can.
 """
 
 from __future__ import annotations

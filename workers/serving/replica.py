@@ -2,8 +2,8 @@
 
 A replica holds one recipe at a time. One lock spans swap and score of a chunk; chunks that wait for the held recipe go
 first (`recipe_lock`). The engine runs in its own thread, so that health checks are answered while it works. Serve's
-multiplexing is a routing hint only: it sends work to the replica that already holds the recipe, and it evicts without
-asking. The engine itself states which recipe it holds, before and after scoring.
+multiplexing serves only as a routing hint, which sends work to the replica that already holds the recipe; it can be
+wrong. The engine itself states which recipe it holds, before and after scoring.
 
 A replica ends when its engine raises an error or its work is overdue. Any other error fails only the request.
 """

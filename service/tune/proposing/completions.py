@@ -1,6 +1,6 @@
 """The sources' own correct completions among the stored samples: references of gradients.
 
-They are used where losses on a task's reference answers do not go with its metric.
+They are used for objectives where a lower loss on the task's reference answers does not come with a better score.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scored chunks on their way into the store: checked for provenance, void ones refused, engine faults followed up."""
+"""Results of scored chunks, from the scorer to the store: checked, refused if void, and removed after an engine fault."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ order in which results arrive. The members of a rung have a fixed order, that of
 on the first k members once these k are evaluated. A proposal depends on a fixed prefix of the schedule. Evaluations may
 still overlap, so engines have work while a rung waits for a result.
 
-What the table knows is kept up with each result, so that a result or a proposal costs the same in a long search: what
-proposals may know only grows, and results become visible in a fixed order.
+The table is updated with each result and never computed anew. This is possible because results become visible to
+proposals in a fixed order and stay visible. So a result or a proposal takes no longer in a long search.
 """
 
 from __future__ import annotations
@@ -165,11 +165,11 @@ class RungTable(ABC):
 
     @abstractmethod
     def _see_later(self, number: int, bracket: int) -> bool:
-        """Let proposals use the later results that proposal `number` of `bracket` must know.
+        """Let proposals use those later results that proposal `number`, in bracket number `bracket`, must know.
 
-        These are results of trials after their first ones. A scheduler's subclass calls the method `_see` for each of
-        them. Returns False while one of them is missing; the proposal then waits. A result that was made visible stays
-        visible for all later proposals.
+        A later result is one of a trial at a rung after its first. A subclass decides which ones these are, and calls
+        the method `_see` for each. Returns False while one of them is missing; the proposal then waits. A result that
+        was made visible stays visible for all later proposals.
         """
 
     @abstractmethod

@@ -116,9 +116,9 @@ class AshaTable(RungTable):
     def most_samples_left(self, totals: Sequence[int]) -> int:
         """The most samples that the trials in the table can still take.
 
-        A result promotes at most one trial at its rung, which need not be its own. So each member of a rung on which
-        nothing is decided yet may cause one evaluation at each rung above. `totals` has each rung's number of samples,
-        of all objectives together.
+        Each result promotes at most one trial at its rung, possibly another one than its own. So each member of a rung
+        without a decision counts with one evaluation at each rung above. `totals` has each rung's number of samples, of
+        all objectives together.
         """
         left = 0
         for entry in (self._entries[number] for number in self._runnable):

@@ -115,7 +115,8 @@ def _weighted_task_sum(base, xs, weights, out, size, BLOCK: tl.constexpr):  # ty
 def _nearswap(first, second, numbers, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Triton kernel that merges the sources `first` and `second` by NearSwap.
 
-    `numbers` has t, the largest distance by which an element moves, and the smallest number by which t is divided.
+    `numbers` has t, the largest distance by which an element moves, and a lower bound of |first - second|, by which t
+    is divided.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size

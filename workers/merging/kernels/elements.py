@@ -142,7 +142,7 @@ def _from_float16(word: Any) -> Any:
 
 
 def rounded(number: Any, like: Any) -> Any:
-    """Round a float32 number to the element type of `like`, to nearest, ties to even; returns the word to store.
+    """Round a float32 number to the element type of the array `like`, to nearest, ties to even; returns what to store.
 
     Callable only in compiled code.
     """
@@ -182,7 +182,8 @@ def _as_float16(number: Any, like: Any) -> Any:
 def variance_of(base: Any, xs: Any, i: Any) -> Any:
     """The variance of element i between the task vectors, with the bits of `methods.competition.variance`.
 
-    `base` and `xs` are the stored words of the base and the sources. Callable only in compiled code.
+    `base` and `xs` are the arrays of the base and the sources, as `arguments.as_array` returns them. Callable only in
+    compiled code.
     """
     b, count = value(base[i]), np.float32(len(xs))
     first = value(xs[0][i]) - b
@@ -248,7 +249,7 @@ def passes(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
 def following(size: Any) -> Any:
     """The next larger float32 after a number that is not negative.
 
-    After infinity it is NaN, which no comparison reaches.
+    After infinity it is NaN, with which every comparison is false.
     """
     return _float(U32(bits_of(size) + U32(1)))
 
