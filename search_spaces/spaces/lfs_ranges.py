@@ -78,7 +78,7 @@ class RangedMethod:
         return values
 
     def _encode_model(self, cell: ComponentGroup, operands: tuple[str, ...], model: str) -> dict[str, Any] | None:
-        """Parameter values of `cell` with which the method returns the model `model` unchanged, or None if there are none.
+        """Parameter values of `cell` with which the method returns the model `model` unchanged; None if there are none.
 
         `operands` are the aliases of the merged models. The method returns the base if the coefficient that its field
         `base_at_zero` names is 0, or the one that `drops_zeros` names unless the method is `is_itself_alone`; 0 must be

@@ -304,8 +304,8 @@ class JobWriter:
         """Store that the engine of the replica `replica` failed a check after it had passed `canaries` canaries.
 
         The fault counts for all studies whose samples the engine scored. Only the first fault of a replica is stored.
-        Drivers of unfinished studies read the stored faults themselves. If samples of a study that is COMPLETE are void
-        now, this method stores an event and states it in the study's reason.
+        Drivers of unfinished studies read the stored faults themselves. If samples of a COMPLETE study are void now,
+        this method stores an event of that study and adds the number of void samples to the reason of its state.
         """
         with self._transaction() as connection:
             _lock_faults(connection)

@@ -34,9 +34,10 @@ class AskAndTell:
 
     `brackets` are the brackets that earlier attempts have stored. From them and the stored trials, all decisions on
     promotion are made again, in the constructor; decisions that a crash kept from being stored are stored then.
-    `observer` is called with the name of every step of the search. `is_out_of_budget` is called before a new trial
-    starts, and returns the study's limit that is exhausted as a text, or None. `num_charged` is the number of samples
-    that the searcher's stored steps, such as gradients, are charged as.
+    `observer` is called with a word for what has just happened or follows next ("ask", "rung", "promotion"), so that
+    tests can stop the process there. `is_out_of_budget` is called before a new trial starts, and returns the study's
+    limit that is exhausted as a text, or None. `num_charged` is the number of samples that the searcher's stored steps,
+    such as gradients, are charged as.
     """
 
     def __init__(

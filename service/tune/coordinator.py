@@ -40,9 +40,9 @@ MAX_LOST_ACTORS = 3
 class Coordinator:
     """The coordinator of one study, which hands out evaluations and stores their results.
 
-    It is not thread-safe: Tune's controller loop is its only caller. `observer` is called with the name of every step
-    ("ask", "chunk", "commit", "rung", "promotion", ...), so that tests can stop the process there. `is_out_of_budget`
-    is called before a new trial starts and returns the limit that is exhausted, or None.
+    It is not thread-safe: Tune's controller loop is its only caller. `observer` is called with a word for what has just
+    happened or follows next ("ask", "chunk", "commit", "rung", "promotion", ...), so that tests can stop the process
+    there. `is_out_of_budget` is called before a new trial starts and returns the limit that is exhausted, or None.
     """
 
     def __init__(

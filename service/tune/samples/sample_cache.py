@@ -80,7 +80,10 @@ class SampleCache:
         return _chunks(self.missing(digest, rung, split), self._plan.chunk_samples)
 
     def chunks(self, positions: Mapping[str, Sequence[int]], split: Split) -> tuple[tuple[Span, ...], ...]:
-        """The samples at the ascending `positions` of each objective, in chunks of at most `Plan.chunk_samples` samples."""
+        """The samples at `positions` in chunks of at most `Plan.chunk_samples` samples.
+
+        `positions` has sample positions by objective, in ascending order.
+        """
         return _chunks(_spans(positions, self._targets(-1, split)[1]), self._plan.chunk_samples)
 
     def rung_record(self, recipe: Recipe | StoredRecipe, rung: int) -> RungRecord:

@@ -56,7 +56,7 @@ class WeightContents:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The configuration of the longest merge that the engine can hold, with key names as in `in_common_names`."""
+        """The configuration of the longest merge that the engine can hold, with the key names that all models share."""
         return self.prompts.config
 
     def model_options(self) -> dict[str, Any]:
