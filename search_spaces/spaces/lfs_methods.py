@@ -221,7 +221,7 @@ DIRECTED = DirectedTaskArithmetic()
 
 
 def _searched(cell: ComponentGroup, method: str, coefficient: str) -> Float:
-    """The parameter of the component group `cell` that is searched for `coefficient` of `method`.
+    """The parameter with which a search varies the coefficient `coefficient` of `method` in the component group `cell`.
 
     It is one number for all merged models, in the range that the method declares.
     """

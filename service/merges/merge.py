@@ -394,11 +394,13 @@ def _opened(
     problems: Problems,
     unmerged: Mapping[str, str] | None = None,
 ) -> ResolvedFamily | None:
-    """Locate the models of a merge and check their headers.
+    """Locate the models of a merge and check their headers, even if some models are missing.
 
+    `base` is the base model's alias. `places` has the directory, hub id or URL of each model and adapter, by alias.
+    `tokenizer` and `vocabulary` say which vocabulary the merged model has. `adapted` has the model that an adapter
+    changes, by the adapter's alias, if it is not the base. `unmerged` are models that are named and not merged.
     Problems that are found are added to `problems`. The result is None if `problems` has any, or if the base is
-    missing. Models that exist are checked even if others are missing. `places` has the directory, hub id or URL of each
-    model and adapter, by alias. The other arguments are those of the function `_resolved`, which says what they are.
+    missing.
     """
     if base not in places:
         return None

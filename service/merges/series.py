@@ -183,10 +183,10 @@ def _in_order(file: Path, documents: Sequence[_Document]) -> list[_Document]:
 
 
 def _named_in(document: _Document, directories: Mapping[str, Path]) -> dict[str, Path]:
-    """Select from `directories`, by name, those of the models that a document names.
+    """Select from `directories` those whose names the models of `document` have.
 
-    For the only document of a file, all `directories` are returned, so that names that it does not know are reported
-    later.
+    For the only document of a file, which is read later, all `directories` are returned; unknown names are reported
+    then.
     """
     if document.content is None:
         return dict(directories)

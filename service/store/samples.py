@@ -174,7 +174,7 @@ def read_samples(connection: sa.Connection, study: str, digest: str, split: Spli
 
 
 def _samples_of(connection: sa.Connection, study: str, digest: str, split: Split) -> Iterator[tuple[int, SampleResult]]:
-    """Yield each sample of a recipe that is stored in chunks, after the id of its evidence."""
+    """Yield (id of its evidence, sample) for each sample of a recipe, except those that an earlier version stored."""
     table, texts, documents = schema.sample_chunks, schema.sample_texts, schema.sample_documents
     same = [texts.c[column.name] == column for column in table.primary_key]
     query = (
@@ -373,7 +373,10 @@ def _runs(samples: Iterable[SampleResult]) -> Iterator[list[SampleResult]]:
 
 
 def _documents_id(connection: sa.Connection, study: str, names: Sequence[str]) -> int:
-    """Id of the stored list of documents with the given names, which is stored if the study does not have it."""
+    """Id of the stored list of the documents named `names`.
+
+    If the study does not have this list yet, it is stored first.
+    """
     table = schema.sample_documents
     packed = pack_documents(names)
     digest = hashlib.sha256(packed).hexdigest()

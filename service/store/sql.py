@@ -106,7 +106,10 @@ class _Connections(Protocol):
 
 @dataclass(frozen=True)
 class _OneConnection:
-    """Gives all reads of a store the same connection, whose transaction is open, so that they see one moment."""
+    """Opens the same connection for all reads of a store, so that they see the database at one moment.
+
+    The transaction of this connection stays open.
+    """
 
     connection: sa.Connection
 

@@ -257,7 +257,7 @@ _STEP_OF_REQUEST: Mapping[type[StepRequest], type[Step]] = {
 
 
 def step_of(number: int, proposal: int, request: StepRequest, result: StepResult) -> Step:
-    """Step with the given request and its result, of the class for this kind of request."""
+    """Make the step with the number `number`, computed before trial `proposal`, from its request and its result."""
     kind: Any = _STEP_OF_REQUEST[type(request)]
     step: Step = kind(number, proposal, request, result)
     return step

@@ -172,7 +172,10 @@ class Coordinator:
         return [(number, rung, Split.SEARCH) for number, rung in self._ask_and_tell.ready()]
 
     def _num_unstarted(self) -> int:
-        """The number of proposed trials without a result whose recipe is not being evaluated."""
+        """The number of proposed trials that wait for an engine.
+
+        They have no result yet, and no running evaluation has their recipe.
+        """
         busy = self._recipes_in_flight()
         new = (self._trials[number] for number, _, split in self._ready() if split is Split.SEARCH)
         return sum(t.origin is Origin.SEARCH and not t.rungs and t.recipe.digest not in busy for t in new)

@@ -111,8 +111,9 @@ def _counterpart_config(
 ) -> dict[str, Any]:
     """The mergekit configuration of a recipe whose merges all have the method `method`, which mergekit has too.
 
-    mergekit's name of the method may be another one. The arguments are those of `mergekit_config`. Raises Inexpressible
-    if mergekit would compute other tensors.
+    mergekit's name of the method may be another one. `layout` has the names of the models' tensors, `directories` a
+    directory or hub id for each of the recipe's aliases. The merge is stored in `dtype`. Raises Inexpressible if
+    mergekit would compute other tensors.
     """
     counterpart = METHODS[method].mergekit
     assert counterpart is not None

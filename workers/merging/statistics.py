@@ -135,9 +135,10 @@ def row_ranks(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> torc
 def _importances_at(
     indices: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The importances of elements at the given ranks, as `fusions.importances_at` returns them.
+    """The importances at the indices `indices` of the sorted importances; index 0 is the smallest.
 
-    They are found by sorting in pieces, which needs little memory.
+    The importance of an element is the absolute difference of `first` and `second`, times the number of its row in
+    `rows`. They are sorted in pieces, which needs little memory.
     """
     from workers.merging.kernels.sorting import ascending_importances
 

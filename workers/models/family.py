@@ -51,7 +51,7 @@ class ResolvedFamily:
     says. `vocabulary` are the options of this vocabulary as a recipe states them. `given` has the directory or hub id
     by which the caller named each model. `adapted` has, for adapters of other models than the base, the directory of
     that model. With `any_depth` the numbers of layers may differ. Fingerprints, which need the contents, are computed
-    when first used; `cache` is as in `workers.cache.cache_dir`.
+    when first used; `cache` is the directory of the cache for them, or None for the default one.
     """
 
     given: Mapping[str, str]

@@ -206,7 +206,7 @@ class ScoringReplica:
     # -- in the engine's thread ------------------------------------------------------------------------------------
 
     def _run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a function in the engine's thread, and turn its errors into errors of this package.
+        """Run a function in the engine's thread, and turn its errors into those of `workers.errors`.
 
         After an error of the engine (EngineCrashed or EngineFault) the replica refuses all work, and fails its health
         checks. After any other error it continues.
@@ -286,7 +286,7 @@ class ScoringReplica:
 
 
 def _base_alone(recipe: Recipe) -> Recipe:
-    """The recipe with the models of `recipe` whose merge is its base model, unchanged."""
+    """A recipe over the models of `recipe` whose merge is the unchanged base model."""
     return Recipe.of_model(
         recipe.base,
         models=recipe.models,

@@ -147,7 +147,7 @@ class SampleCache:
 def _spans(positions: Mapping[str, Sequence[int]], tasks: Mapping[str, TaskSpec]) -> list[Span]:
     """Sample positions, by objective and ascending, as spans of consecutive positions.
 
-    `tasks` are the tasks of the objectives, one of which each span names.
+    `tasks` has the task of each objective, which a span also states.
     """
     spans: list[Span] = []
     for objective, left in positions.items():

@@ -441,8 +441,8 @@ class RungTable(ABC):
     def _promote_last(self, bracket: int, rung: Rung, above: Rung) -> tuple[int, ...]:
         """Promote trials of `rung` to the rung `above` once no trial can arrive at `rung` any more.
 
-        Returns the numbers of the promoted trials. Failed members are not promoted, but count in the size from which
-        the number of promoted trials follows.
+        Returns the numbers of the promoted trials. The number of promoted trials follows from the number of members,
+        failed ones included, but failed members are not promoted.
         """
         if not rung.members:
             return ()

@@ -59,7 +59,8 @@ class CapabilityProbe:
     def __init__(self, configs: Sequence[Mapping[str, Any]], *, cache: str | Path | None = None) -> None:
         """Start the query.
 
-        `configs` are the contents of the models' config.json, `cache` is as in `workers.cache.cache_dir`.
+        `configs` are the contents of the models' config.json, `cache` is the directory of the cache, or None for the
+        default one.
         """
         self._vllm = _vllm_version()
         self._cache = cache

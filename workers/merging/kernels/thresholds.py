@@ -1,7 +1,7 @@
-"""Exact thresholds, found among the few elements that a `MagnitudeTable` leaves undecided.
+"""Exact thresholds of magnitudes, which decide whether a merge method keeps an element.
 
-A pass collects the elements that are `undecided`, between the bounds that the table gives; `decided` finds the exact
-thresholds among them.
+A table of magnitudes gives two bounds of a threshold, and only a few elements are between them. A merge kernel collects
+these elements (`undecided`); then the exact threshold is found among them (`decided`).
 """
 
 from __future__ import annotations

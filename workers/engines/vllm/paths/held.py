@@ -266,7 +266,7 @@ def _outside(recipe: Recipe) -> Hashable:
 
 
 def _of(recipe: Recipe) -> Hashable:
-    """Those settings of a whole recipe, beside its merges, that the merged tensors depend on."""
+    """The base and the option `keeps_equal` of a recipe, on which all of its merged tensors depend."""
     return recipe.base, recipe.keeps_equal
 
 
