@@ -115,7 +115,7 @@ def bracket_cycle(scheduler: Scheduler, *, num_rungs: int, eta: int, max_trials:
     """The brackets that a search with this scheduler repeats, in order.
 
     With hyperband they are the brackets of one Hyperband iteration. With racing each configuration has a bracket of its
-    own. With asha, with none, and with hyperband on a single rung, one bracket has all configurations.
+    own. With the schedulers asha and none, and with hyperband on a single rung, one bracket has all configurations.
     """
     if scheduler == "racing":
         return (Bracket(1, first_rung=0, num_rungs=num_rungs, eta=eta),)

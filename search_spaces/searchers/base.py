@@ -63,7 +63,8 @@ class SearcherDeclaration:
 def needed_features(parameters: Parameters, *, num_objectives: int, num_constraints: int) -> frozenset[Feature]:
     """The features that a searcher must handle to search a space with these parameters.
 
-    PENDING is always one of them, because the driver asks for proposals before earlier ones have results.
+    PENDING is always one of them: the searcher must take account of earlier proposals without results, because the
+    driver does not wait for these results.
     """
     needed = {
         Feature.CONDITIONS: any(parameter.conditions for parameter in parameters),

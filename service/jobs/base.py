@@ -73,7 +73,7 @@ Accept: TypeAlias = Callable[[Mapping[str, Any], RequestContext], Accepted]
 
 @dataclass(frozen=True)
 class View:
-    """Fields and links that are added to the server's document of a job because of the job's kind, both by name."""
+    """What a kind of job adds to the server's document of a job: fields and links, both by name."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict)

@@ -121,8 +121,9 @@ class _OneConnection:
 class Store:
     """Store of all jobs, in one database; thread-safe, to be closed after use.
 
-    Creates or migrates the database at `url`, which is as `parse_url` accepts it. If the store `waits`, its calls and
-    those of its writers wait while the database does not answer, and are then repeated. Otherwise they raise the error.
+    Creates or migrates the database at `url`, the URL of an SQLite file or of a PostgreSQL database. If the store
+    `waits`, its calls and those of its writers wait while the database does not answer, and are then repeated.
+    Otherwise they raise the error.
 
     Raises:
         Conflict: `url` is not a database, or one of a newer version, or one that this user may not use.
@@ -189,7 +190,7 @@ class Store:
         return other
 
     def problem(self) -> str | None:
-        """Message since when the database does not answer; None if it answered when it was last used."""
+        """Message that says since when the database does not answer; None if it answered when it was last used."""
         return availability_of(self._engine).problem()
 
     def now(self) -> float:
@@ -680,8 +681,8 @@ class Store:
     def num_unchecked(self, study_id: str, passed: Mapping[str, int]) -> int:
         """Number of a study's samples that were scored after the last canary that their engine passed.
 
-        The number of canaries that an engine has passed is the larger one of that in the stored evidence of all studies
-        and that in `passed`, by replica.
+        How many canaries an engine has passed is stated in the stored evidence of all studies, and by replica in
+        `passed`; the larger number counts.
         """
         held, table = holdings(), schema.evidence
         scored = (

@@ -1,14 +1,13 @@
 """Steps: computations that a searcher requests before it proposes a configuration, such as the gradient of a loss.
 
-A step is a request of the searcher and the result of computing it. It is charged in samples, stored before the searcher
-sees its result, and never computed again: a search that continues after a kill has the same steps. There are five
-kinds:
+A step is a request of the searcher and the result of computing it. It counts as a number of samples. It is stored
+before the searcher sees its result, and never computed again: a search that continues after a kill has the same steps.
+There are five kinds:
 
-    losses        the loss of each objective at a point: a forward pass over reference answers
-    gradient      the losses, and the derivatives of their weighted sum by every parameter: with a backward pass
-    completions   which samples a source answered correctly; read from the stored samples
-    note          a decision of the searcher; nothing is computed
-    update        a policy learns from the trials of one iteration
+    losses        the loss of each objective at a point: a forward pass over reference answers gradient      the losses,
+    and the derivatives of their weighted sum by every parameter: with a backward pass completions   which samples a
+    source answered correctly; read from the stored samples note          a decision of the searcher; nothing is
+    computed update        a policy learns from the trials of one iteration
 
 A point has the values of all parameters of a space, in the space's order. Positions are sample positions by objective.
 """

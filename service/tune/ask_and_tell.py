@@ -37,7 +37,7 @@ class AskAndTell:
     `observer` is called with a word for what has just happened or follows next ("ask", "rung", "promotion"), so that
     tests can stop the process there. `is_out_of_budget` is called before a new trial starts, and returns the study's
     limit that is exhausted as a text, or None. `num_charged` is the number of samples that the searcher's stored steps,
-    such as gradients, are charged as.
+    such as gradients, count as.
     """
 
     def __init__(

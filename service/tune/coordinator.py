@@ -110,7 +110,10 @@ class Coordinator:
 
     @property
     def num_samples_used(self) -> int:
-        """Samples that the search has used in all attempts, as `sample_limit` counts them."""
+        """Number of samples that the search has used in all attempts.
+
+        They are the samples scored for the search, and those that the searcher's steps count as.
+        """
         return self._ask_and_tell.num_samples_used
 
     @property

@@ -36,7 +36,7 @@ BOUNDS = {"asha": ("at least ", "at most "), "racing": ("at most ", "at least ")
 class CheckedPlan:
     """Expected costs of running a study: samples, time, memory and disk space.
 
-    - `step_samples`: the samples that the searcher's gradients are charged as; 0 for searchers without gradients.
+    - `step_samples`: the samples that the searcher's gradients count as; 0 for searchers without gradients.
     - `rungs`: for each rung, the samples by objective.
     - `trials`: the numbers of baselines ("extras") and of proposed trials ("search").
     - `max_samples`: the limit of samples of the search; None if there is none.

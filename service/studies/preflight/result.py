@@ -184,8 +184,8 @@ class PreflightResult:
         """The parts of the study that some searchers need in addition to parameters and results.
 
         `num_baselines` is the number of trials before the first proposal. `batch` is the number of proposals in a row
-        that know the same results. `version` is the version of the searcher that the study was created with; None
-        stands for a new study, which takes the newest.
+        that are made from the same results. `version` is the version of the searcher that the study was created with;
+        None stands for a new study, which takes the newest.
         """
         given = self.study.search.preferences
         scored = {

@@ -39,7 +39,7 @@ class SourceCompletions:
     def find(self, request: CompletionsRequest) -> CompletionsResult:
         """The sample positions that have a correct completion, for each requested objective.
 
-        The result also names the first source model with that completion.
+        The result also has the trial number of the first source model that answered correctly.
         """
         found: dict[str, dict[int, int]] = {name: {} for name in request.completions}
         for source in self._sources():

@@ -99,7 +99,7 @@ class RayProposer:
         """Start to compute a proposal, with the arguments `call` of `Proposer.submit`.
 
         If the searcher proposes without steps (`proposes_at_once`), the actor also computes the other proposals of the
-        batch, which know the same results. When one of these is submitted, it is not computed again.
+        batch, which are made from the same results. When one of these is submitted, it is not computed again.
         """
         is_next = bool(self._next) and self._follows(call)
         self._call = {"seed": self._seed, **call}

@@ -3,7 +3,8 @@
 The order is that of `search_spaces.objectives.promotion_order`, which sorts all candidates anew. Here, a candidate is
 inserted into the fronts that exist, as in Li et al., "Efficient Nondomination Level Update Method for Steady-State
 Evolutionary Multiobjective Optimization" (IEEE Transactions on Cybernetics 47, 2017): a point that dominates others
-moves them one front back. Only the fronts that were asked for are kept apart.
+moves them one front back. Only the first fronts, as far as they were asked for, are separated from the other
+candidates.
 """
 
 from __future__ import annotations

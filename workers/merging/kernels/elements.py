@@ -71,7 +71,7 @@ def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
 
 @intrinsic
 def stores_done(typing_context: Any) -> Any:
-    """Memory fence after stores past the caches: makes them visible to other threads."""
+    """Make what was stored without the processor's caches visible to other threads (a memory fence)."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -82,7 +82,7 @@ def stores_done(typing_context: Any) -> Any:
 
 @compiled
 def copied_past_caches(block: Any, out: Any, start: Any, stop: Any) -> None:
-    """Copy block[: stop - start] to out[start:stop], past the caches where alignment and size allow it.
+    """Copy block[: stop - start] to out[start:stop], without the processor's caches where alignment and size allow it.
 
     The arrays have one element type; positions are unsigned. `stores_done` must be called after the last copy.
     """
@@ -256,9 +256,9 @@ def following(size: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def is_kept(i: Any, k0: Any, k1: Any, bound: Any) -> Any:
-    """Whether a random mask keeps element i, for i below 2^32: its hash is below the mask's bound.
+    """Whether a random mask keeps element i, for i below 2^32: its hash is at most `bound`.
 
-    k0 and k1 are the words of the mask's key, `bound` is its bound minus one (`workers.merging.masks`).
+    k0 and k1 are the low and the high 32 bits of the mask's key (`workers.merging.masks`).
     """
     return hashed(i, k0, k1) <= bound
 
@@ -286,7 +286,10 @@ def turned_mark(i: Any, factor: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def hashed(i: Any, k0: Any, k1: Any) -> Any:
-    """The hash of element i by a mask's key of two words, k0 and k1, for i below 2^32 (`workers.merging.masks`)."""
+    """The hash of element i, for i below 2^32, by a mask's key (`workers.merging.masks`).
+
+    k0 and k1 are the low and the high 32 bits of the key.
+    """
     x = U32(U32(U32(i) * WEYL) + k0)
     x = U32(U32(x ^ U32(x >> U32(16))) * FIRST)
     x = U32(U32(U32(x ^ U32(x >> U32(15))) + k1) * SECOND)

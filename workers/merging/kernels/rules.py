@@ -125,8 +125,8 @@ class Between(NamedTuple):
 class Dropped(NamedTuple):
     """Sparsification that keeps elements of task vectors at random, and multiplies them by `scales`.
 
-    The random masks are those of `workers.merging.masks`. `k0s` and `k1s` are the words of their keys, and `bounds` are
-    one less than the bounds that the hashes of kept elements are below. All fields have a number for each source.
+    The random masks are those of `workers.merging.masks`. `k0s` and `k1s` are the low and high 32 bits of their keys.
+    An element is kept if its hash is at most the number in `bounds`. All fields have a number for each source.
     """
 
     k0s: Words
@@ -140,8 +140,8 @@ class Sampled(NamedTuple):
 
     The probability is start + |rank - origin| step, in float64, with start, origin and step for each source. `ranks`
     has a tensor for each source: the rank of each magnitude in its row, from 0 for the smallest. The random masks are
-    those of `workers.merging.masks`; `k0s` and `k1s` are the words of their keys. Elements that are kept are divided by
-    their probability if `is_divided` is 1, and multiplied by `scales`.
+    those of `workers.merging.masks`; `k0s` and `k1s` are the low and high 32 bits of their keys. Elements that are kept
+    are divided by their probability if `is_divided` is 1, and multiplied by `scales`.
     """
 
     k0s: Words
