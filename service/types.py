@@ -300,7 +300,10 @@ class ArtifactRecord:
 
 @dataclass(frozen=True)
 class ExportRecord:
-    """Export: a merged model that was requested for download; `reason` says why it could not be written."""
+    """Export: a merged model of the trial `trial` that a user requested for download.
+
+    `reason` says why it could not be written; None if it could, or is not written yet.
+    """
 
     id: str
     study: str

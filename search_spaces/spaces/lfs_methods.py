@@ -59,7 +59,10 @@ class SearchedMethod(Protocol):
 
 
 class TaskArithmetic:
-    """Task arithmetic as LFS searches it: base + lambda * (sum of the task vectors). The selected experts share lambda."""
+    """Task arithmetic as LFS searches it: base + lambda * (sum of the task vectors).
+
+    The selected experts share lambda.
+    """
 
     name = "task_arithmetic"
 
@@ -193,7 +196,10 @@ class Linear:
 
 
 class Slerp:
-    """SLERP as LFS searches it: interpolation between the two models of a pair, from the first (t = 0) to the second (t = 1)."""
+    """Spherical interpolation between the two models of a pair, as LFS searches it.
+
+    The parameter t = 0 gives the first model, t = 1 the second.
+    """
 
     name = "slerp"
 

@@ -144,9 +144,9 @@ def check_merge(
     document: Any = None,
     note: Callable[[str], None] = logger.info,
 ) -> MergePlan:
-    """Check a merge without writing or downloading anything, and return its plan.
+    """Check a merge as `merge_file` does, without writing or downloading anything, and return its plan.
 
-    The checks, arguments and errors are those of `merge_file`.
+    The arguments and errors are those of `merge_file`.
     """
     import torch
 

@@ -62,7 +62,7 @@ class SearchFigures:
         start: Policies of another study that the searcher started with (`service.studies.policies.start`).
         warm_start: Results of an earlier study that the searcher began with (`service.studies.warm_start`).
         steps: Number of steps that the searcher computed for its proposals.
-        charges: Samples that steps are charged, by the trial that they were computed for.
+        charges: Samples that the steps count as, by the number of the trial that they were computed for.
     """
 
     algorithm: str | None = None
@@ -75,7 +75,7 @@ class SearchFigures:
 
     @property
     def step_samples(self) -> int:
-        """Number of samples that all steps of the searcher together are charged."""
+        """Number of samples that all steps of the searcher together count as."""
         return sum(self.charges.values())
 
 

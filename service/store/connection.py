@@ -107,12 +107,13 @@ def _number_of(connection: sa.Connection) -> int | None:
 
 
 def _is_committed(engine: sa.Engine, number: int) -> bool:
-    """Whether the transaction with PostgreSQL's id `number` was committed.
+    """Whether the transaction with PostgreSQL's id `number` was committed, after its connection was lost.
 
-    It was not if no transaction has that id, which a crash of the server may have taken back. If another transaction
-    has got the id since the crash, its end is taken for the end of the lost one. The database is asked again while the
-    transaction still counts as in progress there. It is also asked again while it does not answer, if `is_waiting` is
-    true of `engine`; otherwise the error is raised.
+    The database is asked again while it says that the transaction is in progress. If it does not answer, it is asked
+    again if `is_waiting` is true of `engine`; otherwise the error is raised.
+
+    If the database's server crashed, it may have lost the transaction with its id. Then the result is False, unless a
+    new transaction has got the same id: then it is whether that one was committed.
     """
     query = sa.text("SELECT pg_xact_status(CAST(:number AS text)::xid8)")
     while True:

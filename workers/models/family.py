@@ -292,7 +292,9 @@ class LocatedFamily:
     ) -> ResolvedFamily:
         """Open and check all models of the family.
 
-        The arguments are those of `resolve_family`. Raises InvalidModel with every problem of every model.
+        `tokenizer` and `vocabulary` select the vocabulary of merges. With `any_depth` the models may have different
+        numbers of layers. `cache` is the directory of the cache, or None for the default one. `names` has what messages
+        call models that are not experts. Raises InvalidModel with every problem of every model.
         """
         base_alias, *experts = self.given
         names = {alias: f"expert {alias!r}" for alias in experts} | dict(names or {})

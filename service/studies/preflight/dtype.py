@@ -1,4 +1,4 @@
-"""Dtype in which a study's engine computes, and its size."""
+"""Dtype in which a study's engine computes, and the bytes of a number in each dtype."""
 
 from __future__ import annotations
 

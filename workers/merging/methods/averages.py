@@ -136,8 +136,9 @@ def nuslerp_weights(weights: Sequence[float], cos: float) -> tuple[float, float]
 def nuslerp_rows(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
     """Spherical interpolation of two tensors, each row by its own angle (mergekit: `nuslerp_flatten: false`).
 
-    A row is a vector along the last index, with all other indices fixed. How the weights give t, and where the
-    interpolation is linear, is as in `nuslerp`.
+    A row is a vector along the last index, with all other indices fixed. With the weights w_1 and w_2, t = w_2 / (w_1 +
+    w_2), or 1/2 if they sum to zero. Rows whose angle has a cosine of magnitude above 1 - 1e-7 are interpolated
+    linearly.
     """
     first, second = tensors
     t, cosines = _t(weights), row_cosines(first, second)
@@ -154,7 +155,8 @@ def nuslerp_rows(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -
 def nuslerp_columns(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
     """Spherical interpolation of two tensors, each vector along the first index by its own angle.
 
-    It is `nuslerp_rows` with the first index in place of the last (mergekit: also `nuslerp_row_wise: true`).
+    It is `nuslerp_rows` with the first index in place of the last (mergekit: also `nuslerp_row_wise: true`). `weights`
+    are those of the two tensors: the second has the share w_2 / (w_1 + w_2).
     """
     turned = nuslerp_rows([tensor.transpose(0, -1) for tensor in tensors], weights=weights)
     return turned.transpose(0, -1).contiguous()
@@ -170,7 +172,8 @@ def nuslerp_task_vectors(
 ) -> torch.Tensor:
     """The base plus the spherical interpolation (`nuslerp`) of two task vectors.
 
-    `products` are the inner products of the task vectors, if known. In mergekit it is NuSLERP with a base model.
+    `weights` are those of the two. `products` are the inner products of the task vectors, if known. In mergekit it is
+    NuSLERP with a base model.
     """
     cos = None if products is None else cosine_of(products, 0, 1)
     return nuslerp([tensor - base for tensor in tensors], weights=weights, cos=cos).add_(base)

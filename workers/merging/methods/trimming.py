@@ -53,11 +53,11 @@ def trimmed_breadcrumbs(
     *,
     rescale: bool = False,
 ) -> list[torch.Tensor]:
-    """The task vectors (tensors minus base), each with its largest and its smallest elements set to zero.
+    """The task vectors (tensors minus base) without their largest and smallest elements (Model Breadcrumbs).
 
-    For each tensor, `densities` has the share of elements to keep, `gammas` the share to drop at the top, `magnitudes`
-    the table of |tensor - base|, if known, and `orders` the order of equal magnitudes. With `rescale` the results are
-    scaled to the sum of magnitudes of the whole task vectors.
+    Elements that are dropped are set to zero. For each tensor, `densities` has the share of elements to keep, `gammas`
+    the share to drop at the top, `magnitudes` the table of |tensor - base|, if known, and `orders` the order of equal
+    magnitudes. With `rescale` the results are scaled to the sum of magnitudes of the whole task vectors.
     """
     known = magnitudes or (None,) * len(tensors)
     shares = zip(densities, gammas, each_order(orders, tensors), strict=True)

@@ -113,7 +113,7 @@ class WeightContents:
         }, opening
 
     def kv_cache_bytes(self) -> int:
-        """Bytes that the engine reserves for keys and values if it runs on CPU."""
+        """Bytes that the engine reserves for attention's keys and values if it runs on CPU."""
         return kv_cache_bytes(self.config, self.prompts.max_length, self.dtype)
 
     def requirements(self, *, gpu_free: int, gpu_total: int) -> MemoryRequirements:
