@@ -469,10 +469,10 @@ def _used(bits: tuple[bool, ...], place: int, num_candidates: int, repeats: int)
 
 
 def _num_starting_with(candidate: int, left: Sequence[int]) -> int:
-    """The number of different orders of the remaining copies of candidates that start with `candidate`.
+    """The number of different orders of candidates that start with `candidate`.
 
-    Candidates are numbers that stand for layers which a block may use. `left` is the number of remaining copies of each
-    candidate. The result is 0 if `candidate` has no copy left.
+    Candidates are numbers that stand for layers which a block may use. An order has each candidate as often as `left`
+    says, by the candidate's number. The result is 0 if `candidate` has no copy left.
     """
     if not left[candidate]:
         return 0

@@ -96,18 +96,18 @@ class TieOrder:
         return (hashes(0, positions) * self.factor) & LARGEST_MARK
 
     def lowest(self, threshold: Threshold) -> Threshold:
-        """The lowest threshold that the same elements reach as `threshold`.
+        """The lowest threshold at which the same elements are kept as at `threshold`.
 
         It is `threshold` itself. With `keeps_equal`, where all elements of equal magnitude have the same rank, it is
-        the magnitude of `threshold` with the mark 0, the lowest one.
+        the magnitude of `threshold` with the tie-breaking mark 0, the lowest one.
         """
         return Threshold(threshold.magnitude, 0) if self.keeps_equal else threshold
 
     def above(self, threshold: Threshold) -> Threshold:
-        """The lowest threshold that is above `threshold`: no element at `threshold` reaches it.
+        """The lowest threshold that excludes the element at `threshold` and all smaller ones.
 
-        Usually it has the same magnitude and the next larger mark. With `keeps_equal`, where elements of equal
-        magnitude have the same rank, it has the next larger magnitude.
+        Usually it has the same magnitude and the next larger tie-breaking mark. With `keeps_equal`, where elements of
+        equal magnitude have the same rank, it has the next larger magnitude.
         """
         if self.keeps_equal or threshold.mark == LARGEST_MARK:
             return Threshold(float(np.nextafter(np.float32(threshold.magnitude), np.float32(np.inf))), 0)

@@ -1,8 +1,8 @@
-"""Rules: what a fused kernel computes for each element, for every backend.
+"""Rules: the formulas by which kernels compute each element of a merge, on every device.
 
-All fused methods reduce to these few rules. A rule is plain numbers; numbers per source are tuples in the order of the
-sources. theta_s is source s, b the base, and tau_s their difference theta_s - b. Most rules first make the tau_s
-sparse, by their field `sparse`.
+All methods that have a kernel reduce to these few rules. A rule consists of plain numbers, and a few rules have
+tensors; numbers per source are tuples in the order of the sources. theta_s is source s, b the base, and tau_s their
+difference theta_s - b. Most rules first set elements of the tau_s to zero, as their field `sparse` says.
 """
 
 from __future__ import annotations
