@@ -413,12 +413,12 @@ def place_of(order: Sequence[int], num_candidates: int, repeats: int) -> int:
 
 
 def first_order(path: Sequence[int], num_candidates: int, repeats: int) -> tuple[tuple[bool, ...], tuple[int, ...]]:
-    """The bits and the order of candidates that are stored for a path through one block.
+    """Encode a path through one block as bits and an order of candidates.
 
     Candidates are the numbers 0 to `num_candidates` - 1, which stand for the layers that the block may use. The order
-    has `repeats` copies of each. The bits say which copies of each candidate the path uses: the first ones. The order
-    is the lexicographically first one that gives the path with these bits. Raises ValueError if the path uses a
-    candidate more than `repeats` times.
+    has `repeats` copies of each. The bits say which copies of each candidate the path uses: the first ones. The path is
+    these copies in the order. Of the orders that give the path, it is the lexicographically first one. Raises
+    ValueError if the path uses a candidate more than `repeats` times.
     """
     used = [path.count(candidate) for candidate in range(num_candidates)]
     if max(used, default=0) > repeats:

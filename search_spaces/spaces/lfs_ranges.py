@@ -80,11 +80,12 @@ class RangedMethod:
     def _encode_model(self, cell: ComponentGroup, operands: tuple[str, ...], model: str) -> dict[str, Any] | None:
         """Parameter values of `cell` with which the method returns the model `model` unchanged; None if there are none.
 
-        `operands` are the aliases of the merged models. The method returns the base if the coefficient that its field
-        `base_at_zero` names is 0, or the one that `drops_zeros` names unless the method is `is_itself_alone`; 0 must be
-        in the searched range. It returns the first operand if the coefficient that its field `first_at_zero` names is
-        0. It returns an expert that is the only operand if it returns a single source unchanged, or needs several
-        sources.
+        `operands` are the aliases of the merged models. There are such values in three cases:
+
+        - `model` is the base, and the method returns the base if some coefficient is 0, which must be in the searched
+          range.
+        - `model` is the first operand, and the method returns it if the coefficient `first_at_zero` is 0.
+        - `model` is the only operand, and the method returns a single source unchanged, or needs several sources.
         """
         method = self.method
         leaves_base = (method.base_at_zero, None if method.is_itself_alone else method.drops_zeros)

@@ -63,7 +63,7 @@ class Accepted:
     artifact_bytes: int = 0
 
     def stored_facts(self) -> dict[str, Any]:
-        """Findings of the checks as stored with the job: `facts`, and `artifact_bytes` if it is not 0."""
+        """Findings of the checks as JSON to store with the job: `facts` and, unless it is 0, `artifact_bytes`."""
         return {**self.facts, **({"artifact_bytes": self.artifact_bytes} if self.artifact_bytes else {})}
 
 

@@ -185,11 +185,11 @@ def _complete(
 
 
 def _bounds(objectives: Sequence[Objective], samples: Collection[Samples]) -> dict[str, tuple[float, float]]:
-    """The bounds between which the values of each objective lie, for intervals, by the objective's name.
+    """The bounds between which the values of each objective lie, for the computation of intervals, by objective.
 
-    They are the objective's range if all `samples` are in it. Otherwise the objective is left out, unless one of the
-    `samples` is a single value, which needs bounds to have an interval: the bounds are then one width of the range
-    beyond the values seen.
+    If all `samples` are in the objective's range, the bounds are this range. Otherwise the objective has no bounds and
+    is left out, because its intervals can be computed without them, unless a trial has a single value. Then the bounds
+    are the lowest and the highest value or end of the range, moved outwards by their difference.
     """
     found = {}
     for objective in objectives:

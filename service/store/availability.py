@@ -66,7 +66,8 @@ class Availability:
     def watch(self, engine: sa.Engine) -> sa.Engine:
         """Observe every connection of `engine`, and return the engine with this object among its execution options.
 
-        The function `availability_of` finds the object there. A file of SQLite is never away.
+        The function `availability_of` finds the object there. Connections to SQLite are not observed: a file always
+        answers.
         """
         if engine.dialect.name == "postgresql":
             event.listen(engine, "handle_error", self._on_error)

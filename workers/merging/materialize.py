@@ -90,8 +90,8 @@ def merged_tensors(
 def is_small(recipe: Recipe | TensorPlan, bank: Bank) -> bool:
     """Whether a process that computes only this merge is faster without loading the compiled kernels.
 
-    This is the case on the CPU if the merge's operands have few elements (`SMALL`; more for weighted sums,
-    `SMALL_SUM`). Raises as `plan_tensors` does.
+    This is the case on the CPU if all operands together have few elements: at most `SMALL`, or `SMALL_SUM` if the
+    method is a weighted sum. Raises as `plan_tensors` does.
     """
     share = 0.0
     for tensor in plan_tensors(recipe, bank).tensors:

@@ -172,7 +172,7 @@ class ResolvedFamily:
     def family(self) -> Family:
         """The short description of the family that is sent to other processes.
 
-        Raises InvalidModel as `fingerprints` does.
+        Raises InvalidModel if the weights of a model are not valid.
         """
         base, *experts = (
             ModelSource(

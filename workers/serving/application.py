@@ -1,4 +1,4 @@
-"""Serve's state of the application that has the replicas of a family."""
+"""The state of a Ray Serve application, which runs the replicas of a family, as Serve's controller reports it."""
 
 from __future__ import annotations
 
