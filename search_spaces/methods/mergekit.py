@@ -109,9 +109,10 @@ def generalized(
 ) -> Counterpart:
     """The counterpart of a method that is one of mergekit's variants of task arithmetic, which share their parameters.
 
-    `others` are parameters of this variant alone. The remaining arguments are as in `Counterpart`; `normalize` and
-    `rescale` are the defaults of these parameters. For variants without a sparse mask, the parameters `density` and
-    `rescale` have no effect.
+    `method` is mergekit's name of the variant, `settings` its flags, and `others` are parameters of this variant alone.
+    `coefficients` converts mergekit's parameters to coefficients. `exact_at` has the values of coefficients at which
+    the two methods agree, if they do not always agree. `normalize` and `rescale` are the defaults of these parameters.
+    For variants without a sparse mask, the parameters `density` and `rescale` have no effect.
     """
     parameters = (
         Parameter("weight", "expert"),

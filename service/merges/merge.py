@@ -146,7 +146,9 @@ def check_merge(
 ) -> MergePlan:
     """Check a merge as `merge_file` does, without writing or downloading anything, and return its plan.
 
-    The arguments and errors are those of `merge_file`.
+    `directories` has directories of models by name, and `out` is the directory to check for the merged model. `strict`
+    treats warnings about keys of the file without effect as errors. `document` is the content of `file`, if it is
+    known. Raises the errors of `merge_file`.
     """
     import torch
 
@@ -240,8 +242,9 @@ def _prepare(
 ) -> _PreparedMerge:
     """Read the file of a merge, and open and check its models.
 
-    The arguments are those of `merge_file`; `fetching` are further arguments of `_bank`, which opens the weights. All
-    problems of the file, the models and `out` are raised as one error.
+    `document` is the content of `file`, if it is known. `directories` has directories of models by name. `strict`
+    treats warnings as errors. `fetching` are further arguments of `_bank`, which opens the weights. All problems of the
+    file, the models and `out` are raised as one error.
     """
     warnings: list[str] = []
     document = document or read_document(file, warn=warnings.append)

@@ -83,14 +83,18 @@ class SearchFigures:
 class RunRecord:
     """The record of a run: all data from which result files and report are computed.
 
-    The fields of the held-out stage are described in `service.results.holdout.HeldOut`.
+    The fields of the held-out stage (`holdout` to `split_difference`) are those of `service.results.holdout.HeldOut`.
 
     Attributes:
         full_budget: Samples per objective at the last rung.
         holdout: Rows of the held-out stage, with differences "this row minus `holdout_reference`".
-        removed_responses: When responses and tokens of the samples were removed; None if they are stored.
+        warnings: Samples with values outside the range of their objective.
         verification_reason: Reason why no trial was verified.
+        gradients: Steps that computed losses and their gradients for the searcher.
+        updates: Steps in which policies learned.
+        max_samples: Limit of samples of the search; None if there is none.
         samples_per_second: Rate of the search; None if nothing was scored.
+        removed_responses: When responses and tokens of the samples were removed; None if they are stored.
         tokens_per_second: Rate of the held-out stage by recipe digest.
     """
 

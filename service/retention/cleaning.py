@@ -71,7 +71,7 @@ class _Kept:
 
 
 class Cleaner:
-    """Finds and removes what exceeds `limits`, which are by kind, from the jobs of a server.
+    """Finds and removes the data of a server's jobs that exceed `limits`, a limit for each kind such as "responses".
 
     `delete_job` deletes a job that has ended from the store, with its exports; it raises Conflict or NotFound if that
     cannot be done at the moment.

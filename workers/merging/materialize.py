@@ -157,9 +157,9 @@ class _Computation:
     """A merged tensor to compute, with the keys of its source tensors in the bank and the statistics of these.
 
     `sources` and `base` are (alias, name); `base` is None if the method needs no base. `keys` are the keys of random
-    masks, one per source, or None. The statistics are those of `Operands`, each None if the method does not use it.
-    `keeps_equal` says that elements of equal magnitude have the same rank, as in recipes of format 1. `compiles` says
-    whether a compiled kernel may compute the tensor.
+    masks, one per source, or None. The fields from `cosine` to `variances` are statistics of the sources, as in
+    `Operands`; a statistic that the method does not use is None. `keeps_equal` says that elements of equal magnitude
+    have the same rank, as in recipes of format 1. `compiles` says whether a compiled kernel may compute the tensor.
     """
 
     tensor: MergedTensor

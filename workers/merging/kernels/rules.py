@@ -102,9 +102,10 @@ class Trimmed(NamedTuple):
 class Between(NamedTuple):
     """Sparsification that keeps the elements of each task vector between two thresholds, both included.
 
-    Each source has a lower and an upper threshold. Each is known by two bounds and a rank, as in `Trimmed`, whose
-    fields this class has for the lower threshold. Those of the upper threshold begin with `top_`. `factors`
-    determine the tie-breaking marks of elements for both.
+    Each source has a lower threshold and an upper one, whose fields begin with `top_`. A threshold is known by two
+    bounds, magnitudes with tie-breaking marks: `lows` with `low_marks`, and `highs` with `high_marks`. If they differ,
+    it is at the element with the index `ranks` among the elements strictly between them, in ascending order. `by` says
+    how elements are compared with the threshold (`ByMark` or `ByMagnitude`). `factors` determine the marks of elements.
     """
 
     by: Comparison
@@ -286,11 +287,12 @@ class Variable(NamedTuple):
 
 
 class VariableElection(NamedTuple):
-    """Rule of mergekit's SCE: as `Variable`, but for where the task vectors' sum is zero, and for small divisors.
+    """Rule of mergekit's SCE: the base plus a weighted mean of task vectors where their variance reaches a threshold.
 
-    The result is the base plus a weighted mean of task vectors where their variance reaches a threshold, else the base.
-    The mean is over the task vectors that have the sign of their sum; a sum of zero counts as positive. The divisor of
-    the mean, a sum of weights, is at least `least`. The other fields are those of `Variable`.
+    Elsewhere it is the base. The mean is over the task vectors that have the sign of their sum; a sum of zero counts as
+    positive. The divisor of the mean, a sum of weights, is at least `least`. The threshold is the variance `threshold`
+    with the tie-breaking mark `mark`. `by` is a comparison that tells for every element whether its variance reaches
+    the threshold; `factor` gives the marks of elements.
     """
 
     by: Comparison

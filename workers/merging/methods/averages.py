@@ -185,7 +185,7 @@ def nuslerp_rows_task_vectors(
 ) -> torch.Tensor:
     """The base plus the spherical interpolation of two task vectors row by row (`nuslerp_rows`).
 
-    In mergekit it is NuSLERP with a base model and `nuslerp_flatten: false`.
+    `weights` are those of the two. In mergekit it is NuSLERP with a base model and `nuslerp_flatten: false`.
     """
     return nuslerp_rows([tensor - base for tensor in tensors], weights=weights) + base
 
@@ -196,7 +196,8 @@ def nuslerp_columns_task_vectors(
 ) -> torch.Tensor:
     """The base plus the spherical interpolation of two task vectors along the first index (`nuslerp_columns`).
 
-    In mergekit it is NuSLERP with a base model, `nuslerp_flatten: false` and `nuslerp_row_wise: true`.
+    `weights` are those of the two. In mergekit it is NuSLERP with a base model, `nuslerp_flatten: false` and
+    `nuslerp_row_wise: true`.
     """
     return nuslerp_columns([tensor - base for tensor in tensors], weights=weights) + base
 
@@ -226,7 +227,8 @@ def model_stock(
 def model_stock_weights(products: Products, *, unbounded: bool = False, name: str = "") -> list[float]:
     """The factor of each task vector in `model_stock`, from the inner products of the task vectors.
 
-    Raises InvalidRecipe or logs a warning as `model_stock` does; `name` is the tensor's name for the message.
+    If the factors would be so large that the result is meaningless, InvalidRecipe is raised, or a warning logged if
+    `unbounded`; the message names the tensor by `name`.
     """
     count = len(products)
     cosines = [cosine_of(products, i, j) for i in range(count) for j in range(i + 1, count)]
@@ -241,7 +243,8 @@ def model_stock_rows(
 ) -> torch.Tensor:
     """Model Stock (`model_stock`) with a factor t for each row of the tensor (mergekit: `filter_wise: true`).
 
-    A row is a vector along the last index.
+    A row is a vector along the last index. InvalidRecipe is raised if a factor is not from -N to 1 for N models, or
+    with `unbounded` a warning logged; the message names the tensor by `name`.
     """
     taus = [tensor - base for tensor in tensors]
     pairs = [(taus[i], taus[j]) for i in range(len(taus)) for j in range(i + 1, len(taus))]

@@ -236,11 +236,13 @@ def consensus_ties(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """Consensus merging (`consensus_ta`) of TIES' merged task vector, in place of the sum of the task vectors.
+    """Consensus merging of TIES' merged task vector: add only its elements that matter to several models.
 
-    TIES' merged task vector is that of equations 6 to 8 of "Automated Model Merging", with the share k of elements kept
-    and without lambda. `magnitudes` has for each model the table of its task vector's magnitudes, if known, and
-    `orders` the order of equal magnitudes.
+    TIES' merged task vector, tau, is that of equations 6 to 8 of "Automated Model Merging", with the share k of
+    elements kept and without lambda. An element matters to model t if |tau_t| >= mask_lambda_t |tau - tau_t|, with
+    tau_t the task vector of the model. Those that matter to at least `agreement` models are multiplied by lambda and
+    added to the base. `magnitudes` has for each model the table of its task vector's magnitudes, if known, and `orders`
+    the order of equal magnitudes.
     """
     merged = consensus.disjoint_mean(trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders))
     taus = [tensor - base for tensor in tensors]
