@@ -107,10 +107,10 @@ class RungTable(ABC):
     The brackets in `cycle` repeat until `max_trials` configurations are proposed. The first `num_baselines` trials are
     baselines, which are evaluated once, at the last rung. Proposals may run `max_staleness` trials ahead of
     evaluations, which keeps replicas busy. They are made in batches of `batch` trials, at most `max_staleness`: all
-    proposals of a batch know what its last one must know. With `waits_for_baselines`, each proposal knows the results
-    of all baselines. `open_brackets` is the number of brackets of Hyperband that may be open at a time.
-    `violation(trial, rung)` is the trial's violation of constraints at a rung for which it has a result; it is called
-    when a decision is made on a proposed trial.
+    proposals of a batch are made from the same results, those that its last one must know. With `waits_for_baselines`,
+    each proposal knows the results of all baselines. `open_brackets` is the number of brackets of Hyperband that may be
+    open at a time. `violation(trial, rung)` is the trial's violation of constraints at a rung for which it has a
+    result; it is called when a decision is made on a proposed trial.
     """
 
     def __init__(
@@ -249,9 +249,10 @@ class RungTable(ABC):
         return sum(self._most_of(self._entries[number], totals) for number in self._runnable | self._waiting)
 
     def most_samples_of(self, proposal: Proposal, totals: Sequence[int]) -> int:
-        """The most samples by which a proposal increases `most_samples_left`.
+        """The most samples that a new proposal adds to those that the trials so far can still take.
 
-        `totals` has each rung's number of samples, of all objectives together.
+        The latter are counted by `most_samples_left`. `totals` has each rung's number of samples, of all objectives
+        together.
         """
         return totals[-1]
 

@@ -68,9 +68,9 @@ def trimmed_breadcrumbs(
 
 
 def each_order(orders: Orders, tensors: Sequence[torch.Tensor]) -> Sequence[TieOrder]:
-    """The order of equal magnitudes in each of `tensors`: `orders`, or if it is None, some repeatable orders.
+    """The order of elements of equal magnitude in each of `tensors`.
 
-    These differ from tensor to tensor.
+    It is `orders`, if given. Otherwise each tensor has an order of its own, the same at every call.
     """
     return [TieOrder(place) for place in range(len(tensors))] if orders is None else orders
 

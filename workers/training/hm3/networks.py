@@ -1,6 +1,7 @@
 """The networks of a policy in HM3: they map the path so far to a state, a proto-action, and the expected outcomes.
 
-Axes: B episodes, T steps, A steps of the pool with the end, D dimensions of an embedding, H of a state, K objectives.
+Sizes in shapes: B episodes, T steps, A possible steps (those of the pool, and the end), D dimensions of an embedding, H
+of a state, K objectives.
 """
 
 from __future__ import annotations
