@@ -43,8 +43,8 @@ class ResolvedStudy:
     - `rung_samples`: for each rung, the numbers of samples by objective.
     - `max_staleness`: how many trials proposals may run ahead of evaluations: trial n is proposed once the trials up to
       n - `max_staleness` have been evaluated.
-    - `open_brackets`, `batch`: brackets of Hyperband that may be open at a time, and proposals in a row that know the
-      same results, as in `service.tune.plan.Plan`.
+    - `open_brackets`, `batch`: brackets of Hyperband that may be open at a time, and proposals in a row that are made
+      from the same results, as in `service.tune.plan.Plan`.
     - `version`: version of the program that created the study.
     - `access`: files that the study may read, as the server allowed at its creation; None if all.
     - `algorithm`, `algorithm_reason`: name of the searcher, and why it was chosen; None in studies of early versions.

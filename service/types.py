@@ -166,9 +166,9 @@ class StoredRecipe:
 
     @property
     def keeps_equal(self) -> bool:
-        """The attribute `keeps_equal` of the recipe.
+        """Whether the recipe keeps all elements as large as the smallest kept one (`Recipe.keeps_equal`).
 
-        The recipe is not parsed if its text shows that the attribute is False.
+        The recipe is parsed only if its text alone does not answer the question.
         """
         return may_keep_equal(self.text) and self.read().keeps_equal
 
@@ -300,7 +300,10 @@ class ArtifactRecord:
 
 @dataclass(frozen=True)
 class ExportRecord:
-    """Export: a merged model that was requested for download; `reason` says why it could not be written."""
+    """Export: a merged model of the trial `trial` that a user requested for download.
+
+    `reason` says why it could not be written; None if it could, or is not written yet.
+    """
 
     id: str
     study: str

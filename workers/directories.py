@@ -62,7 +62,10 @@ def appearing(out: Path, key: str) -> Iterator[Path]:
 
 
 def partial_directories(out: Path) -> list[Path]:
-    """The hidden directories next to `out` in which `appearing` writes, or which killed writers left incomplete."""
+    """The hidden directories next to `out` with incomplete content for `out`.
+
+    Running processes write to them (see `appearing`), or killed ones left them.
+    """
     if not out.parent.is_dir():
         return []
     return [

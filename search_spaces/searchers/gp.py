@@ -1,4 +1,4 @@
-"""A Gaussian process with expected improvement (Optuna)."""
+"""Declaration of the searcher `gp`: Optuna's Gaussian process with expected improvement."""
 
 from search_spaces.searchers.base import Feature, SearcherDeclaration
 

@@ -413,12 +413,12 @@ def place_of(order: Sequence[int], num_candidates: int, repeats: int) -> int:
 
 
 def first_order(path: Sequence[int], num_candidates: int, repeats: int) -> tuple[tuple[bool, ...], tuple[int, ...]]:
-    """The bits and the order of candidates that are stored for a path through one block.
+    """Encode a path through one block as bits and an order of candidates.
 
     Candidates are the numbers 0 to `num_candidates` - 1, which stand for the layers that the block may use. The order
-    has `repeats` copies of each. The bits say which copies of each candidate the path uses: the first ones. The order
-    is the lexicographically first one that gives the path with these bits. Raises ValueError if the path uses a
-    candidate more than `repeats` times.
+    has `repeats` copies of each. The bits say which copies of each candidate the path uses: the first ones. The path is
+    these copies in the order. Of the orders that give the path, it is the lexicographically first one. Raises
+    ValueError if the path uses a candidate more than `repeats` times.
     """
     used = [path.count(candidate) for candidate in range(num_candidates)]
     if max(used, default=0) > repeats:
@@ -469,10 +469,10 @@ def _used(bits: tuple[bool, ...], place: int, num_candidates: int, repeats: int)
 
 
 def _num_starting_with(candidate: int, left: Sequence[int]) -> int:
-    """The number of different orders of the remaining copies of candidates that start with `candidate`.
+    """The number of different orders of candidates that start with `candidate`.
 
-    Candidates are numbers that stand for layers which a block may use. `left` is the number of remaining copies of each
-    candidate. The result is 0 if `candidate` has no copy left.
+    Candidates are numbers that stand for layers which a block may use. An order has each candidate as often as `left`
+    says, by the candidate's number. The result is 0 if `candidate` has no copy left.
     """
     if not left[candidate]:
         return 0

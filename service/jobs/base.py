@@ -63,7 +63,7 @@ class Accepted:
     artifact_bytes: int = 0
 
     def stored_facts(self) -> dict[str, Any]:
-        """Findings of the checks as stored with the job: `facts`, and `artifact_bytes` if it is not 0."""
+        """Findings of the checks as JSON to store with the job: `facts` and, unless it is 0, `artifact_bytes`."""
         return {**self.facts, **({"artifact_bytes": self.artifact_bytes} if self.artifact_bytes else {})}
 
 
@@ -73,7 +73,7 @@ Accept: TypeAlias = Callable[[Mapping[str, Any], RequestContext], Accepted]
 
 @dataclass(frozen=True)
 class View:
-    """Fields and links that are added to the server's document of a job because of the job's kind, both by name."""
+    """What a kind of job adds to the server's document of a job: fields and links, both by name."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict)

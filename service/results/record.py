@@ -62,7 +62,7 @@ class SearchFigures:
         start: Policies of another study that the searcher started with (`service.studies.policies.start`).
         warm_start: Results of an earlier study that the searcher began with (`service.studies.warm_start`).
         steps: Number of steps that the searcher computed for its proposals.
-        charges: Samples that steps are charged, by the trial that they were computed for.
+        charges: Samples that the steps count as, by the number of the trial that they were computed for.
     """
 
     algorithm: str | None = None
@@ -75,7 +75,7 @@ class SearchFigures:
 
     @property
     def step_samples(self) -> int:
-        """Number of samples that all steps of the searcher together are charged."""
+        """Number of samples that all steps of the searcher together count as."""
         return sum(self.charges.values())
 
 
@@ -83,14 +83,18 @@ class SearchFigures:
 class RunRecord:
     """The record of a run: all data from which result files and report are computed.
 
-    The fields of the held-out stage are described in `service.results.holdout.HeldOut`.
+    The fields of the held-out stage (`holdout` to `split_difference`) are those of `service.results.holdout.HeldOut`.
 
     Attributes:
         full_budget: Samples per objective at the last rung.
         holdout: Rows of the held-out stage, with differences "this row minus `holdout_reference`".
-        removed_responses: When responses and tokens of the samples were removed; None if they are stored.
+        warnings: Samples with values outside the range of their objective.
         verification_reason: Reason why no trial was verified.
+        gradients: Steps that computed losses and their gradients for the searcher.
+        updates: Steps in which policies learned.
+        max_samples: Limit of samples of the search; None if there is none.
         samples_per_second: Rate of the search; None if nothing was scored.
+        removed_responses: When responses and tokens of the samples were removed; None if they are stored.
         tokens_per_second: Rate of the held-out stage by recipe digest.
     """
 

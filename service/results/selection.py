@@ -123,9 +123,10 @@ def pareto_front(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tu
 
 
 def candidates(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[tuple[Trial, Candidate], ...]:
-    """Describe the trials at full budget as candidates for the Pareto front, in the order of trial numbers.
+    """Describe the trials at full budget as candidates for the Pareto front: pairs of a trial and its candidate.
 
-    Each is returned with its description. Of trials with the same recipe only the first is a candidate.
+    They are in the order of trial numbers. A candidate has the trial's costs and constraint violation. Of trials with
+    the same recipe only the first is a candidate.
     """
     trials = full_budget_trials(trials)
     violation = _violations(trials, objectives)

@@ -116,8 +116,8 @@ def _place(directory: Path, recipe: Recipe, dtype: str) -> Path:
 def _trial(store: Store, record: JobRecord, source: FromStudy, known: ChainedSource | None) -> tuple[int, Recipe]:
     """Number and recipe of the trial that the source `source` names in the study `record`.
 
-    `known` is the source as it was stored when the study that uses it was created; the trial is then that one. For a
-    new study it is None. Raises NotFound if there is no such trial, Conflict if its recipe has changed.
+    `known` is the source as it was stored when the study that uses it was created, with the number of the trial; it is
+    None for a new study. Raises NotFound if there is no such trial, Conflict if its recipe has changed.
     """
     trials = store.trials(record.id)
     if known is not None:

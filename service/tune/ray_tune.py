@@ -56,9 +56,9 @@ TUNE_SNAPSHOT_LOGGERS = ("ray.tune.execution.experiment_state", "ray.train._inte
 
 
 class _NotPickled:
-    """A base class of objects that are pickled without their state.
+    """Base class of objects that are pickled without their attributes.
 
-    Tune pickles the objects that it is given, to restore them after a crash. That is not used here.
+    Tune pickles the objects that it is given, to restore them after a crash. This project does not restore them.
     """
 
     def __getstate__(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class _Interrupt:
 
 
 class _Raised:
-    """A place for the error that the coordinator raised while Tune handled a result.
+    """Keeps the error that the coordinator raised while Tune handled a result, so that it can be raised again later.
 
     Tune itself raises a TuneError, which has only the text of the traceback.
     """

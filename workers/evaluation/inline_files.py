@@ -124,7 +124,7 @@ def _environment() -> SandboxedEnvironment:
 
 
 def _undefined(template: str, fields: Mapping[str, Any]) -> str:
-    """Describe what `template` uses that `fields`, the JSON object of a line, do not define.
+    """Describe which names `template` uses although `fields`, the JSON object of a line, do not have them.
 
     The text does not quote values of the line, because a template could show any value.
     """

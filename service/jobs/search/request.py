@@ -44,7 +44,7 @@ def read_study(document: Mapping[str, Any], context: RequestContext) -> Study:
 
 
 def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
-    """Check a submitted study, except weights that would have to be downloaded.
+    """Check a submitted study without downloading weights, and return it as a study that can be created.
 
     Raises InvalidStudy with every problem.
     """

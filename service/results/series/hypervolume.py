@@ -70,7 +70,7 @@ def _points(run: RunRecord) -> tuple[HypervolumePoint, ...]:
 def _spent(run: RunRecord) -> dict[int, int]:
     """Number of samples spent up to each trial, that trial included, by trial number.
 
-    Both scored samples and samples that steps for proposals were charged count.
+    They are the scored samples, and those that the searcher's steps for proposals count as.
     """
     trials = sorted(run.trials, key=lambda trial: trial.number)
     each = [trial.samples_scored + run.search.charges.get(trial.number, 0) for trial in trials]

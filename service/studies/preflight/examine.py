@@ -182,9 +182,9 @@ def _check_sample_limit(
     cycle: Sequence[Bracket],
     problems: list[Problem],
 ) -> None:
-    """Check that the limit of samples leaves something to search: the baselines and what is proposed first.
+    """Check that the limit of samples suffices for the baselines and the first proposals.
 
-    What is proposed first is one trial or, under Hyperband, the whole first bracket of `cycle`. `rung_samples` has the
+    The first proposals are one trial or, under Hyperband, the whole first bracket of `cycle`. `rung_samples` has the
     number of samples at each rung by objective. A limit that is too low is added to `problems`.
     """
     if (most := study.limits.max_samples) is None:

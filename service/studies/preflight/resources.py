@@ -146,8 +146,9 @@ def plan_memory(
 def _pool_size(sources: ResolvedFamily, max_layers: int, available: int, bytes_of_value: int) -> int:
     """Number of layers that an engine holds in host memory to build layer paths from, at least `max_layers`.
 
-    It is that of all layers of all sources and of one path, or as many as HOST_SHARE of the `available` bytes hold
-    beside the tensors outside layers. A value takes `bytes_of_value` bytes; 0 means that memory is not limited.
+    It is enough for all layers of all sources and, in addition, the `max_layers` layers of the longest path. If these
+    do not fit into HOST_SHARE of the `available` bytes, together with the tensors outside layers, it is as many as fit.
+    A number takes `bytes_of_value` bytes; 0 means that memory is not limited.
     """
     every = len(sources.checkpoints) * sources.layout.num_layers + max_layers
     if not bytes_of_value:

@@ -1,4 +1,4 @@
-"""Proposals as the driver sees them: what they may know, who computes them, and how their steps are stored."""
+"""Proposals as the driver sees them: which results they may use, who computes them, and how their steps are stored."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Proposer(Protocol):
         """The configuration that was proposed, a step that was computed for the proposal, or a request for a step.
 
         Returns None if none of them is ready within `timeout_s`. After a step, the caller stores it and calls `stored`;
-        after a request, whose step is charged in samples, the caller calls `compute`. The computation then continues.
+        after a request, whose step counts against the limit of samples, the caller calls `compute` if the limit allows
+        it. The computation then continues.
         """
         ...
 

@@ -99,7 +99,7 @@ class RayProposer:
         """Start to compute a proposal, with the arguments `call` of `Proposer.submit`.
 
         If the searcher proposes without steps (`proposes_at_once`), the actor also computes the other proposals of the
-        batch, which know the same results. When one of these is submitted, it is not computed again.
+        batch, which are made from the same results. When one of these is submitted, it is not computed again.
         """
         is_next = bool(self._next) and self._follows(call)
         self._call = {"seed": self._seed, **call}
@@ -115,8 +115,8 @@ class RayProposer:
     def _follows(self, call: Mapping[str, Any]) -> bool:
         """Whether `call`, the arguments of `submit`, is for the proposal that the actor has computed ahead.
 
-        It is if its number follows the last proposal's, its observations are the same, and its pending configurations
-        are the last ones and then the last proposal's own.
+        It is if its number follows that of the last proposal, its observations are the same, and its pending
+        configurations are those of the last proposal and the last proposal itself.
         """
         last = self._call
         pending = (*last["pending"], self._answered)
@@ -143,8 +143,8 @@ class RayProposer:
     def _finish(self) -> Step | ChargedRequest | dict[str, Any] | None:
         """Handle the result of the last call to an actor, which is ready.
 
-        The result is a proposal of the searcher, an update of a policy, or losses or gradients. Returns None if another
-        call to an actor is awaited now, else what the method `result` returns.
+        The result is a proposal of the searcher, an update of a policy, or losses or gradients. Returns what the method
+        `result` returns to the driver, or None if another call to an actor must end first.
         """
         request, self._computing = self._computing, None
         if request is None:

@@ -26,7 +26,8 @@ _NUM_CHILDREN = 16
 class DifferentialEvolution:
     """The searcher by differential evolution, for one objective.
 
-    Choices and inactive parameters are treated as numbers in [0, 1], as numeric parameters are.
+    It changes the members of a population by the differences between other members, times `scale`. Choices and inactive
+    parameters are treated as numbers in [0, 1], as numeric parameters are.
     """
 
     population_size: int = 20

@@ -84,7 +84,10 @@ class Encoding:
         return {p.name: _decode(p, float(u)) for p, u in zip(self._parameters, row, strict=True) if u != INACTIVE}
 
     def sample(self, num_rows: int, rng: np.random.Generator) -> Rows:
-        """Random rows, drawn from the distribution of the space's structure, or uniformly if it has none."""
+        """Random rows, each the encoding of a random configuration.
+
+        They are drawn as the space draws configurations if it has a structure, such as layer paths, else uniformly.
+        """
         if self._space.structure is not None:
             return self.encode(self._space.sample(rng) for _ in range(num_rows))
         return self.normalise(rng.random((num_rows, len(self._parameters))))

@@ -30,11 +30,11 @@ _SMALLEST_WEIGHT = 1e-6
 
 @dataclass(frozen=True)
 class MoeadSearcher:
-    """The searcher MOEA/D-DE, for several objectives.
+    """The searcher MOEA/D-DE (Li and Zhang, 2009), for several objectives.
 
-    Population, crossover and mutation are those of the baseline that papers on merging report; the rest is as in the
-    paper of Li and Zhang (2009). Choices and inactive parameters are treated as numbers in [0, 1], as numeric
-    parameters are.
+    The size of the population and the rates of crossover and mutation are those with which papers on merging run
+    MOEA/D-DE as a baseline. Choices and inactive parameters are treated as numbers in [0, 1], as numeric parameters
+    are.
     """
 
     population_size: int = 30

@@ -41,8 +41,8 @@ def propose(
 ) -> dict[str, Any]:
     """The configuration that a sampler of Optuna proposes, or a random one if the sampler proposes a known one.
 
-    `sampler_of` makes a sampler from a seed. `max_numbers`, `max_rows` and `group` are as for `history.thinned`. Until
-    there are `num_initial` trials, configurations are random.
+    `sampler_of` makes a sampler from a seed. `max_numbers`, `max_rows` and `group` limit the observations that the
+    sampler is given (`history.thinned`). Until there are `num_initial` trials, configurations are random.
     """
     rng, parameters = context.generator(), context.parameters
     trials = by_trial(thinned(context, max_numbers=max_numbers, max_rows=max_rows, group=group).observations)

@@ -1,8 +1,8 @@
-"""Rules: what a fused kernel computes for each element, for every backend.
+"""Rules: the formulas by which kernels compute each element of a merge, on every device.
 
-All fused methods reduce to these few rules. A rule is plain numbers; numbers per source are tuples in the order of the
-sources. theta_s is source s, b the base, and tau_s their difference theta_s - b. Most rules first make the tau_s
-sparse, by their field `sparse`.
+All methods that have a kernel reduce to these few rules. A rule consists of plain numbers, and a few rules have
+tensors; numbers per source are tuples in the order of the sources. theta_s is source s, b the base, and tau_s their
+difference theta_s - b. Most rules first set elements of the tau_s to zero, as their field `sparse` says.
 """
 
 from __future__ import annotations
@@ -102,9 +102,10 @@ class Trimmed(NamedTuple):
 class Between(NamedTuple):
     """Sparsification that keeps the elements of each task vector between two thresholds, both included.
 
-    Each source has a lower and an upper threshold. Each is known by two bounds and a rank, as in `Trimmed`, whose
-    fields this class has for the lower threshold. Those of the upper threshold begin with `top_`. `factors`
-    determine the tie-breaking marks of elements for both.
+    Each source has a lower threshold and an upper one, whose fields begin with `top_`. A threshold is known by two
+    bounds, magnitudes with tie-breaking marks: `lows` with `low_marks`, and `highs` with `high_marks`. If they differ,
+    it is at the element with the index `ranks` among the elements strictly between them, in ascending order. `by` says
+    how elements are compared with the threshold (`ByMark` or `ByMagnitude`). `factors` determine the marks of elements.
     """
 
     by: Comparison
@@ -125,8 +126,8 @@ class Between(NamedTuple):
 class Dropped(NamedTuple):
     """Sparsification that keeps elements of task vectors at random, and multiplies them by `scales`.
 
-    The random masks are those of `workers.merging.masks`. `k0s` and `k1s` are the words of their keys, and `bounds` are
-    one less than the bounds that the hashes of kept elements are below. All fields have a number for each source.
+    The random masks are those of `workers.merging.masks`. `k0s` and `k1s` are the low and high 32 bits of their keys.
+    An element is kept if its hash is at most the number in `bounds`. All fields have a number for each source.
     """
 
     k0s: Words
@@ -140,8 +141,8 @@ class Sampled(NamedTuple):
 
     The probability is start + |rank - origin| step, in float64, with start, origin and step for each source. `ranks`
     has a tensor for each source: the rank of each magnitude in its row, from 0 for the smallest. The random masks are
-    those of `workers.merging.masks`; `k0s` and `k1s` are the words of their keys. Elements that are kept are divided by
-    their probability if `is_divided` is 1, and multiplied by `scales`.
+    those of `workers.merging.masks`; `k0s` and `k1s` are the low and high 32 bits of their keys. Elements that are kept
+    are divided by their probability if `is_divided` is 1, and multiplied by `scales`.
     """
 
     k0s: Words
@@ -286,11 +287,12 @@ class Variable(NamedTuple):
 
 
 class VariableElection(NamedTuple):
-    """Rule of mergekit's SCE: as `Variable`, but for where the task vectors' sum is zero, and for small divisors.
+    """Rule of mergekit's SCE: the base plus a weighted mean of task vectors where their variance reaches a threshold.
 
-    The result is the base plus a weighted mean of task vectors where their variance reaches a threshold, else the base.
-    The mean is over the task vectors that have the sign of their sum; a sum of zero counts as positive. The divisor of
-    the mean, a sum of weights, is at least `least`. The other fields are those of `Variable`.
+    Elsewhere it is the base. The mean is over the task vectors that have the sign of their sum; a sum of zero counts as
+    positive. The divisor of the mean, a sum of weights, is at least `least`. The threshold is the variance `threshold`
+    with the tie-breaking mark `mark`. `by` is a comparison that tells for every element whether its variance reaches
+    the threshold; `factor` gives the marks of elements.
     """
 
     by: Comparison

@@ -1,4 +1,4 @@
-"""The runner plays episodes, each one path, with given networks.
+"""The runner of HM3's policies: builds episodes, each one layer path, with given networks.
 
 Axes: B episodes, T steps, A steps of the pool with the end, C candidates, D dimensions of an embedding, H of a state.
 """
