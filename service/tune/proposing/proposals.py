@@ -110,22 +110,23 @@ class Observations:
         self._full = sum(plan.rung_samples[-1].values())
         self._baselines: dict[int, Mapping[str, Any] | None] = {}
         self._built: dict[tuple[int, int], Observation | None] = {}
+        self._failed: dict[int, Observation] = {}
 
     def of(self, proposal: Proposal, trials: Mapping[int, TrialRecord]) -> tuple[Observation, ...]:
         """The observations that a proposal may use: the results that its field `visible` lists, and the failed trials.
 
         `trials` are the study's trials by number. Trials whose recipe has no configuration in the search space are left
-        out.
+        out. A result has the same object in every call.
         """
         for seen in proposal.visible:
             if seen not in self._built:
                 self._built[seen] = self._of_rung(trials[seen[0]], seen[1])
         found = [built for seen in proposal.visible if (built := self._built[seen]) is not None]
         for number in proposal.failed:
-            if (configuration := trials[number].configuration) is not None:
+            if number not in self._failed and (configuration := trials[number].configuration) is not None:
                 last = len(self._plan.rung_samples) - 1
-                found.append(Observation(configuration, 1.0, None, number=number, rung=last))
-        return tuple(found)
+                self._failed[number] = Observation(configuration, 1.0, None, number=number, rung=last)
+        return (*found, *(self._failed[number] for number in proposal.failed if number in self._failed))
 
     def _of_rung(self, trial: TrialRecord, rung: int) -> Observation | None:
         """The observation of a trial at a rung at which it has a result.

@@ -44,10 +44,10 @@ class CmaEsSearcher:
         encoding = Encoding(context.parameters)
         strategy = self._replay(encoding, by_trial(context.observations), num_parameters=num_parameters)
         strategy.reseed_rng(int(rng.integers(2**32)))
-        known_rows = encoding.encode(context.known_configurations())
+        known = context.known_configurations()
         for _ in range(_MAX_DRAWS):
             row = encoding.normalise(strategy.ask()[np.newaxis, :num_parameters])
-            if encoding.first_unknown(row, known_rows) is not None:
+            if encoding.first_unknown(row, known) is not None:
                 return encoding.decode(row[0])
         return context.sample_unseen(rng)
 

@@ -46,8 +46,7 @@ class EvolutionStrategy:
             rate = np.where(encoding.is_categorical, step, self.rate)
             rows = np.repeat(encoding.encode([parent.configuration]), _NUM_MUTANTS, axis=0)
             mutants = encoding.mutate(rows, rng, rate=rate, step=step)
-            known = encoding.encode(context.known_configurations())
-            if (mutant := encoding.first_unknown(mutants, known)) is not None:
+            if (mutant := encoding.first_unknown(mutants, context.known_configurations())) is not None:
                 return encoding.decode(mutant)
         return context.sample_unseen(rng)
 

@@ -6,6 +6,7 @@ Jones et al., J. Global Optimization 13, 1998; Ament et al., "Unexpected improve
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,9 @@ class GpSearcher:
     # grows with parameters times trials. With more, the process learns from the best and the newest trials.
     max_numbers: int = 16_000
     max_rows: int = 150
+    # Numbers in the table of candidates and parameters, from the best of which the search for the largest improvement
+    # starts. Optuna's 2048 candidates take most of the time of a proposal in spaces of hundreds of parameters.
+    max_candidate_numbers: int = 204_800
 
     def advance(self, context: ProposalContext) -> dict[str, Any]:
         from optuna.samplers import GPSampler
@@ -33,7 +37,12 @@ class GpSearcher:
         from service.tune.searchers.optuna_study import propose
 
         def sampler_of(seed: int) -> GPSampler:
-            return GPSampler(n_startup_trials=self.num_initial, warn_independent_sampling=False, seed=seed)
+            sampler = GPSampler(n_startup_trials=self.num_initial, warn_independent_sampling=False, seed=seed)
+            if context.setting.version not in (1, 2):
+                most = self.max_candidate_numbers // len(context.parameters)
+                # A Sobol sequence is balanced if its length is a power of two.
+                sampler._n_preliminary_samples = min(sampler._n_preliminary_samples, 2 ** int(math.log2(max(16, most))))
+            return sampler
 
         return propose(
             sampler_of, context, num_initial=self.num_initial, max_numbers=self.max_numbers, max_rows=self.max_rows

@@ -39,11 +39,10 @@ class GridSearcher:
         if isinstance(paths, LayerPaths):
             return _passthrough(paths, rng, known) or context.sample_unseen(rng)
         encoding = Encoding(context.parameters)
-        known_rows = encoding.encode(known)
         for halvings in range(self.finer + 1):
             levels = (self.first_levels - 1) * 2**halvings + 1
             points = self._points(encoding, levels, context.number, context.seed, rng)
-            if (point := encoding.first_unknown(points, known_rows)) is not None:
+            if (point := encoding.first_unknown(points, known)) is not None:
                 return encoding.decode(point)
         return context.sample_unseen(rng)
 

@@ -56,8 +56,7 @@ class MoeadSearcher:
         rows = encoding.fill(encoding.encode(member.configuration for member in members), rng)
         place = context.number % self.population_size
         children = [self._child(rows, place, neighbours[place], rng) for _ in range(_NUM_CHILDREN)]
-        known = encoding.encode(context.known_configurations())
-        child = encoding.first_unknown(encoding.normalise(np.vstack(children)), known)
+        child = encoding.first_unknown(encoding.normalise(np.vstack(children)), context.known_configurations())
         return context.sample_unseen(rng) if child is None else encoding.decode(child)
 
     def _replay(self, scored: Sequence[Observation], *, seed: int) -> tuple[list[Observation], NDArray[np.intp]]:

@@ -55,7 +55,7 @@ def propose(
         configuration = _ask(sampler_of(int(rng.integers(2**32))), parameters, trials, context.pending)
     configuration = dict(parameters.repair(configuration))
     rows = Encoding(parameters)
-    is_known = rows.first_unknown(rows.encode([configuration]), rows.encode(context.known_configurations())) is None
+    is_known = rows.first_unknown(rows.encode([configuration]), context.known_configurations()) is None
     return context.sample_unseen(rng) if is_known else configuration
 
 
@@ -142,6 +142,9 @@ def _distribution(parameter: Parameter) -> BaseDistribution:
 
 
 def _suggest(trial: optuna.Trial, parameter: Parameter) -> Any:
+    # Each call of a `suggest` method copies all values so far; those that were drawn together are known already.
+    if parameter.name in trial.relative_params:
+        return trial.relative_params[parameter.name]
     match parameter:
         case Float():
             return trial.suggest_float(parameter.name, parameter.low, parameter.high)

@@ -73,10 +73,8 @@ class SmacSearcher:
         costs = self._scalarise(observations, of_forest)
         acquisition = self._acquisition(rows, fidelities, costs, seed=int(of_forest.integers(2**31)))
         candidates = self._maximise(encoding, acquisition, rows, rng)
-        candidate_keys = encoding.keys(candidates)
-        seen = set(encoding.keys(encoding.encode(context.known_configurations())))
-        unseen = (row for row, key in zip(candidates, candidate_keys, strict=True) if key not in seen)
-        return encoding.decode(next(unseen, candidates[0]))
+        unknown = encoding.first_unknown(candidates, context.known_configurations())
+        return encoding.decode(candidates[0] if unknown is None else unknown)
 
     def _acquisition(self, rows: Rows, fidelities: Rows, costs: Rows, *, seed: int) -> _Acquisition:
         """The acquisition function, fitted to encoded configurations `rows` with their fidelities and costs.
