@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from workers.object_store import is_object_url
 
 __all__ = ["DATABASE_URL", "FileAccess"]
 
@@ -38,6 +40,13 @@ class FileAccess:
         A document of an earlier version may lack fields; they get their defaults.
         """
         return cls(**{name: tuple(values) for name, values in document.items()})
+
+    def with_models(self, models: Iterable[str]) -> Self:
+        """This access, extended by `models`: directories and URLs of models that the service itself has written."""
+        added = [model for model in models if model not in (*self.readable, *self.urls)]
+        urls = tuple(filter(is_object_url, added))
+        directories = tuple(model for model in added if model not in urls)
+        return replace(self, readable=(*self.readable, *directories), urls=(*self.urls, *urls))
 
     def refusal(self, path: str | Path) -> str | None:
         """The reason why the file or directory `path` must not be read; None if it may be read.

@@ -10,22 +10,21 @@ tags in the listing make its commit. Its files are downloaded once per machine, 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from workers.cache import cache_dir
-from workers.directories import sync, write_file
+from workers.directories import sync, turn, write_file
 from workers.errors import InvalidModel
 from workers.models.remote.model_files import SMALL_FILES, pickles, weight_files
 from workers.models.remote.snapshots import SUMS, SnapshotRecord, has_size, make_snapshot, size_text
-from workers.object_store import ObjectStore, ObjectStoreError, object_url_problem
+from workers.object_store import ObjectStore, ObjectStoreError, blob_path, blobs_in, object_url_problem
 
 __all__ = ["Objects", "located"]
 
@@ -34,9 +33,6 @@ COMMIT_DIGITS = 40
 
 # Files that are downloaded at once.
 CONNECTIONS = 4
-
-# URL of an artifact's manifest: FOLDER/blobs/ab/cdef..., where abcdef... is the manifest's sha256.
-_ARTIFACT = re.compile(r"(.+)/blobs/([0-9a-f]{2})/([0-9a-f]{62})")
 
 # A line of the program sha256sum.
 _SUM = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)")
@@ -120,9 +116,9 @@ def _looked_up(url: str) -> Path:
 
 def _listed(url: str) -> tuple[ObjectStore, dict[str, _File]]:
     """The object store that has the model at `url`, and the model's files by name, without those in subfolders."""
-    artifact = _ARTIFACT.fullmatch(url)
-    if artifact is not None:
-        return _manifest(ObjectStore(artifact[1]), artifact[2] + artifact[3])
+    if artifacts := blobs_in(url):
+        ((store, digest),) = artifacts
+        return _manifest(ObjectStore(store), digest)
     objects = ObjectStore(url)
     listed = {name: info for name, info in objects.list().items() if "/" not in name}
     sums = _sums(objects.read(SUMS).decode(errors="replace")) if SUMS in listed else {}
@@ -134,19 +130,14 @@ def _manifest(objects: ObjectStore, digest: str) -> tuple[ObjectStore, dict[str,
 
     Raises InvalidModel if the stored manifest has another sha256.
     """
-    content = objects.read(_blob(digest))
+    content = objects.read(blob_path(digest))
     if hashlib.sha256(content).hexdigest() != digest:
-        raise InvalidModel((f"{objects.url}/{_blob(digest)}: its content has changed since it was stored",))
+        raise InvalidModel((f"{objects.url}/{blob_path(digest)}: its content has changed since it was stored",))
     manifest = {name: entry for name, entry in json.loads(content).items() if "/" not in name}
     return objects, {
-        name: _File(_blob(entry["digest"]), entry["bytes"], entry["digest"], entry["digest"])
+        name: _File(blob_path(entry["digest"]), entry["bytes"], entry["digest"], entry["digest"])
         for name, entry in manifest.items()
     }
-
-
-def _blob(digest: str) -> str:
-    """Path in an object store of an artifact's file, which is stored by its sha256 `digest` (hex)."""
-    return f"blobs/{digest[:2]}/{digest[2:]}"
 
 
 def _last_located(url: str) -> Path | None:
@@ -186,7 +177,7 @@ def _downloaded(objects: ObjectStore, place: Path, files: Mapping[str, _File]) -
     if _is_complete(place, {name: file.num_bytes for name, file in files.items()}):
         return
     place.mkdir(parents=True, exist_ok=True)
-    with _locked(place):
+    with turn(place):
         absent = [name for name, file in files.items() if not has_size(place / name, file.num_bytes)]
         with ThreadPoolExecutor(CONNECTIONS) as pool:
             yield from pool.map(lambda name: _download(objects, files[name], place / name), absent)
@@ -210,14 +201,6 @@ def _download(objects: ObjectStore, source: _File, file: Path) -> int:
 def _sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-@contextmanager
-def _locked(place: Path) -> Iterator[None]:
-    """Context that one process of this machine at a time may enter for the directory `place`; others wait."""
-    with place.with_name(f".{place.name}.lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _models_dir() -> Path:
