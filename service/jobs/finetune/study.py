@@ -55,7 +55,7 @@ def begin_study(
         experts[record.name] = url or (out if out.is_dir() else artifacts.write_to(record, out))
     access = access_of(store.job(writer.job_id))
     if access is not None:
-        access = access.with_models(map(str, experts.values()))
+        access = access.allowing(map(str, experts.values()))
     try:
         study = pipeline.study_of(experts)
         assert study is not None

@@ -60,7 +60,7 @@ def prepared(
         study, open_study=open_study, directory=directory, artifacts_in=artifacts_in, before=before, note=note
     )
     if access is not None:
-        access = access.with_models(source.directory for source in chained.values())
+        access = access.allowing(source.directory for source in chained.values())
     if before is not None:
         exported = with_revisions(exported, replace(before, chained={}))
     preflight = examine(exported, chained=chained, access=access, note=note, **options)
