@@ -20,7 +20,8 @@ class ChainedSource:
     """Source of a study that is an exported merge of another study.
 
     `study` and `name` are the other study's id and name. `trial` is the number of the merge's trial in that study, and
-    `recipe_digest` the hash of its recipe. The merge was exported to `directory`.
+    `recipe_digest` the hash of its recipe. The merge was exported to `directory`, which may also be the URL of an
+    artifact in an object store.
     """
 
     study: str

@@ -72,7 +72,7 @@ def create_app(
         data_dir=data_dir,
         cluster=cluster,
         preflight=preflight or PreflightProcess(RequestContext(default_access(data_dir), store.url, data_dir, files)),
-        exports=Exports(store, data_dir, keep=keep, files=artifacts.remote, is_leader=cluster.is_leader),
+        exports=Exports(store, data_dir, keep=keep, artifacts=artifacts, is_leader=cluster.is_leader),
         artifacts=artifacts,
         quota=ArtifactQuota(store, artifacts, artifact_quota_bytes),
         hub=EventHub(store),

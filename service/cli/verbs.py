@@ -178,7 +178,7 @@ def clean(options: argparse.Namespace) -> int:
         store = Store(address)
         try:
             artifacts = ArtifactStore(store, options.files or artifacts_dir(data_dir))
-            exports = Exports(store, data_dir, files=artifacts.remote)
+            exports = Exports(store, data_dir, artifacts=artifacts)
             cleaner = Cleaner(store, data_dir, artifacts, limits, delete_job=exports.delete_job_now)
             removals = cleaner.plan()
             if not options.dry_run:

@@ -22,6 +22,7 @@ from service.retention.limits import FILES, JOBS, RESPONSES, Limit
 from service.store import Store
 from service.store.artifacts import ArtifactStore
 from service.types import JobRecord, JobState
+from workers.object_store import blobs_in
 
 __all__ = ["UNUSED", "Cleaner", "Removal", "clean_up"]
 
@@ -30,8 +31,8 @@ logger = logging.getLogger(__name__)
 # Stored files of artifacts that no job uses, such as those of deleted jobs.
 UNUSED = "unused files"
 
-# Ids of jobs, and digests of artifacts, in the documents of jobs.
-NAMES = re.compile(r"(?<![0-9a-f])(?:[0-9a-f]{32}|[0-9a-f]{64})(?![0-9a-f])")
+# Ids of jobs in the documents of jobs.
+NAMES = re.compile(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,8 @@ class Cleaner:
             owners |= {artifact.digest: job.id for artifact in self._artifacts.of(job.id)}
         found = {job.id for job in jobs if job.kind == "finetune" and study_of(self._store, job.id) is not None}
         for job in jobs:
-            names = set(NAMES.findall(json.dumps([dict(job.document), dict(job.accepted)])))
+            text = json.dumps([dict(job.document), dict(job.accepted)])
+            names = {*NAMES.findall(text), *(digest for _, digest in blobs_in(text))}
             found |= {owners[name] for name in names if name in owners and owners[name] != job.id}
         return found
 

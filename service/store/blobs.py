@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 from service.disk import existing
 from service.errors import Conflict
 from workers.directories import replacing, write_file
-from workers.object_store import ObjectStore, is_object_url, object_url_problem
+from workers.object_store import ObjectStore, blob_path, is_object_url, object_url_problem
 
 __all__ = [
     "BLOBS",
@@ -312,11 +312,6 @@ def digest_of(file: Path) -> str:
     """The sha256 (hex) of a file's content."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def blob_path(digest: str) -> str:
-    """Path, inside an object store, of the stored file whose sha256 is `digest`."""
-    return f"{BLOBS}/{digest[:2]}/{digest[2:]}"
 
 
 def _check_unchanged(file: Path, now: str, digest: str) -> None:
