@@ -17,7 +17,6 @@ from service.api.export_queue import Exports
 from service.api.limits.artifacts import ArtifactQuota
 from service.api.limits.exports import ExportLimits
 from service.api.limits.origin import CheckOrigin
-from service.api.metrics import CountRequests, RequestCounter
 from service.api.openapi import install_docs, install_openapi
 from service.api.prefix import BelowPrefix
 from service.api.preflight_process import Preflight, PreflightProcess, default_access
@@ -25,6 +24,7 @@ from service.api.problems import install_handlers
 from service.api.protocols import Cluster
 from service.api.record_cache import RunRecords
 from service.api.regular_cleaning import clean_regularly
+from service.api.request_counter import CountRequests, RequestCounter
 from service.api.requests import principal
 from service.api.routes import exports, finetunes, jobs, operations, results
 from service.api.sample_mover import move_old_samples

@@ -712,6 +712,19 @@ class Store:
             rows = connection.execute(sa.select(table).where(where).order_by(table.c.id).limit(limit))
             return tuple(EventRecord(row.id, row.time, row.kind, row.payload) for row in rows)
 
+    def event_counts(
+        self, job_ids: Collection[str], *, kinds: Collection[EventKind]
+    ) -> dict[str, dict[str, int]]:
+        """Numbers of events of the given jobs and kinds, as job id -> kind -> number; what there is none of is missing."""
+        table = schema.events
+        where = table.c.study.in_(job_ids) & table.c.kind.in_([kind.value for kind in kinds])
+        query = sa.select(table.c.study, table.c.kind, sa.func.count()).where(where)
+        counts: dict[str, dict[str, int]] = defaultdict(dict)
+        with self._reads.connect() as connection:
+            for job_id, kind, count in connection.execute(query.group_by(table.c.study, table.c.kind)):
+                counts[job_id][kind] = count
+        return dict(counts)
+
     def last_event_id(self, job_id: str) -> int:
         """Id of a job's latest event; 0 before the first."""
         table = schema.events

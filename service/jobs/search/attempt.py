@@ -357,7 +357,7 @@ def _exhausted_limit(study: Study, wall_clock_s: float) -> str | None:
     limits = study.limits
     if limits.max_wall_clock_s is not None and wall_clock_s >= limits.max_wall_clock_s:
         return f"limits.max_wall_clock_s: {limits.max_wall_clock_s:g} s are used up"
-    gpu_hours = wall_clock_s / 3600 * study.engine.replicas * study.engine.tensor_parallel_size
+    gpu_hours = wall_clock_s / 3600 * study.engine.num_gpus
     if limits.max_gpu_hours is not None and gpu_hours >= limits.max_gpu_hours:
         return f"limits.max_gpu_hours: {limits.max_gpu_hours:g} hours are used up"
     return None

@@ -78,7 +78,7 @@ def check_devices(study: Study, sources: ResolvedFamily | None, problems: list[P
                 f"use one of {', '.join(fitting)}",
             )
         )
-    num_needed = engine.replicas * engine.tensor_parallel_size
+    num_needed = engine.num_gpus
     num_gpus = torch.cuda.device_count()
     if num_gpus and num_needed > num_gpus and "RAY_ADDRESS" not in os.environ:
         problems.append(
