@@ -62,11 +62,11 @@ class HyperbandTable(RungTable):
         return left
 
     def most_samples_of(self, proposal: Proposal, totals: Sequence[int]) -> int:
-        """The most samples that a new proposal adds to those that the trials so far can still take (`most_samples_left`).
+        """The most samples that a new proposal adds to those that the trials so far can still take.
 
-        They are those of a whole bracket if the proposal opens one, else none. In a bracket of one rung, where nothing
-        is promoted, each proposal adds its own samples. `totals` has each rung's number of samples, of all objectives
-        together.
+        The latter are counted by `most_samples_left`. It adds those of a whole bracket if it opens one, else none. In a
+        bracket of one rung, where nothing is promoted, each proposal adds its own samples. `totals` has each rung's
+        number of samples, of all objectives together.
         """
         shape = proposal.opens or self._brackets[proposal.bracket]
         if shape.first_rung == self.last_rung:
