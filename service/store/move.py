@@ -22,8 +22,8 @@ BATCH = 1000
 # Seconds after a heartbeat during which the job still has a driver.
 ALIVE_S = 3 * HEARTBEAT_S
 
-# Made with the tables, like Alembic's own table; not copied.
-NOT_COPIED = frozenset({"schema_version"})
+# Not copied: the first is made with the tables, like Alembic's own table; the second is about connections.
+NOT_COPIED = frozenset({"schema_version", "commit_tokens"})
 
 
 @dataclass(frozen=True)
