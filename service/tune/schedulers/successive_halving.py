@@ -17,12 +17,13 @@ __all__ = ["AshaTable", "HyperbandTable"]
 class HyperbandTable(RungTable):
     """Rung table with synchronous promotion: a rung promotes once, when no further member can arrive from its bracket.
 
-    Proposal n in bracket b sees
-        - every rung of the trials in brackets up to b - open_brackets (bracket b opens when these are closed), and
-        - the first evaluation of all trials numbered up to n - max_staleness (the proposal waits for these).
-    Later rungs of newer brackets and all newer results stay hidden even if they are known, so the evaluations of
-    `open_brackets` brackets may overlap. For a batch, n is its last proposal, and b the bracket of its first one. With
-    one open bracket, brackets follow each other as in the paper.
+    Proposal n in bracket b uses
+        - the results at every rung of the trials in brackets up to b - open_brackets; bracket b opens when these
+          brackets are closed
+        - the results at the first rung of all trials up to n - max_staleness; the proposal waits for these Other
+          results are not used even if they are known, so the evaluations of `open_brackets` brackets may overlap. For a
+          batch, n is its last proposal, and b the bracket of its first one. With one open bracket, brackets follow each
+          other as in the paper.
     """
 
     def __init__(self, **settings: Any) -> None:
