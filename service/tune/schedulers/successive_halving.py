@@ -20,10 +20,11 @@ class HyperbandTable(RungTable):
     Proposal n in bracket b uses
         - the results at every rung of the trials in brackets up to b - open_brackets; bracket b opens when these
           brackets are closed
-        - the results at the first rung of all trials up to n - max_staleness; the proposal waits for these Other
-          results are not used even if they are known, so the evaluations of `open_brackets` brackets may overlap. For a
-          batch, n is its last proposal, and b the bracket of its first one. With one open bracket, brackets follow each
-          other as in the paper.
+        - the results at the first rung of all trials up to n - max_staleness; the proposal waits for these
+
+    Other results are not used even if they are known, so the evaluations of `open_brackets` brackets may overlap. For a
+    batch, n is its last proposal, and b the bracket of its first one. With one open bracket, brackets follow each other
+    as in the paper.
     """
 
     def __init__(self, **settings: Any) -> None:
