@@ -343,8 +343,8 @@ class DisPaths:
     def _drawn_path(self, size: int, rng: np.random.Generator) -> tuple[int, ...]:
         """A random path of `size` layers through one block, as the numbers of its candidates.
 
-        Candidates are the layers that the block may use. With `retains`, an empty path means the base's layers; if
-        these are `size` layers, it is drawn with probability 1 / (number of models + 1).
+        Candidates are the layers that the block may use. If the base's own layers of the block are `size` layers, they
+        are drawn with probability 1 / (number of models + 1), as an empty path, provided that the space `retains` them.
         """
         if self.retains and size == self.depth_granularity and rng.integers(len(self.models) + 1) == 0:
             return ()

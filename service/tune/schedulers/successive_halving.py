@@ -122,9 +122,9 @@ class AshaTable(RungTable):
     def most_samples_left(self, totals: Sequence[int]) -> int:
         """The most samples that the trials in the table can still take.
 
-        Each result promotes at most one trial at its rung, possibly another one than its own. So each member of a rung
-        without a decision counts with one evaluation at each rung above. `totals` has each rung's number of samples, of
-        all objectives together.
+        Each result lets at most one trial of the same rung be promoted. So for each member of a rung on which no
+        decision has been made, one trial may still be scored at all rungs above. `totals` has each rung's number of
+        samples, of all objectives together.
         """
         left = 0
         for entry in (self._entries[number] for number in self._runnable):
