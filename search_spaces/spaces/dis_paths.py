@@ -43,8 +43,8 @@ SCALE_DEVIATION = 0.11
 class Block:
     """The layers that a merge uses in one block, and the factor on the block's output.
 
-    `path` has the numbers of the candidates, which are the layers that the block may use, in the order in which they
-    are applied.
+    A candidate is a layer that the block may use. `path` has the numbers of the candidates that the merge uses, in
+    order.
     """
 
     path: tuple[int, ...]
@@ -266,9 +266,9 @@ class DisPaths:
     def _tidy(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
         """The blocks in the form in which they are stored, of several that give the same merge.
 
-        A scale without influence becomes 1: that of a block without layers, and that of the last block with layers,
-        which the final norm cancels. With `retains`, a path that is the base's own layers becomes the empty one, which
-        means the same.
+        Scales without influence become 1. A block without layers has such a scale, and so has the last block with
+        layers, because the final norm cancels its scale. With `retains`, a path that is the base's own layers becomes
+        the empty one, which means the same.
         """
         base = self.own(self.base) if self.retains and self.base in self.models else None
         paths = [() if block.path == base else block.path for block in blocks]
@@ -343,8 +343,8 @@ class DisPaths:
     def _drawn_path(self, size: int, rng: np.random.Generator) -> tuple[int, ...]:
         """A random path of `size` layers through one block, as the numbers of its candidates.
 
-        Candidates are the layers that the block may use. With `retains`, an empty path means the base's layers; if
-        these are `size` layers, it is drawn with probability 1 / (number of models + 1).
+        Candidates are the layers that the block may use. If the base's own layers of the block are `size` layers, they
+        are drawn with probability 1 / (number of models + 1), as an empty path, provided that the space `retains` them.
         """
         if self.retains and size == self.depth_granularity and rng.integers(len(self.models) + 1) == 0:
             return ()

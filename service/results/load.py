@@ -124,8 +124,8 @@ class RunReader:
     def _read_trials(self, store: Store) -> None:
         """Read new events, and the trials that may have changed since the last call.
 
-        These are the trials that new events name, and those that are not finished. If an event says that other trials
-        may have changed, and at the first call, all trials are read.
+        A trial may have changed if a new event names it, or if it is not finished. All trials are read at the first
+        call, and if an event says that any of them may have changed.
         """
         study_id, changed = self._study_id, None
         if not self._trials:
@@ -269,8 +269,8 @@ def _warnings(
 ) -> tuple[OutOfRange, ...]:
     """Warnings about samples outside the range of their objective, by trial, objective and split.
 
-    They are those that drivers stored as events, and those that follow from the loaded samples of the held-out stage,
-    because earlier versions stored no warnings. There is at most one for each trial, objective and split.
+    Drivers store such warnings as events. Earlier versions stored none; so warnings are also made from the loaded
+    samples of the held-out stage. There is at most one for each trial, objective and split.
     """
     found = [OutOfRange.from_json(event.payload) for event in stored]
     for split, scored in ((Split.SEARCH, stage.search), (Split.HOLDOUT, stage.holdout)):

@@ -112,7 +112,7 @@ class JobWriter:
             self._add_event(connection, EventKind.STATE, {"state": state.value, "reason": reason})
 
     def set_waiting(self, reason: str) -> None:
-        """Store that the job is STOPPED because something that it needs is missing now, which `reason` names.
+        """Store that the job is STOPPED because something that it needs is missing now; `reason` names it.
 
         The server starts another driver for the job later.
         """

@@ -90,10 +90,11 @@ class BlobStore(Protocol):
         """
 
     def collect(self, used: Callable[[], Collection[str]], *, deletes: bool = True) -> int:
-        """Delete the files whose digests are not among those that `used` returns, and return the number of bytes freed.
+        """Delete the files that are not in use, and return the number of bytes freed.
 
-        Files that another process may be about to name in the database are kept. A later call deletes them if they are
-        not used. Without `deletes`, nothing is deleted, and the number is that of the bytes that would be freed.
+        `used` returns the digests of the files in use. Files that another process may be about to name in the database
+        are kept. A later call deletes them if they are not used. Without `deletes`, nothing is deleted, and the number
+        is that of the bytes that would be freed.
         """
 
 

@@ -1,7 +1,7 @@
 """The limit of a study's samples, `limits.max_samples`: how many are used, and what may still start.
 
-A study uses the samples that are scored for its search, baselines included, and those that the steps of its searcher
-count as. Samples of the held-out stage and of the verification are not counted.
+A study uses a sample for each one that is scored in its search, baselines included. A step of its searcher, such as a
+gradient, uses as many samples as it counts as. Samples of the held-out stage and of the verification are not counted.
 
 Nothing starts that could exceed the limit. Whether a trial starts depends on the samples that the trials before it have
 used when all of them have ended, so that it is the same with any number of replicas and after any interruption. The

@@ -97,7 +97,7 @@ def check_task(spec: TaskSpec) -> TaskInfo:
 def build_task(spec: TaskSpec) -> BuiltTask:
     """Build the lm-eval task or tasks that `spec` names, and fix the order of their samples.
 
-    Raises InvalidTask in the cases that `check_task` lists.
+    Raises InvalidTask if the task is unknown or cannot be scored (see `check_task`).
     """
     _quieten()
     if isinstance(spec.task, Mapping):

@@ -50,7 +50,7 @@ class CoefficientGradients:
 
     Merges are written, one at a time, into a transformers model. `tasks` has the task of each objective; all tasks have
     right answers to read (`references.lack_of_references`). `options` are those of the study's engines, which define
-    prompts and dtype, except that float16, in which gradients vanish, becomes float32. Sums over tensors are in float32
+    prompts and dtype. In place of float16, in which gradients vanish, float32 is used. Sums over tensors are in float32
     or finer. `placement` is where the source weights are kept. `recomputes` saves the memory of activations, and takes
     a third more time. Equal calls give equal bits on one device with one number of threads, whatever was called before.
 

@@ -166,9 +166,9 @@ class PreflightResult:
         """The largest number of trials that proposals may run ahead of results.
 
         It is the one that the study file states, else a default by the number of replicas. A searcher that trains a
-        policy learns from whole iterations. By default, it proposes at least half an iteration ahead, so that engines
-        do not wait while it learns or proposes repeated paths, which need no scoring; and at most one iteration for
-        each replica, as far as its policies take turns.
+        policy learns from whole iterations. By default it proposes at least half an iteration ahead, so that engines do
+        not wait while it learns or proposes repeated paths, which need no scoring. It proposes at most as many
+        iterations ahead as there are replicas, and at most `iterations_ahead`.
         """
         if self.study.search.max_staleness is not None:
             return self.study.search.max_staleness

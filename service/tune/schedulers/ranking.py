@@ -88,10 +88,10 @@ class _Line:
 class _Fronts:
     """Candidates for promotion with several costs, ordered by front, then crowding distance, then trial number.
 
-    The first front are the candidates that no other one dominates, the second those that then remain undominated
-    without the first, and so on. Within a front, a larger crowding distance comes first. A candidate is known by its
-    index in the order of arrival. `_fronts` are the first fronts, `_rest` are the candidates behind them, not yet
-    divided into fronts.
+    The first front consists of the candidates that no other one dominates; the second is the first front of the other
+    candidates, and so on. Within a front, a larger crowding distance comes first. A candidate is known by its index in
+    the order of arrival. `_fronts` are the first fronts, `_rest` are the candidates behind them, not yet divided into
+    fronts.
     """
 
     def __init__(self, num_costs: int) -> None:
@@ -141,10 +141,10 @@ class _Fronts:
         return [self._numbers[place] for place in new.tolist()]
 
     def _num_fronts(self, rank: int) -> int:
-        """Separate the front with index `rank` if needed and possible, and return the number of separated fronts.
+        """Make sure that the front with index `rank` is known, if there is one, and return the number of known fronts.
 
-        It is needed if `rank` is the index of the next front, and possible if candidates are left in `_rest`. The new
-        front has those of them that no other one dominates.
+        If it would be the next front, it is taken from the candidates in `_rest`, which are not yet divided into
+        fronts: it has those of them that no other one dominates.
         """
         if rank == len(self._fronts) and len(self._rest):
             is_first = np.array(non_dominated([tuple(costs) for costs in self._costs[self._rest].tolist()]))

@@ -17,12 +17,14 @@ __all__ = ["AshaTable", "HyperbandTable"]
 class HyperbandTable(RungTable):
     """Rung table with synchronous promotion: a rung promotes once, when no further member can arrive from its bracket.
 
-    Proposal n in bracket b sees
-        - every rung of the trials in brackets up to b - open_brackets (bracket b opens when these are closed), and
-        - the first evaluation of all trials numbered up to n - max_staleness (the proposal waits for these).
-    Later rungs of newer brackets and all newer results stay hidden even if they are known, so the evaluations of
-    `open_brackets` brackets may overlap. For a batch, n is its last proposal, and b the bracket of its first one. With
-    one open bracket, brackets follow each other as in the paper.
+    Proposal n in bracket b uses
+        - the results at every rung of the trials in brackets up to b - open_brackets; bracket b opens when these
+          brackets are closed
+        - the results at the first rung of all trials up to n - max_staleness; the proposal waits for these
+
+    Other results are not used even if they are known, so the evaluations of `open_brackets` brackets may overlap. For a
+    batch, n is its last proposal, and b the bracket of its first one. With one open bracket, brackets follow each other
+    as in the paper.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -62,11 +64,11 @@ class HyperbandTable(RungTable):
         return left
 
     def most_samples_of(self, proposal: Proposal, totals: Sequence[int]) -> int:
-        """The most samples that a new proposal adds to those that the trials so far can still take (`most_samples_left`).
+        """The most samples that a new proposal adds to those that the trials so far can still take.
 
-        They are those of a whole bracket if the proposal opens one, else none. In a bracket of one rung, where nothing
-        is promoted, each proposal adds its own samples. `totals` has each rung's number of samples, of all objectives
-        together.
+        The latter are counted by `most_samples_left`. It adds those of a whole bracket if it opens one, else none. In a
+        bracket of one rung, where nothing is promoted, each proposal adds its own samples. `totals` has each rung's
+        number of samples, of all objectives together.
         """
         shape = proposal.opens or self._brackets[proposal.bracket]
         if shape.first_rung == self.last_rung:
@@ -120,9 +122,9 @@ class AshaTable(RungTable):
     def most_samples_left(self, totals: Sequence[int]) -> int:
         """The most samples that the trials in the table can still take.
 
-        Each result promotes at most one trial at its rung, possibly another one than its own. So each member of a rung
-        without a decision counts with one evaluation at each rung above. `totals` has each rung's number of samples, of
-        all objectives together.
+        Each result lets at most one trial of the same rung be promoted. So for each member of a rung on which no
+        decision has been made, one trial may still be scored at all rungs above. `totals` has each rung's number of
+        samples, of all objectives together.
         """
         left = 0
         for entry in (self._entries[number] for number in self._runnable):

@@ -19,7 +19,8 @@ __all__ = ["SEARCHER", "GpSearcher"]
 class GpSearcher:
     """The searcher by a Gaussian process, for spaces without conditions.
 
-    The noise of results is fitted too; their standard errors are not used.
+    The noise of results is fitted too; their standard errors are not used. In long searches the process is fitted to
+    the best and the newest trials only: to at most `max_rows` trials and `max_numbers` values of parameters.
     """
 
     num_initial: int = 10  # trials with results before the process is used

@@ -31,8 +31,11 @@ __all__ = ["SEARCHER", "SmacSearcher"]
 class SmacSearcher:
     """The searcher SMAC, whose random forest learns from the results of all rungs.
 
-    A configuration that violates constraints counts as worse than all that do not, the more so the larger its
-    violation. The defaults were chosen with tests/benchmarks/bench_searchers.py.
+    It proposes the candidate with the largest expected improvement. Candidates are `num_uniform` random configurations,
+    `num_tied` in which all layers have the same values, and `num_mutants` random changes of each of `num_parents`
+    scored configurations, those that the forest predicts to be best. A configuration that violates constraints counts
+    as worse than all that do not, the more so the larger its violation. The defaults were chosen with
+    tests/benchmarks/bench_searchers.py.
     """
 
     num_initial: int = 8  # configurations with results, baselines included, before the forest is used

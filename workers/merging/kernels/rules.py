@@ -319,10 +319,11 @@ Rule = tuple[Any, ...]
 
 
 def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
-    """The kind of comparison with thresholds, for each of the lists in `each`, which have a `Trim` for each source.
+    """How elements are compared with thresholds: a kind of comparison for each list in `each`.
 
-    If many elements may have the magnitude of any threshold (`Trim.is_tied`), all comparisons use tie-breaking marks
-    (`ByMark`), else magnitudes alone (`ByMagnitude`).
+    Each list has a `Trim`, which describes a threshold, for each source. If many elements may have the magnitude of one
+    of the thresholds (`Trim.is_tied`), all comparisons use tie-breaking marks (`ByMark`), else magnitudes alone
+    (`ByMagnitude`).
     """
     rows = [list(trims) for trims in each]
     if any(trim.is_tied for row in rows for trim in row):
@@ -331,10 +332,10 @@ def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
 
 
 def bounds(trims: Iterable[Trim]) -> tuple[Numbers, Words, Numbers, Words, Words]:
-    """The two bounds of each source's threshold, as the fields of `Trimmed`: lows, low_marks, highs, high_marks, ranks.
+    """The two bounds of each source's threshold, in the form of the fields of `Trimmed`.
 
-    Each field has a number for each of `trims`, one per source. The lower and the upper bounds are magnitudes with
-    tie-breaking marks.
+    The result is (magnitudes and tie-breaking marks of the lower bounds, those of the upper bounds, ranks): the fields
+    lows, low_marks, highs, high_marks and ranks. Each has a number for each of `trims`, one per source.
     """
     rows = [
         (trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller) for trim in trims
