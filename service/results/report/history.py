@@ -100,7 +100,7 @@ def _point_title(point: HistoryPoint) -> str:
 
 
 def _thinned(points: Sequence[HistoryPoint], plot: Plot, limit: int) -> list[HistoryPoint]:
-    """Choose at most `limit` points of a chart that look like all of them when they are drawn.
+    """Choose at most `limit` points of a chart that look like all of them when they are drawn, in their order.
 
     If there are more, one point is kept in each cell of a fine grid over `plot`; if these are too many, they are
     thinned evenly.
@@ -111,8 +111,7 @@ def _thinned(points: Sequence[HistoryPoint], plot: Plot, limit: int) -> list[His
     rows = np.rint(plot.y.at_each([point.value for point in points]) * 100)
     cells = (np.array([point.rung for point in points]) * 1000 + columns) * 1000 + rows
     _, first = np.unique(cells, return_index=True)
-    kept = sorted((points[index] for index in first.tolist()), key=lambda point: (point.trial, point.rung))
-    return evenly(kept, limit)
+    return evenly([points[index] for index in np.sort(first).tolist()], limit)
 
 
 def _integer_scale(last: int) -> Scale:

@@ -29,7 +29,7 @@ class GpSearcher:
     max_rows: int = 150
     # Numbers in the table of candidates and parameters, from the best of which the search for the largest improvement
     # starts. Optuna's 2048 candidates take most of the time of a proposal in spaces of hundreds of parameters.
-    max_candidate_numbers: int = 204_800
+    max_candidate_numbers: int = 409_600
 
     def advance(self, context: ProposalContext) -> dict[str, Any]:
         from optuna.samplers import GPSampler
