@@ -77,7 +77,8 @@ def run() -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> None:
     print(
-        f"{NUM_TRIALS} trials ({NUM_PATHS} of hm3), chunks of 1 s; calibration {result['calibration_s']:.2f} CPU seconds"
+        f"{NUM_TRIALS} trials ({NUM_PATHS} of hm3), chunks of 1 s; "
+        f"calibration {result['calibration_s']:.2f} CPU seconds"
     )
     print("replicas  scheduler  searcher   busy  must  uneven chunks  driver ms a trial  driver  searcher  steps")
     for name in ("instant", "smac", "steps"):
