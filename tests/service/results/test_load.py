@@ -118,9 +118,7 @@ def test_a_reader_finds_all_that_has_changed(tmp_path: Path) -> None:
     store.close()
 
 
-def test_the_held_out_stage_is_computed_again_only_if_it_has_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unchanged_held_out_stage_is_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One more result that is not compared costs no computation of the held-out table; everything in it does."""
     computed: list[HeldOut] = []
 
