@@ -137,7 +137,7 @@ class Estimate:
     ci95: tuple[float, float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # a study has tens of thousands
 class RungRecord:
     """Finished rung of a trial: the mean over the rung's samples and the standard error of the mean, by objective.
 

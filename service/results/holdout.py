@@ -40,6 +40,17 @@ class Scored:
     samples: Mapping[str, Samples] = field(default_factory=dict)
     documents: Mapping[str, str] = field(default_factory=dict)
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Scored):
+            return NotImplemented
+        return (
+            self.documents == other.documents
+            and self.samples.keys() == other.samples.keys()
+            and all(_are_equal(samples, other.samples[digest]) for digest, samples in self.samples.items())
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # it has arrays
+
 
 @dataclass(frozen=True)
 class FrontVolume:
@@ -182,6 +193,10 @@ def _complete(
         for name, values in of_trial.items():
             most[name] = max(most.get(name, 0), len(values))
     return {number: values for number, values in found.items() if {n: len(v) for n, v in values.items()} == most}
+
+
+def _are_equal(samples: Samples, others: Samples) -> bool:
+    return samples.keys() == others.keys() and all(np.array_equal(each, others[name]) for name, each in samples.items())
 
 
 def _bounds(objectives: Sequence[Objective], samples: Collection[Samples]) -> dict[str, tuple[float, float]]:

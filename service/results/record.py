@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from search_spaces.objectives import Objective
+from search_spaces.objectives import Candidate, Objective
 from service.results.feasibility import sources_of
 from service.results.finding import RivalTest
 from service.results.holdout import FrontVolume
 from service.results.ranges import OutOfRange
-from service.results.selection import best_trial, pareto_front
+from service.results.selection import best_trial, candidates, front_of
 from service.store.documents import PolicyStart, RemovedResponses, WarmStart
 from service.store.steps import GradientStep, UpdateStep
 from service.types import Comparison, Estimate, JobRecord, TrialRecord, TrialResult
@@ -144,7 +144,17 @@ class RunRecord:
     @cached_property
     def front(self) -> tuple[TrialResult, ...]:
         """The trials on the Pareto front, in the order of their numbers."""
-        return pareto_front(self.trials, self.objectives)
+        return front_of(self.candidates)
+
+    @cached_property
+    def candidates(self) -> tuple[tuple[TrialResult, Candidate], ...]:
+        """The candidates for the Pareto front, in the order of their numbers."""
+        return candidates(self.trials, self.objectives)
+
+    @cached_property
+    def rung_sizes(self) -> Mapping[int, Mapping[str, int]]:
+        """The number of samples of each objective at each rung, as the last trial that finished the rung has it."""
+        return {rung.rung: rung.num_samples for trial in self.trials for rung in trial.rungs}
 
     @cached_property
     def sources(self) -> tuple[TrialResult, ...]:

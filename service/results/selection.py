@@ -27,6 +27,7 @@ __all__ = [
     "costs_of_values",
     "criteria",
     "finalists",
+    "front_of",
     "full_budget_trials",
     "held_out",
     "pareto_front",
@@ -117,9 +118,13 @@ def pareto_front(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tu
     Of trials with the same recipe only the first counts. Only trials that satisfy all constraints can be on the front;
     if no trial does, only those that violate them least.
     """
-    found = candidates(trials, objectives)
-    on_front = constrained_front([candidate for _, candidate in found])
-    return tuple(trial for trial, _ in itertools.compress(found, on_front))
+    return front_of(candidates(trials, objectives))
+
+
+def front_of(candidates: Sequence[tuple[Trial, Candidate]]) -> tuple[Trial, ...]:
+    """Select the trials of a Pareto front from all `candidates`, in their order."""
+    on_front = constrained_front([candidate for _, candidate in candidates])
+    return tuple(trial for trial, _ in itertools.compress(candidates, on_front))
 
 
 def candidates(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[tuple[Trial, Candidate], ...]:

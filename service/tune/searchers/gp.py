@@ -6,7 +6,6 @@ Jones et al., J. Global Optimization 13, 1998; Ament et al., "Unexpected improve
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +27,10 @@ class GpSearcher:
     # grows with parameters times trials. With more, the process learns from the best and the newest trials.
     max_numbers: int = 16_000
     max_rows: int = 150
-    # Numbers in the table of candidates and parameters, from the best of which the search for the largest improvement
-    # starts. Optuna's 2048 candidates take most of the time of a proposal in spaces of hundreds of parameters.
-    max_candidate_numbers: int = 204_800
+    # The search for the largest improvement starts from the best of many candidates. In spaces of more than `max_small`
+    # parameters, Optuna's 2048 would take most of the time of a proposal, and be as far apart as fewer are.
+    max_small: int = 200
+    num_candidates_in_large: int = 256  # a power of two, for which a Sobol sequence is balanced
 
     def advance(self, context: ProposalContext) -> dict[str, Any]:
         from optuna.samplers import GPSampler
@@ -39,10 +39,8 @@ class GpSearcher:
 
         def sampler_of(seed: int) -> GPSampler:
             sampler = GPSampler(n_startup_trials=self.num_initial, warn_independent_sampling=False, seed=seed)
-            if context.setting.version not in (1, 2):
-                most = self.max_candidate_numbers // len(context.parameters)
-                # A Sobol sequence is balanced if its length is a power of two.
-                sampler._n_preliminary_samples = min(sampler._n_preliminary_samples, 2 ** int(math.log2(max(16, most))))
+            if context.setting.version not in (1, 2) and len(context.parameters) > self.max_small:
+                sampler._n_preliminary_samples = self.num_candidates_in_large
             return sampler
 
         return propose(

@@ -105,16 +105,16 @@ def test_studies_keep_the_rule_they_began_with(name: str) -> None:
 
 def test_gp_draws_fewer_candidates_in_large_spaces() -> None:
     """A study of the version before keeps the number of candidates; in a small space it is the same."""
-    small = replace(GP, max_candidate_numbers=16 * 4)
+    large = replace(GP, max_small=3, num_candidates_in_large=16)
 
     def proposals(searcher: GpSearcher, version: int | None) -> list[dict[str, Any]]:
-        given = [context(12, version=version, seed=seed) for seed in range(6)]  # from some, all lead to one maximum
+        given = [context(12, version=version, seed=seed) for seed in range(3)]  # from some, all lead to one maximum
         return [propose(searcher, PARAMETERS, **{f: getattr(each, f) for f in FIELDS}) for each in given]
 
     before = proposals(GP, 2)
     assert proposals(GP, None) == before
-    assert proposals(small, 2) == before
-    assert proposals(small, None) != before
+    assert proposals(large, 2) == before
+    assert proposals(large, None) != before
 
 
 FIELDS = ("number", "seed", "observations", "setting")
