@@ -156,7 +156,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--prefix",
         type=_prefix,
-        default="",
         metavar="PATH",
         help="answer below PATH, such as /mergesearch, too: for a proxy that passes whole paths on",
     )

@@ -128,7 +128,7 @@ def serve(options: argparse.Namespace) -> int:
         trust_dirs=options.trust_dir,
         allow_urls=options.allow_url,
         allow_hosts=options.allow_host,
-        prefix=options.prefix,
+        prefix=options.prefix or "",
         export_days=options.export_days,
         keep=limits_of(options.keep),
         export_quota_bytes=options.export_quota,

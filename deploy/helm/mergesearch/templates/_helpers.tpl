@@ -173,3 +173,9 @@ envFrom:
 {{- define "ms.ports" -}}
 [{{ range $i, $port := . }}{{ if $i }}, {{ end }}{protocol: TCP, port: {{ int $port }}}{{ end }}]
 {{- end }}
+
+{{/* Number of GiB, or about it, of a memory quantity. */}}
+{{- define "ms.gib" -}}
+{{- $units := dict "Mi" 0.0009765625 "M" 0.00095 "Gi" 1.0 "G" 0.93 "Ti" 1024.0 "T" 931.0 -}}
+{{ mulf (regexFind "^[0-9]+" . | float64) (get $units (regexFind "[A-Za-z]+$" .)) }}
+{{- end }}
