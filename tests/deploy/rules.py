@@ -587,6 +587,8 @@ def queued_studies_end(manifests: Manifests) -> Iterator[str]:
         head = cluster["headGroupSpec"]["template"]["spec"]
         if head.get("terminationGracePeriodSeconds", 30) < 60:
             yield f"RayJob {name}: chunks that are being scored are lost when it is stopped"
+        if "preStop" not in head["containers"][0].get("lifecycle", {}):
+            yield f"RayJob {name}: is not interrupted before its pod is stopped"
         claims = {each["metadata"]["name"] for each in manifests.of("PersistentVolumeClaim")}
         data = next(each for each in head["volumes"] if each["name"] == "data")
         if data.get("persistentVolumeClaim", {}).get("claimName") not in claims:

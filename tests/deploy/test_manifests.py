@@ -8,6 +8,8 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +262,30 @@ def test_versions_are_those_of_the_package() -> None:
     constraints = (ROOT / "deploy" / "constraints.txt").read_text()
     assert f'version = "{chart["appVersion"]}"' in project
     assert f"ray=={values['ray']['version']}\n" in constraints
+
+
+def test_a_queued_study_is_interrupted_before_its_pod_ends(rendered: Rendered, tmp_path: Path) -> None:
+    """The head's hook ends the study as Ctrl-C does, not the shell that runs it, and waits for its end."""
+    (head,) = [each for each in containers(rendered["kueue"]) if each["name"] == "ray-head"]
+    command = head["lifecycle"]["preStop"]["exec"]["command"]
+    program = tmp_path / "mergesearch"
+    program.write_text(
+        "import pathlib, sys, time\n"
+        "try:\n"
+        f"    pathlib.Path({str(tmp_path / 'started')!r}).touch()\n"
+        "    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n"
+        "    time.sleep(0.5)\n"
+        f"    pathlib.Path({str(tmp_path / 'stored')!r}).touch()\n"
+    )
+    line = f"{sys.executable} {program} run /study/study.yaml --out x; echo $? > {tmp_path / 'code'}"
+    with subprocess.Popen(["sh", "-c", line]) as shell:
+        while not (tmp_path / "started").exists():
+            time.sleep(0.02)
+        subprocess.run([sys.executable, *command[1:]], check=True, timeout=60)
+        assert (tmp_path / "stored").exists()
+        assert shell.wait(30) == 0
+    assert (tmp_path / "code").read_text() == "0\n"
 
 
 # What the chart has no value for can be changed by kustomize.

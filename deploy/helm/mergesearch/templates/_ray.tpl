@@ -39,6 +39,23 @@ volumeMounts:
   {{- if and (index . 3) (eq $kind "head") }}
   - {name: study, mountPath: /study, readOnly: true}
   {{- end }}
+{{- if and (index . 3) (eq $kind "head") }}
+# Before Ray stops: the study is interrupted as by Ctrl-C, and ends with everything stored.
+lifecycle:
+  preStop:
+    exec:
+      command:
+        - python
+        - -c
+        - |
+          import psutil, signal
+          def names(process):
+              return [part.rpartition("/")[2] for part in (process.info["cmdline"] or ())[1:3]]
+          studies = [each for each in psutil.process_iter(["cmdline"]) if names(each) == ["mergesearch", "run"]]
+          for study in studies:
+              study.send_signal(signal.SIGINT)
+          psutil.wait_procs(studies, timeout={{ sub (int $root.Values.kueue.gracePeriodSeconds) 20 }})
+{{- end }}
 # Only Ray's own agent is asked: an engine that loads for half an hour is no reason to end the pod.
 startupProbe:
   httpGet: {path: /api/healthz, port: 52365}
