@@ -224,7 +224,7 @@ def test_another_token_replaces_all_pods_that_have_it(helm: Helm, rendered: Rend
 
 
 def test_one_registry_serves_all_images(helm: Helm) -> None:
-    manifests = helm.manifests("cpu-dev", "--set", "registry=registry.example:5000/team/")
+    manifests = helm.manifests("cpu-dev", "--set", "registry=registry.example:5000/team/,image.repository=mergesearch")
     images = {each["image"] for pod in manifests.pods for each in pod.spec["containers"]}
     assert images == {
         "registry.example:5000/team/mergesearch:0.1.0-ray2.60.0-cpu",
@@ -249,7 +249,7 @@ def test_notes_list_the_images_and_what_comes_next(helm: Helm) -> None:
     for line in (
         "helm test demo --namespace searches --logs",
         "port-forward service/demo-mergesearch-api 8080:80",
-        "  mergesearch:0.1.0-ray2.60.0-cpu",
+        "  localhost/mergesearch:0.1.0-ray2.60.0-cpu",
         "  docker.io/library/postgres:17.6",
     ):
         assert line in notes
