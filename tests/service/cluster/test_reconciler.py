@@ -27,6 +27,7 @@ from service.cluster.reconciler import (
     decide,
     submission_id,
 )
+from service.disk import DRAINED, set_drained
 from service.store import Store
 from service.types import JobRecord, JobState
 from tests.postgresql import PASSWORD, PostgreSQL
@@ -378,6 +379,33 @@ def test_only_so_many_studies_have_a_driver_at_a_time(tmp_path: Path, monkeypatc
             store.open_attempt(studies[1].id).set_state(JobState.COMPLETE)
             wait_for(MAX_RUNNING + 1)
             assert cluster.waiting_for(store.job(studies[-1].id)) == waiting[-1]
+        finally:
+            cluster.stop()
+            store.close()
+
+
+@pytest.mark.slow
+def test_a_drained_server_stops_drivers_and_starts_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each driver is asked to end once; jobs say what they wait for, and get a driver when the drain ends."""
+    store, dashboard = Store(f"sqlite:///{tmp_path / 'studies.db'}"), Dashboard()
+    job = store.create_job(kind="search", name="s", document={}, accepted={})
+    with dashboard.serving() as address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        cluster = RayCluster(store, tmp_path, dashboard_host="127.0.0.1", dashboard_port=None)
+        cluster.start()
+        try:
+            first = submission_id(job, 1)
+            wait_until(lambda: first in dashboard.jobs)
+            set_drained(tmp_path, drained=True)
+            wait_until(lambda: dashboard.stopped == [first])
+            later = store.create_job(kind="search", name="later", document={}, accepted={})
+            cluster.wake()
+            time.sleep(2.5)  # two rounds
+            assert (list(dashboard.jobs), dashboard.stopped) == ([first], [first])
+            assert cluster.not_ready() == DRAINED == cluster.waiting_for(later)
+            set_drained(tmp_path, drained=False)
+            assert cluster.not_ready() is None
+            wait_until(lambda: {submission_id(job, 2), submission_id(later, 1)} <= set(dashboard.jobs))
         finally:
             cluster.stop()
             store.close()
