@@ -26,7 +26,7 @@ STUDY = ROOT / "docs" / "examples" / "quickstart.yaml"
 
 @dataclass(frozen=True)
 class Pod:
-    """A pod that the manifests make, `where` in them; `containers` has KubeRay's autoscaler, too, where there is one."""
+    """A pod that the manifests make; `where` names the place. `containers` has KubeRay's autoscaler, too."""
 
     where: str
     labels: Mapping[str, str]

@@ -1,7 +1,7 @@
 """Checks of KubeRay's objects against its custom resource definitions: unknown fields, types, and the CEL rules.
 
-The definitions are KubeRay's (Apache-2.0), and no part of this project: KUBERAY_CRDS names a directory with the files of
-`ray-operator/config/crd/bases` of KubeRay's version VERSION.
+The definitions are KubeRay's (Apache-2.0), and no part of this project. KUBERAY_CRDS names a directory with the files
+of `ray-operator/config/crd/bases` in KubeRay's version VERSION.
 """
 
 from __future__ import annotations

@@ -185,6 +185,7 @@ def ray_gets_the_variables_it_reads_at_its_start(manifests: Manifests) -> Iterat
                 "RAY_agent_register_timeout_ms",
                 "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
                 "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS",
+                "RAY_JOB_STOP_WAIT_TIME_S",
             } - set(known)
             if missing:
                 yield f"{pod.where}: lacks {sorted(missing)}"
@@ -362,8 +363,9 @@ def nothing_is_open_by_default(manifests: Manifests) -> Iterator[str]:
             yield f"{pod.where}: only {sorted(closed)} is closed"
     for policy in manifests.of("NetworkPolicy"):
         for each in policy["spec"].get("ingress", ()):
-            if not each.get("from") or not each.get("ports") and not _is_among_ray(each, manifests):
-                yield f"NetworkPolicy {policy['metadata']['name']}: everybody may reach {each.get('ports', 'all ports')}"
+            if not each.get("from") or (not each.get("ports") and not _is_among_ray(each, manifests)):
+                name, ports = policy["metadata"]["name"], each.get("ports", "all ports")
+                yield f"NetworkPolicy {name}: everybody may reach {ports}"
 
 
 def _is_among_ray(opening: Mapping[str, Any], manifests: Manifests) -> bool:
@@ -467,9 +469,7 @@ def the_api_survives_a_lost_node(manifests: Manifests) -> Iterator[str]:
     for deployment in manifests.of("Deployment"):
         spec = deployment["spec"]
         budgets = [
-            each["spec"]
-            for each in manifests.of("PodDisruptionBudget")
-            if each["spec"]["selector"] == spec["selector"]
+            each["spec"] for each in manifests.of("PodDisruptionBudget") if each["spec"]["selector"] == spec["selector"]
         ]
         if [each.get("maxUnavailable") for each in budgets] != [1]:
             yield f"API: disruption budget {budgets}"
@@ -500,7 +500,9 @@ def a_failed_migration_changes_nothing(manifests: Manifests) -> Iterator[str]:
             yield "migration: may take forever"
         account = spec["template"]["spec"]["serviceAccountName"]
         of_account = [each for each in manifests.of("ServiceAccount") if each["metadata"]["name"] == account]
-        if any(each["metadata"].get("annotations", {}).get("helm.sh/hook") != notes["helm.sh/hook"] for each in of_account):
+        if any(
+            each["metadata"].get("annotations", {}).get("helm.sh/hook") != notes["helm.sh/hook"] for each in of_account
+        ):
             yield "migration: its account does not exist yet"
     if manifests.of("Deployment") and not manifests.of("Job"):
         yield "no migration"

@@ -216,7 +216,10 @@ def test_another_chart_version_leaves_rays_pods_alone(helm: Helm, rendered: Rend
 def test_another_token_replaces_all_pods_that_have_it(helm: Helm, rendered: Rendered) -> None:
     """Ray's pods and the API name the new Secret, so both are replaced; the old Secret is kept."""
     new = helm.manifests("multi-gpu", "--set", "ray.token.revision=2")
-    for manifests, name in ((rendered["multi-gpu"], "demo-mergesearch-ray-token-1"), (new, "demo-mergesearch-ray-token-2")):
+    for manifests, name in (
+        (rendered["multi-gpu"], "demo-mergesearch-ray-token-1"),
+        (new, "demo-mergesearch-ray-token-2"),
+    ):
         (cluster,), (deployment,) = manifests.of("RayCluster"), manifests.of("Deployment")
         assert cluster["spec"]["authOptions"]["secretName"] == name
         assert f'"{name}"' in json.dumps(deployment)
@@ -241,9 +244,7 @@ def test_air_gapped_pods_may_not_leave_the_cluster(rendered: Rendered) -> None:
 
 def test_notes_list_the_images_and_what_comes_next(helm: Helm) -> None:
     """`helm install` prints the images, how to reach the service, and the command that says what is missing."""
-    done = helm.run(
-        "install", "demo", CHART, "--dry-run=client", "--namespace", "searches", *values_of("cpu-dev")
-    )
+    done = helm.run("install", "demo", CHART, "--dry-run=client", "--namespace", "searches", *values_of("cpu-dev"))
     assert done.returncode == 0, done.stderr
     notes = done.stdout.partition("NOTES:")[2]
     for line in (

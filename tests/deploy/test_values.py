@@ -41,7 +41,10 @@ def test_plain_values_ask_for_a_profile(helm: Helm) -> None:
 @pytest.mark.parametrize(
     ("release", "message"),
     [
-        ("a-release-of-thirty-two-characters", 'makes object names of 46 characters ("a-release-of-thirty-two-characters-mer'),
+        (
+            "a-release-of-thirty-two-characters",
+            'makes object names of 46 characters ("a-release-of-thirty-two-characters-mer',
+        ),
         ("1st", 'release name: "1st" begins with a digit, which names of RayClusters may not: begin it with a letter'),
     ],
 )

@@ -22,6 +22,8 @@ env:
   - {name: RAY_agent_register_timeout_ms, value: "300000"}
   - {name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO, value: "0"}
   - {name: RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS, value: "1"}
+  # Seconds that a driver has to end, longer than it waits for its chunks (service/tune/ray_tune.py).
+  - {name: RAY_JOB_STOP_WAIT_TIME_S, value: "90"}
   {{- with $group.extraEnv }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
