@@ -71,7 +71,8 @@ class _NotPickled:
 class _Interrupt:
     """A context manager that defers Ctrl-C and SIGTERM until the chunks that are being scored are stored.
 
-    A second signal is raised immediately. `note` is called with a message for the user after the first one. `held` are the ids of Tune's trials that wait for no chunk any more.
+    A second signal is raised immediately. `note` is called with a message for the user after the first one. `held` are
+    the ids of Tune's trials that wait for no chunk any more.
 
     Python raises KeyboardInterrupt at the main thread's current line. If that line is in one of Ray's callbacks, Ray
     only prints the error.

@@ -16,6 +16,7 @@ Rule = Callable[[Manifests], Iterator[str]]
 RULES: dict[str, Rule] = {}
 
 PRODUCT = ("api", "ray-head", "ray-worker")
+WITH_DATABASE = ("api", "ray-head", "migrate")
 GPU_RESOURCE = "nvidia.com/gpu"
 TOKEN_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
 SPOT_KEYS = {
@@ -333,6 +334,22 @@ def secrets_are_references(manifests: Manifests) -> Iterator[str]:
 
 
 @rule
+def engines_know_no_database(manifests: Manifests) -> Iterator[str]:
+    """Models and tasks of users run in the pods of engines, which therefore have neither its URL nor a way to it."""
+    for pod in manifests.pods:
+        if pod.component not in WITH_DATABASE and not manifests.of("RayJob"):
+            if any("MERGESEARCH_DATABASE" in environment(container) for container in pod.containers):
+                yield f"{pod.where}: has the URL of the database"
+            if pod.component != "postgres" and 5432 in {
+                port["port"]
+                for policy in policies_of(manifests, pod)
+                for each in policy["spec"].get("egress", ())
+                for port in each.get("ports", ())
+            }:
+                yield f"{pod.where}: may connect to the database"
+
+
+@rule
 def secrets_and_volumes_outlive_the_release(manifests: Manifests) -> Iterator[str]:
     for kind in ("Secret", "PersistentVolumeClaim"):
         for each in manifests.of(kind):
@@ -401,7 +418,7 @@ def what_must_be_reached_can_be_reached(manifests: Manifests) -> Iterator[str]:
         ("ray-worker", "ray-head", 6379),
         ("ray-head", "ray-worker", 10002),
         ("test", "api", 8080),
-        *((name, "postgres", 5432) for name in (*PRODUCT, "migrate")),
+        *((name, "postgres", 5432) for name in WITH_DATABASE),
     }
     for source, target, port in sorted(wanted):
         if source in by_component and target in by_component:
@@ -411,7 +428,7 @@ def what_must_be_reached_can_be_reached(manifests: Manifests) -> Iterator[str]:
             if not _is_open(manifests, b, a, port, "ingress", "from"):
                 yield f"{target}:{port} may not be reached by {source}"
     for pod in manifests.pods:
-        if pod.component in (*PRODUCT, "migrate") and "postgres" not in by_component and "api" in by_component:
+        if pod.component in WITH_DATABASE and "postgres" not in by_component and "api" in by_component:
             ports = {
                 port["port"]
                 for policy in policies_of(manifests, pod)

@@ -289,6 +289,29 @@ def test_a_queued_study_is_interrupted_before_its_pod_ends(rendered: Rendered, t
     assert (tmp_path / "code").read_text() == "0\n"
 
 
+def test_alerts_and_dashboards_are_those_of_their_files(helm: Helm, tmp_path: Path) -> None:
+    """Files in `monitoring` become objects, word for word: the braces of Prometheus are none of Helm's."""
+    chart = tmp_path / "mergesearch"
+    shutil.copytree(CHART, chart)
+    shutil.rmtree(chart / "monitoring", ignore_errors=True)
+    (chart / "monitoring" / "dashboards").mkdir(parents=True)
+    alert = {"alert": "Stuck", "expr": "up == 0", "annotations": {"summary": "{{ $labels.job }} is stuck"}}
+    groups = {"groups": [{"name": "mergesearch", "rules": [alert]}]}
+    (chart / "monitoring" / "alerts.yaml").write_text("# Rules\n" + yaml.safe_dump(groups))
+    dashboard = {"title": "Studies", "legend": "{{study}}"}
+    (chart / "monitoring" / "dashboards" / "studies.json").write_text(json.dumps(dashboard, indent=2))
+    manifests = helm.manifests("locked-down", chart=chart)
+    (rules,) = manifests.of("PrometheusRule")
+    (config,) = manifests.of("ConfigMap")
+    assert rules["spec"] == groups
+    assert rules["metadata"]["labels"]["release"] == "prometheus"
+    assert config["metadata"]["name"] == "demo-mergesearch-studies"
+    assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert json.loads(config["data"]["studies.json"]) == dashboard
+    without = helm.manifests("single-gpu", chart=chart)
+    assert not without.of("PrometheusRule") + without.of("ConfigMap")
+
+
 # What the chart has no value for can be changed by kustomize.
 
 

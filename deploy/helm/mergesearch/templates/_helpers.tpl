@@ -115,10 +115,12 @@ imagePullSecrets:
 - name: HF_TOKEN
   valueFrom: {secretKeyRef: {name: {{ . }}, key: HF_TOKEN}}
 {{- end }}
-{{- if not .Values.kueue.enabled }}
+{{- end }}
+
+{{/* The database, for the API, the migration and the head, where drivers run. Engines have no use for it. */}}
+{{- define "ms.database" -}}
 - name: MERGESEARCH_DATABASE
   valueFrom: {secretKeyRef: {name: {{ include "ms.databaseSecret" . }}, key: {{ .Values.database.key }}}}
-{{- end }}
 {{- end }}
 
 {{- define "ms.token" -}}

@@ -16,6 +16,9 @@ ports:
   - {name: metrics, containerPort: 8080}
 env:
   {{- include "ms.env" $root | nindent 2 }}
+  {{- if and (eq $kind "head") (not (index . 3)) }}
+  {{- include "ms.database" $root | nindent 2 }}
+  {{- end }}
   # Ray reads these where it is started (service/cluster/session.py).
   - {name: RAY_TRAIN_ENABLE_STATE_TRACKING, value: "1"}
   - {name: RAY_raylet_start_wait_time_s, value: "60"}
