@@ -145,7 +145,7 @@ def shared_memory_fits(manifests: Manifests) -> Iterator[str]:
             continue
         container = pod.containers[0]
         name = next((each["name"] for each in container["volumeMounts"] if each["mountPath"] == "/dev/shm"), None)
-        volume = next((each for each in pod.spec["volumes"] if each["name"] == name), {})
+        volume: dict[str, Any] = next((each for each in pod.spec["volumes"] if each["name"] == name), {})
         source = volume.get("emptyDir", {})
         if source.get("medium") != "Memory" or "sizeLimit" not in source:
             yield f"{pod.where}: /dev/shm is {volume}"

@@ -235,6 +235,36 @@ def test_one_registry_serves_all_images(helm: Helm) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("option", "source"),
+    [
+        ("size=50Gi", {"emptyDir": {"sizeLimit": "50Gi"}}),
+        ("hostPath=/mnt/models", {"hostPath": {"path": "/mnt/models", "type": "Directory"}}),
+        (
+            "storageClass=fast",
+            {
+                "ephemeral": {
+                    "volumeClaimTemplate": {
+                        "spec": {
+                            "accessModes": ["ReadWriteOnce"],
+                            "storageClassName": "fast",
+                            "resources": {"requests": {"storage": "200Gi"}},
+                        }
+                    }
+                }
+            },
+        ),
+    ],
+)
+def test_the_cache_of_models_has_three_places(option: str, source: dict[str, Any], helm: Helm) -> None:
+    manifests = helm.manifests("multi-gpu", "--set", f"models.cache.{option}")
+    found = [volume for pod in manifests.pods for volume in pod.spec.get("volumes", ()) if volume["name"] == "cache"]
+    assert found == [{"name": "cache", **source}] * 5  # the API, the head and three groups
+    for pod in manifests.pods:
+        document = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": pod.spec}
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
 def test_air_gapped_pods_may_not_leave_the_cluster(rendered: Rendered) -> None:
     manifests = rendered["air-gapped"]
     assert not [each for each in manifests.of("NetworkPolicy") if each["metadata"]["name"].endswith("-internet")]

@@ -156,6 +156,13 @@ envFrom:
 - name: cache
   {{- if $cache.hostPath }}
   hostPath: {path: {{ $cache.hostPath }}, type: Directory}
+  {{- else if $cache.storageClass }}
+  ephemeral:
+    volumeClaimTemplate:
+      spec:
+        accessModes: [ReadWriteOnce]
+        storageClassName: {{ $cache.storageClass }}
+        resources: {requests: {storage: {{ $cache.size }}}}
   {{- else }}
   emptyDir: {sizeLimit: {{ $cache.size }}}
   {{- end }}
