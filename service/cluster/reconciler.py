@@ -300,7 +300,9 @@ class RayCluster:
             if is_leader and not was_leader:
                 sign_lock(self._data_dir)
                 self._watched_since = None
-            self._not_ready = self._connect(is_leader)
+            before, self._not_ready = self._not_ready, self._connect(is_leader)
+            if self._not_ready not in (None, before):
+                logger.warning("jobs wait: %s", self._not_ready)
             if self._not_ready is None and not is_drained(self._data_dir):
                 self._asked_to_stop.clear()
                 self._look_at_jobs(is_leader)

@@ -186,7 +186,10 @@ def test_the_data_directory_is_among_those_that_studies_may_name(rendered: Rende
         for api in (each for each in containers(rendered[profile]) if each["name"] == "api"):
             mounts = {each["name"]: each["mountPath"] for each in api["volumeMounts"]}
             allowed = {each.partition("=")[2] for each in api["args"] if each.startswith("--allow-dir=")}
-            assert allowed == {mounts[name] for name in ("data", "cache", "models") if name in mounts}
+            assert allowed == {
+                "/opt/example",
+                *(mounts[name] for name in ("data", "cache", "models") if name in mounts),
+            }
 
 
 # Changes between releases.
