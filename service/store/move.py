@@ -18,8 +18,8 @@ __all__ = ["MovedTable", "move"]
 # Rows that are read, and written, at once.
 BATCH = 1000
 
-# Made with the tables, like Alembic's own table; not copied.
-NOT_COPIED = frozenset({"schema_version"})
+# Not copied: the first is made with the tables, like Alembic's own table; the second is about connections.
+NOT_COPIED = frozenset({"schema_version", "commit_tokens"})
 
 
 @dataclass(frozen=True)

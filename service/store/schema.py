@@ -28,6 +28,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "artifacts",
     "brackets",
+    "commit_tokens",
     "documents",
     "engine_faults",
     "events",
@@ -46,7 +47,7 @@ __all__ = [
 
 # The newest migration in `migrations/versions`, which makes the tables below. Every change of the tables needs
 # a migration.
-REVISION = "0009"
+REVISION = "0010"
 
 # The revision of a database from before the migrations, and its `schema_version`.
 BASELINE = "0001"
@@ -310,4 +311,13 @@ artifacts = Table(
     Column("facts", JSON, nullable=False),
     Column("created_at", Float, nullable=False),
     _in_study(),
+)
+
+# One row for each PostgreSQL connection that has written: a token of its last transaction
+# (`service.store.connection.transaction`). Empty on SQLite.
+commit_tokens = Table(
+    "commit_tokens",
+    metadata,
+    Column("token", string(32), primary_key=True),
+    Column("time", Float, nullable=False),
 )

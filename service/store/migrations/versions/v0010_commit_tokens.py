@@ -1,0 +1,17 @@
+"""Transactions on PostgreSQL store a token: after a lost connection it tells whether the transaction was committed."""
+
+import sqlalchemy as sa
+from alembic import op
+
+from service.store.column_types import string
+
+revision = "0010"
+down_revision = "0009"
+
+
+def upgrade() -> None:
+    op.create_table(
+        "commit_tokens",
+        sa.Column("token", string(32), primary_key=True),
+        sa.Column("time", sa.Float(), nullable=False),
+    )
