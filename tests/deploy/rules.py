@@ -101,6 +101,18 @@ def the_head_runs_no_trials_and_is_never_on_spot(manifests: Manifests) -> Iterat
 
 
 @rule
+def no_node_is_emptied_below_the_head(manifests: Manifests) -> Iterator[str]:
+    """Kubernetes counts pods of other owners than its own controllers by `minAvailable`, as a number, only."""
+    for cluster in manifests.of("RayCluster"):
+        labels = cluster["spec"]["headGroupSpec"]["template"]["metadata"]["labels"]
+        budgets = [
+            each["spec"] for each in manifests.of("PodDisruptionBudget") if selects(each["spec"]["selector"], labels)
+        ]
+        if [(each.get("minAvailable"), "maxUnavailable" in each) for each in budgets] != [(1, False)]:
+            yield f"head: disruption budget {budgets}"
+
+
+@rule
 def the_autoscaler_may_scale(manifests: Manifests) -> Iterator[str]:
     for cluster in manifests.of("RayCluster"):
         spec = cluster["spec"]

@@ -229,6 +229,37 @@ def test_another_token_replaces_all_pods_that_have_it(helm: Helm, rendered: Rend
         assert [each["metadata"]["name"] for each in manifests.of("Secret")] == [name]
 
 
+def test_a_group_has_settings_of_its_own(helm: Helm, tmp_path: Path) -> None:
+    """Everything that a GPU group may have ends in its pods or in the group."""
+    group = {
+        "name": "mi300",
+        "gpus": 8,
+        "gpuResource": "amd.com/gpu",
+        "cpu": "90",
+        "memory": "900Gi",
+        "shm": "300Gi",
+        "minReplicas": 0,
+        "maxReplicas": 2,
+        "idleTimeoutSeconds": 7200,
+        "nodeSelector": {"gpu": "mi300"},
+        "tolerations": [{"key": "team", "operator": "Exists"}],
+        "runtimeClassName": "amd",
+        "priorityClassName": "studies",
+        "extraEnv": [{"name": "NCCL_DEBUG", "value": "WARN"}],
+        "podAnnotations": {"a": "b"},
+    }
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump({"ray": {"gpuGroups": [group]}}))
+    (cluster,) = helm.manifests("multi-gpu", "--values", tmp_path / "values.yaml").of("RayCluster")
+    _, found = cluster["spec"]["workerGroupSpecs"]
+    template, (container,) = found["template"], found["template"]["spec"]["containers"]
+    assert (found["groupName"], found["maxReplicas"], found["idleTimeoutSeconds"]) == ("mi300", 2, 7200)
+    assert container["resources"]["limits"] == {"cpu": "90", "memory": "900Gi", "amd.com/gpu": 8}
+    assert {"name": "NCCL_DEBUG", "value": "WARN"} in container["env"]
+    assert template["metadata"]["annotations"] == {"a": "b"}
+    for key in ("nodeSelector", "tolerations", "runtimeClassName", "priorityClassName"):
+        assert template["spec"][key] == group[key]
+
+
 def test_one_registry_serves_all_images(helm: Helm) -> None:
     manifests = helm.manifests("cpu-dev", "--set", "registry=registry.example:5000/team/,image.repository=mergesearch")
     images = {each["image"] for pod in manifests.pods for each in pod.spec["containers"]}

@@ -109,6 +109,9 @@ maxReplicas: {{ int $root.Values.kueue.workers }}
 # No `replicas`: Ray's autoscaler owns that field.
 minReplicas: {{ int $group.minReplicas }}
 maxReplicas: {{ int $group.maxReplicas }}
+{{- with $group.idleTimeoutSeconds }}
+idleTimeoutSeconds: {{ int . }}
+{{- end }}
 {{- end }}
 rayStartParams: {}
 template:
