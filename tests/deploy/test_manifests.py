@@ -30,6 +30,8 @@ KUBERNETES = "1.37"
 OTHERS = {"ray.io", "kueue.x-k8s.io", "monitoring.coreos.com"}
 
 every_profile = pytest.mark.parametrize("profile", PROFILES)
+
+
 needs_crds = pytest.mark.skipif(kuberay.reason_to_skip() is not None, reason=str(kuberay.reason_to_skip()))
 
 
