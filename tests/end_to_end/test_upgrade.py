@@ -27,9 +27,9 @@ COMMAND = ("tests.benchmarks.fake_serve",)
 def test_a_study_continues_after_an_upgrade(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """While the server is drained nothing is scored, also after its restart; the trials are the undisturbed ones."""
     (tmp_path / "models").mkdir()
-    file = write_small_study(tmp_path / "models", name="s", rungs=[20, 60], max_trials=20, space=LFS)
+    file = write_small_study(tmp_path / "models", name="s", rungs=[20, 60], max_trials=12, space=LFS)
     data_dir = tmp_path / "data"
-    environment = {"FAKE_SCORER": json.dumps({"sample_delay_s": 0.05}), "RAY_JOB_STOP_WAIT_TIME_S": "90"}
+    environment = {"FAKE_SCORER": json.dumps({"sample_delay_s": 0.01}), "RAY_JOB_STOP_WAIT_TIME_S": "90"}
     with serving(COMMAND, data_dir, environment=environment) as server:
         study = server.submit(load_study(file).canonical())
         store = Store(f"sqlite:///{data_dir / DATABASE}", waits=True)
