@@ -495,6 +495,12 @@ def long_running_containers_are_probed(manifests: Manifests) -> Iterator[str]:
 
 @rule
 def the_api_survives_a_lost_node(manifests: Manifests) -> Iterator[str]:
+    data_modes = [
+        mode
+        for each in manifests.of("PersistentVolumeClaim")
+        if each["metadata"]["name"].endswith("-data")
+        for mode in each["spec"]["accessModes"]
+    ]
     for deployment in manifests.of("Deployment"):
         spec = deployment["spec"]
         budgets = [
@@ -507,7 +513,7 @@ def the_api_survives_a_lost_node(manifests: Manifests) -> Iterator[str]:
                 yield f"API: strategy {spec['strategy']}"
             if not spec["template"]["spec"].get("topologySpreadConstraints"):
                 yield "API: all replicas may be on one node"
-        elif spec["strategy"]["type"] != "Recreate" and "ReadWriteOnce" in manifests.text.partition("-data\n")[2][:600]:
+        elif spec["strategy"]["type"] != "Recreate" and "ReadWriteOnce" in data_modes:
             yield "API: the new pod waits for the old one's volume"
 
 
