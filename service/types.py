@@ -33,6 +33,9 @@ __all__ = [
 # The interval of a driver's heartbeats; a driver without one for several intervals is considered dead.
 HEARTBEAT_S = 5.0
 
+# Seconds after a heartbeat during which a job still has a driver.
+ALIVE_S = 3 * HEARTBEAT_S
+
 # The reason of a STOPPED job that a request resumed.
 RESUMED_BY_REQUEST = "resumed by request"
 
@@ -280,6 +283,10 @@ class JobRecord:
     progressed_at: float | None = None
     patience_s: float | None = None
     waiting_for: str | None = None
+
+    def has_driver(self, *, now: float) -> bool:
+        """Whether a driver works on the job: it has not ended, and there was a heartbeat shortly before `now`."""
+        return not self.state.is_finished and self.heartbeat_at is not None and now - self.heartbeat_at < ALIVE_S
 
 
 @dataclass(frozen=True)
