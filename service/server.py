@@ -107,7 +107,7 @@ def serve(
                 store,
                 cluster=cluster,
                 data_dir=data_dir,
-                preflight=PreflightProcess(RequestContext(access, store.url, data_dir, files)),
+                preflight=PreflightProcess(RequestContext(access, store.url, data_dir, files), cluster=cluster.calls),
                 hosts=(host, *allow_hosts),
                 keep=ExportLimits(export_days * DAY_S, export_quota_bytes),
                 files=files,
