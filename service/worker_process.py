@@ -28,7 +28,7 @@ import psutil
 
 from service.disk import gib
 
-__all__ = ["CallLimits", "LimitExceeded", "ProcessDied", "WorkerProcess", "lift_limits"]
+__all__ = ["NO_LIMITS", "CallLimits", "LimitExceeded", "ProcessDied", "WorkerProcess", "lift_limits"]
 
 logger = logging.getLogger(__name__)
 

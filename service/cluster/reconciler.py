@@ -22,6 +22,7 @@ from typing import Any
 from sqlalchemy.exc import SQLAlchemyError
 
 from service.cluster.host import Host
+from service.cluster.node_calls import NodeCalls, nodes_of
 from service.cluster.session import prepare_environment
 from service.disk import DRAINED, is_drained, sign_lock
 from service.schemas.api import RayJobDocument
@@ -226,6 +227,13 @@ class RayCluster:
         self._stopping = threading.Event()
         self._waking = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cluster", daemon=True)
+
+    @property
+    def calls(self) -> NodeCalls | None:
+        """Calls of functions on nodes of the cluster; None if the server runs the cluster itself, on its machine."""
+        if self._host is not None:
+            return None
+        return NodeCalls(lambda: (self._client, self._dashboard_url), self._data_dir, self._files)
 
     # -- for the server --------------------------------------------------------------------------------------------
 
@@ -510,14 +518,7 @@ def _machines(dashboard_url: str | None) -> frozenset[str]:
 
     Raises ConnectionError if the dashboard does not answer.
     """
-    from ray.util.state import list_nodes
-    from ray.util.state.exception import RayStateApiException
-
-    try:
-        nodes = list_nodes(dashboard_url, filters=[("state", "=", "ALIVE")], raise_on_missing_output=False)
-    except (RayStateApiException, RuntimeError) as error:
-        raise ConnectionError(f"Ray's dashboard does not list its nodes: {error}") from error
-    return frozenset(node.node_ip for node in nodes)
+    return frozenset(node.address for node in nodes_of(dashboard_url))
 
 
 def _accepts_no_jobs(error: Exception) -> bool:

@@ -38,14 +38,16 @@ class RequestContext:
     `access` limits the files that the job may read; None is no limit. `store_url` and `data_dir` are the server's
     database and data directory, where other jobs are found that the job refers to. If they are None, a job cannot refer
     to others. `files` is the location of the server's artifacts: a directory or the URL of an object store. None is a
-    directory in `data_dir`. `lift_limits` removes the limits of memory and processor time from the checks that follow.
-    It is called before large files are read or written.
+    directory in `data_dir`. `num_machines` is the number of machines that can run engines. `lift_limits` removes the
+    limits of memory and processor time from the checks that follow. It is called before large files are read or
+    written.
     """
 
     access: FileAccess | None = None
     store_url: str | None = None
     data_dir: Path | None = None
     files: str | Path | None = None
+    num_machines: int = 1
     lift_limits: Callable[[], None] = _nothing
 
 

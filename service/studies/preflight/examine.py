@@ -51,6 +51,7 @@ def examine(
     study: Study,
     *,
     available_bytes: int | None = None,
+    num_machines: int = 1,
     export_dir: Path | None = None,
     downloads: bool = True,
     access: FileAccess | None = None,
@@ -61,6 +62,7 @@ def examine(
     """Check everything about a study that can be checked without an engine, and return the result.
 
     - `available_bytes`: the memory of one machine; None for that of this machine
+    - `num_machines`: the number of machines that the replicas are spread over
     - `export_dir`: the directory to which the best merge will be exported, whose disk must have room for it
     - `downloads`: whether weights that are not on this machine are downloaded once all other checks have passed;
       otherwise they are not checked
@@ -102,7 +104,13 @@ def examine(
             algorithm = algorithm_of(study, unread, tasks, problems)
         computes_gradients = algorithm is not None and algorithm.name == GRADIENT
         plan = partial(
-            plan_memory, study, sources, available_bytes, computes_gradients=computes_gradients, aligns=aligns
+            plan_memory,
+            study,
+            sources,
+            available_bytes,
+            num_machines=num_machines,
+            computes_gradients=computes_gradients,
+            aligns=aligns,
         )
         memory = plan(max_layers=max_layers)
         check_prompts(study, sources.result_dir, problems)
