@@ -19,7 +19,7 @@ import yaml
 
 __all__ = ["Prometheus", "program", "running_prometheus"]
 
-START_S = 30.0
+START_S = 60.0
 
 
 def program(name: str) -> str:
@@ -36,7 +36,7 @@ class Prometheus:
     """Client of a running Prometheus at `url`."""
 
     def __init__(self, url: str) -> None:
-        self._http = httpx.Client(base_url=url, timeout=30)
+        self._http = httpx.Client(base_url=url, timeout=120)
 
     def num_series(self, expression: str, *, last_s: float) -> int:
         """Number of series that an expression gave within the last seconds, as a graph shows them.

@@ -23,7 +23,7 @@ from service.jobs.search.kind import SEARCH
 from service.store import Store
 from service.types import EventKind, JobRecord, JobState, TrialState
 
-__all__ = ["METRICS", "SETBACKS", "SHOWN_AFTER_END_S", "Metric", "Scrape", "Stored", "prometheus_text"]
+__all__ = ["JOB", "METRICS", "SETBACKS", "SHOWN_AFTER_END_S", "Metric", "Scrape", "Stored", "prometheus_text"]
 
 # Seconds for which a job that has ended keeps its metrics: longer than any usual interval of scrapes.
 SHOWN_AFTER_END_S = 3600.0
@@ -59,9 +59,7 @@ class Stored:
     @classmethod
     def read(cls, store: Store) -> Stored:
         jobs, now = store.jobs(), store.now()
-        shown = tuple(
-            job for job in jobs if not job.state.is_finished or now - _last_heard_at(job) < SHOWN_AFTER_END_S
-        )
+        shown = tuple(job for job in jobs if not job.state.is_finished or now - _last_heard_at(job) < SHOWN_AFTER_END_S)
         setbacks = store.event_counts([job.id for job in shown], kinds=SETBACKS)
         return cls(jobs, shown, setbacks, len(store.engine_faults()))
 
@@ -186,13 +184,12 @@ def _gpu_seconds(job: JobRecord) -> float | None:
 
 # -- declarations ------------------------------------------------------------------------------------------------------
 
+# Labels of the metrics of a job: its id, its name and its kind.
 JOB = ("study", "name", "kind")
 
 METRICS = (
     Metric("mergesearch_jobs", "gauge", "Jobs by kind and state.", ("kind", "state"), _jobs),
-    Metric(
-        "mergesearch_ready", "gauge", "Whether jobs can make progress.", (), _value(lambda scrape: scrape.is_ready)
-    ),
+    Metric("mergesearch_ready", "gauge", "Whether jobs can make progress.", (), _value(lambda scrape: scrape.is_ready)),
     Metric(
         "mergesearch_database_up",
         "gauge",

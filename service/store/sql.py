@@ -712,10 +712,8 @@ class Store:
             rows = connection.execute(sa.select(table).where(where).order_by(table.c.id).limit(limit))
             return tuple(EventRecord(row.id, row.time, row.kind, row.payload) for row in rows)
 
-    def event_counts(
-        self, job_ids: Collection[str], *, kinds: Collection[EventKind]
-    ) -> dict[str, dict[str, int]]:
-        """Numbers of events of the given jobs and kinds, as job id -> kind -> number; what there is none of is missing."""
+    def event_counts(self, job_ids: Collection[str], *, kinds: Collection[EventKind]) -> dict[str, dict[str, int]]:
+        """Numbers of events of the given jobs and kinds, as job id -> kind -> number, without those that are 0."""
         table = schema.events
         where = table.c.study.in_(job_ids) & table.c.kind.in_([kind.value for kind in kinds])
         query = sa.select(table.c.study, table.c.kind, sa.func.count()).where(where)

@@ -24,7 +24,7 @@ def test_a_driver_that_is_too_slow_sets_the_pace() -> None:
     assert result.driver == pytest.approx(0.75, rel=0.01)
 
 
-def test_several_drivers_share_the_work_until_the_database_is_full() -> None:
+def test_drivers_share_work_until_the_database_is_full() -> None:
     """Four drivers are four times as fast as one; with twenty the database sets the pace."""
     times = ServiceTimes(0.03, 0.01)
     assert simulate(Load(400, chunk_s=1.0, drivers=2), times).chunks_per_s == pytest.approx(50.0, rel=0.03)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.docs.pages import Page
 from tests.prometheus import program
 
 ROOT = Path(__file__).parents[2]
@@ -65,3 +66,12 @@ def test_alerts_say_what_how_bad_and_what_to_do() -> None:
 def test_docs_say_what_to_do_about_each_alert() -> None:
     text = (ROOT / "docs" / "how-to" / "monitoring.md").read_text()
     assert re.findall(r"^\| `(Mergesearch\w+)` \|", text, re.MULTILINE) == list(alerts())
+
+
+def test_the_configuration_in_the_docs_is_valid(tmp_path: Path) -> None:
+    """Prometheus accepts the configuration that the docs show, beside the rules."""
+    (block,) = Page.read(ROOT / "docs" / "how-to" / "monitoring.md").blocks_in("text")
+    (tmp_path / "prometheus.yml").write_text(block)
+    (tmp_path / "alerts.yaml").write_text(RULES.read_text())
+    checked = promtool("check", "config", "--syntax-only", tmp_path / "prometheus.yml")
+    assert checked.returncode == 0, checked.stdout + checked.stderr

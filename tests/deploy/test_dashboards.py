@@ -94,6 +94,8 @@ def overlap(one: dict[str, int], other: dict[str, int]) -> bool:
 def test_variables_of_queries_are_declared(file: Path) -> None:
     dashboard = load(file)
     declared = {each["name"] for each in dashboard["templating"]["list"]}
-    used = {name for panel in dashboard["panels"] for t in panel["targets"] for name in re.findall(r"\$(\w+)", t["expr"])}
+    used = {
+        name for panel in dashboard["panels"] for t in panel["targets"] for name in re.findall(r"\$(\w+)", t["expr"])
+    }
     assert used - {"__rate_interval"} <= declared
     assert declared - {"datasource"} <= used

@@ -83,7 +83,7 @@ def test_replaced_driver_writes_nothing(
 
 @pytest.mark.timeout(900)
 def test_hanging_actors_and_absent_model(study_file: Path, tmp_path: Path) -> None:
-    """A study survives hanging actors and an absent model, and its events report both; dashboards show what happened."""
+    """A study survives hanging actors and an absent model; its events report both, and dashboards show them."""
     environment = {
         "FAKE_SCORER": json.dumps({"sample_delay_s": 0.02, "swap_delay_s": 0.01}),
         "FAKE_HEARTBEAT": json.dumps({"SCORING_PATIENCE_S": 8.0, "PATIENCE_CHUNKS": 2, "ENGINE_CHECK_S": 3.0}),

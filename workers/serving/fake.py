@@ -47,10 +47,10 @@ class FakeScorer:
     sample, and `swap_delay_s` for each swap. `failing` has digests of recipes for which TrialFailed is raised, as for
     every recipe with a coefficient above `fails_above`. `exits_at_call` ends the process, without clean-up, on this
     call of `score` (1-based, counted over all processes that share `log_file`, if there is one). `unavailable_calls` is
-    the number of calls that raise EngineUnavailable before the first success. `crashing` has digests of recipes that crash the engine, and `crash_by`
-    says how: an error, the end of the process, or a hang. Every finished or failed call appends one JSON line to
-    `log_file`: {call, recipe, spans: [[objective, start, stop], ...], outcome, process}. With `garbles` the values are
-    right and the responses and tokens are wrong, which `verify` detects.
+    the number of calls that raise EngineUnavailable before the first success. `crashing` has digests of recipes that
+    crash the engine, and `crash_by` says how: an error, the end of the process, or a hang. Every finished or failed
+    call appends one JSON line to `log_file`: {call, recipe, spans: [[objective, start, stop], ...], outcome, process}.
+    With `garbles` the values are right and the responses and tokens are wrong, which `verify` detects.
 
     At swap `fails_canary_at` the engine fails a canary, a comparison with transformers, and refuses all later calls.
     Since swap `wrong_since` the engine gives wrong values, and `check` fails. Both happen only in the first of the

@@ -88,9 +88,7 @@ def test_a_failed_check_of_an_engine_is_counted(http: httpx.Client, server: ApiS
     assert samples(http)["mergesearch_engine_faults_total"] == 1
 
 
-def test_ended_jobs_leave_an_hour_later(
-    http: httpx.Client, server: ApiServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ended_jobs_leave_an_hour_later(http: httpx.Client, server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that has ended keeps its metrics for an hour, one that has not keeps them; all jobs are counted."""
     ended, waits = finished_study(server.store), stored_study(server.store)
     assert any(ended.id in name for name in samples(http))
@@ -122,7 +120,7 @@ def test_without_the_database_the_rest_is_told(postgresql: PostgreSQL, tmp_path:
 
 
 def test_names_follow_prometheus_conventions(http: httpx.Client, server: ApiServer) -> None:
-    """promtool has nothing to say against the names, and says something against a wrong one."""
+    """Promtool has nothing to say against the names, and says something against a wrong one."""
     finished_study(server.store)
     text = http.get("/metrics").text
     assert {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")} == {m.name for m in METRICS}
