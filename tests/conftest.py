@@ -104,7 +104,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    ENGINE_STARTS.extend(node.workeroutput.get(OUTPUT, ()))
+    ENGINE_STARTS.extend(getattr(node, "workeroutput", {}).get(OUTPUT, ()))  # a process that was ended has none
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -154,6 +154,12 @@ def _parser() -> argparse.ArgumentParser:
         help="another name of this server in requests; repeatable (always known: loopback names, --host, its address)",
     )
     command.add_argument(
+        "--prefix",
+        type=_prefix,
+        metavar="PATH",
+        help="answer below PATH, such as /mergesearch, too: for a proxy that passes whole paths on",
+    )
+    command.add_argument(
         "--export-days", type=_days, default=7.0, metavar="DAYS", help="how long exports are kept (default %(default)s)"
     )
     command.add_argument(
@@ -188,6 +194,22 @@ def _parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="show what would be removed and remove nothing; the server may run"
     )
 
+    command = verb(
+        "drain",
+        verbs.drain,
+        "Let the jobs of a server wait, before an upgrade: it accepts no jobs, and drivers end between chunks.",
+    )
+    command.add_argument("--data", type=Path, required=True, metavar="DIR", help="data directory of the server")
+    command.add_argument("--database", metavar="URL", help="database of the server, as for serve")
+    command.add_argument(
+        "--wait",
+        type=_seconds,
+        default=300.0,
+        metavar="SECONDS",
+        help="how long to wait until no job has a driver (default %(default)g)",
+    )
+    command.add_argument("--end", action="store_true", help="accept jobs again, and continue those that wait")
+
     databases = commands.add_parser("database", help="Manage the database of a server.")
     actions = databases.add_subparsers(title="commands", metavar="COMMAND", required=True)
     text = "Copy all jobs from one database to another, which must be empty; the server must be stopped."
@@ -196,6 +218,24 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="machine-readable output on standard output")
     command.add_argument("source", metavar="FROM", help="URL of a database, or the data directory of its server")
     command.add_argument("target", metavar="TO", help="URL of a database, or the data directory of its server")
+
+    text = "Create a database's tables, or migrate them to this version; servers and drivers do so when they open it."
+    command = actions.add_parser("migrate", help=text, description=text)
+    command.set_defaults(call=verbs.migrate_database)
+    command.add_argument("--json", action="store_true", help="machine-readable output on standard output")
+    command.add_argument(
+        "database",
+        nargs="?",
+        metavar="DATABASE",
+        help="URL of a database, or the data directory of its server (default: $MERGESEARCH_DATABASE)",
+    )
+    command.add_argument(
+        "--wait",
+        type=_seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="how long to wait for a database that does not answer (default %(default)g)",
+    )
 
     command = server_verb("submit", verbs.submit, "Submit a job to a server: a study or a fine-tuning.")
     command.add_argument(
@@ -365,6 +405,26 @@ def _days(text: str) -> float:
     if not 0 < days < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of days; give one above 0, such as 7 or 0.5")
     return days
+
+
+def _seconds(text: str) -> float:
+    """Parse a number of seconds of at least 0. Raises ArgumentTypeError for other texts."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; give 0 or more, such as 60")
+    return seconds
+
+
+def _prefix(text: str) -> str:
+    """Parse a path prefix such as "/mergesearch". Raises ArgumentTypeError for other texts."""
+    from service.api.prefix import prefix_problem
+
+    if problem := prefix_problem(text):
+        raise argparse.ArgumentTypeError(problem)
+    return text
 
 
 def _exit_code(error: Exception) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -82,51 +83,67 @@ def reading(engine: sa.Engine) -> sa.Engine:
 def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
     """A transaction that writes; it is committed at the end of the context.
 
-    If the connection is lost during the commit, PostgreSQL is asked whether the transaction was committed. An error
-    therefore means that nothing was stored.
+    On PostgreSQL the transaction also stores a token of its own. If the connection is lost during the commit, the
+    stored tokens tell whether the transaction was committed. An error therefore means that nothing was stored.
     """
     with engine.connect() as connection, connection.begin() as begun:
         yield connection
-        number = _number_of(connection)
+        token = _store_token(connection)
         try:
             begun.commit()
         except sa.exc.DBAPIError as error:
-            if number is None or not is_away(error) or not _is_committed(engine, number):
+            if token is None or not is_away(error) or not _is_committed(engine, token):
                 raise
+        else:
+            connection.info[TOKEN] = token or connection.info.get(TOKEN)
 
 
-def _number_of(connection: sa.Connection) -> int | None:
-    """PostgreSQL's id of the transaction that is open on `connection`.
+# Name of a connection's newest committed token in SQLAlchemy's `Connection.info`.
+TOKEN = "commit_token"
 
-    Returns None on SQLite, and if the transaction has written nothing.
+# Seconds after which tokens are deleted whose connection no longer exists.
+TOKEN_LIFE_S = 24 * 3600
+
+# Both parts see the transaction before this statement: nothing is stored if the transaction has written nothing.
+STORE_TOKEN = sa.text(
+    """
+    WITH outdated AS (
+        SELECT token FROM commit_tokens
+        WHERE (token = :before OR time < :now - :life) AND pg_current_xact_id_if_assigned() IS NOT NULL
+        FOR UPDATE SKIP LOCKED
+    ), deleted AS (DELETE FROM commit_tokens WHERE token IN (SELECT token FROM outdated))
+    INSERT INTO commit_tokens (token, time)
+    SELECT :token, :now WHERE pg_current_xact_id_if_assigned() IS NOT NULL
+    """
+)
+
+
+def _store_token(connection: sa.Connection) -> str | None:
+    """Store a new token in the transaction that is open on `connection`, and delete the connection's previous one.
+
+    Returns None, and stores nothing, on SQLite and if the transaction has written nothing.
     """
     if connection.dialect.name == "sqlite":
         return None
-    found: int | None = connection.execute(sa.text("SELECT pg_current_xact_id_if_assigned()::text::bigint")).scalar()
-    return found
+    token = uuid.uuid4().hex
+    row = {"token": token, "before": connection.info.get(TOKEN), "now": time.time(), "life": TOKEN_LIFE_S}
+    return token if connection.execute(STORE_TOKEN, row).rowcount else None
 
 
-def _is_committed(engine: sa.Engine, number: int) -> bool:
-    """Whether the transaction with PostgreSQL's id `number` was committed.
+def _is_committed(engine: sa.Engine, token: str) -> bool:
+    """Whether PostgreSQL committed the transaction that stored `token`.
 
-    It was not if no transaction has that id, which a crash of the server may have taken back. If another transaction
-    has got the id since the crash, its end is taken for the end of the lost one. The database is asked again while the
-    transaction still counts as in progress there. It is also asked again while it does not answer, if `is_waiting` is
-    true of `engine`; otherwise the error is raised.
+    The token is inserted once more, which waits until the transaction that stored it has ended. The database is asked
+    again while it does not answer, if `is_waiting` is true of `engine`; otherwise the error is raised.
     """
-    query = sa.text("SELECT pg_xact_status(CAST(:number AS text)::xid8)")
+    query = sa.text("INSERT INTO commit_tokens (token, time) VALUES (:token, :now) ON CONFLICT DO NOTHING")
     while True:
         try:
-            with engine.connect() as connection:
-                status = connection.execute(query, {"number": str(number)}).scalar()
-        except sa.exc.DataError:  # the id is in the future: a crash lost the transaction before it was on disk
-            return False
+            with engine.connect() as connection:  # rolled back at its end
+                return connection.execute(query, {"token": token, "now": time.time()}).rowcount == 0
         except sa.exc.DBAPIError as error:
             if not is_waiting(engine) or not is_away(error):
                 raise
-        else:
-            if status != "in progress":  # the server has not noticed yet that the connection is gone
-                return bool(status == "committed")
         time.sleep(FIRST_WAIT_S)
 
 

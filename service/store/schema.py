@@ -28,6 +28,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "artifacts",
     "brackets",
+    "commit_tokens",
     "documents",
     "engine_faults",
     "events",
@@ -46,7 +47,7 @@ __all__ = [
 
 # The newest migration in `migrations/versions`, which makes the tables below. Every change of the tables needs
 # a migration.
-REVISION = "0009"
+REVISION = "0010"
 
 # The revision of a database from before the migrations, and its `schema_version`.
 BASELINE = "0001"
@@ -145,9 +146,10 @@ rungs = Table(
 
 
 def _of_samples() -> list[Column[Any]]:
-    """Columns of the primary key of tables that have a row for adjacent samples of one objective of a recipe.
+    """Key columns that the tables of samples share; their rows each have adjacent samples of one objective and recipe.
 
-    Trials with an equal recipe share the samples.
+    `start` is the position of the first sample. Rows name a recipe, not a trial: trials with equal recipes share
+    samples.
     """
     return [
         Column("study", string(64), primary_key=True),
@@ -310,4 +312,13 @@ artifacts = Table(
     Column("facts", JSON, nullable=False),
     Column("created_at", Float, nullable=False),
     _in_study(),
+)
+
+# One row for each PostgreSQL connection that has written: a token of its last transaction
+# (`service.store.connection.transaction`). Empty on SQLite.
+commit_tokens = Table(
+    "commit_tokens",
+    metadata,
+    Column("token", string(32), primary_key=True),
+    Column("time", Float, nullable=False),
 )

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from service.errors import Conflict
 from service.store import schema
-from service.store.connection import reading, transaction
+from service.store.connection import reading
 from service.store.database_url import shown
 
 __all__ = ["MIGRATIONS", "migrate", "upgrade"]
@@ -49,7 +49,7 @@ def upgrade(engine: sa.Engine) -> None:
         marks = _marks(connection)
     if marks.revision == schema.REVISION and marks.version == schema.SCHEMA_VERSION:
         return
-    with transaction(engine) as connection:
+    with engine.begin() as connection:  # not `transaction`, which needs the tables
         _lock(connection)
         marks = _marks(connection)
         _check(connection, marks)

@@ -16,7 +16,7 @@ from workers.errors import EngineUnavailable, ServeUnavailable
 from workers.serving.application import answered, application_state, failure_reason, is_deployed, num_replicas
 from workers.serving.engine_worker import EngineWorker
 from workers.serving.replica import ScoringReplica, Worker
-from workers.serving.serve_scorer import ServeScorer
+from workers.serving.serve_scorer import DEPLOYMENT, ServeScorer
 from workers.serving.watchdog import TIME_LIMITS, TimeLimits
 from workers.types import (
     CHUNKS_IN_FLIGHT_PER_REPLICA,
@@ -93,7 +93,7 @@ def deploy_scorer(
 
             deployment = serve.deployment(
                 Scorer,
-                name="scorer",
+                name=DEPLOYMENT,
                 **scaling,
                 max_ongoing_requests=MAX_ONGOING_REQUESTS,
                 health_check_period_s=health_check_period_s,
@@ -136,8 +136,7 @@ def serving(family: Family, options: EngineOptions, *, replicas: int = 1) -> Ite
 def _stop(name: str) -> None:
     """Delete a Serve application, and wait at most STOP_S seconds until its replicas are gone.
 
-    Serve stops the replicas later too: if its controller is away at the moment, or a replica is finishing a chunk of
-    samples.
+    If Serve's controller does not answer, or a replica is finishing a chunk of samples, Serve stops replicas later.
     """
     from ray import serve
 

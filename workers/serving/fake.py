@@ -294,15 +294,16 @@ def expected_value(recipe: Recipe, objective: str) -> float:
 
 
 def prompt_hash(span: Span) -> str:
-    """A substitute for the hash of a span's prompts.
-
-    It depends on task and positions, not on the recipe.
-    """
+    """A made-up hash for the prompts of a span of samples, which depends on the task and the positions alone."""
     return digest_of([span.task.digest, span.start, span.stop])
 
 
 def _shares(recipe: Recipe) -> dict[str, float]:
-    """The part of each model in a recipe, by fingerprint: its weight in a merge, averaged over all merges."""
+    """The mean coefficient of each model over all merges of a recipe, by the model's fingerprint.
+
+    In SLERP the coefficients of the two models are 1 - t and t. Where a method has none, each of its sources counts as
+    1.
+    """
     shares: dict[str, float] = {}
     merges = recipe.merges()
     for merge in merges:
@@ -345,7 +346,10 @@ def _draw(*key: object) -> float:
 
 
 def _quantile(probability: float) -> float:
-    """The number x with P((u + v)/2 < x) = `probability`, for independent uniform u and v in [0, 1)."""
+    """The number x with P((u + v)/2 < x) = `probability`, for independent uniform u and v in [0, 1).
+
+    `FakeScorer` compares it with the mean of two such numbers, so that a sample is right with this probability.
+    """
     if probability < 0.5:
         return math.sqrt(probability / 2)
     return 1 - math.sqrt((1 - probability) / 2)

@@ -35,9 +35,12 @@ from workers.types import (
     VerificationReport,
 )
 
-__all__ = ["ServeScorer"]
+__all__ = ["DEPLOYMENT", "ServeScorer"]
 
 log = logging.getLogger(__name__)
+
+# Name of the one Serve deployment of an application, which has the replicas.
+DEPLOYMENT = "scorer"
 
 # How often a request that fails outside the engine is sent; another replica may have what this one lacks.
 MAX_TRIES = 3
@@ -235,6 +238,11 @@ def _raise_if_scoring(request: ScoreRequest, error: Exception) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _handle(name: str) -> Any:
+    """Serve's handle to the replicas of an application.
+
+    Serve's controller is not asked whether they exist: `ray.serve.get_app_handle` would wait for its answer without
+    limit. Requests through the handle of an application that does not exist are never answered.
+    """
     from ray import serve
 
-    return serve.get_app_handle(name)
+    return serve.get_deployment_handle(DEPLOYMENT, app_name=name, _check_exists=False)

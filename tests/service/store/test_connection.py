@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import sqlalchemy as sa
 
 from service.store import JobWriter, Store, schema
 from service.store.availability import is_away
-from service.store.connection import _is_committed
+from service.store.connection import TOKEN_LIFE_S, _is_committed, reading, transaction
 from service.types import EventKind, JobState, RungRecord, TrialState
 from tests.postgresql import PostgreSQL
 from tests.service.store.test_store import BEGINNING, RECIPE, RESOLVED, RUNG, TRIAL, chunk
@@ -299,9 +300,43 @@ def test_a_database_error_is_not_an_absence(on_postgresql: Store) -> None:
     assert EventKind.TRIAL in [event.kind for event in on_postgresql.events(writer.job_id)]
 
 
-def test_an_id_that_a_crash_took_back_is_not_committed(on_postgresql: Store) -> None:
-    """A transaction whose id no transaction has, as after a crash before it was on disk, counts as not committed."""
+@pytest.mark.parametrize("ends", ["commit", "rollback"])
+def test_a_transaction_in_progress_is_waited_for(on_postgresql: Store, ends: str) -> None:
+    """Whether a transaction was committed is known once it has ended; its id in PostgreSQL plays no part."""
+    insert = sa.insert(schema.commit_tokens)
+    with on_postgresql.engine.connect() as connection, ThreadPoolExecutor() as pool:
+        connection.execute(insert, {"token": "lost", "time": time.time()})
+        answer = pool.submit(_is_committed, on_postgresql.engine, "lost")
+        time.sleep(0.5)
+        assert not answer.done()
+        getattr(connection, ends)()
+        assert answer.result(timeout=30) is (ends == "commit")
+    assert _is_committed(on_postgresql.engine, "lost") is (ends == "commit")
+
+
+def tokens(store: Store) -> set[str]:
+    with reading(store.engine).connect() as connection:
+        return set(connection.execute(sa.select(schema.commit_tokens.c.token)).scalars())
+
+
+def test_connections_keep_one_token_each(on_postgresql: Store) -> None:
+    """A connection's newest token replaces the one before; tokens of connections that are gone are deleted later."""
+    writer = new_writer(on_postgresql)
     with on_postgresql.engine.begin() as connection:
-        number: Any = connection.execute(sa.text("SELECT pg_current_xact_id()::text::bigint")).scalar()
-    assert _is_committed(on_postgresql.engine, number)
-    assert not _is_committed(on_postgresql.engine, number + 10**6)
+        rows = [{"token": "old", "time": time.time() - 2 * TOKEN_LIFE_S}, {"token": "new", "time": time.time()}]
+        connection.execute(sa.insert(schema.commit_tokens), rows)
+    before = tokens(on_postgresql)
+    for _ in range(3):
+        writer.add_event("note", {})
+    assert "new" in before & tokens(on_postgresql)
+    assert "old" in before - tokens(on_postgresql)
+    assert len(tokens(on_postgresql)) == len(before) - 1
+    assert tokens(on_postgresql) - before
+
+
+def test_transactions_that_write_nothing_store_no_token(on_postgresql: Store) -> None:
+    """A transaction that only reads stores no token."""
+    before = tokens(on_postgresql)
+    with transaction(on_postgresql.engine) as connection:
+        connection.execute(sa.select(schema.studies))
+    assert tokens(on_postgresql) == before

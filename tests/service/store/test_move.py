@@ -69,6 +69,7 @@ def rows_of(store: Store) -> dict[str, list[Any]]:
         return {
             table.name: list(connection.execute(sa.select(table).order_by(*table.primary_key)))
             for table in schema.metadata.sorted_tables
+            if table.name not in moving.NOT_COPIED
         }
 
 
@@ -76,16 +77,14 @@ def test_everything_arrives_in_both_directions(url: str, tmp_path: Path) -> None
     """A move to PostgreSQL and back keeps every row, and ids continue where the first database had come to."""
     source = filled(f"sqlite:///{tmp_path / 'first.db'}")
     expected = rows_of(source)
-    assert all(expected.values()), "every table has rows"
+    assert all(expected.values()), "every table that is copied has rows"
     (job,) = source.jobs()
     last = source.open_attempt(job.id)
     last.add_event("note", {})
     expected, newest = rows_of(source), source.last_event_id(job.id)
     target, back = Store(url), Store(f"sqlite:///{tmp_path / 'back.db'}")
     moved = move(source, target)
-    assert {table.name: table.rows for table in moved} == {
-        name: len(rows) for name, rows in expected.items() if name != "schema_version"
-    }
+    assert {table.name: table.rows for table in moved} == {name: len(rows) for name, rows in expected.items()}
     assert rows_of(target) == expected
     assert move(target, back) == moved
     assert rows_of(back) == expected

@@ -22,7 +22,7 @@ from workers.serving import application
 from workers.serving.application import application_state
 from workers.serving.deployment import deploy_scorer
 from workers.serving.fake import FakeScorer
-from workers.serving.serve_scorer import ServeScorer
+from workers.serving.serve_scorer import ServeScorer, _handle
 from workers.types import Family, TaskSpec
 
 NAME = "fake-lost"
@@ -89,6 +89,7 @@ def test_calls_wait_for_a_stopped_controller(
 ) -> None:
     """While the controller does not answer, chunks are scored, other calls wait, and the error names the controller."""
     monkeypatch.setattr(application, "ANSWER_S", 0.5)
+    scorer_of_fakes.score(request(tied_family, 0.4, 1))  # this process then knows the replicas
     stopped = controller()
     stopped.suspend()
     try:
@@ -107,6 +108,30 @@ def test_calls_wait_for_a_stopped_controller(
             assert waiting.result(timeout=RECOVERY_S)["processes"] == [int(result.evidence.replica.split("-")[1])]
     finally:
         stopped.resume()
+
+
+def test_processes_that_know_no_replica_wait_for_the_controller(
+    scorer_of_fakes: ServeScorer, tied_family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that knows no replica yet waits for a controller that does not answer, and no longer than it may."""
+    from ray.serve.context import _get_global_client
+
+    monkeypatch.setattr(application, "ANSWER_S", 0.5)
+    stopped = controller()
+    stopped.suspend()
+    try:
+        _handle.cache_clear()
+        _get_global_client().handle_cache.clear()
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(scorer_of_fakes.score, request(tied_family, 0.8, 5))
+            with pytest.raises(EngineUnavailable, match="controller does not answer"):
+                replace(scorer_of_fakes, deadline_s=1.0).score(request(tied_family, 0.9, 5))
+            assert not waiting.done()
+            stopped.resume()
+            result = waiting.result(timeout=RECOVERY_S)
+    finally:
+        stopped.resume()
+    assert result.samples == FakeScorer().score(request(tied_family, 0.8, 5)).samples
 
 
 def test_deleted_application_is_not_waited_for(scorer_of_fakes: ServeScorer) -> None:
