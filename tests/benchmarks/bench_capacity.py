@@ -95,9 +95,8 @@ def show(result: dict[str, Any]) -> None:
             f"{1e3 * row['all_s']:3.0f}  {row['driver_share']:10.2f}  {row['chunks_per_s']:8.1f}  {row['busy']:4.2f}  "
             f"{row['actor_mb']:8.0f}  {row['gcs_share']:7.3f}  {row['gcs_mb']:6.0f}"
         )
-    print(
-        f"a chunk occupies the driver for {1e3 * result['driver_s']:.1f} ms, and Ray's head for {1e3 * result['head_s']:.1f}"
-    )
+    driver_ms, head_ms = 1e3 * result["driver_s"], 1e3 * result["head_s"]
+    print(f"a chunk occupies the driver for {driver_ms:.1f} ms, and Ray's head for {head_ms:.1f} ms")
     print("replicas  simulated chunks/s  measured  difference  must")
     for row in result["checked"]:
         print(
