@@ -239,10 +239,10 @@ def _controller(replicas: int) -> float:
     """Share of a processor that Serve's controller takes while so many replicas are idle."""
     with _ray(cpus=4), _idle_replicas(replicas):
         (controller,) = [child for child in _children() if child.name().startswith("ray::ServeContr")]
-        before = controller.cpu_times()
+        before = _seconds(controller)
         time.sleep(IDLE_S)
-        after = controller.cpu_times()
-    return (after.user + after.system - before.user - before.system) / IDLE_S
+        after = _seconds(controller)
+    return (after - before) / IDLE_S
 
 
 # -- the database ------------------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ def _own_mb(process: psutil.Process) -> float:
 
 
 def _children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+    return list(psutil.Process().children(recursive=True))
 
 
 @contextmanager
