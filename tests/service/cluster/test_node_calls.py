@@ -180,7 +180,10 @@ def test_requests_are_checked_on_a_node(calls: NodeCalls, jobs: Jobs, tmp_path: 
         except InvalidStudy as error:
             return error.problems
 
-    wrong = {"models": {"base": "/models/base", "experts": {"math": "/models/math"}}, "engine": {"replicas": 10**6}}
+    wrong: dict[str, Any] = {
+        "models": {"base": "/models/base", "experts": {"math": "/models/math"}},
+        "engine": {"replicas": 10**6},
+    }
     try:
         assert outcome() == outcome(is_here=True)
         assert (found := outcome(**wrong)) == outcome(is_here=True, **wrong)
