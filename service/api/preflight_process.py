@@ -2,13 +2,12 @@
 
 The checks import torch and lm-eval and read models, so they run in separate processes, the validators, within limits of
 time, processor time and memory: no body can stop the server, and no client can stop another one's requests. If jobs
-run on other machines, so do the checks: on a node that can run engines.
+run on other machines, so do the checks (`NodeCalls.place`).
 """
 
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -126,17 +125,19 @@ class PreflightProcess:
             validator.stop()
 
     async def accept(self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "") -> Accepted:
-        context, cluster = self._context, self._cluster
-        nodes = () if cluster is None else await self._waited(anyio.to_thread.run_sync(cluster.engine_nodes))
-        if cluster is None or not nodes:
+        context, node, cluster = self._context, None, self._cluster
+        if cluster is not None:
+            node, num_machines = await self._waited(anyio.to_thread.run_sync(cluster.place))
+            context = replace(context, num_machines=num_machines)
+        if cluster is None or node is None:
             async with self._queue.turn(client), self._validator() as validator:
                 return await self._limited(
                     validator.call, check_request, content, kind.noun, kind.accept, context, is_json=is_json
                 )
         # Nodes find the database themselves, as drivers do: its URL may hold a password.
-        context = replace(context, store_url=None, num_machines=len(nodes))
-        on_node = partial(cluster.call, node=random.choice(nodes))
+        context = replace(context, store_url=None)
         async with self._queue.turn(client):
+            on_node = partial(cluster.call, node=node)
             call = self._limited(on_node, check_on_node, content, kind.name, context, is_json=is_json)
             return await self._waited(call)
 

@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="URL",
-        help="jobs may read models below s3://BUCKET/FOLDER or gs://BUCKET/FOLDER; repeatable",
+        help="jobs may read models, task files and data below s3://BUCKET/FOLDER or gs://BUCKET/FOLDER; repeatable",
     )
     command.add_argument(
         "--allow-host",

@@ -1,4 +1,4 @@
-"""Calls of functions on a node of the cluster that can run engines, each as a Ray Job.
+"""Calls of functions on a node of the cluster, each as a Ray Job.
 
 A server on another machine may not see the files that nodes see, such as models, and has another amount of memory. A
 call and its result are stored with the artifacts, each by its sha256, since servers and nodes reach these. Ray is told
@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import logging
 import pickle
+import random
 import re
 import shlex
 import sys
@@ -29,6 +30,7 @@ import psutil
 from service.disk import artifacts_dir
 from service.store.blobs import BlobStore, open_blobs
 from service.worker_process import NO_LIMITS, CallLimits, WorkerProcess
+from workers.object_store import is_object_url
 
 __all__ = ["Node", "NodeCalls", "main", "nodes_of"]
 
@@ -47,12 +49,16 @@ TOLD = re.compile(r"^result of the call: ([0-9a-f]{64})$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Node:
-    """A node of a Ray cluster: its id, the address of its machine, and its numbers of GPUs and CPUs for work."""
+    """A node of a Ray cluster: its id, the address of its machine, and its numbers of GPUs and CPUs for work.
+
+    Drivers run on the head (`is_head`).
+    """
 
     id: str
     address: str
     num_gpus: float
     num_cpus: float
+    is_head: bool = False
 
 
 def nodes_of(dashboard_url: str | None) -> tuple[Node, ...]:
@@ -68,7 +74,13 @@ def nodes_of(dashboard_url: str | None) -> tuple[Node, ...]:
     except (RayStateApiException, RuntimeError) as error:
         raise ConnectionError(f"Ray's dashboard does not list its nodes: {error}") from error
     return tuple(
-        Node(node.node_id, node.node_ip, *(float(node.resources_total.get(kind, 0)) for kind in ("GPU", "CPU")))
+        Node(
+            node.node_id,
+            node.node_ip,
+            num_gpus=float(node.resources_total.get("GPU", 0)),
+            num_cpus=float(node.resources_total.get("CPU", 0)),
+            is_head=node.is_head_node,
+        )
         for node in found
     )
 
@@ -87,19 +99,32 @@ class NodeCalls:
         self._data_dir = data_dir
         self._files = files
 
-    def engine_nodes(self) -> tuple[Node, ...]:
-        """The nodes that can run engines, if any node of the cluster is on another machine than this process.
+    def place(self) -> tuple[Node | None, int]:
+        """The node that jobs are to be checked on, None for this process, and the number of machines for engines.
 
-        They are those with GPUs, or those with CPUs if no node has GPUs. Returns no node if the cluster is this machine
-        alone. Raises ConnectionError if the cluster does not answer.
+        With artifacts in an object store, it is a node that can run engines: one with GPUs, or one with CPUs if none
+        has GPUs. Otherwise only the head is sure to share the directory of artifacts with this process. Jobs are
+        checked in this process if the node is on its machine. Raises ConnectionError if artifacts are in an object
+        store and the cluster does not answer.
         """
-        client, url = self._connected()
-        if client is None:
-            raise ConnectionError("Ray's dashboard does not answer")
-        nodes = nodes_of(url)
-        if {node.address for node in nodes} <= _own_addresses():
-            return ()
-        return tuple(node for node in nodes if node.num_gpus) or tuple(node for node in nodes if node.num_cpus) or nodes
+        is_remote = self._files is not None and is_object_url(str(self._files))
+        try:
+            client, url = self._connected()
+            if client is None:
+                raise ConnectionError("Ray's dashboard does not answer")
+            nodes = nodes_of(url)
+        except ConnectionError:
+            if is_remote:
+                raise
+            return None, 1
+        able = [node for node in nodes if node.num_gpus] or [node for node in nodes if node.num_cpus] or nodes
+        own, num_machines = _own_addresses(), max(1, len({node.address for node in able}))
+        if {node.address for node in nodes} <= own:
+            return None, 1
+        if is_remote:
+            return random.choice(able), num_machines
+        head = next((node for node in nodes if node.is_head), None)
+        return None if head is None or head.address in own else head, num_machines
 
     async def call(
         self,

@@ -30,7 +30,7 @@ from tests.end_to_end.server import ROOT
 from tests.s3_server import S3
 from tests.service.api.harness import document
 
-HERE = Node("c0ffee", "10.0.0.7", 0.0, 4.0)
+HERE = Node("c0ffee", "10.0.0.7", 0.0, 4.0, is_head=True)
 
 
 class Jobs:
@@ -144,24 +144,39 @@ def test_a_changed_call_is_not_run(calls: NodeCalls, jobs: Jobs, tmp_path: Path,
     assert "has changed" in next(jobs.directory.iterdir()).read_text()
 
 
+@pytest.mark.parametrize("is_remote", [True, False], ids=["object store", "directory"])
 @pytest.mark.parametrize(
-    ("nodes", "expected"),
-    [
-        ([("127.0.0.1", 0, 8)], ""),
-        ([("127.0.0.1", 0, 8), ("10.0.0.2", 0, 0)], "0"),
-        ([("10.0.0.1", 0, 0), ("10.0.0.2", 0, 8)], "1"),
-        ([("10.0.0.1", 0, 8), ("10.0.0.2", 1, 8), ("10.0.0.3", 2, 0)], "12"),
-        ([("10.0.0.1", 0, 0)], "0"),
-        ([], ""),
+    ("nodes", "able", "head_only"),
+    [  # nodes: address, GPUs, CPUs, the head first; then where checks run, with an object store and without; "" is here
+        ([("127.0.0.1", 0, 8)], {""}, ""),
+        ([("127.0.0.1", 0, 0), ("10.0.0.2", 0, 8)], {"1"}, ""),
+        ([("10.0.0.1", 0, 0), ("10.0.0.2", 0, 8)], {"1"}, "0"),
+        ([("10.0.0.1", 0, 8), ("10.0.0.2", 1, 8), ("10.0.0.3", 2, 0)], {"1", "2"}, "0"),
+        ([("10.0.0.1", 0, 0)], {"0"}, "0"),
     ],
 )
-def test_calls_run_where_engines_can_run(
-    calls: NodeCalls, monkeypatch: pytest.MonkeyPatch, nodes: list[tuple[str, float, float]], expected: str
+def test_jobs_are_checked_where_engines_can_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: list[tuple[str, float, float]],
+    able: set[str],
+    head_only: str,
+    is_remote: bool,
 ) -> None:
-    """On nodes with GPUs, or else with CPUs; on none if the cluster is this machine."""
-    found = tuple(Node(str(number), *node) for number, node in enumerate(nodes))
+    """On nodes with GPUs, or else with CPUs; without an object store only the head shares files with the server."""
+    found = tuple(Node(str(number), *node, is_head=number == 0) for number, node in enumerate(nodes))
     monkeypatch.setattr(node_calls, "nodes_of", lambda _: found)
-    assert "".join(node.id for node in calls.engine_nodes()) == expected
+    calls = NodeCalls(lambda: (object(), None), tmp_path, "s3://bucket/files" if is_remote else None)
+    node, num_machines = calls.place()
+    assert ("" if node is None else node.id) in (able if is_remote else {head_only})
+    assert num_machines == len(able)
+
+
+def test_a_cluster_that_is_away_delays_only_what_must_be_checked_there(tmp_path: Path) -> None:
+    """A server that shares its files with the head checks jobs itself while Ray starts."""
+    assert NodeCalls(lambda: (None, None), tmp_path).place() == (None, 1)
+    with pytest.raises(ConnectionError, match="Ray's dashboard does not answer"):
+        NodeCalls(lambda: (None, None), tmp_path, "s3://bucket/files").place()
 
 
 @pytest.mark.slow
