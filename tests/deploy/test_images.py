@@ -105,7 +105,7 @@ def test_a_change_for_the_worse_is_noticed(check: Callable[[str], list[str]], ol
     assert check(TEXT.replace(old, new, 1)) != []
 
 
-def test_ray_in_the_image_has_the_settings_of_one_that_the_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_images_ray_has_the_settings_of_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     expected: dict[str, str] = {}
     monkeypatch.setattr("os.environ", expected)
     prepare_environment()

@@ -129,7 +129,7 @@ def test_units_have_few_rights(unit: Path, tmp_path: Path) -> None:
     assert exposure(re.sub(r"^(User|NoNew|Capab|Protect|Restrict).*\n", "", text, flags=re.MULTILINE)) > MAX_EXPOSURE
 
 
-def test_environment_has_the_settings_of_a_ray_that_the_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_has_the_settings_of_the_servers_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     expected: dict[str, str] = {}
     monkeypatch.setattr("os.environ", expected)
     prepare_environment()
