@@ -3,6 +3,6 @@
 - `session`: Ray for the duration of one command
 - `local_ray`: a Ray cluster on this machine that outlives the server
 - `host`: starts, restarts and stops the cluster of `local_ray` for the server
-- `node_calls`: calls functions on a node of the cluster, for servers that do not see what nodes see
+- `node_calls`: calls of functions on a node of the cluster
 - `reconciler`: keeps a driver running for every unfinished job
 """

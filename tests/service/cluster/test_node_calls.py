@@ -172,7 +172,7 @@ def test_jobs_are_checked_where_engines_can_run(
     assert num_machines == len(able)
 
 
-def test_an_absent_cluster_delays_only_what_it_must_check(tmp_path: Path) -> None:
+def test_an_absent_cluster_delays_few_checks(tmp_path: Path) -> None:
     """A server that shares its files with the head checks jobs itself while Ray starts."""
     assert NodeCalls(lambda: (None, None), tmp_path).place() == (None, 1)
     with pytest.raises(ConnectionError, match="Ray's dashboard does not answer"):
