@@ -46,6 +46,7 @@ def serve(
     trust_dirs: Sequence[Path] = (),
     allow_urls: Sequence[str] = (),
     allow_hosts: Sequence[str] = (),
+    prefix: str = "",
     export_days: float = 7.0,
     export_quota_bytes: int | None = None,
     files: str | None = None,
@@ -66,6 +67,7 @@ def serve(
         trust_dirs: Further such directories, where task files may also name Python functions.
         allow_urls: Folders of object stores in which jobs may name models.
         allow_hosts: Names of the server besides the loopback names, `host` and the address that it listens on.
+        prefix: Path below which the server answers, too, for a proxy that passes whole paths on; empty for none.
         export_days: Days after which exports are removed.
         export_quota_bytes: Size of all exports beyond which the oldest are removed earlier; by default a tenth of the
             disk.
@@ -109,6 +111,7 @@ def serve(
                 data_dir=data_dir,
                 preflight=PreflightProcess(RequestContext(access, store.url, data_dir, files)),
                 hosts=(host, *allow_hosts),
+                prefix=prefix,
                 keep=ExportLimits(export_days * DAY_S, export_quota_bytes),
                 files=files,
                 artifact_quota_bytes=artifact_quota_bytes,

@@ -5,6 +5,7 @@
 - `dependencies`: services and path parameters that routes depend on
 - `routes`: the routes, by topic
 - `limits`: what requests may do
+- `prefix`: the application below a path prefix
 - `requests`: reading a request: its body within limits, its sender
 - `problems`: errors as problem details (RFC 9457) with HTTP status codes
 - `presenters`: stored records as documents

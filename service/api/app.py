@@ -19,6 +19,7 @@ from service.api.limits.exports import ExportLimits
 from service.api.limits.origin import CheckOrigin
 from service.api.metrics import CountRequests, RequestCounter
 from service.api.openapi import install_docs, install_openapi
+from service.api.prefix import BelowPrefix
 from service.api.preflight_process import Preflight, PreflightProcess, default_access
 from service.api.problems import install_handlers
 from service.api.protocols import Cluster
@@ -46,6 +47,7 @@ def create_app(
     data_dir: Path,
     preflight: Preflight | None = None,
     hosts: Iterable[str] = (),
+    prefix: str = "",
     keep: ExportLimits | None = None,
     files: str | Path | None = None,
     artifact_quota_bytes: int | None = None,
@@ -59,6 +61,7 @@ def create_app(
         data_dir: Directory of exported models, artifacts and the files of jobs.
         preflight: Checks of submitted jobs; by default a PreflightProcess with the files of `default_access`.
         hosts: Accepted values of the header Host, besides loopback names and the address of the server.
+        prefix: Path below which the application is served, too, such as `/mergesearch`; empty for none.
         keep: Limits on the age and total size of exported models; by default those of ExportLimits.
         files: Location of artifacts: a directory, or the URL of an object store; by default in `data_dir`.
         artifact_quota_bytes: Bytes that experts and policies may take; by default a tenth of the disk, or no limit in
@@ -111,7 +114,9 @@ def create_app(
     )
     app.state.services = services
     app.add_middleware(CheckOrigin, hosts=tuple(hosts))
-    app.add_middleware(CountRequests, counter=requests)  # the last one added gets requests first
+    app.add_middleware(CountRequests, counter=requests)
+    if prefix:
+        app.add_middleware(BelowPrefix, prefix=prefix)  # the last one added gets requests first
     install_handlers(app)
     install_openapi(app)
     for router in (*jobs.routers(), finetunes.router, results.router, exports.router):

@@ -154,6 +154,13 @@ def _parser() -> argparse.ArgumentParser:
         help="another name of this server in requests; repeatable (always known: loopback names, --host, its address)",
     )
     command.add_argument(
+        "--prefix",
+        type=_prefix,
+        default="",
+        metavar="PATH",
+        help="answer below PATH, such as /mergesearch, too: for a proxy that passes whole paths on",
+    )
+    command.add_argument(
         "--export-days", type=_days, default=7.0, metavar="DAYS", help="how long exports are kept (default %(default)s)"
     )
     command.add_argument(
@@ -196,6 +203,24 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="machine-readable output on standard output")
     command.add_argument("source", metavar="FROM", help="URL of a database, or the data directory of its server")
     command.add_argument("target", metavar="TO", help="URL of a database, or the data directory of its server")
+
+    text = "Create a database's tables, or migrate them to this version; servers and drivers do so when they open it."
+    command = actions.add_parser("migrate", help=text, description=text)
+    command.set_defaults(call=verbs.migrate_database)
+    command.add_argument("--json", action="store_true", help="machine-readable output on standard output")
+    command.add_argument(
+        "database",
+        nargs="?",
+        metavar="DATABASE",
+        help="URL of a database, or the data directory of its server (default: $MERGESEARCH_DATABASE)",
+    )
+    command.add_argument(
+        "--wait",
+        type=_seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="how long to wait for a database that does not answer (default %(default)g)",
+    )
 
     command = server_verb("submit", verbs.submit, "Submit a job to a server: a study or a fine-tuning.")
     command.add_argument(
@@ -365,6 +390,26 @@ def _days(text: str) -> float:
     if not 0 < days < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of days; give one above 0, such as 7 or 0.5")
     return days
+
+
+def _seconds(text: str) -> float:
+    """Parse a number of seconds of at least 0. Raises ArgumentTypeError for other texts."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; give 0 or more, such as 60")
+    return seconds
+
+
+def _prefix(text: str) -> str:
+    """Parse a path prefix such as "/mergesearch". Raises ArgumentTypeError for other texts."""
+    from service.api.prefix import prefix_problem
+
+    if problem := prefix_problem(text):
+        raise argparse.ArgumentTypeError(problem)
+    return text
 
 
 def _exit_code(error: Exception) -> int | None:

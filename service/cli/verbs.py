@@ -20,7 +20,7 @@ from service.cli.export_progress import ExportView
 from service.cli.finetune import finetune as finetune_experts
 from service.cli.terminal import console, print_export, print_json, print_removals, print_results
 from service.disk import alignments_dir, artifacts_dir
-from service.errors import NotFound
+from service.errors import Conflict, DatabaseUnavailable, NotFound
 from service.retention.limits import limits_of
 from service.server import alone
 from service.server import serve as run_server
@@ -41,6 +41,7 @@ __all__ = [
     "list_jobs",
     "log",
     "merge",
+    "migrate_database",
     "move_database",
     "pareto",
     "propose",
@@ -127,6 +128,7 @@ def serve(options: argparse.Namespace) -> int:
         trust_dirs=options.trust_dir,
         allow_urls=options.allow_url,
         allow_hosts=options.allow_host,
+        prefix=options.prefix,
         export_days=options.export_days,
         keep=limits_of(options.keep),
         export_quota_bytes=options.export_quota,
@@ -157,6 +159,36 @@ def move_database(options: argparse.Namespace) -> int:
     else:
         print(f"copied {sum(table.rows for table in tables)} rows from {source.place} to {target.place}")
         print("start the server with --database, or MERGESEARCH_DATABASE, and the same --data")
+    return 0
+
+
+def migrate_database(options: argparse.Namespace) -> int:
+    import logging
+    import time
+
+    from service.store import Store
+    from service.store.database_url import VARIABLE, named_url
+    from service.store.schema import REVISION
+
+    name = options.database or os.environ.get(VARIABLE)
+    if not name:
+        raise Conflict(f"database: none is named; give its URL or its server's data directory, or set {VARIABLE}")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # Alembic names each migration
+    deadline = time.monotonic() + options.wait
+    while True:
+        try:
+            store = Store(named_url(name))
+            break
+        except DatabaseUnavailable as error:
+            if time.monotonic() >= deadline:
+                raise
+            print(f"waiting: {error}", file=sys.stderr, flush=True)
+            time.sleep(1.0)
+    store.close()
+    if options.json:
+        print_json({"database": store.place, "revision": REVISION})
+    else:
+        print(f"database {store.place}: is at revision {REVISION}, that of this version")
     return 0
 
 

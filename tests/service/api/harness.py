@@ -91,7 +91,9 @@ class ApiServer:
         files: str | Path | None = None,
         database: str | None = None,
         retention: Mapping[str, Limit] | None = None,
+        prefix: str = "",
     ) -> None:
+        self.prefix = prefix
         self.retention = retention
         self.data_dir = data_dir
         self.database = database or f"sqlite:///{data_dir / 'mergesearch.db'}"
@@ -108,6 +110,7 @@ class ApiServer:
             preflight=self.preflight,
             files=self.files,
             retention=self.retention,
+            prefix=self.prefix,
         )
         self._http = HttpServer(lambda: self.app, grace_s=1)
         self.url = self._http.url

@@ -1,0 +1,175 @@
+{{/* Name of the release's objects, and of its RayCluster. */}}
+{{- define "ms.name" -}}
+{{- if contains "mergesearch" .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-mergesearch{{ end }}
+{{- end }}
+
+{{/* Labels by which objects are selected. Takes (list root component). */}}
+{{- define "ms.selector" -}}
+{{- $root := index . 0 -}}
+app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end }}
+
+{{/* Labels of objects. Takes (list root component). */}}
+{{- define "ms.labels" -}}
+{{- $root := index . 0 -}}
+{{ include "ms.selector" . }}
+app.kubernetes.io/name: mergesearch
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+helm.sh/chart: {{ $root.Chart.Name }}-{{ $root.Chart.Version }}
+{{- end }}
+
+{{/* Labels of Ray's pods: without the version, because any change of them ends all pods. Takes (list root component). */}}
+{{- define "ms.rayLabels" -}}
+{{ include "ms.selector" . }}
+app.kubernetes.io/name: mergesearch
+{{- end }}
+
+{{/* Reference of an image. Takes (list registry image tag). */}}
+{{- define "ms.reference" -}}
+{{- $image := index . 1 -}}
+{{- with index . 0 }}{{ trimSuffix "/" . }}/{{ end }}{{ $image.repository }}:{{ index . 2 }}{{ with $image.digest }}@{{ . }}{{ end }}
+{{- end }}
+
+{{- define "ms.tag" -}}
+{{ .Values.image.tag | default (printf "%s-ray%s-%s" .Chart.AppVersion .Values.ray.version .Values.image.variant) }}
+{{- end }}
+
+{{- define "ms.image" -}}
+{{ include "ms.reference" (list .Values.registry .Values.image (include "ms.tag" .)) }}
+{{- end }}
+
+{{- define "ms.postgresImage" -}}
+{{- $image := .Values.database.trial.image -}}
+{{ include "ms.reference" (list (.Values.registry | default $image.registry) $image $image.tag) }}
+{{- end }}
+
+{{- define "ms.headService" -}}
+{{ include "ms.name" . }}-head-svc
+{{- end }}
+
+{{- define "ms.tokenSecret" -}}
+{{ .Values.ray.token.existingSecret | default (printf "%s-ray-token-%d" (include "ms.name" .) (int .Values.ray.token.revision)) }}
+{{- end }}
+
+{{- define "ms.databaseSecret" -}}
+{{ if .Values.database.trial.enabled }}{{ include "ms.name" . }}-postgres{{ else }}{{ .Values.database.existingSecret }}{{ end }}
+{{- end }}
+
+{{- define "ms.dataClaim" -}}
+{{ .Values.data.existingClaim | default (printf "%s-data" (include "ms.name" .)) }}
+{{- end }}
+
+{{/* Security context of a pod. Takes (list root user). */}}
+{{- define "ms.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ int (index . 1) }}
+runAsGroup: {{ int (index . 1) }}
+fsGroup: {{ int (index . 0).Values.security.fsGroup }}
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "ms.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{- define "ms.pullSecrets" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+{{- range . }}
+  - name: {{ . }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Where a pod runs. Takes a map with nodeSelector, tolerations, affinity, priorityClassName and runtimeClassName. */}}
+{{- define "ms.placement" -}}
+{{- range $key := list "nodeSelector" "tolerations" "affinity" }}
+{{- with get $ $key }}
+{{ $key }}:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- range $key := list "priorityClassName" "runtimeClassName" }}
+{{- with get $ $key }}
+{{ $key }}: {{ . }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Environment of every process of mergesearch. */}}
+{{- define "ms.env" -}}
+- {name: HOME, value: /home/mergesearch}
+- {name: TMPDIR, value: /tmp}
+- {name: MERGESEARCH_CACHE, value: /cache/mergesearch}
+- {name: HF_HOME, value: /cache/huggingface}
+- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+{{- if .Values.models.offline }}
+- {name: HF_HUB_OFFLINE, value: "1"}
+{{- end }}
+{{- with .Values.models.hubTokenSecret }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ . }}, key: HF_TOKEN}}
+{{- end }}
+{{- if not .Values.kueue.enabled }}
+- name: MERGESEARCH_DATABASE
+  valueFrom: {secretKeyRef: {name: {{ include "ms.databaseSecret" . }}, key: {{ .Values.database.key }}}}
+{{- end }}
+{{- end }}
+
+{{- define "ms.token" -}}
+- {name: RAY_AUTH_MODE, value: token}
+- name: RAY_AUTH_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ include "ms.tokenSecret" . }}, key: auth_token}}
+{{- end }}
+
+{{- define "ms.envFrom" -}}
+{{- with .Values.objectStoreSecret }}
+envFrom:
+  - secretRef: {name: {{ . }}}
+{{- end }}
+{{- end }}
+
+{{/* Mounts that are the same in all pods of mergesearch, because stored jobs name these paths. */}}
+{{- define "ms.mounts" -}}
+- {name: tmp, mountPath: /tmp}
+- {name: home, mountPath: /home/mergesearch}
+- {name: cache, mountPath: /cache}
+- {name: data, mountPath: /var/lib/mergesearch}
+{{- if .Values.models.claim }}
+- {name: models, mountPath: {{ .Values.models.path }}, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{/* Their volumes. Takes (list root data), where `data` is the volume source of the data directory. */}}
+{{- define "ms.volumes" -}}
+{{- $root := index . 0 -}}
+{{- $cache := $root.Values.models.cache -}}
+- {name: tmp, emptyDir: {}}
+- {name: home, emptyDir: {}}
+- name: cache
+  {{- if $cache.hostPath }}
+  hostPath: {path: {{ $cache.hostPath }}, type: Directory}
+  {{- else }}
+  emptyDir: {sizeLimit: {{ $cache.size }}}
+  {{- end }}
+- name: data
+  {{- index . 1 | nindent 2 }}
+{{- with $root.Values.models.claim }}
+- name: models
+  persistentVolumeClaim: {claimName: {{ . }}, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{/* Peers and ports of a NetworkPolicy. No peers: any address. */}}
+{{- define "ms.peers" -}}
+{{ toJson (default list .) }}
+{{- end }}
+
+{{- define "ms.ports" -}}
+[{{ range $i, $port := . }}{{ if $i }}, {{ end }}{protocol: TCP, port: {{ int $port }}}{{ end }}]
+{{- end }}
