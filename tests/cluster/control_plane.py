@@ -35,7 +35,7 @@ import yaml
 from tests.deploy.chart import CHART
 from tests.end_to_end.server import ROOT
 
-__all__ = ["ControlPlane", "Kubelet", "chart_for", "control_plane", "crds_for", "reason_to_skip_kubernetes"]
+__all__ = ["NODE", "ControlPlane", "Kubelet", "chart_for", "control_plane", "crds_for", "reason_to_skip_kubernetes"]
 
 # Directory with kube-apiserver and kube-controller-manager; by default where build-kubernetes.sh leaves them.
 VARIABLE = "MERGESEARCH_KUBERNETES"

@@ -58,8 +58,9 @@ def plane() -> Iterator[ControlPlane]:
             kubelet.stop()
 
 
-@pytest.fixture(scope="module")
-def kubectl(plane: ControlPlane, programs: Path) -> Callable[..., str]:
+def kubectl_for(plane: ControlPlane, programs: Path) -> Callable[..., str]:
+    """Function that calls kubectl and returns what it prints, its errors too if it is to fail."""
+
     def call(*arguments: str | Path, input: str | None = None, fails: bool = False) -> str:
         command = [str(programs / "kubectl"), "--kubeconfig", str(plane.kubeconfig), *map(str, arguments)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, input=input, check=False)
@@ -69,16 +70,24 @@ def kubectl(plane: ControlPlane, programs: Path) -> Callable[..., str]:
     return call
 
 
+def add_crds(kubectl: Callable[..., str], directory: Path) -> None:
+    """Add KubeRay's CRDs and the release's namespace to a new control plane."""
+    for file in crds_for(directory):
+        kubectl("create", "--filename", file)
+        name = yaml.load(file.read_text(), Loader=yaml.CSafeLoader)["metadata"]["name"]
+        kubectl("wait", "--for=condition=Established", f"crd/{name}", "--timeout=60s")
+    kubectl("create", "namespace", NAMESPACE)
+
+
+@pytest.fixture(scope="module")
+def kubectl(plane: ControlPlane, programs: Path) -> Callable[..., str]:
+    return kubectl_for(plane, programs)
+
+
 @pytest.fixture(scope="module")
 def cluster(plane: ControlPlane, kubectl: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> ControlPlane:
     """The control plane with KubeRay's CRDs and the release's namespace."""
-    directory = tmp_path_factory.mktemp("crds")
-    for file in crds_for(directory):
-        kubectl("create", "--filename", file)
-    kubectl("create", "namespace", NAMESPACE)
-    for file in sorted(directory.glob("*.yaml")):
-        name = yaml.load(file.read_text(), Loader=yaml.CSafeLoader)["metadata"]["name"]
-        kubectl("wait", "--for=condition=Established", f"crd/{name}", "--timeout=60s")
+    add_crds(kubectl, tmp_path_factory.mktemp("crds"))
     return plane
 
 
