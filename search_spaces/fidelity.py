@@ -115,7 +115,7 @@ def bracket_cycle(scheduler: Scheduler, *, num_rungs: int, eta: int, max_trials:
     """The brackets that a search with this scheduler repeats, in order.
 
     With hyperband they are the brackets of one Hyperband iteration. With racing each configuration has a bracket of its
-    own. With asha, with none, and with hyperband on a single rung, one bracket has all configurations.
+    own. With the schedulers asha and none, and with hyperband on a single rung, one bracket has all configurations.
     """
     if scheduler == "racing":
         return (Bracket(1, first_rung=0, num_rungs=num_rungs, eta=eta),)
@@ -144,10 +144,10 @@ def bracket_plan(cycle: Sequence[Bracket], max_trials: int) -> tuple[Bracket, ..
 
 
 def open_brackets(cycle: Sequence[Bracket], *, max_staleness: int) -> int:
-    """The number of brackets that may be open at a time: as many as `max_staleness` configurations fill, at least two.
+    """The number of adjacent brackets of a search whose trials may run at the same time, at least two.
 
-    With k of them, a bracket opens once the bracket k before it and all older ones are closed. `cycle` are the brackets
-    that the search repeats.
+    It is the number of brackets that `max_staleness` configurations fill. With k of them, a bracket opens once the
+    bracket k before it and all older ones are closed. `cycle` are the brackets that the search repeats.
     """
     size = sum(bracket.num_configurations for bracket in cycle)
     return max(OPEN_BRACKETS, max_staleness * len(cycle) // size)

@@ -87,8 +87,8 @@ def augmented_chebyshev(gaps: Vectors, vector: ArrayLike, *, rho: float = AUGMEN
 
     `gaps` [num_candidates, num_objectives] are each merge's distances from the best value in each objective, `vector`
     has the weights of the objectives. The result is the largest weighted gap, plus `rho` times the sum of the weighted
-    gaps. The minimum of this function may be at any point of a front, also where the front is not convex; that of a
-    weighted sum may not. Knowles, "ParEGO", IEEE TEC 10(1), 2006, equation 2; Su and Geiping, "Fine, I'll Merge It
+    gaps. With suitable weights its minimum is at any point of a front; the minimum of a weighted sum is never where the
+    front is not convex. Knowles, "ParEGO", IEEE TEC 10(1), 2006, equation 2; Su and Geiping, "Fine, I'll Merge It
     Myself" (2025), equation 3.
     """
     weighted = gaps * np.asarray(vector, dtype=np.float64)

@@ -15,6 +15,7 @@ from service.errors import InUse
 
 __all__ = [
     "DATABASE",
+    "DRAINED",
     "LOCK_FILE",
     "alignments_dir",
     "artifacts_dir",
@@ -22,10 +23,12 @@ __all__ = [
     "existing",
     "free_bytes",
     "gib",
+    "is_drained",
     "job_dir",
     "lack_of_space",
     "locked",
     "parse_bytes",
+    "set_drained",
     "sign_lock",
     "single_server",
 ]
@@ -38,6 +41,12 @@ DATABASE = "mergesearch.db"
 
 # Holds the id of the process that last locked the directory.
 LOCK_FILE = ".lock"
+
+# While this file exists in a server's data directory, its jobs wait.
+DRAIN_FILE = "drained"
+
+# What a server says meanwhile.
+DRAINED = "the server is drained: jobs wait until `mergesearch drain --end`"
 
 
 def job_dir(data_dir: Path, job_id: str) -> Path:
@@ -121,6 +130,19 @@ def single_server(database: Path) -> Iterator[None]:
         if not _try_lock(file, fcntl.LOCK_EX):
             raise InUse(f"database {database}: another server uses it; several servers need PostgreSQL (--database)")
         yield
+
+
+def is_drained(data_dir: Path) -> bool:
+    """Whether the servers with the data directory `data_dir` are drained: they accept no jobs and start no drivers."""
+    return (data_dir / DRAIN_FILE).exists()
+
+
+def set_drained(data_dir: Path, *, drained: bool) -> None:
+    """Drain the servers with the data directory `data_dir`, or end that."""
+    if drained:
+        (data_dir / DRAIN_FILE).touch()
+    else:
+        (data_dir / DRAIN_FILE).unlink(missing_ok=True)
 
 
 def free_bytes(directory: Path) -> int:

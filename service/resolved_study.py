@@ -20,7 +20,8 @@ class ChainedSource:
     """Source of a study that is an exported merge of another study.
 
     `study` and `name` are the other study's id and name. `trial` is the number of the merge's trial in that study, and
-    `recipe_digest` the hash of its recipe. The merge was exported to `directory`.
+    `recipe_digest` the hash of its recipe. The merge was exported to `directory`, which may also be the URL of an
+    artifact in an object store.
     """
 
     study: str
@@ -43,8 +44,8 @@ class ResolvedStudy:
     - `rung_samples`: for each rung, the numbers of samples by objective.
     - `max_staleness`: how many trials proposals may run ahead of evaluations: trial n is proposed once the trials up to
       n - `max_staleness` have been evaluated.
-    - `open_brackets`, `batch`: brackets of Hyperband that may be open at a time, and proposals in a row that know the
-      same results, as in `service.tune.plan.Plan`.
+    - `open_brackets`, `batch`: brackets of Hyperband that may be open at a time, and proposals in a row that are made
+      from the same results, as in `service.tune.plan.Plan`.
     - `version`: version of the program that created the study.
     - `access`: files that the study may read, as the server allowed at its creation; None if all.
     - `algorithm`, `algorithm_reason`: name of the searcher, and why it was chosen; None in studies of early versions.

@@ -109,7 +109,7 @@ def serve(
                 store,
                 cluster=cluster,
                 data_dir=data_dir,
-                preflight=PreflightProcess(RequestContext(access, store.url, data_dir, files)),
+                preflight=PreflightProcess(RequestContext(access, store.url, data_dir, files), cluster=cluster.calls),
                 hosts=(host, *allow_hosts),
                 prefix=prefix,
                 keep=ExportLimits(export_days * DAY_S, export_quota_bytes),

@@ -33,6 +33,9 @@ __all__ = [
 # The interval of a driver's heartbeats; a driver without one for several intervals is considered dead.
 HEARTBEAT_S = 5.0
 
+# Seconds after a heartbeat during which a job still has a driver.
+ALIVE_S = 3 * HEARTBEAT_S
+
 # The reason of a STOPPED job that a request resumed.
 RESUMED_BY_REQUEST = "resumed by request"
 
@@ -137,7 +140,7 @@ class Estimate:
     ci95: tuple[float, float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # a study has tens of thousands
 class RungRecord:
     """Finished rung of a trial: the mean over the rung's samples and the standard error of the mean, by objective.
 
@@ -166,9 +169,9 @@ class StoredRecipe:
 
     @property
     def keeps_equal(self) -> bool:
-        """The attribute `keeps_equal` of the recipe.
+        """Whether the recipe keeps all elements as large as the smallest kept one (`Recipe.keeps_equal`).
 
-        The recipe is not parsed if its text shows that the attribute is False.
+        The recipe is parsed only if its text alone does not answer the question.
         """
         return may_keep_equal(self.text) and self.read().keeps_equal
 
@@ -281,6 +284,10 @@ class JobRecord:
     patience_s: float | None = None
     waiting_for: str | None = None
 
+    def has_driver(self, *, now: float) -> bool:
+        """Whether a driver works on the job: it has not ended, and there was a heartbeat shortly before `now`."""
+        return not self.state.is_finished and self.heartbeat_at is not None and now - self.heartbeat_at < ALIVE_S
+
 
 @dataclass(frozen=True)
 class ArtifactRecord:
@@ -300,7 +307,10 @@ class ArtifactRecord:
 
 @dataclass(frozen=True)
 class ExportRecord:
-    """Export: a merged model that was requested for download; `reason` says why it could not be written."""
+    """Export: a merged model of the trial `trial` that a user requested for download.
+
+    `reason` says why it could not be written; None if it could, or is not written yet.
+    """
 
     id: str
     study: str

@@ -28,7 +28,7 @@ import psutil
 
 from service.disk import gib
 
-__all__ = ["CallLimits", "LimitExceeded", "ProcessDied", "WorkerProcess", "lift_limits"]
+__all__ = ["NO_LIMITS", "CallLimits", "LimitExceeded", "ProcessDied", "WorkerProcess", "lift_limits"]
 
 logger = logging.getLogger(__name__)
 
@@ -220,10 +220,10 @@ def _work(connection: Connection[Any, Any], warm_up: Callable[[], None] | None) 
 
 
 def _limit(kind: int, value: int | None) -> None:
-    """Set the current process's soft limit of a resource to `value`.
+    """Set the soft limit of the current process for a resource, such as processor time, to `value`.
 
-    If `value` is None, it is set to the hard limit, the highest possible. `kind` is a constant of the module
-    `resource`, such as RLIMIT_CPU.
+    `kind` is a constant of the module `resource`, such as RLIMIT_CPU. If `value` is None, the limit is set to the hard
+    limit, the highest that is possible.
     """
     _, hard = resource.getrlimit(kind)
     is_free = hard == resource.RLIM_INFINITY

@@ -33,7 +33,8 @@ def cached(key: str, value: str | None = None, *, cache: str | Path | None = Non
     """Store `value` under `key` in the cache and return it; if `value` is None, return what is stored under `key`.
 
     Returns None if nothing is stored under `key`, or the record is damaged or incomplete. If the cache cannot be
-    written, the value is returned without being stored. `cache` is the directory, as in `cache_dir`.
+    written, the value is returned without being stored. `cache` is the cache's directory, or None for the default
+    (`cache_dir`).
     """
     file = cache_dir(cache) / "records" / hashlib.sha256(key.encode()).hexdigest()
     if value is None:

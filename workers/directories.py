@@ -14,11 +14,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["appearing", "partial_directories", "replacing", "sync", "write_file"]
+__all__ = ["appearing", "partial_directories", "replacing", "sync", "turn", "write_file"]
 
 # The suffix of the hidden directory, which has the files written so far, and its writer's notes beside them.
 PARTIAL = ".partial"
 MODEL = "model"
+
+
+@contextmanager
+def turn(place: Path) -> Iterator[None]:
+    """Context that one process of this machine at a time enters for the file or directory `place`; others wait."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with place.with_name(f".{place.name}.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager
@@ -62,7 +71,10 @@ def appearing(out: Path, key: str) -> Iterator[Path]:
 
 
 def partial_directories(out: Path) -> list[Path]:
-    """The hidden directories next to `out` in which `appearing` writes, or which killed writers left incomplete."""
+    """The hidden directories next to `out` with incomplete content for `out`.
+
+    Running processes write to them (see `appearing`), or killed ones left them.
+    """
     if not out.parent.is_dir():
         return []
     return [

@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from workers.object_store import is_object_url
 
 __all__ = ["DATABASE_URL", "FileAccess"]
 
@@ -24,7 +26,7 @@ class FileAccess:
 
     `readable` and `trusted` are absolute directories. Files below any of them may be read; task files below `trusted`
     may also name Python functions. Symbolic links are resolved before a path is compared with the directories. `urls`
-    are folders in object stores; models below these may be read too.
+    are folders in object stores; models and files below these may be read too.
     """
 
     readable: tuple[str, ...]
@@ -39,12 +41,21 @@ class FileAccess:
         """
         return cls(**{name: tuple(values) for name, values in document.items()})
 
+    def allowing(self, places: Iterable[str]) -> Self:
+        """This access, extended by `places`: directories and URLs to which the service itself has written."""
+        added = [place for place in places if place not in (*self.readable, *self.urls)]
+        urls = tuple(filter(is_object_url, added))
+        directories = tuple(place for place in added if place not in urls)
+        return replace(self, readable=(*self.readable, *directories), urls=(*self.urls, *urls))
+
     def refusal(self, path: str | Path) -> str | None:
         """The reason why the file or directory `path` must not be read; None if it may be read.
 
         It may be read if it is a directory of `readable` or `trusted`, or below one. The file `database.url`, which may
-        hold the password of the server's database, is refused in any directory.
+        hold the password of the server's database, is refused in any directory. A URL is judged by `url_refusal`.
         """
+        if is_object_url(str(path)):
+            return self.url_refusal(str(path))
         if os.path.basename(os.path.realpath(path)) == DATABASE_URL:
             return f"{path}: may hold the password of the server's database, which no study may read"
         if _is_below(path, (*self.readable, *self.trusted)):
@@ -57,12 +68,14 @@ class FileAccess:
     def refusal_of_all(self, path: str | Path) -> str | None:
         """The reason why the directory `path`, or an entry of it, must not be read; None if all of it may be read.
 
-        Entries are checked one by one because they may be links to other places.
+        Entries are checked one by one because they may be links to other places. A URL has no links.
         """
+        if is_object_url(str(path)):
+            return self.url_refusal(str(path))
         return next(filter(None, map(self.refusal, _with_entries(path))), None)
 
     def url_refusal(self, url: str) -> str | None:
-        """The reason why the model in the folder `url` of an object store must not be read; None if it may be read.
+        """The reason why the model or file at `url`, in an object store, must not be read; None if it may be read.
 
         It may be read if it is one of `urls` or below one, and has no part `.` or `..`.
         """

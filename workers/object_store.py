@@ -6,6 +6,7 @@ GOOGLE_APPLICATION_CREDENTIALS, ...), never part of a URL. The drivers s3fs and 
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -13,13 +14,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["SCHEMES", "ObjectInfo", "ObjectStore", "ObjectStoreError", "is_object_url", "object_url_problem"]
+__all__ = [
+    "SCHEMES",
+    "ObjectInfo",
+    "ObjectStore",
+    "ObjectStoreError",
+    "blob_path",
+    "blobs_in",
+    "is_object_url",
+    "object_url_problem",
+]
 
 # Schemes of URLs, each with the extra of this package that installs its driver.
 SCHEMES: Mapping[str, str] = {"s3": "s3", "gs": "gs"}
 
 # Files of more than twice this size are sent in parts of this size.
 PART_BYTES = 32 * 2**20
+
+# A file that is stored by its sha256: FOLDER/blobs/ab/cdef..., where abcdef... is the sha256.
+_BLOB = re.compile(r"([^\s\"']+)/blobs/([0-9a-f]{2})/([0-9a-f]{62})(?![0-9a-f/])")
 
 # Bytes that `ObjectStore.open` reads with one request.
 BLOCK_BYTES = 8 * 2**20
@@ -61,6 +74,16 @@ def object_url_problem(url: str) -> str | None:
             "environment, as the store's own tools read them"
         )
     return None
+
+
+def blob_path(digest: str) -> str:
+    """Path, inside an object store, of the file that is stored by its sha256 `digest` (hex)."""
+    return f"blobs/{digest[:2]}/{digest[2:]}"
+
+
+def blobs_in(text: str) -> list[tuple[str, str]]:
+    """The URLs in `text` of files that are stored by their sha256, each as its store's URL and the sha256 (hex)."""
+    return [(found[1], found[2] + found[3]) for found in _BLOB.finditer(text)]
 
 
 class ObjectStore:

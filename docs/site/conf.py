@@ -8,7 +8,14 @@ from __future__ import annotations
 
 project = "mergesearch"
 root_doc = "docs/index"
-include_patterns = ["docs/**.md", "workers/merging/methods/README.md", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+include_patterns = [
+    "docs/**.md",
+    "workers/merging/methods/README.md",
+    "deploy/README.md",
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+]
 exclude_patterns = [".*", "build", "runs", "tests", "**/__pycache__"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 

@@ -109,9 +109,10 @@ def generalized(
 ) -> Counterpart:
     """The counterpart of a method that is one of mergekit's variants of task arithmetic, which share their parameters.
 
-    `others` are parameters of this variant alone. The remaining arguments are as in `Counterpart`; `normalize` and
-    `rescale` are the defaults of these parameters. For variants without a sparse mask, the parameters `density` and
-    `rescale` have no effect.
+    `method` is mergekit's name of the variant, `settings` its flags, and `others` are parameters of this variant alone.
+    `coefficients` converts mergekit's parameters to coefficients. `exact_at` has the values of coefficients at which
+    the two methods agree, if they do not always agree. `normalize` and `rescale` are the defaults of these parameters.
+    For variants without a sparse mask, the parameters `density` and `rescale` have no effect.
     """
     parameters = (
         Parameter("weight", "expert"),
@@ -128,9 +129,9 @@ def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
     """A conversion of mergekit's parameters to coefficients, for methods that add a sum of task vectors to the base.
 
     The result is a function of the parameters' values. Each lambda is mergekit's weight, normalized or not, times
-    mergekit's lambda. `sparse` are the names of the mask's parameters: `density` first, and `rescale` if it is a
-    coefficient. A task vector with density 0 has the coefficient 0, but its weight counts in the sum by which weights
-    are normalized.
+    mergekit's lambda. `sparse` are the names of mergekit's parameters for the mask that makes task vectors sparse, if
+    the method has one: `density` first, and `rescale` if it is a coefficient. A task vector with density 0 has the
+    coefficient 0, but its weight counts in the sum by which weights are normalized.
     """
 
     def coefficients(values: Values) -> Mapping[str, CoefficientValue]:
@@ -149,8 +150,8 @@ def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
     """A conversion of mergekit's parameters to coefficients, for methods that add task vectors that agree in sign.
 
-    The result is a function of the parameters' values. `sparse` are the names of the mask's parameters: `density`
-    first, and `rescale` if it is a coefficient.
+    The result is a function of the parameters' values. `sparse` are the names of mergekit's parameters for the mask
+    that makes task vectors sparse: `density` first, and `rescale` if it is a coefficient.
     """
 
     def coefficients(values: Values) -> Mapping[str, CoefficientValue]:
@@ -165,8 +166,9 @@ def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 def _kept(values: Values, names: tuple[str, ...]) -> tuple[bool, ...]:
     """For each task vector of a merge, whether its sparse mask keeps any element.
 
-    `values` are mergekit's parameters. `names` are the names of those of the mask: it keeps no element of a task vector
-    whose `density` is 0. If there are no names there is no mask, and all elements are kept.
+    `values` are the values of mergekit's parameters. `names` are the names of the parameters that describe the mask. A
+    mask keeps no element of a task vector whose `density` is 0. If there are no names there is no mask, and all
+    elements are kept.
     """
     return tuple(not names or density != 0 for density in values.numbers("density"))
 

@@ -1,7 +1,8 @@
 """Task vectors sparsified before they are added: at random (DARE, DELLA) or at both ends (Model Breadcrumbs).
 
-Methods whose names end in `_l1` rescale the elements kept to the sum of magnitudes, as mergekit does. The others divide
-by the probability of being kept, as the papers do.
+Methods whose names end in `_l1` scale the elements that are kept to the sum of magnitudes of the whole task vector, as
+mergekit does. The other methods of DARE and DELLA divide each of them by its probability of being kept, as the papers
+do.
 """
 
 from __future__ import annotations

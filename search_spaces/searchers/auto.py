@@ -1,6 +1,7 @@
-"""The default: gradient descent where a study allows it, which preflight decides, and otherwise SMAC.
+"""Declaration of the default searcher `auto`: gradient descent where a study allows it, otherwise SMAC.
 
-Among the searchers without gradients, SMAC is the best in tests/benchmarks/bench_searchers.py.
+Preflight decides between the two. Among the searchers without gradients, SMAC is the best in
+tests/benchmarks/bench_searchers.py.
 """
 
 from search_spaces.searchers.base import Feature, SearcherDeclaration

@@ -31,7 +31,8 @@ class SearcherDeclaration:
     - `alias_of`: the name of the searcher that this one stands for; None for a searcher with an algorithm of its own
     - `computes_steps`: the searcher needs gradients with respect to the parameters of the space
     - `waits_for_baselines`: the searcher is first asked for a proposal when all baselines are scored
-    - `uses_preferences`: the searcher uses the study's preference vectors; a study that has some is refused without it
+    - `uses_preferences`: the searcher uses the study's preference vectors; a study with preference vectors is accepted
+      only with such a searcher
     - `trains_policy`: the searcher trains a policy that builds layer paths; it needs a space of layer paths and a
       single rung, because an episode is a trial with one reward
     - `version`: raised when the searcher proposes something else for the same results; a study keeps the version with
@@ -62,7 +63,8 @@ class SearcherDeclaration:
 def needed_features(parameters: Parameters, *, num_objectives: int, num_constraints: int) -> frozenset[Feature]:
     """The features that a searcher must handle to search a space with these parameters.
 
-    PENDING is always one of them, because the driver asks for proposals before earlier ones have results.
+    PENDING is always one of them: the searcher must take account of earlier proposals without results, because the
+    driver does not wait for these results.
     """
     needed = {
         Feature.CONDITIONS: any(parameter.conditions for parameter in parameters),

@@ -1,4 +1,4 @@
-"""CMA-ES: a normal distribution that adapts to the best trials."""
+"""Declaration of the searcher `cmaes`: CMA-ES, a normal distribution that adapts to the best trials."""
 
 from search_spaces.searchers.base import Feature, SearcherDeclaration
 

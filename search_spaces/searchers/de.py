@@ -1,4 +1,4 @@
-"""Differential evolution."""
+"""Declaration of the searcher `de`: differential evolution of a population of trials."""
 
 from search_spaces.searchers.base import Feature, SearcherDeclaration
 

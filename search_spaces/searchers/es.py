@@ -1,4 +1,4 @@
-"""A (1+1) evolution strategy with step-size adaptation."""
+"""Declaration of the searcher `es`: a (1+1) evolution strategy, random changes of the best trial with adapted size."""
 
 from search_spaces.searchers.base import Feature, SearcherDeclaration
 

@@ -1,10 +1,10 @@
-"""A Gaussian process with expected improvement (Optuna)."""
+"""Declaration of the searcher `gp`: Optuna's Gaussian process with expected improvement."""
 
 from search_spaces.searchers.base import Feature, SearcherDeclaration
 
 SEARCHER = SearcherDeclaration(
     learns=True,
     reference="Jones et al., J. Global Optimization 13, 1998",
-    version=2,
+    version=3,
     handles=frozenset(Feature) - {Feature.CONDITIONS},
 )

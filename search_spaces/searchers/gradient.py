@@ -1,4 +1,4 @@
-"""Gradient descent on coefficients, followed by a local search or by midpoints of the front."""
+"""Declaration of the searcher `gradient`: gradient descent, then a local search or midpoints of the front."""
 
 from search_spaces.searchers.base import Feature, SearcherDeclaration
 

@@ -1,4 +1,4 @@
-"""Grid search: every combination of a few values."""
+"""Declaration of the searcher `grid`: every combination of a few values of each parameter."""
 
 from search_spaces.searchers.base import Feature, SearcherDeclaration
 

@@ -1,4 +1,4 @@
-"""HM3's policy: an actor-critic that builds layer paths step by step."""
+"""Declaration of the searcher `hm3`: HM3's policy, an actor-critic that builds layer paths step by step."""
 
 from search_spaces.searchers.base import Feature, SearcherDeclaration
 

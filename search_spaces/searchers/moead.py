@@ -1,4 +1,4 @@
-"""MOEA/D-DE: a population over weight vectors of the objectives."""
+"""Declaration of the searcher `moead`: MOEA/D-DE, a population over weight vectors of the objectives."""
 
 from search_spaces.searchers.base import Feature, SearcherDeclaration
 

@@ -1,4 +1,4 @@
-"""NSGA-II: a genetic algorithm for several objectives (Optuna)."""
+"""Declaration of the searcher `nsga2`: Optuna's NSGA-II, a genetic algorithm for several objectives."""
 
 from search_spaces.searchers.base import Feature, SearcherDeclaration
 

@@ -1,4 +1,4 @@
-"""NSGA-III: a genetic algorithm for many objectives (Optuna)."""
+"""Declaration of the searcher `nsga3`: Optuna's NSGA-III, a genetic algorithm for many objectives."""
 
 from search_spaces.searchers.base import Feature, SearcherDeclaration
 

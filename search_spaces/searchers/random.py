@@ -1,4 +1,4 @@
-"""Random search: every configuration drawn uniformly."""
+"""Declaration of the searcher `random`: every configuration is drawn at random."""
 
 from search_spaces.searchers.base import Feature, SearcherDeclaration
 

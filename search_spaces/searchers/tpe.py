@@ -1,4 +1,4 @@
-"""TPE: Parzen estimators of good and other trials (Optuna)."""
+"""Declaration of the searcher `tpe`: Optuna's TPE, which compares densities of good and of other trials."""
 
 from search_spaces.searchers.base import Feature, SearcherDeclaration
 

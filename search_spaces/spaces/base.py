@@ -88,9 +88,9 @@ class LayerGroup:
 class SpaceDescription:
     """How a space divides the model into parts with coefficients of their own, for reports.
 
-    `layer_groups` cover the layers in order. `component_groups` are the parts of a layer, by name, each with the
-    components that it belongs to; a part is a group of components, or a single tensor. `text` says in words what is
-    searched.
+    `layer_groups` cover the layers in order. `component_groups` are the parts of a layer that have coefficients of
+    their own, by name: groups of components, or single tensors. Each name has the components of the part, or the
+    component of the tensor. `text` says in words what is searched.
     """
 
     kind: str

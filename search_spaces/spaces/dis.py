@@ -58,7 +58,10 @@ class DisSection(SpaceSection):
 
     @property
     def num_repeats(self) -> int:
-        """How often a block may use the same layer: the option `repeats`, else the preset's value, else 1."""
+        """How often a block may use the same layer.
+
+        It is the option `repeats`, else what the published configuration has that the option `preset` names, else 1.
+        """
         preset = PRESETS[self.preset][2] if self.preset else 1
         return preset if self.repeats is None else self.repeats
 

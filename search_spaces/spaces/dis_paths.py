@@ -43,8 +43,8 @@ SCALE_DEVIATION = 0.11
 class Block:
     """The layers that a merge uses in one block, and the factor on the block's output.
 
-    `path` has the numbers of the candidates, which are the layers that the block may use, in the order in which they
-    are applied.
+    A candidate is a layer that the block may use. `path` has the numbers of the candidates that the merge uses, in
+    order.
     """
 
     path: tuple[int, ...]
@@ -266,9 +266,9 @@ class DisPaths:
     def _tidy(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
         """The blocks in the form in which they are stored, of several that give the same merge.
 
-        A scale without influence becomes 1: that of a block without layers, and that of the last block with layers,
-        which the final norm cancels. With `retains`, a path that is the base's own layers becomes the empty one, which
-        means the same.
+        Scales without influence become 1. A block without layers has such a scale, and so has the last block with
+        layers, because the final norm cancels its scale. With `retains`, a path that is the base's own layers becomes
+        the empty one, which means the same.
         """
         base = self.own(self.base) if self.retains and self.base in self.models else None
         paths = [() if block.path == base else block.path for block in blocks]
@@ -343,8 +343,8 @@ class DisPaths:
     def _drawn_path(self, size: int, rng: np.random.Generator) -> tuple[int, ...]:
         """A random path of `size` layers through one block, as the numbers of its candidates.
 
-        Candidates are the layers that the block may use. With `retains`, an empty path means the base's layers; if
-        these are `size` layers, it is drawn with probability 1 / (number of models + 1).
+        Candidates are the layers that the block may use. If the base's own layers of the block are `size` layers, they
+        are drawn with probability 1 / (number of models + 1), as an empty path, provided that the space `retains` them.
         """
         if self.retains and size == self.depth_granularity and rng.integers(len(self.models) + 1) == 0:
             return ()
@@ -413,12 +413,12 @@ def place_of(order: Sequence[int], num_candidates: int, repeats: int) -> int:
 
 
 def first_order(path: Sequence[int], num_candidates: int, repeats: int) -> tuple[tuple[bool, ...], tuple[int, ...]]:
-    """The bits and the order of candidates that are stored for a path through one block.
+    """Encode a path through one block as bits and an order of candidates.
 
     Candidates are the numbers 0 to `num_candidates` - 1, which stand for the layers that the block may use. The order
-    has `repeats` copies of each. The bits say which copies of each candidate the path uses: the first ones. The order
-    is the lexicographically first one that gives the path with these bits. Raises ValueError if the path uses a
-    candidate more than `repeats` times.
+    has `repeats` copies of each. The bits say which copies of each candidate the path uses: the first ones. The path is
+    these copies in the order. Of the orders that give the path, it is the lexicographically first one. Raises
+    ValueError if the path uses a candidate more than `repeats` times.
     """
     used = [path.count(candidate) for candidate in range(num_candidates)]
     if max(used, default=0) > repeats:
@@ -469,10 +469,10 @@ def _used(bits: tuple[bool, ...], place: int, num_candidates: int, repeats: int)
 
 
 def _num_starting_with(candidate: int, left: Sequence[int]) -> int:
-    """The number of different orders of the remaining copies of candidates that start with `candidate`.
+    """The number of different orders of candidates that start with `candidate`.
 
-    Candidates are numbers that stand for layers which a block may use. `left` is the number of remaining copies of each
-    candidate. The result is 0 if `candidate` has no copy left.
+    Candidates are numbers that stand for layers which a block may use. An order has each candidate as often as `left`
+    says, by the candidate's number. The result is 0 if `candidate` has no copy left.
     """
     if not left[candidate]:
         return 0

@@ -69,7 +69,7 @@ class LayerPaths:
 
     @property
     def shortest(self) -> int:
-        """The number of layers of the shortest path."""
+        """The number of layers of the shortest path that the limits of lengths and jumps allow."""
         if self.max_jump is None:
             return self.min_length
         # The distance from the last layer at which a path may begin to the first at which it may end.
@@ -78,7 +78,7 @@ class LayerPaths:
 
     @property
     def longest(self) -> int:
-        """The number of layers of the longest path."""
+        """The number of layers of the longest path that the limits of lengths and jumps allow."""
         return self.num_layers if self.max_jump == 0 else self.max_length
 
     def step(self, model: int, layer: int) -> int:

@@ -103,7 +103,10 @@ SPACE = LfsSection
 
 
 class LfsSpace:
-    """The search space LFS over one base model and its experts. Immutable."""
+    """The search space LFS (layer-wise fusion) over one base model and its experts. Immutable.
+
+    Each group of layers chooses a merge method and the experts that are merged, and has coefficients of its own.
+    """
 
     kind = "lfs"
 

@@ -59,7 +59,10 @@ class SearchedMethod(Protocol):
 
 
 class TaskArithmetic:
-    """Task arithmetic: base + lambda * (sum of the task vectors). The selected experts share lambda."""
+    """Task arithmetic as LFS searches it: base + lambda * (sum of the task vectors).
+
+    The selected experts share lambda.
+    """
 
     name = "task_arithmetic"
 
@@ -123,7 +126,7 @@ class DirectedTaskArithmetic:
 
 
 class Ties:
-    """TIES-merging of the selected experts.
+    """TIES-merging of the selected experts, as LFS searches it.
 
     It keeps the share k of each task vector's elements with the largest magnitudes, elects a sign for each element, and
     adds lambda times the mean of the elements that have this sign.
@@ -148,7 +151,7 @@ class Ties:
 
 
 class Linear:
-    """The weighted mean of the selected experts; the weights sum to one.
+    """The weighted mean of the selected experts, as LFS searches it; the weights sum to one.
 
     There is one parameter per expert, which has a value only if a configuration selects the expert; a recipe has these
     numbers divided by their sum. Weights are equal if all numbers are zero, or if a configuration selects no expert, so
@@ -193,7 +196,10 @@ class Linear:
 
 
 class Slerp:
-    """Spherical interpolation between the two models of a pair; t = 0 gives the first model, t = 1 the second."""
+    """Spherical interpolation between the two models of a pair, as LFS searches it.
+
+    The parameter t = 0 gives the first model, t = 1 the second.
+    """
 
     name = "slerp"
 
@@ -221,7 +227,7 @@ DIRECTED = DirectedTaskArithmetic()
 
 
 def _searched(cell: ComponentGroup, method: str, coefficient: str) -> Float:
-    """The parameter of the component group `cell` that is searched for `coefficient` of `method`.
+    """The parameter with which a search varies the coefficient `coefficient` of `method` in the component group `cell`.
 
     It is one number for all merged models, in the range that the method declares.
     """

@@ -1,7 +1,8 @@
 """The methods that LFS was not published with, as LFS searches them: coefficients in the ranges that methods declare.
 
-Weights are searched as one number per selected expert; for methods that divide by the sum of the weights they are
-stored divided by it. All random masks have the same seed, so that candidates differ in their coefficients only.
+Weights are searched as one number per selected expert. For methods that divide by the sum of the weights, a recipe has
+the numbers already divided by their sum. All random masks have the same seed, so that candidates differ in their
+coefficients only.
 """
 
 from __future__ import annotations
@@ -77,12 +78,14 @@ class RangedMethod:
         return values
 
     def _encode_model(self, cell: ComponentGroup, operands: tuple[str, ...], model: str) -> dict[str, Any] | None:
-        """Parameter values of `cell` for which the method gives the unchanged model `model`, or None if there are none.
+        """Parameter values of `cell` with which the method returns the model `model` unchanged; None if there are none.
 
-        The method gives the base if the coefficient that its field `base_at_zero` names (or `drops_zeros`, unless the
-        method is `is_itself_alone`) is 0 and may be searched at 0. It gives the first of `operands`, the aliases of the
-        merged models, if the coefficient that its field `first_at_zero` names is 0. It gives an expert if this is the
-        only operand and the method returns a single source unchanged or needs more than one.
+        `operands` are the aliases of the merged models. There are such values in three cases:
+
+        - `model` is the base, and the method returns the base if some coefficient is 0, which must be in the searched
+          range.
+        - `model` is the first operand, and the method returns it if the coefficient `first_at_zero` is 0.
+        - `model` is the only operand, and the method returns a single source unchanged, or needs several sources.
         """
         method = self.method
         leaves_base = (method.base_at_zero, None if method.is_itself_alone else method.drops_zeros)
@@ -117,9 +120,9 @@ class RangedMethod:
         return {c.name: c.searched for c in self.method.coefficients if isinstance(c.searched, Range)}
 
     def _counts(self, num_operands: int) -> dict[str, float]:
-        """The values of the method's coefficients that are numbers of sources, by name.
+        """The values of those coefficients of the method that count sources, by name.
 
-        An example is how many sources must agree. Each is at most `num_operands`, the number of merged models.
+        An example is how many sources must agree. A value is at most `num_operands`, the number of merged models.
         """
         return {
             c.name: min(c.searched.value, num_operands)

@@ -211,10 +211,11 @@ class M3Space:
                 yield {**chosen, **direction, **({} if method == "linear" else {"scale": scale})}
 
     def _numbers(self, method: str, merge: Merge) -> _Numbers | None:
-        """The coefficients of the experts in a canonical merge by `method`; 0 for an expert that the merge leaves out.
+        """Read the experts' coefficients from a canonical merge, if it is one by `method`; else return None.
 
-        They are the experts' shares of the sum of task vectors or, for task arithmetic, the shares times an unknown
-        scale. Returns None if the merge cannot come from this method.
+        An expert that the merge leaves out has the coefficient 0. A merge by task arithmetic has only the products of
+        the scale and the experts' shares, so that the scale in the result is None. A merge by another method states
+        shares and scale.
         """
         models = [source.model for source in merge.sources]
         if merge.method == "passthrough" and not merge.coefficients:
@@ -260,8 +261,8 @@ class M3Space:
 class _Numbers:
     """The coefficients of the experts in a recipe, one for each expert.
 
-    If `scale`, the scale of the task vectors, is known, `numbers` are the experts' shares of the sum of task vectors.
-    If `scale` is None, `numbers` are the shares times an unknown scale.
+    If the recipe states the scale of the task vectors, it is `scale`, and `numbers` are the experts' shares, which sum
+    to 1. If `scale` is None, `numbers` are the products of the scale and each share.
     """
 
     numbers: tuple[float, ...]

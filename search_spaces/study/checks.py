@@ -343,7 +343,7 @@ def _constraint_contradictions(search: Search, parts: ValidParts) -> Iterator[Pr
 def _unreachable(constraint: Constraint, spec: ObjectiveSpec) -> str:
     """The reason why no value in the objective's range meets the constraint, or "" if some value may meet it.
 
-    A bound relative to a model's value may be anywhere that a value in the range allows.
+    If the bound is relative to a model's value, that value may be any number in the objective's range.
     """
     if spec.range is not None and not spec.range[0] < spec.range[1]:
         return ""  # the problem is reported for the range

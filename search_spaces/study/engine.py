@@ -51,6 +51,11 @@ class Engine(Section):
     """How many trials are scored again by plain transformers, on how many samples; false: none."""
 
     @property
+    def num_gpus(self) -> int:
+        """The number of GPUs that all engines use together."""
+        return self.replicas * self.tensor_parallel_size
+
+    @property
     def options(self) -> EngineOptions:
         """The options with which each engine is started."""
         return EngineOptions(**{name: value for name, value in self if name not in NOT_OF_ONE_ENGINE})

@@ -38,7 +38,10 @@ class Fidelity(Section):
 
     @property
     def bound_error_rate(self) -> float | None:
-        """The error rate of the rule `bound` of racing, or its default; None if racing has another rule."""
+        """The probability that racing with `rule: bound` stops some trial wrongly; None under another rule.
+
+        It is the key `error_rate`, or its default.
+        """
         if self.rule != "bound":
             return None
         return DEFAULT_ERROR_RATE if self.error_rate is None else self.error_rate

@@ -32,6 +32,7 @@ __all__ = [
     "Study",
     "load_study",
     "parse_study",
+    "resolved_file",
     "resolved_model",
     "resolved_objective",
     "same_but_limits",
@@ -224,8 +225,8 @@ def _resolved(study: Study, directory: Path) -> Study:
 def resolved_model(value: str, directory: Path) -> str:
     """The absolute directory that a model's name in a study file stands for, or the unchanged name of a remote model.
 
-    A name with "://" is the URL of a folder in an object store. A hub id has the form `name` or `owner/name`, and there
-    is no such directory. A relative directory is relative to `directory`.
+    A name with "://" is the URL of a folder in an object store. A name of the form `name` or `owner/name` is a hub id,
+    unless a directory of this name exists. Relative directories are relative to `directory`.
     """
     if "://" in value:
         return value
@@ -246,16 +247,21 @@ def _run(value: Chained, directory: Path) -> Chained:
 
 
 def resolved_objective(spec: ObjectiveSpec, directory: Path) -> ObjectiveSpec:
-    """The objective with absolute paths of the files that its task consists of.
+    """The objective with absolute paths, or unchanged URLs, of the files that its task consists of.
 
     Relative paths are relative to `directory`.
     """
     if isinstance(spec.task, InlineTask):
-        task: InlineTask | str = spec.task.model_copy(update={"file": _absolute(spec.task.file, directory)})
+        task: InlineTask | str = spec.task.model_copy(update={"file": resolved_file(spec.task.file, directory)})
     else:
         is_file = spec.task.endswith((".yaml", ".yml"))
-        task = _absolute(spec.task, directory) if is_file else spec.task
+        task = resolved_file(spec.task, directory) if is_file else spec.task
     return spec.model_copy(update={"task": task})
+
+
+def resolved_file(value: str, directory: Path) -> str:
+    """The absolute path of a file in a study file, relative to `directory`; a URL is unchanged."""
+    return value if "://" in value else _absolute(value, directory)
 
 
 def _absolute(value: str, directory: Path) -> str:

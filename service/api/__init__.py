@@ -17,7 +17,8 @@
 - `sample_mover`: samples of earlier versions, moved while the server runs
 - `preflight_process`: checks of submitted jobs, outside the server's process
 - `openapi`: the OpenAPI document, and Swagger UI at /docs
-- `metrics`: counts for Prometheus
+- `request_counter`: counts requests by route
+- `metrics`: metrics for Prometheus
 """
 
 from service.api.app import create_app

@@ -17,7 +17,6 @@ from service.api.export_queue import Exports
 from service.api.limits.artifacts import ArtifactQuota
 from service.api.limits.exports import ExportLimits
 from service.api.limits.origin import CheckOrigin
-from service.api.metrics import CountRequests, RequestCounter
 from service.api.openapi import install_docs, install_openapi
 from service.api.prefix import BelowPrefix
 from service.api.preflight_process import Preflight, PreflightProcess, default_access
@@ -25,6 +24,7 @@ from service.api.problems import install_handlers
 from service.api.protocols import Cluster
 from service.api.record_cache import RunRecords
 from service.api.regular_cleaning import clean_regularly
+from service.api.request_counter import CountRequests, RequestCounter
 from service.api.requests import principal
 from service.api.routes import exports, finetunes, jobs, operations, results
 from service.api.sample_mover import move_old_samples
@@ -75,7 +75,7 @@ def create_app(
         data_dir=data_dir,
         cluster=cluster,
         preflight=preflight or PreflightProcess(RequestContext(default_access(data_dir), store.url, data_dir, files)),
-        exports=Exports(store, data_dir, keep=keep, files=artifacts.remote, is_leader=cluster.is_leader),
+        exports=Exports(store, data_dir, keep=keep, artifacts=artifacts, is_leader=cluster.is_leader),
         artifacts=artifacts,
         quota=ArtifactQuota(store, artifacts, artifact_quota_bytes),
         hub=EventHub(store),

@@ -1,4 +1,4 @@
-"""Answers with a study's results, which a client that has them already (`If-None-Match`) is not sent again."""
+"""Responses with results of a study; a client that has them already (header If-None-Match) gets only status 304."""
 
 from __future__ import annotations
 

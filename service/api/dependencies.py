@@ -16,11 +16,11 @@ from starlette.convertors import StringConvertor, register_url_convertor
 from service.api.event_stream import EventHub
 from service.api.export_queue import Exports
 from service.api.limits.artifacts import ArtifactQuota
-from service.api.metrics import RequestCounter
 from service.api.preflight_process import Preflight
 from service.api.problems import Refusal
 from service.api.protocols import Cluster, Principal
 from service.api.record_cache import RunRecords
+from service.api.request_counter import RequestCounter
 from service.api.requests import principal
 from service.errors import NotFound
 from service.jobs.base import JobKind

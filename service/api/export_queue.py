@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import shutil
 import tarfile
 import threading
@@ -23,13 +24,14 @@ from service.disk import alignments_dir, job_dir
 from service.errors import Conflict, NotFound
 from service.jobs.registry import kind_of
 from service.store import Store
+from service.store.artifacts import ArtifactStore
 from service.store.availability import is_away
 from service.store.blobs import StoredFile
 from service.studies.export import export_trial
-from service.types import ExportRecord, ExportState, JobRecord
+from service.types import ArtifactRecord, ExportRecord, ExportState, JobRecord
 from service.worker_process import WorkerProcess
 
-__all__ = ["Exports", "Tar", "export_id"]
+__all__ = ["Exports", "Tar", "artifact_name", "export_id"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +50,18 @@ def export_id(study_id: str, trial: int, dtype: str) -> str:
     return hashlib.sha256(f"{study_id}/{trial}/{dtype}".encode()).hexdigest()[:32]
 
 
+def artifact_name(name: str) -> str:
+    """Name of the artifact that is the export with the id `name`, in an object store."""
+    return f"export-{name}"
+
+
 class Exports:
     """Queue that writes the unfinished exports of the store, and removes exports beyond the limits `keep`.
 
     An export that is interrupted continues when the queue is started again. Of several servers, only the leader
-    (`is_leader`) writes and removes exports, in the directory that all of them share.
+    (`is_leader`) writes and removes exports. They are directories in `data_dir`, which all servers then share. If
+    `artifacts` is in an object store, each is an artifact of its study instead, and is in `data_dir` only until it is
+    stored there.
     """
 
     def __init__(
@@ -61,11 +70,12 @@ class Exports:
         data_dir: Path,
         *,
         keep: ExportLimits | None = None,
-        files: str | None = None,
+        artifacts: ArtifactStore | None = None,
         is_leader: Callable[[], bool] = lambda: True,
     ) -> None:
         self._store = store
-        self._files = files
+        self._remote = None if artifacts is None else artifacts.remote
+        self._artifacts = None if self._remote is None else artifacts
         self._data_dir = data_dir
         self._root = data_dir / "exports"
         self._keep = keep or ExportLimits()
@@ -90,13 +100,38 @@ class Exports:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def directory(self, record: ExportRecord) -> Path:
-        """Directory of an export's model, which exists once the export is COMPLETE.
+    def folder(self, record: ExportRecord) -> str:
+        """Name of the folder in the downloaded tar archive of an export."""
+        return f"{self._store.job(record.study).name}-trial-{record.trial}"
 
-        The folder in the downloaded tar archive has the name of this directory.
-        """
-        name = self._store.job(record.study).name
-        return self._root / record.id / f"{name}-trial-{record.trial}"
+    def files(self, record: ExportRecord) -> Mapping[str, StoredFile] | None:
+        """Files of an export's model, by name; None if they are not written yet, or were removed."""
+        if self._artifacts is None:
+            directory = self.directory(record)
+            return {file.name: StoredFile.of(file) for file in directory.iterdir()} if directory.is_dir() else None
+        try:
+            artifact = self._artifact(self._artifacts, record)
+            return None if artifact is None else self._artifacts.files(artifact)
+        except Conflict:
+            return None
+
+    def num_bytes(self, record: ExportRecord) -> int | None:
+        """Total size in bytes of the files of an export's model; None if there are none."""
+        if self._artifacts is not None:
+            artifact = self._artifact(self._artifacts, record)
+            return None if artifact is None else artifact.num_bytes
+        files = self.files(record)
+        return None if files is None else sum(file.num_bytes for file in files.values())
+
+    def directory(self, record: ExportRecord) -> Path:
+        """Directory to which an export's model is written."""
+        return self._root / record.id / self.folder(record)
+
+    def _artifact(self, artifacts: ArtifactStore, record: ExportRecord) -> ArtifactRecord | None:
+        try:
+            return artifacts.get(record.study, artifact_name(record.id))
+        except NotFound:
+            return None
 
     def reading(self, owner: str, chunks: Iterable[bytes]) -> Iterator[bytes]:
         """Yield the `chunks` of a download; until the last one, the downloaded files are not deleted.
@@ -152,7 +187,7 @@ class Exports:
     def _stored(self, wanted: ExportRecord) -> tuple[ExportRecord, bool]:
         with self._lock:
             record = self._store.add_export(wanted)
-            is_gone = record.state is ExportState.COMPLETE and not self.directory(record).is_dir()
+            is_gone = record.state is ExportState.COMPLETE and self.num_bytes(record) is None
             if record.state is ExportState.FAIL or is_gone:
                 self._store.set_export_state(record.id, ExportState.WAITING)
                 return self._store.export(record.id), True
@@ -172,6 +207,8 @@ class Exports:
                 self._store.delete_job(job_id, noun=noun)
             for record in records:
                 self._store.delete_export(record.id)
+                if self._artifacts is not None:
+                    self._artifacts.remove(record.study, artifact_name(record.id))
             # Moved before they are deleted: the same export may be requested again at once.
             removed = [self._set_aside(record.id) for record in records]
         for directory in removed:
@@ -192,12 +229,11 @@ class Exports:
         for place in places:
             if place.name not in known:
                 shutil.rmtree(place, ignore_errors=True)
-        quota = self._keep.quota_bytes
         removed = to_remove(
             [self._kept(record) for record in records],
             now=time.time(),
             lifetime_s=self._keep.lifetime_s,
-            quota_bytes=shutil.disk_usage(self._data_dir).total // 10 if quota is None else quota,
+            quota_bytes=self._quota_bytes(),
         )
         for record in removed:
             with suppress(Conflict, NotFound):  # requested again, downloaded or deleted at this moment
@@ -206,13 +242,24 @@ class Exports:
                     "export %s of study %s was removed: it expired or exceeded the quota", record.id, record.study
                 )
 
+        if self._artifacts is not None:
+            self._artifacts.collect()
+
+    def _quota_bytes(self) -> float:
+        if self._keep.quota_bytes is not None:
+            return self._keep.quota_bytes
+        return math.inf if self._artifacts is not None else shutil.disk_usage(self._data_dir).total // 10
+
     def _kept(self, record: ExportRecord) -> KeptExport:
+        if self._artifacts is not None:
+            artifact = self._artifact(self._artifacts, record)
+            return KeptExport(record, artifact.created_at, artifact.num_bytes) if artifact else _unwritten(record)
         place = self._root / record.id
         try:
             num_bytes = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
             return KeptExport(record, place.stat().st_mtime, num_bytes)
         except OSError:  # not written yet, or being removed
-            return KeptExport(record, record.created_at, 0)
+            return _unwritten(record)
 
     async def _run(self) -> None:
         sweep_at = 0.0
@@ -241,16 +288,16 @@ class Exports:
             if record.state not in (ExportState.WAITING, ExportState.RUNNING):
                 return
             directory = await anyio.to_thread.run_sync(self._prepare, record)
-            if not directory.exists():  # models appear complete or not at all: an earlier server wrote this one
+            # Models appear complete or not at all: if there is one, an earlier server wrote it.
+            if await anyio.to_thread.run_sync(self.num_bytes, record) is None:
                 self._process = WorkerProcess("export")
                 await self._process.call(
                     _export,
                     self._store.url,
-                    record.study,
-                    str(record.trial),
+                    record,
                     directory,
-                    dtype=record.dtype,
                     alignments_in=self._alignments(record),
+                    artifacts_in=self._remote,
                 )
             state, reason = ExportState.COMPLETE, None
         except Exception as error:
@@ -270,7 +317,7 @@ class Exports:
         It is their directory, or the URL of the object store that has them if there is no such directory.
         """
         directory = alignments_dir(job_dir(self._data_dir, record.study))
-        return directory if self._files is None or directory.is_dir() else self._files
+        return directory if self._remote is None or directory.is_dir() else self._remote
 
     def _prepare(self, record: ExportRecord) -> Path:
         self._store.set_export_state(record.id, ExportState.RUNNING)
@@ -279,10 +326,21 @@ class Exports:
         return directory
 
 
-def _export(url: str, study_id: str, trial: str, directory: Path, *, dtype: str, alignments_in: str | Path) -> None:
+def _unwritten(record: ExportRecord) -> KeptExport:
+    return KeptExport(record, record.created_at, 0)
+
+
+def _export(
+    url: str, export: ExportRecord, directory: Path, *, alignments_in: str | Path, artifacts_in: str | None
+) -> None:
+    """Write the model of an export to `directory`, or to the object store `artifacts_in` if there is one."""
     store = Store(url)
     try:
-        export_trial(store, store.job(study_id), trial, directory, dtype=dtype, alignments_in=alignments_in)
+        job = store.job(export.study)
+        export_trial(store, job, str(export.trial), directory, dtype=export.dtype, alignments_in=alignments_in)
+        if artifacts_in is not None:
+            ArtifactStore(store, artifacts_in).put(export.study, artifact_name(export.id), directory)
+            shutil.rmtree(directory.parent)
     finally:
         store.close()
 

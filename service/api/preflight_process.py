@@ -1,18 +1,22 @@
 """Parses and checks the job in a request's body, with the same checks as the command line.
 
 The checks import torch and lm-eval and read models, so they run in separate processes, the validators, within limits of
-time, processor time and memory: no body can stop the server, and no client can stop another one's requests.
+time, processor time and memory: no body can stop the server, and no client can stop another one's requests. If jobs
+run on other machines, so do the checks: on a node that can run engines.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import anyio.to_thread
 import psutil
 
 from search_spaces.errors import InvalidStudy, Problem
@@ -20,13 +24,16 @@ from search_spaces.study.file import Study
 from search_spaces.study.yaml import parse_document
 from service.api.limits.fair_queue import FairQueue
 from service.api.problems import Unavailable
+from service.cluster.node_calls import NodeCalls
 from service.jobs.base import Accept, Accepted, JobKind, RequestContext
+from service.jobs.registry import kind_of
+from service.store.database_url import database_url
 from service.studies.preflight.dtype import engine_dtype
 from service.worker_process import CallLimits, LimitExceeded, ProcessDied, WorkerProcess, lift_limits
 from workers.file_access import FileAccess
 from workers.models.remote import hub_cache
 
-__all__ = ["Limits", "Preflight", "PreflightProcess", "check_request", "default_access"]
+__all__ = ["Limits", "Preflight", "PreflightProcess", "check_on_node", "check_request", "default_access"]
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +93,8 @@ class PreflightProcess:
     """Preflight that checks jobs in separate processes, each request within `limits`; None means those of Limits().
 
     `context` says which files jobs may read and which earlier jobs they may refer to; None means all files and no jobs.
-    At most `num_validators` processes do the checks. At most `num_validators - 1` of them work for one client at the
+    `cluster` calls functions on nodes of the cluster; None if jobs run on this machine. At most `num_validators`
+    processes do the checks. At most `num_validators - 1` of them work for one client at the
     same time, but at least one.
     """
 
@@ -94,10 +102,12 @@ class PreflightProcess:
         self,
         context: RequestContext | None = None,
         *,
+        cluster: NodeCalls | None = None,
         limits: Limits | None = None,
         num_validators: int = NUM_VALIDATORS,
     ) -> None:
         self._context = context or RequestContext()
+        self._cluster = cluster
         self._limits = limits or Limits()
         self._queue = FairQueue(num_validators, max_waiting=MAX_WAITING, max_clients=MAX_CLIENTS)
         self._validators = [WorkerProcess(f"validator {number}", warm_up=_warm_up) for number in range(num_validators)]
@@ -116,29 +126,46 @@ class PreflightProcess:
             validator.stop()
 
     async def accept(self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "") -> Accepted:
-        return await self._call(client, check_request, content, kind.noun, kind.accept, self._context, is_json=is_json)
+        context, cluster = self._context, self._cluster
+        nodes = () if cluster is None else await self._waited(anyio.to_thread.run_sync(cluster.engine_nodes))
+        if cluster is None or not nodes:
+            async with self._queue.turn(client), self._validator() as validator:
+                return await self._limited(
+                    validator.call, check_request, content, kind.noun, kind.accept, context, is_json=is_json
+                )
+        # Nodes find the database themselves, as drivers do: its URL may hold a password.
+        context = replace(context, store_url=None, num_machines=len(nodes))
+        on_node = partial(cluster.call, node=random.choice(nodes))
+        async with self._queue.turn(client):
+            call = self._limited(on_node, check_on_node, content, kind.name, context, is_json=is_json)
+            return await self._waited(call)
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
-        return await self._call(client, _engine_dtype, document)
-
-    async def _call(self, client: str, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
         async with self._queue.turn(client), self._validator() as validator:
-            limits = CallLimits(self._limits.cpu_s, self._limits.memory_bytes)
+            return await self._limited(validator.call, _engine_dtype, document)
 
-            async def call() -> Result:
-                return await validator.call(function, *args, timeout_s=self._limits.time_s, limits=limits, **kwargs)
-
+    async def _limited(self, call: Callable[..., Awaitable[Result]], *args: Any, **kwargs: Any) -> Result:
+        """Await `call` with the given arguments, within the limits of a request; after a crash, once more."""
+        limits = CallLimits(self._limits.cpu_s, self._limits.memory_bytes)
+        again = partial(call, *args, timeout_s=self._limits.time_s, limits=limits, **kwargs)
+        try:
             try:
-                try:
-                    return await call()
-                except ProcessDied:  # perhaps because of an earlier request
-                    return await call()
-            except ProcessDied as error:
-                raise Unavailable(f"the request could not be checked ({error}); try again") from error
-            except TimeoutError as error:
-                raise _too_much(f"{self._limits.time_s:g} s") from error
-            except LimitExceeded as error:
-                raise _too_much(str(error)) from error
+                return await again()
+            except ProcessDied:  # perhaps because of an earlier request
+                return await again()
+        except ProcessDied as error:
+            raise Unavailable(f"the request could not be checked ({error}); try again") from error
+        except TimeoutError as error:
+            raise _too_much(f"{self._limits.time_s:g} s") from error
+        except LimitExceeded as error:
+            raise _too_much(str(error)) from error
+
+    async def _waited(self, answer: Awaitable[Result]) -> Result:
+        """Await the answer of the cluster. Raises Unavailable if there is none."""
+        try:
+            return await answer
+        except OSError as error:
+            raise Unavailable(f"the request could not be checked on the cluster ({error}); try again") from error
 
     @asynccontextmanager
     async def _validator(self) -> AsyncIterator[WorkerProcess]:
@@ -193,6 +220,14 @@ def check_request(content: bytes, noun: str, accept: Accept, context: RequestCon
         logger.exception("a %s could not be checked", noun)
         message = f"the {noun} could not be checked: {type(error).__name__}: {error}"
         raise InvalidStudy((Problem("", message),)) from error
+
+
+def check_on_node(content: bytes, kind: str, context: RequestContext, *, is_json: bool) -> Accepted:
+    """Check a request's body as `check_request` does, on a node, which finds the database of the server itself."""
+    assert context.data_dir is not None
+    url = database_url(context.data_dir).render_as_string(hide_password=False)
+    declared = kind_of(kind)
+    return check_request(content, declared.noun, declared.accept, replace(context, store_url=url), is_json=is_json)
 
 
 def _engine_dtype(document: Mapping[str, Any]) -> str:

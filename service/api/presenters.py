@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from service.api.protocols import Cluster
@@ -54,12 +53,12 @@ def event_document(event: EventRecord) -> EventDocument:
     return {"id": event.id, "time": rfc_3339(event.time), "kind": event.kind, "payload": payload}
 
 
-def export_document(record: ExportRecord, directory: Path) -> ExportDocument:
-    """JSON document that describes an export, whose model is written to `directory`.
+def export_document(record: ExportRecord, num_bytes: int | None) -> ExportDocument:
+    """JSON document that describes an export, whose files take `num_bytes`; None if there are none.
 
     The document has the model's size and a download link only if the export is COMPLETE and its files still exist.
     """
-    is_there = record.state is ExportState.COMPLETE and directory.is_dir()
+    is_there = record.state is ExportState.COMPLETE and num_bytes is not None
     path = export_path(record)
     return {
         "id": record.id,
@@ -69,6 +68,6 @@ def export_document(record: ExportRecord, directory: Path) -> ExportDocument:
         "state": record.state.value,
         "reason": record.reason,
         "created_at": rfc_3339(record.created_at),
-        "bytes": sum(file.stat().st_size for file in directory.iterdir()) if is_there else None,
+        "bytes": num_bytes if is_there else None,
         "links": {"self": path, **({"download": f"{path}/download"} if is_there else {})},
     }

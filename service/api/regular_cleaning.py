@@ -19,7 +19,10 @@ ROUND_S = 3600.0
 
 
 async def clean_regularly(cleaner: Cleaner, *, is_leader: Callable[[], bool], round_s: float = ROUND_S) -> None:
-    """Remove what exceeds the limits every `round_s` seconds, if this server is the leader. Never returns."""
+    """Remove what `cleaner` finds, every `round_s` seconds. Never returns.
+
+    Nothing is removed while this server is not the leader of the servers that share the database.
+    """
     while True:
         try:
             if await run_in_threadpool(is_leader):

@@ -1,4 +1,4 @@
-"""Moves samples that earlier versions stored a row each to where this version stores them, while the server runs."""
+"""Moves samples that earlier versions stored one per database row to the present form, while the server runs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ RETRY_S = 30.0
 
 
 async def move_old_samples(store: Store) -> None:
-    """Move all samples that earlier versions stored to where this version stores samples.
+    """Convert all samples that earlier versions stored in `store` to the form in which this version stores samples.
 
-    The samples of one recipe are moved at a time, with pauses for other writers. Returns when none is left. If the
+    The samples of one recipe are converted at a time, with pauses for other writers. Returns when none is left. If the
     database does not answer, another attempt follows.
     """
     number = 0

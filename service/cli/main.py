@@ -156,7 +156,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--prefix",
         type=_prefix,
-        default="",
         metavar="PATH",
         help="answer below PATH, such as /mergesearch, too: for a proxy that passes whole paths on",
     )
@@ -194,6 +193,22 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--dry-run", action="store_true", help="show what would be removed and remove nothing; the server may run"
     )
+
+    command = verb(
+        "drain",
+        verbs.drain,
+        "Let the jobs of a server wait, before an upgrade: it accepts no jobs, and drivers end between chunks.",
+    )
+    command.add_argument("--data", type=Path, required=True, metavar="DIR", help="data directory of the server")
+    command.add_argument("--database", metavar="URL", help="database of the server, as for serve")
+    command.add_argument(
+        "--wait",
+        type=_seconds,
+        default=300.0,
+        metavar="SECONDS",
+        help="how long to wait until no job has a driver (default %(default)g)",
+    )
+    command.add_argument("--end", action="store_true", help="accept jobs again, and continue those that wait")
 
     databases = commands.add_parser("database", help="Manage the database of a server.")
     actions = databases.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -19,7 +19,7 @@ from search_spaces.errors import InvalidPreference, InvalidRecipe
 from service.cli.export_progress import ExportView
 from service.cli.finetune import finetune as finetune_experts
 from service.cli.terminal import console, print_export, print_json, print_removals, print_results
-from service.disk import alignments_dir, artifacts_dir
+from service.disk import alignments_dir, artifacts_dir, set_drained
 from service.errors import Conflict, DatabaseUnavailable, NotFound
 from service.retention.limits import limits_of
 from service.server import alone
@@ -36,6 +36,7 @@ __all__ = [
     "clean",
     "delete",
     "demo",
+    "drain",
     "export",
     "finetune",
     "list_jobs",
@@ -128,7 +129,7 @@ def serve(options: argparse.Namespace) -> int:
         trust_dirs=options.trust_dir,
         allow_urls=options.allow_url,
         allow_hosts=options.allow_host,
-        prefix=options.prefix,
+        prefix=options.prefix or "",
         export_days=options.export_days,
         keep=limits_of(options.keep),
         export_quota_bytes=options.export_quota,
@@ -210,7 +211,7 @@ def clean(options: argparse.Namespace) -> int:
         store = Store(address)
         try:
             artifacts = ArtifactStore(store, options.files or artifacts_dir(data_dir))
-            exports = Exports(store, data_dir, files=artifacts.remote)
+            exports = Exports(store, data_dir, artifacts=artifacts)
             cleaner = Cleaner(store, data_dir, artifacts, limits, delete_job=exports.delete_job_now)
             removals = cleaner.plan()
             if not options.dry_run:
@@ -222,6 +223,38 @@ def clean(options: argparse.Namespace) -> int:
     else:
         print_removals(removals, is_dry_run=options.dry_run)
     return 0
+
+
+def drain(options: argparse.Namespace) -> int:
+    import time
+
+    from service.store import Store
+    from service.store.database_url import database_url
+
+    data_dir = options.data.resolve()
+    if not data_dir.is_dir():
+        raise NotFound(f"--data {data_dir}: is not a directory; give the data directory of a server")
+    set_drained(data_dir, drained=not options.end)
+    working: list[str] = []
+    if not options.end:
+        store = Store(database_url(data_dir, options.database))
+        try:
+            deadline = time.monotonic() + options.wait
+            while working := [job.name for job in store.jobs() if job.has_driver(now=store.now())]:
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(0.5)
+        finally:
+            store.close()
+    if options.json:
+        print_json({"drained": not options.end, "working": working})
+    elif options.end:
+        print(f"{data_dir}: jobs are accepted and continue")
+    elif working:
+        print(f"{data_dir}: drained, but drivers still work on {', '.join(working)}; wait, or end them with their Ray")
+    else:
+        print(f"{data_dir}: drained; no job has a driver, and jobs wait until `mergesearch drain --end`")
+    return int(bool(working))
 
 
 def submit(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Requests and responses of both clients as those of httpx, which is imported at the first use."""
+"""Converts the clients' requests to those of httpx, and its responses back; httpx is imported at the first use."""
 
 from __future__ import annotations
 

@@ -22,8 +22,9 @@ from typing import Any
 from sqlalchemy.exc import SQLAlchemyError
 
 from service.cluster.host import Host
+from service.cluster.node_calls import NodeCalls, nodes_of
 from service.cluster.session import prepare_environment
-from service.disk import sign_lock
+from service.disk import DRAINED, is_drained, sign_lock
 from service.schemas.api import RayJobDocument
 from service.store import Store
 from service.store.servers import Leadership
@@ -216,6 +217,7 @@ class RayCluster:
         self._not_ready: str | None = "Ray is being started"
         self._quiet: set[str] = set()  # cancelled jobs whose Ray Job has ended
         self._queued: set[str] = set()  # jobs that wait for another to end
+        self._asked_to_stop: set[str] = set()  # Ray Jobs of drivers that were asked to end by a drain
         self._paused: dict[str, Decision] = {}  # jobs whose next driver starts later
         # Since when the database has answered, by the clock of the stored times; None before the first round.
         self._watched_since: float | None = None
@@ -225,6 +227,13 @@ class RayCluster:
         self._stopping = threading.Event()
         self._waking = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cluster", daemon=True)
+
+    @property
+    def calls(self) -> NodeCalls | None:
+        """Calls of functions on nodes of the cluster; None if the server runs the cluster itself, on its machine."""
+        if self._host is not None:
+            return None
+        return NodeCalls(lambda: (self._client, self._dashboard_url), self._data_dir, self._files)
 
     # -- for the server --------------------------------------------------------------------------------------------
 
@@ -247,14 +256,14 @@ class RayCluster:
         self._waking.set()
 
     def not_ready(self) -> str | None:
-        return self._store.problem() or self._not_ready
+        return self._store.problem() or (DRAINED if is_drained(self._data_dir) else self._not_ready)
 
     def waiting_for(self, job: JobRecord) -> str | None:
         """Reason why `job` waits; None if a driver works on the job, or if the job has ended."""
         if job.state.is_finished:
             return None
         if (reason := self.not_ready()) is not None:
-            return reason if reason == self._store.problem() else f"Ray: {reason}"
+            return reason if reason in (self._store.problem(), DRAINED) else f"Ray: {reason}"
         pause = self._paused.get(job.id)
         if pause is not None and pause.until is not None:
             return f"its next driver, in {max(pause.until - time.time() - self._clock_s, 0.0):.0f} s: {pause.because}"
@@ -299,9 +308,14 @@ class RayCluster:
             if is_leader and not was_leader:
                 sign_lock(self._data_dir)
                 self._watched_since = None
-            self._not_ready = self._connect(is_leader)
-            if self._not_ready is None:
+            before, self._not_ready = self._not_ready, self._connect(is_leader)
+            if self._not_ready not in (None, before):
+                logger.warning("jobs wait: %s", self._not_ready)
+            if self._not_ready is None and not is_drained(self._data_dir):
+                self._asked_to_stop.clear()
                 self._look_at_jobs(is_leader)
+            elif self._not_ready is None and is_leader:
+                self._stop_drivers()
         except SQLAlchemyError as error:
             self._not_ready = self._store.problem()
             self._watched_since = None
@@ -384,6 +398,17 @@ class RayCluster:
                 num_running += has_driver
                 queued |= set() if has_driver else {job.id}
         self._queued = queued
+
+    def _stop_drivers(self) -> None:
+        """Ask the driver of every unfinished job, once, to end when the chunks that it waits for are scored."""
+        for job in self._store.jobs():
+            name = submission_id(job, job.submissions)
+            if job.state.is_finished or name in self._asked_to_stop:
+                continue
+            if self._ray_job(job)[0] in ("PENDING", "RUNNING"):
+                logger.info("job %s: stopping %s: %s", job.id, name, DRAINED)
+                self._client.stop_job(name)
+                self._asked_to_stop.add(name)
 
     def _look_at(self, job: JobRecord, *, now: float, may_start: bool, acts: bool) -> bool:
         """Decide the next action for an unfinished job: wait, submit or stop a driver, or end the job as FAILED.
@@ -493,14 +518,7 @@ def _machines(dashboard_url: str | None) -> frozenset[str]:
 
     Raises ConnectionError if the dashboard does not answer.
     """
-    from ray.util.state import list_nodes
-    from ray.util.state.exception import RayStateApiException
-
-    try:
-        nodes = list_nodes(dashboard_url, filters=[("state", "=", "ALIVE")], raise_on_missing_output=False)
-    except (RayStateApiException, RuntimeError) as error:
-        raise ConnectionError(f"Ray's dashboard does not list its nodes: {error}") from error
-    return frozenset(node.node_ip for node in nodes)
+    return frozenset(node.address for node in nodes_of(dashboard_url))
 
 
 def _accepts_no_jobs(error: Exception) -> bool:

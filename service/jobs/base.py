@@ -38,14 +38,16 @@ class RequestContext:
     `access` limits the files that the job may read; None is no limit. `store_url` and `data_dir` are the server's
     database and data directory, where other jobs are found that the job refers to. If they are None, a job cannot refer
     to others. `files` is the location of the server's artifacts: a directory or the URL of an object store. None is a
-    directory in `data_dir`. `lift_limits` removes the limits of memory and processor time from the checks that follow.
-    It is called before large files are read or written.
+    directory in `data_dir`. `num_machines` is the number of machines that can run engines. `lift_limits` removes the
+    limits of memory and processor time from the checks that follow. It is called before large files are read or
+    written.
     """
 
     access: FileAccess | None = None
     store_url: str | None = None
     data_dir: Path | None = None
     files: str | Path | None = None
+    num_machines: int = 1
     lift_limits: Callable[[], None] = _nothing
 
 
@@ -63,7 +65,7 @@ class Accepted:
     artifact_bytes: int = 0
 
     def stored_facts(self) -> dict[str, Any]:
-        """Findings of the checks as stored with the job: `facts`, and `artifact_bytes` if it is not 0."""
+        """Findings of the checks as JSON to store with the job: `facts` and, unless it is 0, `artifact_bytes`."""
         return {**self.facts, **({"artifact_bytes": self.artifact_bytes} if self.artifact_bytes else {})}
 
 
@@ -73,7 +75,7 @@ Accept: TypeAlias = Callable[[Mapping[str, Any], RequestContext], Accepted]
 
 @dataclass(frozen=True)
 class View:
-    """Fields and links that are added to the server's document of a job because of the job's kind, both by name."""
+    """What a kind of job adds to the server's document of a job: fields and links, both by name."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict)

@@ -98,6 +98,9 @@ def drive(
     except StudyFailed as error:  # the state and its reason are stored already
         logger.error("%s", error)
         return 0
+    except KeyboardInterrupt:  # Ctrl-C or SIGTERM, once the chunks that were being scored are stored
+        logger.info("the driver was asked to end; another one continues the job")
+        return 1
     except InUse as error:  # the driver before this one has not ended yet
         _wait(writer, heartbeat, str(error))
         return 1

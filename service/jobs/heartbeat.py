@@ -66,7 +66,7 @@ class Heartbeat:
     def patience_s(self) -> float:
         """Seconds without progress after which the driver is replaced.
 
-        They are `min_patience_s`, or ten times the longest time of a chunk so far, whichever is more.
+        They are `min_patience_s`, or ten times the longest time that a replica took for a chunk, whichever is more.
         """
         return max(self.min_patience_s, PATIENCE_CHUNKS * self._writer.longest_chunk_s)
 
@@ -87,10 +87,10 @@ class Heartbeat:
         self._send(self.wall_clock_s)
 
     def discount(self) -> None:
-        """Store a heartbeat for a driver that has waited in vain since its last scored chunk.
+        """Store a heartbeat that does not count the time since the driver's last scored chunk as worked time.
 
-        The time since then does not count as worked time. If this driver has scored no chunk, the stored working time
-        is that of earlier attempts alone.
+        It is for a driver that has waited in vain since then. If this driver has scored no chunk, the stored working
+        time is that of earlier attempts alone.
         """
         self._send(self._worked_s + max(self._writer.scored_at - self._started_at, 0.0))
 

@@ -144,9 +144,11 @@ def check_merge(
     document: Any = None,
     note: Callable[[str], None] = logger.info,
 ) -> MergePlan:
-    """Check a merge without writing or downloading anything, and return its plan.
+    """Check a merge as `merge_file` does, without writing or downloading anything, and return its plan.
 
-    The checks, arguments and errors are those of `merge_file`.
+    `directories` has directories of models by name, and `out` is the directory to check for the merged model. `strict`
+    treats warnings about keys of the file without effect as errors. `document` is the content of `file`, if it is
+    known. Raises the errors of `merge_file`.
     """
     import torch
 
@@ -240,8 +242,9 @@ def _prepare(
 ) -> _PreparedMerge:
     """Read the file of a merge, and open and check its models.
 
-    The arguments are those of `merge_file`; `fetching` are further arguments of `_bank`, which opens the weights. All
-    problems of the file, the models and `out` are raised as one error.
+    `document` is the content of `file`, if it is known. `directories` has directories of models by name. `strict`
+    treats warnings as errors. `fetching` are further arguments of `_bank`, which opens the weights. All problems of the
+    file, the models and `out` are raised as one error.
     """
     warnings: list[str] = []
     document = document or read_document(file, warn=warnings.append)
@@ -394,11 +397,13 @@ def _opened(
     problems: Problems,
     unmerged: Mapping[str, str] | None = None,
 ) -> ResolvedFamily | None:
-    """Locate the models of a merge and check their headers.
+    """Locate the models of a merge and check their headers, even if some models are missing.
 
+    `base` is the base model's alias. `places` has the directory, hub id or URL of each model and adapter, by alias.
+    `tokenizer` and `vocabulary` say which vocabulary the merged model has. `adapted` has the model that an adapter
+    changes, by the adapter's alias, if it is not the base. `unmerged` are models that are named and not merged.
     Problems that are found are added to `problems`. The result is None if `problems` has any, or if the base is
-    missing. Models that exist are checked even if others are missing. `places` has the directory, hub id or URL of each
-    model and adapter, by alias. The other arguments are those of the function `_resolved`, which says what they are.
+    missing.
     """
     if base not in places:
         return None

@@ -56,8 +56,8 @@ def check_merges(
     """Check all merges of a file without writing anything, and return their plans by name, in the order of merging.
 
     The name of the final merge is "". A merge is not checked if named merges that it needs as sources are not written
-    yet; the names of these merges replace its plan. The arguments and errors are those of `merge_file`. Problems of
-    several merges are raised as one error.
+    yet; the names of these merges replace its plan. `directories` has directories of models by name. The other
+    arguments and the errors are those of `merge_file`. Problems of several merges are raised as one error.
     """
     place = intermediate_dir(out)
     checked: dict[str, MergePlan | tuple[str, ...]] = {}
@@ -92,8 +92,8 @@ def merge_all(
 ) -> Path:
     """Write all merges of a file, each after its sources, and return `out`, the directory of the final merge.
 
-    Named merges that exist already are not changed. `dtype` applies to the final merge alone. The other arguments and
-    the errors are those of `merge_file`.
+    Named merges that exist already are not changed. `directories` has directories of models by name. `dtype` applies to
+    the final merge alone. The other arguments and the errors are those of `merge_file`.
     """
     place = intermediate_dir(out)
     details |= {"strict": strict, "note": note}
@@ -183,10 +183,10 @@ def _in_order(file: Path, documents: Sequence[_Document]) -> list[_Document]:
 
 
 def _named_in(document: _Document, directories: Mapping[str, Path]) -> dict[str, Path]:
-    """Select from `directories`, by name, those of the models that a document names.
+    """Select from `directories` those whose names the models of `document` have.
 
-    For the only document of a file, all `directories` are returned, so that names that it does not know are reported
-    later.
+    For the only document of a file, which is read later, all `directories` are returned; unknown names are reported
+    then.
     """
     if document.content is None:
         return dict(directories)

@@ -95,6 +95,8 @@ def violations(
         trials: Trials of the study, or at least its source models.
         values_of: Returns the values of a source model on the same samples; by default those at full budget.
     """
+    if not has_constraints(objectives):
+        return {}
 
     def reference(constraint: Constraint, objective: Objective) -> Values | None:
         found = reference_of(constraint, objective, trials)

@@ -40,6 +40,17 @@ class Scored:
     samples: Mapping[str, Samples] = field(default_factory=dict)
     documents: Mapping[str, str] = field(default_factory=dict)
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Scored):
+            return NotImplemented
+        return (
+            self.documents == other.documents
+            and self.samples.keys() == other.samples.keys()
+            and all(_are_equal(samples, other.samples[digest]) for digest, samples in self.samples.items())
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # it has arrays
+
 
 @dataclass(frozen=True)
 class FrontVolume:
@@ -146,10 +157,10 @@ def _exact_values(trials: Iterable[TrialResult], objectives: Sequence[Objective]
 
 
 def _with_exact(row: Comparison, exact: Mapping[int, Mapping[str, float]], reference: int | None) -> Comparison:
-    """Add to a row the objectives that are costs of the recipe, which need no samples, and their differences.
+    """Add the objectives that are costs of the recipe, and their differences, to a row of the held-out table.
 
-    `exact` has these values of each trial, by trial number and objective. Differences are "this row minus `reference`",
-    the trial with that number; there are none if `reference` is None.
+    `exact` has the values of each trial in these objectives, by trial number and objective. Differences are "this row
+    minus `reference`", the trial with that number; there are none if `reference` is None.
     """
     own = exact[row.trial]
     others = {} if reference is None or not row.differences else exact[reference]
@@ -184,12 +195,16 @@ def _complete(
     return {number: values for number, values in found.items() if {n: len(v) for n, v in values.items()} == most}
 
 
-def _bounds(objectives: Sequence[Objective], samples: Collection[Samples]) -> dict[str, tuple[float, float]]:
-    """The bounds between which the values of each objective lie, for intervals, by the objective's name.
+def _are_equal(samples: Samples, others: Samples) -> bool:
+    return samples.keys() == others.keys() and all(np.array_equal(each, others[name]) for name, each in samples.items())
 
-    They are the objective's range if all `samples` are in it. Otherwise the objective is left out, unless one of the
-    `samples` is a single value, which needs bounds to have an interval: the bounds are then one width of the range
-    beyond the values seen.
+
+def _bounds(objectives: Sequence[Objective], samples: Collection[Samples]) -> dict[str, tuple[float, float]]:
+    """The bounds between which the values of each objective lie, for the computation of intervals, by objective.
+
+    If all `samples` are in the objective's range, the bounds are this range. Otherwise the objective has no bounds and
+    is left out, because its intervals can be computed without them, unless a trial has a single value. Then the bounds
+    are the lowest and the highest value or end of the range, moved outwards by their difference.
     """
     found = {}
     for objective in objectives:
@@ -212,12 +227,13 @@ def _selection_bias(
     search: Scored,
     holdout: Scored,
 ) -> tuple[dict[str, Estimate], dict[str, Estimate]]:
-    """Compute `selection_bias` and `split_difference`, the fields of `HeldOut`.
+    """Estimate the best trial's selection bias, and the difference between the splits, by objective and as "mean".
 
+    The selection bias is the best trial's lead over the mean of the baselines on search data minus its lead on holdout
+    data. The difference between the splits is the mean of the baselines on search data minus that on holdout data.
     `compared` are the trials of the held-out table; its baselines that have another recipe than the best trial are
-    used. `rows` has the trials' values on holdout data. On each split, the best trial's lead over the mean of the
-    baselines is taken sample by sample, so that a sample which is easy for all of them does not change the lead. Both
-    results are empty if the best trial or the baselines lack samples.
+    used. `rows` has the trials' values on holdout data. Leads are taken sample by sample, so that a sample which is
+    easy for all does not change them. Both results are empty if the best trial or the baselines lack samples.
     """
     if best is None or best.number not in rows:
         return {}, {}

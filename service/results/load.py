@@ -18,7 +18,7 @@ from service.results.chunk_times import ChunkTimes
 from service.results.holdout import HeldOut, Samples, Scored, held_out_results
 from service.results.ranges import OutOfRange, out_of_range
 from service.results.record import RunRecord, SearchFigures
-from service.results.selection import best_trial, held_out
+from service.results.selection import best_trial, compared_with, finalists
 from service.store import EventRecord, Store
 from service.store.documents import (
     CANARIES,
@@ -74,6 +74,7 @@ class RunReader:
         self._events: list[EventRecord] = []
         self._steps: list[Step] = []
         self._chunks = ChunkTimes()
+        self._stage: _HeldOut | None = None
 
     def read(self) -> RunRecord:
         """Read the present record of the study. Raises NotFound if there is no such study."""
@@ -89,7 +90,8 @@ class RunReader:
         file, resolved = Study.model_validate(study.document), ResolvedStudy.of(study)
         trials, objectives = tuple(self._trials.values()), resolved.objectives
         failures = self._of(EventKind.HOLDOUT_FAILED)
-        stage = _held_out(store, study_id, file, trials, objectives, failures=failures)
+        stage = _held_out(store, study_id, file, trials, objectives, failures=failures, last=self._stage)
+        self._stage = stage
         verification = read_verification(store.document(study_id, VERIFICATION))
         return RunRecord(
             study=study,
@@ -124,8 +126,8 @@ class RunReader:
     def _read_trials(self, store: Store) -> None:
         """Read new events, and the trials that may have changed since the last call.
 
-        These are the trials that new events name, and those that are not finished. If an event says that other trials
-        may have changed, and at the first call, all trials are read.
+        A trial may have changed if a new event names it, or if it is not finished. All trials are read at the first
+        call, and if an event says that any of them may have changed.
         """
         study_id, changed = self._study_id, None
         if not self._trials:
@@ -196,16 +198,32 @@ def held_out_estimates(
 
 
 @dataclass(frozen=True)
-class _HeldOut:
-    """The held-out stage of a study as it was read: its results, and the samples from which they are computed.
+class _Inputs:
+    """Everything from which the results of a study's held-out stage are computed.
 
-    `described` are the numbers of the trials that the results describe: the best trial and those of the held-out table.
+    `compared` are the trials of the held-out table, and `finalists` those of them that are the finalists.
     """
 
-    described: frozenset[int]
-    results: HeldOut
+    compared: tuple[TrialResult, ...]
+    finalists: tuple[TrialResult, ...]
+    best: TrialResult | None
+    failures: Mapping[int, str]
     search: Scored
     holdout: Scored
+
+
+@dataclass(frozen=True)
+class _HeldOut:
+    """The held-out stage of a study as it was read: its results, and what they were computed from."""
+
+    inputs: _Inputs
+    results: HeldOut
+
+    @property
+    def described(self) -> frozenset[int]:
+        """The numbers of the trials that the results describe: the best trial and those of the held-out table."""
+        best = self.inputs.best
+        return frozenset({row.trial for row in self.results.rows} | (set() if best is None else {best.number}))
 
 
 def _held_out(
@@ -216,29 +234,35 @@ def _held_out(
     objectives: Sequence[Objective],
     *,
     failures: Iterable[EventRecord],
+    last: _HeldOut | None = None,
 ) -> _HeldOut:
-    compared = [trial.recipe.digest for trial in held_out(trials, objectives)]
-    winner = best_trial(trials, objectives)
+    """Read the held-out stage of a study and compute its results, unless those of `last` are of the same inputs."""
+    final, best = finalists(trials, objectives), best_trial(trials, objectives)
+    compared = compared_with(final, trials)
+    digests = [trial.recipe.digest for trial in compared]
     unselected = {trial.recipe.digest for trial in trials if trial.origin in (Origin.SOURCE, Origin.PUBLISHED)}
-    needed = {*unselected, winner.recipe.digest} if winner is not None else set()
-    search = Scored(
-        _arrays(store.sample_values(study_id, Split.SEARCH, recipes=sorted(needed & {*compared}))),
-        _data_of(file.scored_objectives.values()),
+    needed = {*unselected, best.recipe.digest} if best is not None else set()
+    search = _arrays(store.sample_values(study_id, Split.SEARCH, recipes=sorted(needed & {*digests})))
+    holdout = _arrays(store.sample_values(study_id, Split.HOLDOUT, recipes=digests))
+    inputs = _Inputs(
+        compared=compared,
+        finalists=final,
+        best=best,
+        failures={event.payload["trial"]: event.payload["reason"] for event in failures},
+        search=Scored(search, _data_of(file.scored_objectives.values())),
+        holdout=Scored(holdout, _data_of(file.holdout)),
     )
-    holdout = Scored(
-        _arrays(store.sample_values(study_id, Split.HOLDOUT, recipes=compared)),
-        _data_of(file.holdout),
-    )
+    if last is not None and inputs == last.inputs:
+        return last
     results = held_out_results(
         trials,
         objectives,
-        search=search,
-        holdout=holdout,
-        failures={event.payload["trial"]: event.payload["reason"] for event in failures},
+        search=inputs.search,
+        holdout=inputs.holdout,
+        failures=inputs.failures,
         seed=file.search.seed,
     )
-    described = {row.trial for row in results.rows} | ({winner.number} if winner is not None else set())
-    return _HeldOut(frozenset(described), results, search, holdout)
+    return _HeldOut(inputs, results)
 
 
 def _data_of(specs: Iterable[ObjectiveSpec]) -> dict[str, str]:
@@ -269,11 +293,11 @@ def _warnings(
 ) -> tuple[OutOfRange, ...]:
     """Warnings about samples outside the range of their objective, by trial, objective and split.
 
-    They are those that drivers stored as events, and those that follow from the loaded samples of the held-out stage,
-    because earlier versions stored no warnings. There is at most one for each trial, objective and split.
+    Drivers store such warnings as events. Earlier versions stored none; so warnings are also made from the loaded
+    samples of the held-out stage. There is at most one for each trial, objective and split.
     """
     found = [OutOfRange.from_json(event.payload) for event in stored]
-    for split, scored in ((Split.SEARCH, stage.search), (Split.HOLDOUT, stage.holdout)):
+    for split, scored in ((Split.SEARCH, stage.inputs.search), (Split.HOLDOUT, stage.inputs.holdout)):
         for trial in trials:
             if (samples := scored.samples.get(trial.recipe.digest)) is None:
                 continue

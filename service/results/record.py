@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from search_spaces.objectives import Objective
+from search_spaces.objectives import Candidate, Objective
 from service.results.feasibility import sources_of
 from service.results.finding import RivalTest
 from service.results.holdout import FrontVolume
 from service.results.ranges import OutOfRange
-from service.results.selection import best_trial, pareto_front
+from service.results.selection import best_trial, candidates, front_of
 from service.store.documents import PolicyStart, RemovedResponses, WarmStart
 from service.store.steps import GradientStep, UpdateStep
 from service.types import Comparison, Estimate, JobRecord, TrialRecord, TrialResult
@@ -62,7 +62,7 @@ class SearchFigures:
         start: Policies of another study that the searcher started with (`service.studies.policies.start`).
         warm_start: Results of an earlier study that the searcher began with (`service.studies.warm_start`).
         steps: Number of steps that the searcher computed for its proposals.
-        charges: Samples that steps are charged, by the trial that they were computed for.
+        charges: Samples that the steps count as, by the number of the trial that they were computed for.
     """
 
     algorithm: str | None = None
@@ -75,7 +75,7 @@ class SearchFigures:
 
     @property
     def step_samples(self) -> int:
-        """Number of samples that all steps of the searcher together are charged."""
+        """Number of samples that all steps of the searcher together count as."""
         return sum(self.charges.values())
 
 
@@ -83,14 +83,18 @@ class SearchFigures:
 class RunRecord:
     """The record of a run: all data from which result files and report are computed.
 
-    The fields of the held-out stage are described in `service.results.holdout.HeldOut`.
+    The fields of the held-out stage (`holdout` to `split_difference`) are those of `service.results.holdout.HeldOut`.
 
     Attributes:
         full_budget: Samples per objective at the last rung.
         holdout: Rows of the held-out stage, with differences "this row minus `holdout_reference`".
-        removed_responses: When responses and tokens of the samples were removed; None if they are stored.
+        warnings: Samples with values outside the range of their objective.
         verification_reason: Reason why no trial was verified.
+        gradients: Steps that computed losses and their gradients for the searcher.
+        updates: Steps in which policies learned.
+        max_samples: Limit of samples of the search; None if there is none.
         samples_per_second: Rate of the search; None if nothing was scored.
+        removed_responses: When responses and tokens of the samples were removed; None if they are stored.
         tokens_per_second: Rate of the held-out stage by recipe digest.
     """
 
@@ -140,7 +144,17 @@ class RunRecord:
     @cached_property
     def front(self) -> tuple[TrialResult, ...]:
         """The trials on the Pareto front, in the order of their numbers."""
-        return pareto_front(self.trials, self.objectives)
+        return front_of(self.candidates)
+
+    @cached_property
+    def candidates(self) -> tuple[tuple[TrialResult, Candidate], ...]:
+        """The candidates for the Pareto front, in the order of their numbers."""
+        return candidates(self.trials, self.objectives)
+
+    @cached_property
+    def rung_sizes(self) -> Mapping[int, Mapping[str, int]]:
+        """The number of samples of each objective at each rung, as the last trial that finished the rung has it."""
+        return {rung.rung: rung.num_samples for trial in self.trials for rung in trial.rungs}
 
     @cached_property
     def sources(self) -> tuple[TrialResult, ...]:

@@ -27,6 +27,7 @@ __all__ = [
     "costs_of_values",
     "criteria",
     "finalists",
+    "front_of",
     "full_budget_trials",
     "held_out",
     "pareto_front",
@@ -117,15 +118,20 @@ def pareto_front(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tu
     Of trials with the same recipe only the first counts. Only trials that satisfy all constraints can be on the front;
     if no trial does, only those that violate them least.
     """
-    found = candidates(trials, objectives)
-    on_front = constrained_front([candidate for _, candidate in found])
-    return tuple(trial for trial, _ in itertools.compress(found, on_front))
+    return front_of(candidates(trials, objectives))
+
+
+def front_of(candidates: Sequence[tuple[Trial, Candidate]]) -> tuple[Trial, ...]:
+    """Select the trials of a Pareto front from all `candidates`, in their order."""
+    on_front = constrained_front([candidate for _, candidate in candidates])
+    return tuple(trial for trial, _ in itertools.compress(candidates, on_front))
 
 
 def candidates(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[tuple[Trial, Candidate], ...]:
-    """Describe the trials at full budget as candidates for the Pareto front, in the order of trial numbers.
+    """Describe the trials at full budget as candidates for the Pareto front: pairs of a trial and its candidate.
 
-    Each is returned with its description. Of trials with the same recipe only the first is a candidate.
+    They are in the order of trial numbers. A candidate has the trial's costs and constraint violation. Of trials with
+    the same recipe only the first is a candidate.
     """
     trials = full_budget_trials(trials)
     violation = _violations(trials, objectives)

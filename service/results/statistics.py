@@ -294,9 +294,10 @@ def _is_two_valued(sample: NDArray[np.float64], low: float, high: float) -> bool
 
 
 def _wilson(proportion: float, n: int) -> tuple[float, float]:
-    """Compute Wilson's score interval of a proportion seen in `n` samples.
+    """Compute Wilson's score interval of a proportion that was seen in `n` samples.
 
-    It has the proportions that a score test at LEVEL does not reject.
+    It consists of the true proportions that would make the seen one plausible: those that a score test at LEVEL does
+    not reject.
     """
     shrink = 1 + Z**2 / n
     centre = (proportion + Z**2 / (2 * n)) / shrink

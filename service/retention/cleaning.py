@@ -22,6 +22,7 @@ from service.retention.limits import FILES, JOBS, RESPONSES, Limit
 from service.store import Store
 from service.store.artifacts import ArtifactStore
 from service.types import JobRecord, JobState
+from workers.object_store import blobs_in
 
 __all__ = ["UNUSED", "Cleaner", "Removal", "clean_up"]
 
@@ -30,8 +31,8 @@ logger = logging.getLogger(__name__)
 # Stored files of artifacts that no job uses, such as those of deleted jobs.
 UNUSED = "unused files"
 
-# Ids of jobs, and digests of artifacts, in the documents of jobs.
-NAMES = re.compile(r"(?<![0-9a-f])(?:[0-9a-f]{32}|[0-9a-f]{64})(?![0-9a-f])")
+# Ids of jobs in the documents of jobs.
+NAMES = re.compile(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,11 @@ class Removal:
 
 @dataclass(frozen=True)
 class _Kept:
-    """The kept part of one job: number, bytes, and seconds since the job ended."""
+    """What is kept of one job of one kind of data, such as its responses: how many there are, and their bytes.
+
+    `age_s` are the seconds since the job ended. Nothing is removed if `is_protected`, for example because another job
+    uses the job's results.
+    """
 
     job: JobRecord
     count: int
@@ -67,7 +72,7 @@ class _Kept:
 
 
 class Cleaner:
-    """Finds and removes what exceeds `limits`, which are by kind, from the jobs of a server.
+    """Finds and removes the data of a server's jobs that exceed `limits`, a limit for each kind such as "responses".
 
     `delete_job` deletes a job that has ended from the store, with its exports; it raises Conflict or NotFound if that
     cannot be done at the moment.
@@ -157,7 +162,10 @@ class Cleaner:
         return (file for file in root.rglob("*") if file.is_file() and not file.is_relative_to(kept))
 
     def _has_void(self, job_id: str) -> bool:
-        """Whether a job has void samples, for which it may be resumed. Without a fault of an engine there are none."""
+        """Whether a job has void samples; such a job may be resumed, and then needs its responses.
+
+        If no engine has ever failed a check, no sample is void, and the samples are not searched.
+        """
         return bool(self._store.engine_faults()) and self._store.has_void(job_id)
 
     def _job_bytes(self, job: JobRecord, texts: Mapping[str, tuple[int, int]]) -> int:
@@ -173,13 +181,17 @@ class Cleaner:
             owners |= {artifact.digest: job.id for artifact in self._artifacts.of(job.id)}
         found = {job.id for job in jobs if job.kind == "finetune" and study_of(self._store, job.id) is not None}
         for job in jobs:
-            names = set(NAMES.findall(json.dumps([dict(job.document), dict(job.accepted)])))
+            text = json.dumps([dict(job.document), dict(job.accepted)])
+            names = {*NAMES.findall(text), *(digest for _, digest in blobs_in(text))}
             found |= {owners[name] for name in names if name in owners and owners[name] != job.id}
         return found
 
 
 def _exceeding(kind: str, kept: Sequence[_Kept], limit: Limit) -> Iterator[Removal]:
-    """The parts beyond the limit, the oldest first. A protected part counts towards the size, and is not removed."""
+    """Yield the removals of what exceeds `limit` by age or total size, of the jobs that ended first before others.
+
+    `kept` has what is kept of each job. A protected one counts towards the total size and is not removed.
+    """
     total = sum(each.num_bytes for each in kept)
     for each in sorted(kept, key=lambda each: -each.age_s):
         is_old = limit.age_s is not None and each.age_s > limit.age_s

@@ -25,7 +25,10 @@ UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 @dataclass(frozen=True)
 class Limit:
-    """How long and how much of one kind is kept: seconds since the job ended, and bytes of all jobs together."""
+    """How long and how much of one kind of data is kept, such as responses; None is no limit.
+
+    `age_s` is in seconds since the job ended, `num_bytes` the bytes of all jobs together.
+    """
 
     age_s: float | None = None
     num_bytes: int | None = None
@@ -56,7 +59,7 @@ def _refusal(text: str, part: str) -> str:
 
 
 def limits_of(given: Iterable[tuple[str, Limit]]) -> dict[str, Limit]:
-    """The limits by kind. Raises Conflict if a kind is given twice."""
+    """Collect limits by what they limit, such as "responses". Raises Conflict if a kind is given twice."""
     found: dict[str, Limit] = {}
     for kind, limit in given:
         if kind in found:

@@ -20,11 +20,12 @@ from service.errors import Conflict, NotFound
 from service.store import schema
 from service.store.attempt_writer import insert
 from service.store.availability import repeated
-from service.store.blobs import StoredFile, blob_path, digest_of, open_blobs
+from service.store.blobs import StoredFile, digest_of, open_blobs
 from service.store.connection import reading, transaction
 from service.store.sql import Store
 from service.types import ArtifactRecord
 from workers.directories import appearing
+from workers.object_store import blob_path
 
 __all__ = ["ArtifactStore"]
 
@@ -62,14 +63,23 @@ class ArtifactStore:
             manifest[file.relative_to(source).as_posix()] = {"digest": digest, "bytes": num_bytes}
         if not manifest:
             raise Conflict(f"{source}: holds no file that could be stored")
-        record = ArtifactRecord(
-            study=job_id,
-            name=name,
-            digest=self._blobs.add_bytes(json.dumps(manifest, sort_keys=True).encode()),
-            num_bytes=sum(entry["bytes"] for entry in manifest.values()),
-            created_at=time.time(),
-            facts=facts,
-        )
+        digest = self._blobs.add_bytes(json.dumps(manifest, sort_keys=True).encode())
+        return self._record(job_id, name, digest, manifest, facts)
+
+    def keep(self, job_id: str, name: str, digest: str) -> ArtifactRecord:
+        """Make a stored artifact, of whichever job, also an artifact of the job `job_id`, and return its record.
+
+        `digest` is the digest of the artifact. Its files then stay when the other job is deleted. Raises Conflict if
+        they are gone.
+        """
+        return self._record(job_id, name, digest, self._manifest(name, digest), {})
+
+    def _record(
+        self, job_id: str, name: str, digest: str, manifest: Mapping[str, Mapping[str, Any]], facts: dict[str, Any]
+    ) -> ArtifactRecord:
+        """Store and return the record of an artifact whose files and manifest are stored."""
+        num_bytes = sum(entry["bytes"] for entry in manifest.values())
+        record = ArtifactRecord(job_id, name, digest, num_bytes, time.time(), facts)
         table = schema.artifacts
         row = {"study": job_id, "name": name, "digest": record.digest, "num_bytes": record.num_bytes}
         changed = {"facts": dict(record.facts), "created_at": record.created_at}
@@ -109,7 +119,7 @@ class ArtifactStore:
             Conflict: A file is missing, or the artifact's manifest (the stored list of its files) has changed.
         """
         found = {}
-        for path, entry in self._manifest(record).items():
+        for path, entry in self._manifest(record.name, record.digest).items():
             file = self._blobs.stored(entry["digest"])
             if file is None:
                 raise Conflict(f"artifact {record.name!r}: {path} is gone from {self._blobs.place}")
@@ -142,11 +152,17 @@ class ArtifactStore:
             Conflict: A stored file is missing or has another content than when it was stored.
         """
         with appearing(out, f"artifact-{record.digest[:16]}") as place:
-            for path, entry in self._manifest(record).items():
+            for path, entry in self._manifest(record.name, record.digest).items():
                 target = place / path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 self._copy(entry["digest"], target)
         return out
+
+    def remove(self, job_id: str, name: str) -> None:
+        """Delete the record of an artifact, if there is one; `collect` deletes the files that are not used any more."""
+        table = schema.artifacts
+        with transaction(self._engine) as connection:
+            connection.execute(sa.delete(table).where(table.c.study == job_id, table.c.name == name))
 
     def num_bytes(self) -> int:
         """Total size in bytes of the stored files of all artifacts, including files that no artifact uses any more."""
@@ -177,13 +193,13 @@ class ArtifactStore:
             used |= {entry["digest"] for entry in json.loads(self._blobs.read(digest)).values()}
         return used
 
-    def _manifest(self, record: ArtifactRecord) -> dict[str, dict[str, Any]]:
+    def _manifest(self, name: str, digest: str) -> dict[str, dict[str, Any]]:
         try:
-            content = self._blobs.read(record.digest)
+            content = self._blobs.read(digest)
         except FileNotFoundError as error:
-            raise Conflict(f"artifact {record.name!r}: its files are gone from {self._blobs.place}") from error
-        if hashlib.sha256(content).hexdigest() != record.digest:
-            raise Conflict(f"artifact {record.name!r}: its manifest has changed since it was stored")
+            raise Conflict(f"artifact {name!r}: its files are gone from {self._blobs.place}") from error
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise Conflict(f"artifact {name!r}: its manifest has changed since it was stored")
         manifest: dict[str, dict[str, Any]] = json.loads(content)
         return manifest
 

@@ -39,13 +39,13 @@ class JobWriter:
 
     Every method is one transaction, and raises StaleAttempt if a later attempt has begun.
 
-    Writing the same chunk, rung or bracket again changes nothing, so a driver may repeat a write after a crash. If the
-    driver has waited because the database did not answer, the next write also stores an event with the length of that
-    time. Even a heartbeat counts as progress then.
+    Writing the same chunk, rung or bracket again changes nothing, so a driver may repeat a write after a crash. If a
+    write had to wait because the database did not answer, the next write also stores an event with the length of that
+    time, and counts as progress of the driver even if it is a heartbeat.
 
-    `stored_at` is the time at which this writer last stored anything but a heartbeat, `scored_at` that at which it last
-    stored a chunk (time.monotonic(); 0: never). `longest_chunk_s` is the longest time that a replica took for a chunk,
-    including the time that the chunk waited in the replica.
+    `stored_at` is the time at which this writer last stored anything but a heartbeat, and `scored_at` the time at which
+    it last stored a chunk. Both are times of time.monotonic(), or 0 if there was none. `longest_chunk_s` is the longest
+    time that a replica took for a chunk, including the time that the chunk waited in the replica.
     """
 
     def __init__(self, engine: sa.Engine, job_id: str, attempt: int) -> None:
@@ -112,7 +112,7 @@ class JobWriter:
             self._add_event(connection, EventKind.STATE, {"state": state.value, "reason": reason})
 
     def set_waiting(self, reason: str) -> None:
-        """Store that the job is STOPPED because something that it needs is missing now, which `reason` names.
+        """Store that the job is STOPPED because something that it needs is missing now; `reason` names it.
 
         The server starts another driver for the job later.
         """
@@ -304,8 +304,8 @@ class JobWriter:
         """Store that the engine of the replica `replica` failed a check after it had passed `canaries` canaries.
 
         The fault counts for all studies whose samples the engine scored. Only the first fault of a replica is stored.
-        Drivers of unfinished studies read the stored faults themselves. If samples of a study that is COMPLETE are void
-        now, this method stores an event and states it in the study's reason.
+        Drivers of unfinished studies read the stored faults themselves. If samples of a COMPLETE study are void now,
+        this method stores an event of that study and adds the number of void samples to the reason of its state.
         """
         with self._transaction() as connection:
             _lock_faults(connection)
@@ -357,7 +357,7 @@ class JobWriter:
 
 
 def insert(connection: sa.Connection, table: sa.Table) -> Any:
-    """INSERT statement of the database's dialect, SQLite or PostgreSQL, which supports ON CONFLICT."""
+    """Start an INSERT statement for `table` in the dialect of the connection's database, which supports ON CONFLICT."""
     from sqlalchemy.dialects import postgresql, sqlite
 
     return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)

@@ -66,7 +66,8 @@ class Availability:
     def watch(self, engine: sa.Engine) -> sa.Engine:
         """Observe every connection of `engine`, and return the engine with this object among its execution options.
 
-        The function `availability_of` finds the object there. A file of SQLite is never away.
+        The function `availability_of` finds the object there. Connections to SQLite are not observed: a file always
+        answers.
         """
         if engine.dialect.name == "postgresql":
             event.listen(engine, "handle_error", self._on_error)
@@ -94,7 +95,7 @@ class Availability:
             return ended
 
     def put_back(self, outage: Outage) -> None:
-        """Let the next call of `take_ended` return `outage`, unless a later outage ends before."""
+        """Let the next call of `take_ended` return `outage`, unless another outage has ended in the meantime."""
         with self._lock:
             self._ended = self._ended or outage
 
@@ -126,7 +127,7 @@ def availability_of(engine: sa.Engine) -> Availability:
 
 
 def waiting(engine: sa.Engine, *, waits: bool = True) -> sa.Engine:
-    """The same engine with an option for the stores that use it: whether their calls wait for the database.
+    """Return `engine` with the option that decides whether calls of stores that use it wait for the database.
 
     If `waits`, a call waits while the database does not answer, and is then repeated. Otherwise it raises the error.
     """
@@ -160,7 +161,7 @@ def _is_away(error: BaseException | None) -> bool:
 
 
 def _code(error: BaseException | None) -> str:
-    """PostgreSQL's code of an error (SQLSTATE); "" if the error has none, as that of a lost connection."""
+    """SQLSTATE code that PostgreSQL gave `error`; "" if there is none, for example after a lost connection."""
     return getattr(error, "sqlstate", None) or ""
 
 

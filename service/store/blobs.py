@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 from service.disk import existing
 from service.errors import Conflict
 from workers.directories import replacing, write_file
-from workers.object_store import ObjectStore, is_object_url, object_url_problem
+from workers.object_store import ObjectStore, blob_path, is_object_url, object_url_problem
 
 __all__ = [
     "BLOBS",
@@ -90,10 +90,11 @@ class BlobStore(Protocol):
         """
 
     def collect(self, used: Callable[[], Collection[str]], *, deletes: bool = True) -> int:
-        """Delete the files whose digests are not among those that `used` returns, and return the number of bytes freed.
+        """Delete the files that are not in use, and return the number of bytes freed.
 
-        Files that another process may be about to name in the database are kept. A later call deletes them if they are
-        not used. Without `deletes`, nothing is deleted, and the number is that of the bytes that would be freed.
+        `used` returns the digests of the files in use. Files that another process may be about to name in the database
+        are kept. A later call deletes them if they are not used. Without `deletes`, nothing is deleted, and the number
+        is that of the bytes that would be freed.
         """
 
 
@@ -312,11 +313,6 @@ def digest_of(file: Path) -> str:
     """The sha256 (hex) of a file's content."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def blob_path(digest: str) -> str:
-    """Path, inside an object store, of the stored file whose sha256 is `digest`."""
-    return f"{BLOBS}/{digest[:2]}/{digest[2:]}"
 
 
 def _check_unchanged(file: Path, now: str, digest: str) -> None:

@@ -154,12 +154,18 @@ def read_verification(document: Mapping[str, Any] | None) -> Verification:
 
 
 def read_removed_responses(document: Mapping[str, Any] | None) -> RemovedResponses | None:
-    """The stored removal of a study's responses; None: they are stored."""
+    """The stored `RemovedResponses` of a study, from its JSON document.
+
+    Returns None if `document` is None, that is if the responses were not removed.
+    """
     return None if document is None else _RESPONSES.validate_python(document)
 
 
 def read_warm_start(document: Mapping[str, Any] | None) -> WarmStart | None:
-    """The stored warm start of a study; None: nothing is stored."""
+    """The stored `WarmStart` of a study, from its JSON document.
+
+    Returns None if `document` is None, that is if nothing is stored.
+    """
     return None if document is None else _WARM_START.validate_python(document)
 
 

@@ -12,15 +12,11 @@ from service.errors import Conflict
 from service.store import schema
 from service.store.connection import transaction
 from service.store.sql import Store
-from service.types import HEARTBEAT_S
 
 __all__ = ["MovedTable", "move"]
 
 # Rows that are read, and written, at once.
 BATCH = 1000
-
-# Seconds after a heartbeat during which the job still has a driver.
-ALIVE_S = 3 * HEARTBEAT_S
 
 # Not copied: the first is made with the tables, like Alembic's own table; the second is about connections.
 NOT_COPIED = frozenset({"schema_version", "commit_tokens"})
@@ -65,7 +61,7 @@ def move(source: Store, target: Store, *, note: Callable[[str], None] = lambda _
 def _check_no_driver(source: Store) -> None:
     now = source.now()
     for job in source.jobs():
-        if not job.state.is_finished and job.heartbeat_at is not None and now - job.heartbeat_at < ALIVE_S:
+        if job.heartbeat_at is not None and job.has_driver(now=now):
             raise Conflict(
                 f"database {source.place}: job {job.id} ({job.name}) has a driver, whose later results the copy would "
                 f"not have (its last heartbeat was {now - job.heartbeat_at:.0f} s ago); stop the server and its Ray"

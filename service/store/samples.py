@@ -157,9 +157,9 @@ def read_chunks(
 
 
 def with_room(known: Values | None, stop: int) -> Values:
-    """The values in `known`, by position, in an array that has room for the positions below `stop`, or more.
+    """Make an array of sample values by position that has room for at least `stop` positions.
 
-    NaN stands where a position has no value. If `known` is None, no value is known.
+    It begins with the values `known`; None means that no value is known. Positions without a value have NaN.
     """
     if known is None:
         return np.full(stop, np.nan)
@@ -174,7 +174,7 @@ def read_samples(connection: sa.Connection, study: str, digest: str, split: Spli
 
 
 def _samples_of(connection: sa.Connection, study: str, digest: str, split: Split) -> Iterator[tuple[int, SampleResult]]:
-    """Yield each sample of a recipe that is stored in chunks, after the id of its evidence."""
+    """Yield (id of its evidence, sample) for each sample of a recipe, except those that an earlier version stored."""
     table, texts, documents = schema.sample_chunks, schema.sample_texts, schema.sample_documents
     same = [texts.c[column.name] == column for column in table.primary_key]
     query = (
@@ -194,7 +194,7 @@ def _samples_of(connection: sa.Connection, study: str, digest: str, split: Split
 
 
 def num_tokens(connection: sa.Connection, study: str, split: Split) -> dict[str, int]:
-    """Number of tokens in all completions of a recipe's scored samples, by recipe digest.
+    """For each recipe of a study, the number of tokens in the completions of its scored samples, by recipe digest.
 
     Recipes with a scored sample whose tokens are not stored are left out.
     """
@@ -214,9 +214,10 @@ def num_tokens(connection: sa.Connection, study: str, split: Split) -> dict[str,
 
 
 def holdings() -> sa.Subquery:
-    """Subquery for the number of samples (`num_samples`) of a `study` that each `evidence` has.
+    """Subquery with rows (study, evidence, num_samples): how many of a study's samples belong to which evidence.
 
-    A study and evidence may have several rows, whose numbers add up.
+    `evidence` is the id of a row in the table `evidence`. The same study and evidence may have several rows, whose
+    numbers add up.
     """
     chunks, old = schema.sample_chunks, schema.samples
     return sa.union_all(
@@ -226,9 +227,10 @@ def holdings() -> sa.Subquery:
 
 
 def void_holdings(*columns: Any, held: sa.Subquery) -> sa.Select[Any]:
-    """Query for `columns` of the rows of `held` (a subquery of `holdings`) whose samples are void.
+    """Query that selects `columns` from the rows of `held`, a subquery of `holdings`, whose samples are void.
 
-    The rows are joined with their `evidence` and the `engine_faults` that void them.
+    A sample is void if its engine failed a check after the last canary that it passed. `columns` may also be columns of
+    the tables `evidence` and `engine_faults`, to which the rows are joined.
     """
     return _void(sa.select(*columns).select_from(held), held.c.evidence)
 
@@ -276,9 +278,8 @@ def store_samples(
 ) -> None:
     """Store samples of a recipe, which belong to the chunk whose evidence has the id `evidence`.
 
-    None of them may be stored already. They must be all of the chunk's samples that are to be stored, because the
-    numbers of bytes that the samples and their texts take, stored with the evidence, are replaced by those of
-    `samples`.
+    None of them may be stored already. `samples` must be all samples of the chunk that are to be stored, because this
+    function also sets the chunk's stored sizes: the bytes that its samples and their texts take.
     """
     chunks: list[dict[str, Any]] = []
     texts: list[dict[str, Any]] = []
@@ -337,9 +338,9 @@ def remove_samples(
 
 
 def text_sizes(connection: sa.Connection) -> dict[str, tuple[int, int]]:
-    """Number and bytes of the samples whose responses are stored, by study.
+    """For each study, the number of samples whose responses are stored, and the bytes that their responses take.
 
-    A study with samples that an earlier version stored is left out, until they have been moved.
+    The keys are ids of studies. A study is left out as long as it has samples where an earlier version stored them.
     """
     chunks, texts, old = schema.sample_chunks, schema.sample_texts, schema.samples
     same = sa.and_(*(texts.c[column.name] == column for column in chunks.primary_key))
@@ -353,7 +354,10 @@ def text_sizes(connection: sa.Connection) -> dict[str, tuple[int, int]]:
 
 
 def remove_texts(connection: sa.Connection, study: str) -> int:
-    """Remove the responses and tokens of one recipe, and return how many rows they were; 0 if none are left."""
+    """Remove the responses and tokens of one recipe of a study, and return the number of rows removed.
+
+    It is any recipe that has some. The number is 0 if the study has no responses and tokens left.
+    """
     texts = schema.sample_texts
     digest = sa.select(texts.c.recipe_digest).where(texts.c.study == study).limit(1).scalar_subquery()
     where = (texts.c.study == study) & (texts.c.recipe_digest == digest)
@@ -369,7 +373,10 @@ def _runs(samples: Iterable[SampleResult]) -> Iterator[list[SampleResult]]:
 
 
 def _documents_id(connection: sa.Connection, study: str, names: Sequence[str]) -> int:
-    """Id of the stored list of documents with the given names, which is stored if the study does not have it."""
+    """Id of the stored list of the documents named `names`.
+
+    If the study does not have this list yet, it is stored first.
+    """
     table = schema.sample_documents
     packed = pack_documents(names)
     digest = hashlib.sha256(packed).hexdigest()

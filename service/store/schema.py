@@ -146,9 +146,10 @@ rungs = Table(
 
 
 def _of_samples() -> list[Column[Any]]:
-    """Columns of the primary key of tables that have a row for adjacent samples of one objective of a recipe.
+    """Key columns that the tables of samples share; their rows each have adjacent samples of one objective and recipe.
 
-    Trials with an equal recipe share the samples.
+    `start` is the position of the first sample. Rows name a recipe, not a trial: trials with equal recipes share
+    samples.
     """
     return [
         Column("study", string(64), primary_key=True),

@@ -114,8 +114,8 @@ class Leadership:
 class Notifications:
     """Thread that calls `on_event` with the id of each job that has a new event, as soon as the event is stored.
 
-    Any server or driver may have stored it. On SQLite, and while the connection is lost, nothing is called.
-    `is_listening` is True while all new events are announced.
+    Any server or driver may have stored it. On SQLite, and while the connection to the database is lost, `on_event` is
+    not called. `is_listening` is True while the thread receives the database's notifications of new events.
     """
 
     def __init__(self, store: Store, on_event: Callable[[str], None]) -> None:
@@ -161,7 +161,7 @@ class Notifications:
 
 
 def _single(store: Store) -> sa.Engine | None:
-    """Engine for a connection that stays open, besides those of `store`; None on SQLite."""
+    """SQLAlchemy engine for one connection that is kept open, apart from the connections of `store`; None on SQLite."""
     if store.engine.dialect.name == "sqlite":
         return None
     settings = {"connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 2}

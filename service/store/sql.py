@@ -106,7 +106,10 @@ class _Connections(Protocol):
 
 @dataclass(frozen=True)
 class _OneConnection:
-    """Gives all reads of a store the same connection, whose transaction is open, so that they see one moment."""
+    """Opens the same connection for all reads of a store, so that they see the database at one moment.
+
+    The transaction of this connection stays open.
+    """
 
     connection: sa.Connection
 
@@ -118,8 +121,9 @@ class _OneConnection:
 class Store:
     """Store of all jobs, in one database; thread-safe, to be closed after use.
 
-    Creates or migrates the database at `url`, which is as `parse_url` accepts it. If the store `waits`, its calls and
-    those of its writers wait while the database does not answer, and are then repeated. Otherwise they raise the error.
+    Creates or migrates the database at `url`, the URL of an SQLite file or of a PostgreSQL database. If the store
+    `waits`, its calls and those of its writers wait while the database does not answer, and are then repeated.
+    Otherwise they raise the error.
 
     Raises:
         Conflict: `url` is not a database, or one of a newer version, or one that this user may not use.
@@ -186,7 +190,7 @@ class Store:
         return other
 
     def problem(self) -> str | None:
-        """Message since when the database does not answer; None if it answered when it was last used."""
+        """Message that says since when the database does not answer; None if it answered when it was last used."""
         return availability_of(self._engine).problem()
 
     def now(self) -> float:
@@ -398,10 +402,10 @@ class Store:
         return setbacks.count(EventKind.WAITING) if setbacks[-1:] == [EventKind.WAITING] else 0
 
     def _setbacks(self, job_id: str) -> list[str]:
-        """The kinds of a job's events, oldest first, that may tell of a driver without a result.
+        """Kinds of a job's events since its last result that say that a driver ended or failed to start, oldest first.
 
-        They are those among SETBACK_EVENTS since the job's last result: one of the RESULT_EVENTS, a stored chunk or a
-        stored step.
+        SETBACK_EVENTS lists these kinds. A result is an event of a kind in RESULT_EVENTS, a stored chunk or a stored
+        step.
         """
         events, evidence, steps = schema.events, schema.evidence, schema.search_steps
         of_job = events.c.study == job_id
@@ -513,7 +517,7 @@ class Store:
     ) -> dict[int, tuple[RungRecord, ...]]:
         """Finished rungs of a study's trials with the numbers `trials`, by trial number.
 
-        If there are many, rungs of other trials may be among them.
+        If there are many numbers, rungs of trials with other numbers between the first and the last may be included.
         """
         table = schema.rungs
         where = table.c.study == study_id
@@ -558,7 +562,7 @@ class Store:
         return dict(found)
 
     def num_tokens(self, study_id: str, split: Split) -> dict[str, int]:
-        """Number of tokens in all completions of a recipe's scored samples, by recipe digest.
+        """For each recipe of a study, the number of tokens in the completions of its scored samples, by recipe digest.
 
         Recipes with a scored sample whose tokens are not stored are left out.
         """
@@ -586,7 +590,10 @@ class Store:
             return max(1, move_old_samples(connection, found.study, found.recipe_digest))
 
     def text_sizes(self) -> dict[str, tuple[int, int]]:
-        """Number and bytes of the samples whose responses are stored, by study."""
+        """For each study, the number of samples whose responses are stored, and the bytes that their responses take.
+
+        The keys are ids of studies. A study is left out as long as it has samples where an earlier version stored them.
+        """
         with self._reads.connect() as connection:
             return text_sizes(connection)
 
@@ -618,14 +625,14 @@ class Store:
                     return
 
     def has_void(self, job_id: str) -> bool:
-        """Whether samples of a study are void, because their engine failed a check later."""
+        """Whether a study has void samples: samples of an engine that later failed a check."""
         held = holdings()
         query = void_holdings(held.c.study, held=held).where(held.c.study == job_id).limit(1)
         with self._reads.connect() as connection:
             return connection.execute(query).first() is not None
 
     def state_since(self, job_id: str) -> float:
-        """Time since which a job has its state, in seconds since the epoch."""
+        """Time at which the job got its present state, in seconds since the epoch."""
         events = schema.events
         is_state = (events.c.study == job_id) & (events.c.kind == EventKind.STATE.value)
         query = sa.select(events.c.time).where(is_state).order_by(events.c.id.desc()).limit(1)
@@ -653,7 +660,7 @@ class Store:
             return tuple(read_step(row.number, row.proposal, row.document) for row in rows)
 
     def num_charged(self, study_id: str) -> int:
-        """Number of samples that the steps of a study's searcher are charged as, all together."""
+        """Number of samples that the steps of a study's searcher count as, in total, against the limit of samples."""
         table = schema.search_steps
         with self._reads.connect() as connection:
             charged = sa.select(sa.func.coalesce(sa.func.sum(table.c.charged), 0)).where(table.c.study == study_id)
@@ -674,8 +681,8 @@ class Store:
     def num_unchecked(self, study_id: str, passed: Mapping[str, int]) -> int:
         """Number of a study's samples that were scored after the last canary that their engine passed.
 
-        The number of canaries that an engine has passed is the larger one of that in the stored evidence of all studies
-        and that in `passed`, by replica.
+        How many canaries an engine has passed is stated in the stored evidence of all studies, and by replica in
+        `passed`; the larger number counts.
         """
         held, table = holdings(), schema.evidence
         scored = (
@@ -704,6 +711,17 @@ class Store:
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(where).order_by(table.c.id).limit(limit))
             return tuple(EventRecord(row.id, row.time, row.kind, row.payload) for row in rows)
+
+    def event_counts(self, job_ids: Collection[str], *, kinds: Collection[EventKind]) -> dict[str, dict[str, int]]:
+        """Numbers of events of the given jobs and kinds, as job id -> kind -> number, without those that are 0."""
+        table = schema.events
+        where = table.c.study.in_(job_ids) & table.c.kind.in_([kind.value for kind in kinds])
+        query = sa.select(table.c.study, table.c.kind, sa.func.count()).where(where)
+        counts: dict[str, dict[str, int]] = defaultdict(dict)
+        with self._reads.connect() as connection:
+            for job_id, kind, count in connection.execute(query.group_by(table.c.study, table.c.kind)):
+                counts[job_id][kind] = count
+        return dict(counts)
 
     def last_event_id(self, job_id: str) -> int:
         """Id of a job's latest event; 0 before the first."""

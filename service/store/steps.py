@@ -1,8 +1,8 @@
 """Steps: computations that a searcher requests before it proposes a configuration, such as the gradient of a loss.
 
-A step is a request of the searcher and the result of computing it. It is charged in samples, stored before the searcher
-sees its result, and never computed again: a search that continues after a kill has the same steps. There are five
-kinds:
+A step is a request of the searcher and the result of computing it. It counts as a number of samples. It is stored
+before the searcher sees its result, and never computed again: a search that continues after a kill has the same steps.
+There are five kinds:
 
     losses        the loss of each objective at a point: a forward pass over reference answers
     gradient      the losses, and the derivatives of their weighted sum by every parameter: with a backward pass
@@ -58,7 +58,7 @@ class _Request:
 
     @property
     def num_charged(self) -> int:
-        """Number of samples that the step is charged as; 0 unless a kind of request overrides it."""
+        """Number of samples that the step counts as against the study's limit of samples; 0 for most kinds of steps."""
         return 0
 
 
@@ -66,9 +66,9 @@ class _Request:
 class _Measurement(_Request):
     """Request for losses of the merge at `point` on the samples at `positions`.
 
-    `point` has the values of all parameters of the search space, in their order. `positions` has the samples of each
-    objective. Losses are computed on reference answers. `completions` names the objectives whose references are the
-    sources' own correct completions.
+    `point` has the values of all parameters of the search space, in their order. `positions` has the positions of the
+    samples by objective. Losses are computed on reference answers. `completions` names the objectives whose references
+    are the sources' own correct completions.
     """
 
     point: tuple[float, ...]
@@ -257,7 +257,7 @@ _STEP_OF_REQUEST: Mapping[type[StepRequest], type[Step]] = {
 
 
 def step_of(number: int, proposal: int, request: StepRequest, result: StepResult) -> Step:
-    """Step with the given request and its result, of the class for this kind of request."""
+    """Make the step with the number `number`, computed before trial `proposal`, from its request and its result."""
     kind: Any = _STEP_OF_REQUEST[type(request)]
     step: Step = kind(number, proposal, request, result)
     return step

@@ -1,8 +1,9 @@
 """Chains of studies: merged models of one study as sources of another.
 
 A source that is a trial of another study is exported to a checkpoint in the data directory, as `export` writes it; from
-then on it is a directory like any other source. The trial and its recipe are those of the time when the study was
-created, and the checkpoint's fingerprint is checked as that of all sources is.
+then on it is a directory like any other source. If artifacts are in an object store, the checkpoint is stored there as
+an artifact of the other study, and is a model at a URL from then on. The trial and its recipe are those of the time
+when the study was created, and the checkpoint's fingerprint is checked as that of all sources is.
 
 The models of a study with `path_of` get the layers of a trial's path: for each model a checkpoint is written with its
 own layers in the path's order. Searchers of coefficients of whole models, gradients included, therefore refine the
@@ -12,8 +13,11 @@ coefficients on the path.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,18 +25,22 @@ from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe, Source
 from search_spaces.study.file import Study
 from search_spaces.study.models import AnotherStudy, FromStudy
+from service.disk import artifacts_dir
 from service.errors import Conflict, NotFound
 from service.resolved_study import ChainedSource, ResolvedStudy
 from service.results.selection import best_trial
 from service.store import Store
+from service.store.artifacts import ArtifactStore
 from service.studies.export import export_trial, write_model
 from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
 from service.studies.preflight.models import with_revisions
 from service.types import JobRecord
+from workers.directories import turn
 from workers.errors import InvalidModel
 from workers.models.family import resolve_family
+from workers.object_store import blobs_in, is_object_url
 
-__all__ = ["SOURCES", "OpenStudy", "on_server", "with_exported_sources"]
+__all__ = ["SOURCES", "OpenStudy", "keep_sources", "on_server", "with_exported_sources"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,39 +58,83 @@ Raises NotFound, or Conflict if a study cannot be named in this way here.
 """
 
 
+@dataclass(frozen=True)
+class _Places:
+    """Where exported sources are: below `directory`, or with the artifacts if `artifacts_in` is an object store."""
+
+    directory: Path
+    artifacts_in: str | Path
+
+    def written(self, store: Store, job_id: str, name: str, write: Callable[[Path], object]) -> str:
+        """Return the directory or URL of a checkpoint after writing it with `write`, unless it is there already.
+
+        `store` and `job_id` are the study that the checkpoint comes from. `name` is the same for the same content. On
+        its way to an object store, the checkpoint is below `directory`, where an interrupted one is continued.
+        """
+        out = self.directory.resolve() / SOURCES / name
+        if not is_object_url(str(self.artifacts_in)):
+            write(out)
+            return str(out)
+        artifacts, artifact = ArtifactStore(store, self.artifacts_in), f"source-{name}"
+        with turn(out):
+            if artifact not in {record.name for record in artifacts.of(job_id)}:
+                write(out)
+                artifacts.put(job_id, artifact, out)
+            shutil.rmtree(out, ignore_errors=True)
+        return str(artifacts.url(artifacts.get(job_id, artifact)))
+
+
 def with_exported_sources(
     study: Study,
     *,
     open_study: OpenStudy,
     directory: Path,
+    artifacts_in: str | Path | None = None,
     before: ResolvedStudy | None = None,
     note: Callable[[str], None] = logger.info,
 ) -> tuple[Study, dict[str, ChainedSource]]:
     """Export the sources of a study that are merges of other studies.
 
-    `open_study` opens the study that a source names. Returns the study with directories in place of these sources, and
-    the sources by alias. The directories are below `directory`; a merge that is there already is not written again.
+    `open_study` opens the study that a source names. Returns the study with directories or URLs in place of these
+    sources, and the sources by alias. The directories are below `directory`; the URLs are in the object store
+    `artifacts_in`, if that is one, while None is a directory. A merge that is there already is not written again.
     `before` is what was stored about the study's sources, if the study is resumed, else None. `note` receives lines of
     progress. Raises InvalidStudy with every source that cannot be exported.
     """
+    places = _Places(directory, artifacts_in or artifacts_dir(directory))
     found: dict[str, ChainedSource] = {}
     problems: list[Problem] = []
     for alias, source in study.models.chained.items():
         known = None if before is None else before.chained.get(alias)
+        if known is not None and is_object_url(known.directory):
+            found[alias] = known
+            continue
         try:
             with open_study(source) as (store, record):
                 note(f"Exporting the source {alias} from study {record.name!r} ...")
-                found[alias] = _exported(store, record, source, known, directory)
+                found[alias] = _exported(store, record, source, known, places)
         except (NotFound, Conflict, InvalidModel, InvalidStudy) as error:
             problems.append(Problem(f"models.experts.{alias}.from_study", str(error)))
     if study.models.path_of is not None:
         try:
-            found |= _along_path(study, study.models.path_of, open_study, directory, before, note)
+            found |= _along_path(study, study.models.path_of, open_study, places, before, note)
         except (NotFound, Conflict, InvalidModel, InvalidStudy) as error:
             problems.append(Problem("models.path_of", str(error)))
     if problems:
         raise InvalidStudy(tuple(problems))
     return _with_directories(study, found), found
+
+
+def keep_sources(artifacts: ArtifactStore, job_id: str, models: Iterable[str]) -> None:
+    """Make those models of a study that are artifacts of other jobs also artifacts of the study.
+
+    They then stay when the other jobs are deleted. `job_id` is the study. `models` are directories, hub ids and URLs;
+    those that are no artifacts in the object store are left out. Raises Conflict if the files of an artifact are gone.
+    """
+    for model in models:
+        for store, digest in blobs_in(model):
+            if store == artifacts.remote:
+                artifacts.keep(job_id, f"source-{digest[:DIGEST_DIGITS]}", digest)
 
 
 def _with_directories(study: Study, found: Mapping[str, ChainedSource]) -> Study:
@@ -94,7 +146,7 @@ def _with_directories(study: Study, found: Mapping[str, ChainedSource]) -> Study
 
 
 def _exported(
-    store: Store, record: JobRecord, source: FromStudy, known: ChainedSource | None, directory: Path
+    store: Store, record: JobRecord, source: FromStudy, known: ChainedSource | None, places: _Places
 ) -> ChainedSource:
     number, recipe = _trial(store, record, source, known)
     if any(layer.alignment is not None for layer in recipe.layers):
@@ -104,20 +156,23 @@ def _exported(
         )
     study = with_revisions(Study.model_validate(record.document), ResolvedStudy.of(record))
     dtype = engine_dtype(study)
-    out = _place(directory, recipe, dtype)
-    export_trial(store, record, str(number), out, dtype=dtype)
-    return ChainedSource(record.id, record.name, number, recipe.digest, str(out))
+
+    def write(out: Path) -> None:
+        export_trial(store, record, str(number), out, dtype=dtype)
+
+    place = places.written(store, record.id, _name(recipe, dtype), write)
+    return ChainedSource(record.id, record.name, number, recipe.digest, place)
 
 
-def _place(directory: Path, recipe: Recipe, dtype: str) -> Path:
-    return directory.resolve() / SOURCES / f"{recipe.digest[:DIGEST_DIGITS]}-{dtype}"
+def _name(recipe: Recipe, dtype: str) -> str:
+    return f"{recipe.digest[:DIGEST_DIGITS]}-{dtype}"
 
 
 def _trial(store: Store, record: JobRecord, source: FromStudy, known: ChainedSource | None) -> tuple[int, Recipe]:
     """Number and recipe of the trial that the source `source` names in the study `record`.
 
-    `known` is the source as it was stored when the study that uses it was created; the trial is then that one. For a
-    new study it is None. Raises NotFound if there is no such trial, Conflict if its recipe has changed.
+    `known` is the source as it was stored when the study that uses it was created, with the number of the trial; it is
+    None for a new study. Raises NotFound if there is no such trial, Conflict if its recipe has changed.
     """
     trials = store.trials(record.id)
     if known is not None:
@@ -141,44 +196,44 @@ def _along_path(
     study: Study,
     source: FromStudy,
     open_study: OpenStudy,
-    directory: Path,
+    places: _Places,
     before: ResolvedStudy | None,
     note: Callable[[str], None],
 ) -> dict[str, ChainedSource]:
     """Export the base and the experts with their layers in the order of a trial's layer path.
 
-    `source` names the trial, and `open_study` opens its study. The models are written below `directory`. `before` is
-    what was stored about the sources of `study`, if this study is resumed, else None; models that are there already are
-    then not written again. `note` receives lines of progress. Returns the exported models by alias. Experts that are
-    merges of other studies are left out. Raises NotFound, Conflict, InvalidModel and InvalidStudy.
+    `source` names the trial, and `open_study` opens its study. The models are written to `places`. `before` is what was
+    stored about the sources of `study`, if this study is resumed, else None; models that are there already are then not
+    written again. `note` receives lines of progress. Returns the exported models by alias. Experts that are merges of
+    other studies are left out. Raises NotFound, Conflict, InvalidModel and InvalidStudy.
     """
-    known = None if before is None else before.chained.get(BASE)
-    with open_study(source) as (store, record):
-        number, recipe = _trial(store, record, source, known)
-        num_layers = ResolvedStudy.of(record).num_layers
-    path = _path(recipe, f"study {record.name!r}: trial {number}")
     experts = {alias: place for alias, place in study.models.experts.items() if isinstance(place, str)}
-    if before is not None:
-        written = {alias: before.chained[alias] for alias in (BASE, *experts)}
-        if all((Path(own.directory) / "recipe.json").is_file() for own in written.values()):
+    written = {} if before is None else {alias: before.chained[alias] for alias in (BASE, *experts)}
+    if written and all(is_object_url(own.directory) for own in written.values()):
+        return written
+    with open_study(source) as (store, record):
+        number, recipe = _trial(store, record, source, written.get(BASE))
+        path = _path(recipe, f"study {record.name!r}: trial {number}")
+        if written and all((Path(own.directory) / "recipe.json").is_file() for own in written.values()):
             return written
-    from workers.merging.bank import Bank
+        from workers.merging.bank import Bank
 
-    sources = resolve_family(study.models.base, experts).fetched()
-    if sources.layout.num_layers != num_layers:
-        raise Conflict(
-            f"study {record.name!r}: its path is through models of {num_layers} layers; these have "
-            f"{sources.layout.num_layers}"
-        )
-    bank = Bank(sources, keeps_statistics=False)
-    found = {}
-    for alias in (BASE, *experts):
-        note(f"Writing {alias} with the layers of trial {number} of study {record.name!r} ...")
-        own = _with_path(alias, path, sources.fingerprints)
-        dtype = _dtype_of(bank.views(own.models)[alias].config)
-        out = write_model(own, bank, _place(directory, own, dtype), dtype=dtype)
-        found[alias] = ChainedSource(record.id, record.name, number, recipe.digest, str(out))
-    return found
+        sources = resolve_family(study.models.base, experts).fetched()
+        if sources.layout.num_layers != (num_layers := ResolvedStudy.of(record).num_layers):
+            raise Conflict(
+                f"study {record.name!r}: its path is through models of {num_layers} layers; these have "
+                f"{sources.layout.num_layers}"
+            )
+        bank = Bank(sources, keeps_statistics=False)
+        found = {}
+        for alias in (BASE, *experts):
+            note(f"Writing {alias} with the layers of trial {number} of study {record.name!r} ...")
+            own = _with_path(alias, path, sources.fingerprints)
+            dtype = _dtype_of(bank.views(own.models)[alias].config)
+            write = partial(write_model, own, bank, dtype=dtype)
+            place = places.written(store, record.id, _name(own, dtype), write)
+            found[alias] = ChainedSource(record.id, record.name, number, recipe.digest, place)
+        return found
 
 
 def _path(recipe: Recipe, where: str) -> tuple[dict[Component, int], ...]:

@@ -34,9 +34,10 @@ class AskAndTell:
 
     `brackets` are the brackets that earlier attempts have stored. From them and the stored trials, all decisions on
     promotion are made again, in the constructor; decisions that a crash kept from being stored are stored then.
-    `observer` is called with the name of every step of the search. `is_out_of_budget` is called before a new trial
-    starts, and returns the study's limit that is exhausted as a text, or None. `num_charged` is the number of samples
-    that the searcher's stored steps, such as gradients, are charged as.
+    `observer` is called with a word for what has just happened or follows next ("ask", "rung", "promotion"), so that
+    tests can stop the process there. `is_out_of_budget` is called before a new trial starts, and returns the study's
+    limit that is exhausted as a text, or None. `num_charged` is the number of samples that the searcher's stored steps,
+    such as gradients, count as.
     """
 
     def __init__(
@@ -178,11 +179,11 @@ class AskAndTell:
             self.finish(number, rung)
 
     def _may_start(self, proposal: Proposal, *, num_charged: int = 0) -> bool:
-        """Whether the trial of a proposal may start, as far as the study's limit of samples allows.
+        """Whether a trial may start without exceeding the study's limit of samples.
 
-        With `num_charged` above 0, whether a step that the proposal needs, which is charged as so many samples, may
-        start. If the limit would be exceeded, this ends the search and returns False. It also returns False while that
-        is not known yet.
+        With `num_charged` above 0, the question is about a step that the proposal needs and that counts as so many
+        samples. If the limit would be exceeded, this method ends the search and returns False. It also returns False as
+        long as running evaluations may still decide the answer.
         """
         fits = self._limit.admits(proposal, num_charged=num_charged)
         if fits is False:

@@ -40,9 +40,9 @@ MAX_LOST_ACTORS = 3
 class Coordinator:
     """The coordinator of one study, which hands out evaluations and stores their results.
 
-    It is not thread-safe: Tune's controller loop is its only caller. `observer` is called with the name of every step
-    ("ask", "chunk", "commit", "rung", "promotion", ...), so that tests can stop the process there. `is_out_of_budget`
-    is called before a new trial starts and returns the limit that is exhausted, or None.
+    It is not thread-safe: Tune's controller loop is its only caller. `observer` is called with a word for what has just
+    happened or follows next ("ask", "chunk", "commit", "rung", "promotion", ...), so that tests can stop the process
+    there. `is_out_of_budget` is called before a new trial starts and returns the limit that is exhausted, or None.
     """
 
     def __init__(
@@ -110,7 +110,10 @@ class Coordinator:
 
     @property
     def num_samples_used(self) -> int:
-        """Samples that the search has used in all attempts, as `sample_limit` counts them."""
+        """Number of samples that the search has used in all attempts.
+
+        They are the samples scored for the search, and those that the searcher's steps count as.
+        """
         return self._ask_and_tell.num_samples_used
 
     @property
@@ -172,7 +175,10 @@ class Coordinator:
         return [(number, rung, Split.SEARCH) for number, rung in self._ask_and_tell.ready()]
 
     def _num_unstarted(self) -> int:
-        """The number of proposed trials without a result whose recipe is not being evaluated."""
+        """The number of proposed trials that wait for an engine.
+
+        They have no result yet, and no running evaluation has their recipe.
+        """
         busy = self._recipes_in_flight()
         new = (self._trials[number] for number, _, split in self._ready() if split is Split.SEARCH)
         return sum(t.origin is Origin.SEARCH and not t.rungs and t.recipe.digest not in busy for t in new)

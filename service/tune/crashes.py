@@ -47,10 +47,9 @@ class Crashes:
                 self._add(event.payload)
 
     def add(self, evaluation: Evaluation, failed: ChunkFailed) -> tuple[dict[str, Any], ChunkFailed | None]:
-        """Count a crash of an engine, and return the event to store and what follows for the evaluation.
+        """Count a crash of an engine, and return the event to store and the failure to report for the evaluation.
 
-        What follows is a failure which says that the candidate failed or that there is no engine, or None if the chunk
-        is scored again.
+        The failure says that the candidate failed, or that there is no engine. It is None if the chunk is scored again.
         """
         crash = failed.crash
         assert crash is not None

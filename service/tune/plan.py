@@ -29,11 +29,12 @@ class Plan:
     `rung_samples` has, for each rung, the number of samples to score by objective, and `holdout_samples` the number of
     holdout samples. `tasks` and `holdout_tasks` are their tasks by objective. The scheduler repeats the brackets of
     `cycle`. With `waits_for_baselines`, the searcher is asked for its first proposal once all `baselines` have ended.
-    Proposals may run `max_staleness` trials ahead of evaluations; the proposals of a `batch` know the same results.
-    Under Hyperband, `open_brackets` brackets may be open at a time. If `error_rate` is a number, racing stops trials by
-    a bound with this error rate; if it is None, racing stops trials as soon as they are behind. The search ends after
-    `max_duplicates` proposals in a row with recipes of earlier trials, and at `max_samples` samples; None is no limit.
-    From `size`, costs of recipes in parameters are computed; it is None if all merges have the same number of layers.
+    Proposals may run `max_staleness` trials ahead of evaluations; `batch` proposals in a row are made from the same
+    results. Under Hyperband, `open_brackets` brackets may be open at a time. If `error_rate` is a number, racing stops
+    trials by a bound with this error rate; if it is None, racing stops trials as soon as they are behind. The search
+    ends after `max_duplicates` proposals in a row with recipes of earlier trials, and at `max_samples` samples; None is
+    no limit. From `size`, costs of recipes in parameters are computed; it is None if all merges have the same number of
+    layers.
     """
 
     study_id: str

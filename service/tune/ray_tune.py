@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -41,6 +41,9 @@ SEARCHER_SOON_S = 0.03
 CPU_WAIT_S = 10.0
 ACTOR_START_S = 60.0
 
+# Seconds that a run that is to end waits for the chunks that are being scored.
+CHUNK_GRACE_S = 60.0
+
 # Tune's own files are not used: no experiment snapshots while the study runs, no per-trial logs. Tune still makes a
 # snapshot at the start and one at the end; if these are close together, the second one makes copying the first one
 # fail.
@@ -56,9 +59,9 @@ TUNE_SNAPSHOT_LOGGERS = ("ray.tune.execution.experiment_state", "ray.train._inte
 
 
 class _NotPickled:
-    """A base class of objects that are pickled without their state.
+    """Base class of objects that are pickled without their attributes.
 
-    Tune pickles the objects that it is given, to restore them after a crash. That is not used here.
+    Tune pickles the objects that it is given, to restore them after a crash. This project does not restore them.
     """
 
     def __getstate__(self) -> dict[str, Any]:
@@ -66,38 +69,57 @@ class _NotPickled:
 
 
 class _Interrupt:
-    """A context manager that defers Ctrl-C until `check` is called; a second Ctrl-C is raised immediately.
+    """A context manager that defers Ctrl-C and SIGTERM until the chunks that are being scored are stored.
+
+    A second signal is raised immediately. `note` is called with a message for the user after the first one. `held` are
+    the ids of Tune's trials that wait for no chunk any more.
 
     Python raises KeyboardInterrupt at the main thread's current line. If that line is in one of Ray's callbacks, Ray
     only prints the error.
     """
 
-    def __init__(self) -> None:
-        self._is_requested = False
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self.held: set[str] = set()
+        self._note: Callable[[str], None] | None = note
+        self._requested_at: float | None = None
 
     def __enter__(self) -> Self:
-        self._is_main_thread = threading.current_thread() is threading.main_thread()
-        if self._is_main_thread:
-            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        self._previous: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._is_main_thread:
-            signal.signal(signal.SIGINT, self._previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if self._is_requested:
+        if self._requested_at is not None:
             signal.default_int_handler(number, frame)
-        self._is_requested = True
+        self._requested_at = time.monotonic()
 
-    def check(self) -> None:
-        """Raise KeyboardInterrupt if Ctrl-C was pressed."""
-        if self._is_requested:
+    @property
+    def is_requested(self) -> bool:
+        return self._requested_at is not None
+
+    def check(self, trials: Iterable[Any]) -> None:
+        """Raise KeyboardInterrupt after a signal, once none of Tune's `trials` waits for a chunk of samples.
+
+        It is raised in any case CHUNK_GRACE_S seconds after the signal.
+        """
+        if self._requested_at is None:
+            return
+        if self._note is not None:
+            self._note("ends when the chunks that are being scored are stored; a second Ctrl-C ends it at once")
+            self._note = None
+        is_late = time.monotonic() - self._requested_at > CHUNK_GRACE_S
+        if is_late or not any(trial.status == "RUNNING" and trial.trial_id not in self.held for trial in trials):
             raise KeyboardInterrupt
 
 
 class _Raised:
-    """A place for the error that the coordinator raised while Tune handled a result.
+    """Keeps the error that the coordinator raised while Tune handled a result, so that it can be raised again later.
 
     Tune itself raises a TuneError, which has only the text of the traceback.
     """
@@ -126,7 +148,8 @@ class _EvaluationSource(_NotPickled, Searcher):
         self._evaluations: dict[str, Evaluation] = {}
 
     def suggest(self, trial_id: str) -> Any:
-        self._interrupt.check()
+        if self._interrupt.is_requested:
+            return None
         # The limit counts Tune's trials, not the coordinator's evaluations in flight: Tune would start another actor
         # before it has set the actor of a finished trial aside for reuse.
         coordinator = self._coordinator
@@ -169,9 +192,15 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
     """
 
     def __init__(
-        self, coordinator: Coordinator, concurrency: int, raised: _Raised, note: Callable[[str], None]
+        self,
+        coordinator: Coordinator,
+        concurrency: int,
+        interrupt: _Interrupt,
+        raised: _Raised,
+        note: Callable[[str], None],
     ) -> None:
         super().__init__()
+        self._interrupt = interrupt
         self._raised = raised
         self._coordinator = coordinator
         self._num_actors = concurrency
@@ -195,6 +224,8 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
 
         Tune calls this method at every step of its loop.
         """
+        if self._interrupt.is_requested:
+            self._release(tune_controller)
         is_waiting = self._held_back or self._coordinator.num_in_flight >= self._num_actors
         if self._num_up < self._num_actors and is_waiting and _is_late(time.monotonic() - self._last_up):
             self._start_without_missing(tune_controller)
@@ -206,7 +237,14 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
         evaluation: Evaluation = trial.config["evaluation"]
         with self._raised.kept():
             done = self._coordinator.on_outcome(evaluation, result["outcome"])
-        return str(FIFOScheduler.STOP if done else FIFOScheduler.CONTINUE)
+        return str(FIFOScheduler.STOP) if done else self._next(trial)
+
+    def _next(self, trial: Any) -> str:
+        """Tune's action that lets `trial` score its next chunk, or wait if the run is to end."""
+        if not self._interrupt.is_requested:
+            return str(FIFOScheduler.CONTINUE)
+        self._interrupt.held.add(trial.trial_id)
+        return str(FIFOScheduler.NOOP)
 
     def _on_actor_up(self, tune_controller: Any, trial: Any) -> str:
         self._num_up += 1
@@ -215,7 +253,7 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
             self._held_back.append(trial)
             return str(FIFOScheduler.NOOP)
         self._release(tune_controller)
-        return str(FIFOScheduler.CONTINUE)
+        return self._next(trial)
 
     def _start_without_missing(self, tune_controller: Any) -> None:
         if self._num_noted != self._num_up:
@@ -230,7 +268,7 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
     def _release(self, tune_controller: Any) -> None:
         held_back, self._held_back = self._held_back, []
         for trial in held_back:
-            tune_controller._tune_controller._execute_action(trial, FIFOScheduler.CONTINUE)
+            tune_controller._tune_controller._execute_action(trial, self._next(trial))
 
 
 def _count_memory_kills_as_deaths(actor_manager: Any) -> None:
@@ -277,7 +315,7 @@ class _Observer(_NotPickled, tune.Callback):
         self._interrupt = interrupt
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        self._interrupt.check()
+        self._interrupt.check(trials)
         self._tick()
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **_: Any) -> None:
@@ -298,7 +336,7 @@ def run_evaluations(
 
     At most `concurrency` evaluations run at a time. `tick` is called several times a second, `note` with messages for
     the user. Raises what the coordinator raises: EvidenceMismatch, EngineUnavailable, StudyFailed, StudyUnusable,
-    StaleAttempt.
+    StaleAttempt. Raises KeyboardInterrupt after Ctrl-C or SIGTERM, when the chunks that were being scored are stored.
     """
     for variable, value in TUNE_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
@@ -307,12 +345,12 @@ def run_evaluations(
         logging.getLogger(unused).setLevel(logging.CRITICAL)
     trainable = tune.with_parameters(EvaluationTrainable, scorer=scorer)
     trainable.__qualname__ = EvaluationTrainable.__qualname__  # the name of the actors in the dashboard
-    interrupt, raised = _Interrupt(), _Raised()
+    interrupt, raised = _Interrupt(note), _Raised()
     tuner = tune.Tuner(
         trainable,
         tune_config=tune.TuneConfig(
             search_alg=_EvaluationSource(coordinator, concurrency, interrupt, raised),
-            scheduler=_ChunkScheduler(coordinator, concurrency, raised, note),
+            scheduler=_ChunkScheduler(coordinator, concurrency, interrupt, raised, note),
             num_samples=-1,
             reuse_actors=True,
             trial_name_creator=_trial_name,

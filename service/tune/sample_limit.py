@@ -1,11 +1,11 @@
 """The limit of a study's samples, `limits.max_samples`: how many are used, and what may still start.
 
-A study uses the samples that are scored for its search, baselines included, and those that the steps of its searcher
-are charged as. Samples of the held-out stage and of the verification are not counted.
+A study uses a sample for each one that is scored in its search, baselines included. A step of its searcher, such as a
+gradient, uses as many samples as it counts as. Samples of the held-out stage and of the verification are not counted.
 
 Nothing starts that could exceed the limit. Whether a trial starts depends on the samples that the trials before it have
-used when all of them have ended, so that it is the same with any number of replicas and after any interruption. It is
-known before they have ended if the trial fits even though every one of them takes the most samples that it can take.
+used when all of them have ended, so that it is the same with any number of replicas and after any interruption. The
+answer is known earlier if the trial fits even when each of them takes as many samples as it possibly can.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["SampleLimit"]
 class SampleLimit:
     """The samples that a study has used, compared with the limit of its plan (`max_samples`).
 
-    `num_charged` is the number of samples that the searcher's stored steps, such as gradients, are charged as.
+    `num_charged` is the number of samples that the searcher's stored steps, such as gradients, count as.
     """
 
     def __init__(self, plan: Plan, *, table: RungTable, samples: SampleCache, num_charged: int) -> None:
@@ -36,7 +36,7 @@ class SampleLimit:
         return self._samples.num_searched + self.num_charged
 
     def admits(self, proposal: Proposal, *, num_charged: int = 0) -> bool | None:
-        """Whether the trial of `proposal` may start, or a step for it that is charged as `num_charged` samples.
+        """Whether the trial of `proposal` may start, or a step for it that counts as `num_charged` samples.
 
         It may if the samples used, the most that the trials in the rung table can still take, and the most that this
         adds are within the limit together. If they are not, the result is None while evaluations are left, which may

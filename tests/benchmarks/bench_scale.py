@@ -1,17 +1,15 @@
 """A study of 10,000 trials: the server's routes and memory, samples on disk, a driver that resumes, and proposals.
 
 The study is made up (`scale_study`), and kept in `.bench/scale`; `BENCH_DATABASE` names another database by its URL,
-PostgreSQL for example. CPU seconds of the server stand beside wall seconds, and a calibration of the machine beside
-both: the seconds in which Python decodes a fixed text of JSON.
+PostgreSQL for example. CPU seconds stand beside wall seconds, and a calibration of the machine and its load average
+beside both.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +25,18 @@ import numpy as np
 import psutil
 import sqlalchemy as sa
 
-from search_spaces.parameters import Float, Parameters
-from search_spaces.searchers import SEARCHERS
 from service.results.series import CHARTS
 from service.store import JobWriter, Store, schema
-from service.tune.searchers import get_searcher
-from service.tune.searchers.base import Observation, ProposalContext, SearchSetting
 from service.types import TrialState
+from tests.benchmarks.calibration import calibration_s
 from tests.benchmarks.process_memory import output
+from tests.benchmarks.scale_proposals import NUM_OBSERVATIONS, NUM_PARAMETERS
 from tests.benchmarks.scale_study import Size, stored_study
 
 PLACE = Path(".bench/scale")
 SIZE = Size()
 PAGES = 40
 START_S = 60.0
-
-# Searchers that propose from observations alone, and what they are given.
-PROPOSING = [
-    name
-    for name, declared in SEARCHERS.items()
-    if declared.learns and declared.proposes_at_once and not declared.alias_of
-]
-NUM_OBSERVATIONS, NUM_PARAMETERS = 10_000, 800
 
 MUST = {
     "page_s": 0.1,
@@ -73,8 +60,9 @@ def run() -> dict[str, Any]:
             "database": store.engine.dialect.name,
             "num_trials": SIZE.num_trials,
             "calibration_s": calibration_s(),
+            "load": os.getloadavg()[0],
             "must": MUST,
-            "proposals": {name: _proposal(name) for name in PROPOSING},
+            "proposals": _proposals(),
             "disk": _disk(store, study),
             "driver": json.loads(output("tests.benchmarks.scale_driver", store.url, study)),
             "server": _server(store, study),
@@ -85,10 +73,13 @@ def run() -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> None:
     must, server = result["must"], result["server"]
-    print(f"{result['num_trials']} trials on {result['database']}; calibration {result['calibration_s']:.2f} s")
-    print("list of 100 trials          p95 s  CPU s   must")
+    print(
+        f"{result['num_trials']} trials on {result['database']}; "
+        f"calibration {result['calibration_s']:.2f} CPU seconds, load average {result['load']:.1f}"
+    )
+    print("list of 100 trials, p95         s  CPU s   must")
     for name, found in server["pages"].items():
-        print(f"  {name:<24} {found['p95_s']:7.3f} {found['cpu_s']:6.3f}  {must['page_s']:5.2f}")
+        print(f"  {name:<24} {found['p95_s']:7.3f} {found['p95_cpu_s']:6.3f}  {must['page_s']:5.2f}")
     print("results              first s  CPU s  changed s  CPU s   must  unchanged s   must     KB")
     for name, found in server["results"].items():
         print(
@@ -110,15 +101,6 @@ def show(result: dict[str, Any]) -> None:
     print(f"a proposal at {NUM_OBSERVATIONS} observations of {NUM_PARAMETERS} parameters   must {must['proposal_s']}")
     for name, found in result["proposals"].items():
         print(f"  {name:<10} {found['s']:6.2f} s {found['cpu_s']:6.2f} CPU s")
-
-
-def calibration_s() -> float:
-    """Seconds in which this machine decodes a fixed text of JSON."""
-    text = json.dumps([{"number": n, "values": {"math": n / 7, "text": n / 11}} for n in range(1000)])
-    start = time.perf_counter()
-    for _ in range(200):
-        json.loads(text)
-    return time.perf_counter() - start
 
 
 class _Server:
@@ -173,33 +155,12 @@ def _wait_until(is_true: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def _proposal(name: str) -> dict[str, float]:
-    searcher, context = get_searcher(name), _observed()
-    first = replace(context, number=41, observations=context.observations[:40])
-    searcher.advance(first)  # imports what it needs
-    gc.collect()
-    start, cpu = time.perf_counter(), time.process_time()
-    searcher.advance(context)
-    return {"s": time.perf_counter() - start, "cpu_s": time.process_time() - cpu}
-
-
-@cache
-def _observed() -> ProposalContext:
-    rng = np.random.default_rng(0)
-    parameters = Parameters([Float(f"p{number}", -0.5, 1.5) for number in range(NUM_PARAMETERS)])
-    observations = tuple(
-        Observation(
-            dict(zip(parameters.names, rng.uniform(-0.5, 1.5, NUM_PARAMETERS).tolist(), strict=True)),
-            1.0,
-            tuple(rng.random(3).tolist()),
-            number=number,
-            rung=0,
-            standard_errors=(0.01,) * 3,
-        )
-        for number in range(NUM_OBSERVATIONS)
-    )
-    setting = SearchSetting(objectives=("a", "b", "c"))
-    return ProposalContext(parameters, number=NUM_OBSERVATIONS, seed=4, observations=observations, setting=setting)
+def _proposals() -> dict[str, dict[str, float]]:
+    command = [sys.executable, "-m", "tests.benchmarks.scale_proposals"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    found: dict[str, dict[str, float]] = json.loads(finished.stdout)
+    return found
 
 
 def _disk(store: Store, study: str) -> dict[str, float]:
@@ -249,7 +210,7 @@ def _pages(server: _Server, path: str, query: dict[str, str]) -> dict[str, float
         found.append(server.get(f"{path}?{parameters}")[1])
     return {
         "p95_s": float(np.percentile([each["s"] for each in found], 95)),
-        "cpu_s": statistics.fmean(each["cpu_s"] for each in found),
+        "p95_cpu_s": float(np.percentile([each["cpu_s"] for each in found], 95)),
     }
 
 

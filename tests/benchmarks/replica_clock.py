@@ -45,7 +45,7 @@ from service.store.steps import (
 )
 from service.tune.coordinator import Coordinator
 from service.tune.evaluation import Evaluation
-from service.tune.proposing.searcher_state import SearcherState
+from service.tune.proposing.searcher_state import SearcherState, SentObservations
 from service.tune.searchers.base import SearchSetting
 from workers.serving.fake import FakeScorer
 from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, ScoreRequest
@@ -122,6 +122,7 @@ class SimulatedProposer:
         self.steps_s = 0.0
         self._clock = clock
         self._state = SearcherState(algorithm, parameters, setting, (), {})
+        self._sent = SentObservations()
         self._is_instant = is_instant
         self._step_s = step_s
         self._target = np.random.default_rng(0).random(len(parameters))
@@ -140,10 +141,17 @@ class SimulatedProposer:
         if self._next:
             self._answer, self.ready_at = self._next.popleft()
             return
-        # The driver pickles the call, the searcher's process unpickles it.
-        message = None if self._is_instant else pickle.dumps(self._call)
+        # The driver pickles the call and the observations that are new, the searcher's process unpickles them.
+        message = None
+        if not self._is_instant:
+            new, indices = self._sent.add(observations)
+            message = pickle.dumps((new, {**self._call, "observations": indices}))
         with self._clock.elsewhere() as taken:
-            self._answer = self._state.propose(**(self._call if message is None else pickle.loads(message)))
+            call = self._call
+            if message is not None:
+                new, call = pickle.loads(message)
+                self._state.receive(new)
+            self._answer = self._state.propose(**call)
         self.ready_at = self._takes(taken[0])
         for _ in range(self._setting.num_left_in_batch(number) if self._is_chained else 0):
             with self._clock.elsewhere() as taken:

@@ -89,25 +89,29 @@ class Machine:
 
     def start(self, *arguments: str) -> None:
         """Start a Ray node (`ray start` with further arguments), as the only processes of the machine."""
-        ray_dir = self.directory / "ray"
-        shutil.rmtree(ray_dir, ignore_errors=True)
-        ray_dir.mkdir(parents=True)
         ray_program = str(Path(sys.executable).with_name("ray"))
-        command = [ray_program, "start", f"--node-ip-address={self.address}", "--block", *arguments]
-        setup = (
-            f"hostname {self.name}; mount -t proc proc /proc; mount -t tmpfs -o size=512m tmpfs /dev/shm; "
-            f"mkdir -p /tmp/ray; mount --bind {shlex.quote(str(ray_dir))} /tmp/ray; exec {shlex.join(command)}"
-        )
-        namespaces = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--uts", "--ipc"]
+        node = [ray_program, "start", f"--node-ip-address={self.address}", "--block", *arguments]
         with (self.directory / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                ["ip", "netns", "exec", self.name, *namespaces, "bash", "-ec", setup],
+                [*self.inside(), *node],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=dict(self.environment),
                 start_new_session=True,
             )
+
+    def inside(self) -> list[str]:
+        """The words before a command that run it as the only processes of the machine, with an empty /tmp/ray."""
+        ray_dir = self.directory / "ray"
+        shutil.rmtree(ray_dir, ignore_errors=True)
+        ray_dir.mkdir(parents=True)
+        setup = (
+            f"hostname {self.name}; mount -t proc proc /proc; mount -t tmpfs -o size=512m tmpfs /dev/shm; "
+            f'mkdir -p /tmp/ray; mount --bind {shlex.quote(str(ray_dir))} /tmp/ray; exec "$@"'
+        )
+        namespaces = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--uts", "--ipc"]
+        return ["ip", "netns", "exec", self.name, *namespaces, "bash", "-ec", setup, self.name]
 
     @property
     def is_running(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import re
 import shlex
@@ -17,11 +18,13 @@ from search_spaces.fidelity import Scheduler
 from search_spaces.spaces import SPACES
 from search_spaces.study.file import load_study, parse_study, study_json_schema
 from search_spaces.study.yaml import parse_document
+from service.api.metrics import JOB, METRICS, SETBACKS
 from service.api.openapi import install_openapi
 from service.api.routes import exports, finetunes, jobs, operations, results
 from service.cli.main import main
 from tests.docs.pages import PAGES, ROOT, Page
 from tests.test_maps import PACKAGES
+from workers.serving.replica import ReplicaMetrics
 from workers.training.finetuning.fleet import ANALYSIS, Analysis, parse_pipeline
 from workers.training.finetuning.spec import finetune_json_schema
 
@@ -255,12 +258,14 @@ def test_commands_and_their_options(capsys: pytest.CaptureFixture[str]) -> None:
         return capsys.readouterr().out
 
     page = page_of("docs/reference/cli.md")
-    lines = re.findall(r"^\| `([a-z]+)[^|]*\|([^|]*)\|", page.prose, re.MULTILINE)
+    lines = re.findall(r"^\| `([a-z]+(?: [a-z]+)?)[^|]*\|([^|]*)\|", page.prose, re.MULTILINE)
     shown = {name: set(re.findall(r"`(--[a-z-]+)`", options)) for name, options in lines}
     commands = re.findall(r"^    ([a-z]+)\b", said(), re.MULTILINE)
     assert len(commands) > 15
+    commands.remove("database")
+    commands += [f"database {name}" for name in re.findall(r"^    ([a-z]+)\b", said("database"), re.MULTILINE)]
     everywhere = {"--help", "--json"}
-    listed = {name: set(re.findall(r"--[a-z-]+", said(name).split("options:")[1])) for name in commands}
+    listed = {name: set(re.findall(r"--[a-z-]+", said(*name.split()).split("options:")[1])) for name in commands}
     assert shown == {name: options - everywhere for name, options in listed.items()}
 
 
@@ -316,6 +321,21 @@ def test_every_route_is_in_the_table_and_no_other() -> None:
     expected = {f"{verb.upper()} {path}" for path, verbs in app.openapi()["paths"].items() for verb in verbs}
     table = {row.strip("`") for row in rows(page_of("docs/reference/http.md").prose)}
     assert table == expected
+
+
+def test_metrics_are_in_the_tables_with_their_labels() -> None:
+    """The tables list every metric of the server and of replicas, with type and labels, and no other."""
+    page = page_of("docs/how-to/monitoring.md")
+    of_server, of_replicas = page.section("## Metrics of the server"), page.section("## Metrics of replicas and nodes")
+    found = {}
+    for name, kind, labels in re.findall(r"^\| `(mergesearch_\w+)` \| (\w+) \|([^|]*)\|", of_server, re.MULTILINE):
+        of_jobs = JOB if name.startswith(("mergesearch_job_", "mergesearch_study_")) else ()
+        found[name] = (kind, (*of_jobs, *re.findall(r"`(\w+)`", labels)))
+    assert found == {metric.name: (metric.type, metric.labels) for metric in METRICS}
+    events = next(line for line in of_server.splitlines() if "`mergesearch_job_setbacks_total`" in line)
+    assert re.findall(r"`(\w+)`", events)[2:] == [kind.value for kind in SETBACKS]
+    shown = re.findall(r"^\| `ray_(mergesearch_\w+?)(?:_total)?` \|", of_replicas, re.MULTILINE)
+    assert shown == re.findall(r'"(mergesearch_\w+)"', inspect.getsource(ReplicaMetrics))
 
 
 def test_the_tree_of_folders_is_that_of_the_packages() -> None:

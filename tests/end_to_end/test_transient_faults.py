@@ -24,9 +24,11 @@ from service.resolved_study import ResolvedStudy
 from service.store import Store
 from service.studies.preflight.examine import examine
 from service.types import JobState
+from tests.deploy.dashboards import DASHBOARDS, load, scraping, without_series
 from tests.end_to_end.processes import started
 from tests.end_to_end.server import Server, processes_of_ray, serving
 from tests.end_to_end.studies import undisturbed, write_small_study
+from tests.prometheus import Prometheus
 from tests.service.tune.harness import trial_list
 
 ATTEMPT_S = 240.0
@@ -81,26 +83,30 @@ def test_replaced_driver_writes_nothing(
 
 @pytest.mark.timeout(900)
 def test_hanging_actors_and_absent_model(study_file: Path, tmp_path: Path) -> None:
-    """A study survives hanging actors and an absent model, and its events report both."""
+    """A study survives hanging actors and an absent model; its events report both, and dashboards show them."""
     environment = {
-        "FAKE_SCORER": json.dumps({"sample_delay_s": 0.02}),
+        "FAKE_SCORER": json.dumps({"sample_delay_s": 0.02, "swap_delay_s": 0.01}),
         "FAKE_HEARTBEAT": json.dumps({"SCORING_PATIENCE_S": 8.0, "PATIENCE_CHUNKS": 2, "ENGINE_CHECK_S": 3.0}),
+        "RAY_metrics_report_interval_ms": "2000",
     }
     study = load_study(study_file)
     base = Path(study.models.base)
     with serving(["tests.benchmarks.fake_serve"], tmp_path / "data", environment=environment) as server:
         name = server.submit(study.canonical())
         rungs(server, name, 1)
-        for actor in processes_of_ray(server, "ray::EvaluationTrainable"):
-            actor.suspend()
-        shutil.move(base, tmp_path / "unmounted")
-        server.wait_for_events(name, 1, "waiting", timeout_s=ATTEMPT_S)
-        waits = server.get(f"/v1/studies/{name}")
-        assert waits["waiting_for"].startswith(("its next driver", "its driver to start"))
-        assert f"{base}: does not exist" in waits["reason"]
-        shutil.move(tmp_path / "unmounted", base)
+        with scraping(server, tmp_path / "prometheus") as prometheus:
+            started_at = time.monotonic()
+            for actor in processes_of_ray(server, "ray::EvaluationTrainable"):
+                actor.suspend()
+            shutil.move(base, tmp_path / "unmounted")
+            server.wait_for_events(name, 1, "waiting", timeout_s=ATTEMPT_S)
+            waits = server.get(f"/v1/studies/{name}")
+            assert waits["waiting_for"].startswith(("its next driver", "its driver to start"))
+            assert f"{base}: does not exist" in waits["reason"]
+            shutil.move(tmp_path / "unmounted", base)
 
-        ended = server.wait_until_ended(name, timeout_s=ATTEMPT_S)
+            ended = server.wait_until_ended(name, timeout_s=ATTEMPT_S)
+            dashboards_show_all(prometheus, last_s=time.monotonic() - started_at)
         assert ended["state"] == "COMPLETE", server.story(name)
         assert ended["waiting_for"] is None
         reasons = [str(event["payload"]["because"]) for event in server.events(name) if event["kind"] == "attempt"]
@@ -111,6 +117,20 @@ def test_hanging_actors_and_absent_model(study_file: Path, tmp_path: Path) -> No
     record = store.job(name)
     assert trial_list(store, name) == undisturbed(study_file, tmp_path / "alone", resolved=ResolvedStudy.of(record))
     store.close()
+
+
+def dashboards_show_all(prometheus: Prometheus, *, last_s: float) -> None:
+    """Every query of every dashboard gave a series, and one of a metric with a wrong name is noticed."""
+    for file in DASHBOARDS:
+        assert without_series(prometheus, load(file), last_s=last_s) == []
+    dashboard = load(DASHBOARDS[0])
+    target = dashboard["panels"][-1]["targets"][0]
+    target["expr"] = target["expr"].replace("DCGM_FI_DEV_", "DCGM_FI_DEVICE_")
+    (missed,) = without_series(prometheus, dashboard, last_s=last_s)
+    assert "DCGM_FI_DEVICE_" in missed.expression
+    target["expr"] += " )"
+    with pytest.raises(AssertionError, match="parse error"):
+        without_series(prometheus, dashboard, last_s=last_s)
 
 
 def stop_outside_transactions(process: int, database: Path) -> None:

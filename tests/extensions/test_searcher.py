@@ -45,7 +45,7 @@ class MutantSearcher:
         encoding = Encoding(context.parameters)
         parents = encoding.encode([min(scored, key=merit).configuration] * 16)
         mutants = encoding.mutate(parents, rng, rate=0.5, step=STEP)
-        mutant = encoding.first_unknown(mutants, encoding.encode(context.known_configurations()))
+        mutant = encoding.first_unknown(mutants, context.known_configurations())
         return context.sample_unseen(rng) if mutant is None else encoding.decode(mutant)
 
 

@@ -34,6 +34,7 @@ class FakeCluster:
         self.log_text = "==> driver <==\nscored ü\n"
         self.num_wakes = 0
         self.is_running = False
+        self.leads = True
 
     def start(self) -> None:
         self.is_running = True
@@ -57,7 +58,7 @@ class FakeCluster:
         return self.log_text
 
     def is_leader(self) -> bool:
-        return True
+        return self.leads
 
     def wake(self) -> None:
         self.num_wakes += 1

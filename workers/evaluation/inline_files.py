@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -13,6 +12,7 @@ from jinja2 import meta
 from jinja2.sandbox import SandboxedEnvironment
 
 from workers.errors import InvalidTask
+from workers.models.remote import local_file
 
 __all__ = ["InlineRow", "RowTemplates", "parse_line", "read_inline"]
 
@@ -40,7 +40,7 @@ def read_inline(task: Mapping[str, Any]) -> list[InlineRow]:
         "answer": str(task.get("answer", "{{answer}}")),
     }
     try:
-        lines = Path(file).read_bytes().splitlines()
+        lines = local_file(file).read_bytes().splitlines()
     except OSError as error:
         raise InvalidTask(f"{file}: cannot be read ({error.strerror})") from error
     compiled = RowTemplates(templates, where=file)
@@ -124,7 +124,7 @@ def _environment() -> SandboxedEnvironment:
 
 
 def _undefined(template: str, fields: Mapping[str, Any]) -> str:
-    """Describe what `template` uses that `fields`, the JSON object of a line, do not define.
+    """Describe which names `template` uses although `fields`, the JSON object of a line, do not have them.
 
     The text does not quote values of the line, because a template could show any value.
     """

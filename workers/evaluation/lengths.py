@@ -37,8 +37,8 @@ def lengths_of(spec: TaskSpec, prompts: Prompts, *, cache: str | Path | None = N
     """Measure the mean numbers of tokens over the first documents of each subtask of a task.
 
     The results for inline tasks, whose content is known, are cached, because importing the tokenizer takes seconds;
-    `cache` is as in `workers.cache.cache_dir`. Raises InvalidTask if the task cannot be built or one of these documents
-    cannot be tokenized.
+    `cache` is the directory of the cache, or None for the default one. Raises InvalidTask if the task cannot be built
+    or one of these documents cannot be tokenized.
     """
     if spec.content is None or not isinstance(spec.task, Mapping):
         return _counted(spec, prompts)

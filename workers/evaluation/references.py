@@ -77,7 +77,7 @@ class References:
         self._units: dict[str, float] = {}
 
     def targets(self, spec: TaskSpec) -> tuple[Target, ...]:
-        """What the loss of each of a task's samples is computed from (`Target`), by position.
+        """For each sample of a task, by position, the texts from which its loss is computed (`Target`).
 
         Raises InvalidTask if a sample has no right answer that a model could read.
         """

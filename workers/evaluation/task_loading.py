@@ -121,8 +121,8 @@ def _function_guard(access: FileAccess) -> Wrapper:
 def _data_guard(access: FileAccess | None) -> Wrapper:
     """Make a wrapper of `datasets.load_dataset` that refuses data files outside `access` (InvalidTask).
 
-    If `access` is None, any file is allowed. A file format without files is always refused, because `datasets` would
-    search every directory below the current one.
+    If `access` is None, any file is allowed. A call with a file format such as "json" and without files is always
+    refused, because `datasets` would search every directory below the current one.
     """
 
     def wrapper(load_dataset: Callable[..., Any]) -> Callable[..., Any]:

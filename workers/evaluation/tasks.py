@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from typing import Any
 from workers.errors import InvalidTask
 from workers.evaluation.inline_files import InlineRow, read_inline
 from workers.evaluation.task_loading import guarded_loading
+from workers.file_access import FileAccess
+from workers.models.remote import local_file
+from workers.object_store import is_object_url
 from workers.types import TaskInfo, TaskSpec
 
 __all__ = [
@@ -93,7 +97,7 @@ def check_task(spec: TaskSpec) -> TaskInfo:
 def build_task(spec: TaskSpec) -> BuiltTask:
     """Build the lm-eval task or tasks that `spec` names, and fix the order of their samples.
 
-    Raises InvalidTask in the cases that `check_task` lists.
+    Raises InvalidTask if the task is unknown or cannot be scored (see `check_task`).
     """
     _quieten()
     if isinstance(spec.task, Mapping):
@@ -101,7 +105,7 @@ def build_task(spec: TaskSpec) -> BuiltTask:
         rows = _inline_rows(spec)
         tasks = {name: _inline_task(name, rows, spec.task, num_fewshot=spec.num_fewshot or 0)}
     elif Path(spec.task).suffix in (".yaml", ".yml"):
-        tasks = _from_yaml(Path(spec.task).absolute(), spec)
+        tasks = _from_yaml(spec.task, spec)
     else:
         tasks = _from_name(spec.task)
     subtasks = tuple(_subtask(name, task, spec) for name, task in tasks.items())
@@ -132,9 +136,9 @@ def permutation(sizes: Mapping[str, int], *, seed: int) -> tuple[tuple[int, int]
 
 
 def content_hash(file: str | Path) -> str:
-    """The sha256 (hex) of the data file `file`. Raises InvalidTask if the file cannot be read."""
+    """The sha256 (hex) of the data file `file`, a path or URL. Raises InvalidTask if the file cannot be read."""
     try:
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+        return hashlib.sha256(local_file(file).read_bytes()).hexdigest()
     except OSError as error:
         raise InvalidTask(f"{file}: cannot be read ({error.strerror})") from error
 
@@ -245,13 +249,16 @@ def _from_name(name: str) -> dict[str, Any]:
         return _load(manager, name, label=name)
 
 
-def _from_yaml(file: Path, spec: TaskSpec) -> dict[str, Any]:
-    _check_access(spec, file)
+def _from_yaml(name: str, spec: TaskSpec) -> dict[str, Any]:
+    _check_access(spec, name)
+    file, access = local_file(name).absolute(), spec.access
     if not file.is_file():
         raise InvalidTask(f"task {str(file)!r}: no such file")
-    _check_content(spec, file)
+    _check_content(spec, name)
+    if is_object_url(name):  # the folder of its download may be read; Python functions in it are not trusted
+        access = (access or FileAccess((os.sep,))).allowing([str(file.parent)])
     # Data files are relative to the task file, not to the directory of the process.
-    with guarded_loading(file.parent, spec.access):
+    with guarded_loading(file.parent, access):
         return _load_yaml(file)
 
 

@@ -138,7 +138,7 @@ def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_
 
 
 def _check_weights(out: Path, recipe: Recipe) -> None:
-    """Check that all files of an export that a model is loaded from are present, and that files of tensors are whole.
+    """Check that an export has all files from which a model is loaded, and that its files of tensors are whole.
 
     For a recipe with alignments these include the file of the model class. Raises OSError or ValueError if a file is
     missing or damaged.

@@ -89,10 +89,10 @@ def write_shards(
 ) -> None:
     """Write the tensors of a merge to the safetensors files `shards` in `directory`, and then the index of these files.
 
-    Files that an earlier, killed export completed are kept: those that have the checksum that the state file beside
-    `directory` records for them. A file's checksum is recorded once the file is on disk. The tensors in `added`, such
-    as those of alignments, come after those of the merge. `progress` is called at the beginning and for every tensor. A
-    single file gets no index.
+    A file's checksum is recorded, in a state file beside `directory`, once the file is on disk. Files that an earlier,
+    killed export completed are kept if they still have the recorded checksum. The tensors in `added`, such as those of
+    alignments, come after those of the merge. `progress` is called at the beginning and for every tensor. A single file
+    gets no index.
     """
     state = directory.parent / STATE
     checksums = _complete_shards(shards, directory, state)

@@ -148,7 +148,7 @@ class MergekitConfig:
     def unmerged(self) -> Mapping[str, str]:
         """The models that are not merged, but from which the tokenizer or embedding rows of tokens are taken.
 
-        The values are the keys of the file that name them.
+        Each is mapped to the key of the file that names it.
         """
         places = {token.model: f"tokenizer.tokens.{name}.source" for name, token in self.tokens.items()}
         places |= {self.tokenizer_source: self.tokenizer_place}

@@ -111,8 +111,9 @@ def _counterpart_config(
 ) -> dict[str, Any]:
     """The mergekit configuration of a recipe whose merges all have the method `method`, which mergekit has too.
 
-    mergekit's name of the method may be another one. The arguments are those of `mergekit_config`. Raises Inexpressible
-    if mergekit would compute other tensors.
+    mergekit's name of the method may be another one. `layout` has the names of the models' tensors, `directories` a
+    directory or hub id for each of the recipe's aliases. The merge is stored in `dtype`. Raises Inexpressible if
+    mergekit would compute other tensors.
     """
     counterpart = METHODS[method].mergekit
     assert counterpart is not None
@@ -304,9 +305,10 @@ def _joined(slices: list[_Slice]) -> list[_Slice]:
 def _compatible(
     first: Mapping[tuple[str, str], Mapping[str, float]], second: Mapping[tuple[str, str], Mapping[str, float]]
 ) -> dict[tuple[str, str], dict[str, float]] | None:
-    """The union of the settings of two slices; None if they set different parameters, or differ in a piece of both.
+    """The settings of two slices of a mergekit file joined into one; None if the two contradict each other.
 
-    Settings are those of `_Slice`. A piece is a component or a single tensor.
+    A setting is a parameter with a value for each piece: a component or a single tensor. The slices contradict each
+    other if they set different parameters, or give a piece that both have different values.
     """
     if first.keys() != second.keys():
         return None

@@ -115,11 +115,11 @@ class _Builder:
         return tuple(layers), embedding, head, self._tensors
 
     def _with_all_inputs(self, slice_: Slice) -> Slice:
-        """A copy of the slice that states its base model and has it among its inputs, if the file lists `models`.
+        """A copy of the slice that states its base model, which is also an input if the file lists `models`.
 
         The base of a slice is its own, else that of the file. If the file lists `slices`, and the method uses a base,
-        each slice must have it among its sources. What is wrong with the slice's models and layer ranges is added to
-        `problems`.
+        each slice itself must have the base among its sources. What is wrong with the slice's models and layer ranges
+        is added to `problems`.
         """
         where = f"{slice_.place}.base_model" if slice_.base else "base_model"
         base = slice_.base or self._configuration.base_model
@@ -266,7 +266,7 @@ class _Builder:
 
 
 def _placeholder() -> Merge:
-    """A merge that is never computed, to continue with where a problem was found."""
+    """A merge in place of one whose description has a problem, so that reading goes on; it is never computed."""
     return Merge("passthrough", (Source(""),))
 
 

@@ -65,9 +65,9 @@ class Bank:
     merge, as it needs each of them once.
 
     `sources` are models that are already opened, or their description. The models of a description are opened here and
-    must have the fingerprints that it states. `cache` is the directory of the cache for this, as in
-    `workers.cache.cache_dir`. Weights are searched for NaN and infinity once for each content. Raises InvalidModel if
-    models cannot be opened, have changed, or have such values.
+    must have the fingerprints that it states. `cache` is the directory of the cache for this, or None for the default
+    one. Weights are searched for NaN and infinity once for each content. Raises InvalidModel if models cannot be
+    opened, have changed, or have such values.
     """
 
     def __init__(

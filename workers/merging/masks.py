@@ -50,7 +50,7 @@ def mask_key(seed: int, model: str, name: str) -> int:
 
 
 def key_words(key: int) -> tuple[int, int]:
-    """Split a 64-bit key into its low and high 32 bits, (k0, k1)."""
+    """Split the 64-bit key of a random mask into its low and high 32 bits, (k0, k1)."""
     return key & MASK_32, key >> 32
 
 

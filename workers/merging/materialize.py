@@ -90,8 +90,8 @@ def merged_tensors(
 def is_small(recipe: Recipe | TensorPlan, bank: Bank) -> bool:
     """Whether a process that computes only this merge is faster without loading the compiled kernels.
 
-    This is the case on the CPU if the merge's operands have few elements (`SMALL`; more for weighted sums,
-    `SMALL_SUM`). Raises as `plan_tensors` does.
+    This is the case on the CPU if all operands together have few elements: at most `SMALL`, or `SMALL_SUM` if the
+    method is a weighted sum. Raises as `plan_tensors` does.
     """
     share = 0.0
     for tensor in plan_tensors(recipe, bank).tensors:
@@ -157,9 +157,9 @@ class _Computation:
     """A merged tensor to compute, with the keys of its source tensors in the bank and the statistics of these.
 
     `sources` and `base` are (alias, name); `base` is None if the method needs no base. `keys` are the keys of random
-    masks, one per source, or None. The statistics are those of `Operands`, each None if the method does not use it.
-    `keeps_equal` says that elements of equal magnitude have the same rank, as in recipes of format 1. `compiles` says
-    whether a compiled kernel may compute the tensor.
+    masks, one per source, or None. The fields from `cosine` to `variances` are statistics of the sources, as in
+    `Operands`; a statistic that the method does not use is None. `keeps_equal` says that elements of equal magnitude
+    have the same rank, as in recipes of format 1. `compiles` says whether a compiled kernel may compute the tensor.
     """
 
     tensor: MergedTensor

@@ -96,18 +96,18 @@ class TieOrder:
         return (hashes(0, positions) * self.factor) & LARGEST_MARK
 
     def lowest(self, threshold: Threshold) -> Threshold:
-        """The lowest threshold that has the rank of `threshold`: elements at it are kept if those at `threshold` are.
+        """The lowest threshold at which the same elements are kept as at `threshold`.
 
-        It is `threshold` itself, or with `keeps_equal`, where all elements of equal magnitude have the same rank, the
-        magnitude with the mark 0.
+        It is `threshold` itself. With `keeps_equal`, where all elements of equal magnitude have the same rank, it is
+        the magnitude of `threshold` with the tie-breaking mark 0, the lowest one.
         """
         return Threshold(threshold.magnitude, 0) if self.keeps_equal else threshold
 
     def above(self, threshold: Threshold) -> Threshold:
-        """The lowest threshold above `threshold`, which elements at `threshold` do not reach.
+        """The lowest threshold that excludes the element at `threshold` and all smaller ones.
 
-        With `keeps_equal`, where elements of equal magnitude have the same rank, it has the next larger magnitude;
-        otherwise it has the next larger mark.
+        Usually it has the same magnitude and the next larger tie-breaking mark. With `keeps_equal`, where elements of
+        equal magnitude have the same rank, it has the next larger magnitude.
         """
         if self.keeps_equal or threshold.mark == LARGEST_MARK:
             return Threshold(float(np.nextafter(np.float32(threshold.magnitude), np.float32(np.inf))), 0)

@@ -72,10 +72,10 @@ def magnitude_table(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -
 
 
 def magnitude_selection(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> Ranked:
-    """An object that gives the n-th largest of the magnitudes |source - base|, which are float32, without a table.
+    """An object that gives the n-th largest of the magnitudes |source - base|, which are float32.
 
-    `order` orders equal magnitudes. The object is a table on a GPU and for 2^32 elements or more. The tensors have at
-    least one element.
+    It selects the n-th largest when asked. On a GPU, and for 2^32 elements or more, it is a table instead. `order`
+    orders equal magnitudes. The tensors have at least one element.
     """
     if source.is_cuda or source.numel() >= 2**32:
         return magnitude_table(source, base, order)
@@ -85,10 +85,10 @@ def magnitude_selection(source: torch.Tensor, base: torch.Tensor, order: TieOrde
 
 
 def variance_selection(sources: Sequence[torch.Tensor], base: torch.Tensor, order: TieOrder) -> Ranked:
-    """An object that gives the n-th largest variance of an element between the task vectors, without a table.
+    """An object that gives the n-th largest variance of an element between the task vectors.
 
-    Task vectors are the differences of `sources` from `base`; `order` orders equal variances. The object is a table on
-    a GPU and for 2^32 elements or more. The tensors have at least one element.
+    It selects the n-th largest when asked. On a GPU, and for 2^32 elements or more, it is a table instead. Task vectors
+    are the differences of `sources` from `base`; `order` orders equal variances. The tensors have at least one element.
     """
     if base.is_cuda or base.numel() >= 2**32:
         return variance_table(sources, base, order)
@@ -135,9 +135,10 @@ def row_ranks(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> torc
 def _importances_at(
     indices: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The importances of elements at the given ranks, as `fusions.importances_at` returns them.
+    """The importances at the indices `indices` of the sorted importances; index 0 is the smallest.
 
-    They are found by sorting in pieces, which needs little memory.
+    The importance of an element is the absolute difference of `first` and `second`, times the number of its row in
+    `rows`. They are sorted in pieces, which needs little memory.
     """
     from workers.merging.kernels.sorting import ascending_importances
 

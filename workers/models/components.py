@@ -81,7 +81,7 @@ class Layout:
 
     @cached_property
     def stacks(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
-        """The stacks in all layers: for each one's name in transformers, the names of the stored tensors that it joins.
+        """The stacks in all layers, by their names in transformers, each with the stored tensors that it joins.
 
         A stack is one matrix of all experts of a layer's mixture of experts. Its value is a tuple that has, for each
         expert of the mixture, the names of the stored tensors. Stacks that a file stores as one tensor are not

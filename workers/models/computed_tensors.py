@@ -128,8 +128,9 @@ class LowRankExpert(_Changed):
 class LowRankStack(_Changed):
     """Matrices of all experts of a layer's mixture, stored as one tensor, that a LoRA adapter changes, in float32.
 
-    The matrix of each expert of the mixture changes as in `LowRankExpert`. The tensor is [experts, outputs, inputs], or
-    [experts, inputs, outputs] if `is_transposed`.
+    The matrix of expert e is changed to weight + scaling x B_e A_e, where A_e and B_e are the expert's parts of the
+    adapter's matrices `a` and `b` (as in `LowRankExpert`). The tensor is [experts, outputs, inputs], or [experts,
+    inputs, outputs] if `is_transposed`.
     """
 
     is_transposed: bool

@@ -51,7 +51,7 @@ class ResolvedFamily:
     says. `vocabulary` are the options of this vocabulary as a recipe states them. `given` has the directory or hub id
     by which the caller named each model. `adapted` has, for adapters of other models than the base, the directory of
     that model. With `any_depth` the numbers of layers may differ. Fingerprints, which need the contents, are computed
-    when first used; `cache` is as in `workers.cache.cache_dir`.
+    when first used; `cache` is the directory of the cache for them, or None for the default one.
     """
 
     given: Mapping[str, str]
@@ -172,7 +172,7 @@ class ResolvedFamily:
     def family(self) -> Family:
         """The short description of the family that is sent to other processes.
 
-        Raises InvalidModel as `fingerprints` does.
+        Raises InvalidModel if the weights of a model are not valid.
         """
         base, *experts = (
             ModelSource(
@@ -292,7 +292,9 @@ class LocatedFamily:
     ) -> ResolvedFamily:
         """Open and check all models of the family.
 
-        The arguments are those of `resolve_family`. Raises InvalidModel with every problem of every model.
+        `tokenizer` and `vocabulary` select the vocabulary of merges. With `any_depth` the models may have different
+        numbers of layers. `cache` is the directory of the cache, or None for the default one. `names` has what messages
+        call models that are not experts. Raises InvalidModel with every problem of every model.
         """
         base_alias, *experts = self.given
         names = {alias: f"expert {alias!r}" for alias in experts} | dict(names or {})

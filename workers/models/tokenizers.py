@@ -63,8 +63,8 @@ def check_tokenizer(directory: str | Path, *, cache: str | Path | None = None) -
     """Check that a checkpoint's tokenizer can be loaded, and return the names of its chat templates.
 
     A single template is called "default". Warns and raises InvalidModel as `load_tokenizer` does. Results are cached on
-    disk by the contents of the files, because importing transformers' tokenizers takes seconds. `cache` is as in
-    `workers.cache.cache_dir`.
+    disk by the contents of the files, because importing transformers' tokenizers takes seconds. `cache` is the
+    directory of the cache, or None for the default one.
     """
     path = Path(directory)
     key = f"tokenizer {tokenizer_digest(path)}"

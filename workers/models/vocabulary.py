@@ -206,9 +206,9 @@ def added_tokens(directory: Path) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _tokens_with_rows(models: Mapping[str, Vocabulary]) -> tuple[dict[str, Mapping[str, int]], list[str]]:
-    """The ids of the tokens that have an embedding row, by model and token, and what is wrong, in words.
+    """The ids of the tokens that have an embedding row, by model and token; and problems, as texts.
 
-    What may be wrong is that a model's tokens are unknown. `models` and the result are by alias, the base first.
+    A problem is a model whose tokens are unknown. `models` and the ids are by alias, the base first.
     """
     base, *_ = models
     tokens: dict[str, Mapping[str, int]] = {}

@@ -1,4 +1,4 @@
-"""Serve's state of the application that has the replicas of a family."""
+"""The state of a Ray Serve application, which runs the replicas of a family, as Serve's controller reports it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ PAUSE_S = 0.5
 def answered(ask: Callable[[], T], *, deadline: float) -> T:
     """Call `ask` until Serve's controller answers, and return the answer.
 
-    `ask` raises ServeUnavailable while the controller is away. Raises ServeUnavailable if it still is at `deadline`, a
-    time of `time.monotonic`.
+    `ask` raises ServeUnavailable while the controller does not answer. If this is still so at `deadline`, a time of
+    `time.monotonic`, the ServeUnavailable is raised to the caller.
     """
     while True:
         try:
@@ -81,7 +81,8 @@ def application_state(name: str) -> str:
 def failure_reason(name: str) -> str:
     """The reason why a Serve application failed, or why its state is unknown.
 
-    It is an error of `workers.errors` in Serve's message, else the message's last line.
+    Serve's message about the failure is shortened: to the error of `workers.errors` that it contains, else to its last
+    line.
     """
     try:
         application = _applications().get(name)

@@ -64,12 +64,12 @@ def note_chunk(current: CurrentChunk) -> None:
 
 
 def current_chunk(actor: str | None) -> CurrentChunk | None:
-    """Read the last note of the replica that is the Ray actor `actor` (hex); None if there is none."""
+    """Read which chunk the replica that is the Ray actor `actor` (hex) began last; None if nothing is known of it."""
     return _read(f"{KEY}{actor}")
 
 
 def scored_last(chunk: str) -> CurrentChunk | None:
-    """Read the note of a replica whose last chunk has the id `chunk`; None if there is none."""
+    """Read the note of the replica that began the chunk with the id `chunk` as its last one; None if there is none."""
     from ray.exceptions import RayError
     from ray.experimental.internal_kv import _internal_kv_list
 

@@ -136,8 +136,7 @@ def serving(family: Family, options: EngineOptions, *, replicas: int = 1) -> Ite
 def _stop(name: str) -> None:
     """Delete a Serve application, and wait at most STOP_S seconds until its replicas are gone.
 
-    Serve stops the replicas later too: if its controller is away at the moment, or a replica is finishing a chunk of
-    samples.
+    If Serve's controller does not answer, or a replica is finishing a chunk of samples, Serve stops replicas later.
     """
     from ray import serve
 

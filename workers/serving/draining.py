@@ -1,8 +1,9 @@
 """Draining of nodes: whether a replica must begin no further work because its node is about to stop.
 
 Ray drains a node before the node is taken away, for example after a notice of preemption (`ray drain-node`, KubeRay,
-autoscaler). Serve then starts a replica on another node. It stops the replica on the drained node when the other one
-runs, or when the time left is that of a graceful stop: requests go elsewhere, and those at the replica are waited for.
+autoscaler). Serve then starts a replica on another node. Serve stops the replica on the drained node as soon as the
+other one runs, and at the latest when the remaining time just suffices for a graceful stop. During a graceful stop, new
+requests go to other replicas, and Serve waits for the requests that the stopping replica still has.
 """
 
 from __future__ import annotations

@@ -44,13 +44,13 @@ class FakeScorer:
     """A scorer without models, for tests: implements `workers.types.Scorer` with made-up answers, delays and failures.
 
     It is picklable. Counters that must outlive a process are lines of `log_file`. It sleeps `sample_delay_s` for each
-    sample. `failing` has digests of recipes for which TrialFailed is raised, as for every recipe with a coefficient
-    above `fails_above`. `exits_at_call` ends the process, without clean-up, on this call of `score` (1-based, counted
-    over all processes that share `log_file`, if there is one). `unavailable_calls` is the number of calls that raise
-    EngineUnavailable before the first success. `crashing` has digests of recipes that crash the engine, and `crash_by`
-    says how: an error, the end of the process, or a hang. Every finished or failed call appends one JSON line to
-    `log_file`: {call, recipe, spans: [[objective, start, stop], ...], outcome, process}. With `garbles` the values are
-    right and the responses and tokens are wrong, which `verify` detects.
+    sample, and `swap_delay_s` for each swap. `failing` has digests of recipes for which TrialFailed is raised, as for
+    every recipe with a coefficient above `fails_above`. `exits_at_call` ends the process, without clean-up, on this
+    call of `score` (1-based, counted over all processes that share `log_file`, if there is one). `unavailable_calls` is
+    the number of calls that raise EngineUnavailable before the first success. `crashing` has digests of recipes that
+    crash the engine, and `crash_by` says how: an error, the end of the process, or a hang. Every finished or failed
+    call appends one JSON line to `log_file`: {call, recipe, spans: [[objective, start, stop], ...], outcome, process}.
+    With `garbles` the values are right and the responses and tokens are wrong, which `verify` detects.
 
     At swap `fails_canary_at` the engine fails a canary, a comparison with transformers, and refuses all later calls.
     Since swap `wrong_since` the engine gives wrong values, and `check` fails. Both happen only in the first of the
@@ -60,6 +60,7 @@ class FakeScorer:
 
     num_samples: int = 1000
     sample_delay_s: float = 0.0
+    swap_delay_s: float = 0.0
     failing: frozenset[str] = frozenset()
     fails_above: float = math.inf
     exits_at_call: int | None = None
@@ -98,7 +99,10 @@ class FakeScorer:
                 raise EngineUnavailable(f"fake: no engine for the first {self.unavailable_calls} calls; this is {call}")
             started = time.perf_counter()
             self._refuse_after_a_fault()
+            swap_s = 0.0
             if self._held != request.recipe.digest:
+                swap_s = self.swap_delay_s
+                time.sleep(swap_s)
                 self._held, self._swaps = request.recipe.digest, self._swaps + 1
                 is_first = not any(call["outcome"] == "fault" for call in self.calls())
                 self._is_wrong |= self._swaps == self.wrong_since and is_first
@@ -115,8 +119,8 @@ class FakeScorer:
             samples = tuple(s for span in request.spans for s in self._samples(request.recipe, span, self._is_wrong))
             if self.garbles:
                 samples = tuple(replace(sample, response="##", tokens=((2,),)) for sample in samples)
-            elapsed = time.perf_counter() - started
-            self._busy_s += elapsed
+            score_s = time.perf_counter() - started - swap_s
+            self._busy_s += swap_s + score_s
             self._log(call, request, "scored")
             return ScoreResult(
                 samples=samples,
@@ -130,7 +134,7 @@ class FakeScorer:
                     engine="fake",
                     canaries=self._canaries,
                 ),
-                timings_s={"materialise": 0.0, "swap": 0.0, "score": elapsed, "wait": 0.0},
+                timings_s={"materialise": 0.0, "swap": swap_s, "score": score_s, "wait": 0.0},
             )
 
     def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
@@ -290,15 +294,16 @@ def expected_value(recipe: Recipe, objective: str) -> float:
 
 
 def prompt_hash(span: Span) -> str:
-    """A substitute for the hash of a span's prompts.
-
-    It depends on task and positions, not on the recipe.
-    """
+    """A made-up hash for the prompts of a span of samples, which depends on the task and the positions alone."""
     return digest_of([span.task.digest, span.start, span.stop])
 
 
 def _shares(recipe: Recipe) -> dict[str, float]:
-    """The part of each model in a recipe, by fingerprint: its weight in a merge, averaged over all merges."""
+    """The mean coefficient of each model over all merges of a recipe, by the model's fingerprint.
+
+    In SLERP the coefficients of the two models are 1 - t and t. Where a method has none, each of its sources counts as
+    1.
+    """
     shares: dict[str, float] = {}
     merges = recipe.merges()
     for merge in merges:
@@ -341,7 +346,10 @@ def _draw(*key: object) -> float:
 
 
 def _quantile(probability: float) -> float:
-    """The number x with P((u + v)/2 < x) = `probability`, for independent uniform u and v in [0, 1)."""
+    """The number x with P((u + v)/2 < x) = `probability`, for independent uniform u and v in [0, 1).
+
+    `FakeScorer` compares it with the mean of two such numbers, so that a sample is right with this probability.
+    """
     if probability < 0.5:
         return math.sqrt(probability / 2)
     return 1 - math.sqrt((1 - probability) / 2)

@@ -2,8 +2,8 @@
 
 A replica holds one recipe at a time. One lock spans swap and score of a chunk; chunks that wait for the held recipe go
 first (`recipe_lock`). The engine runs in its own thread, so that health checks are answered while it works. Serve's
-multiplexing is a routing hint only: it sends work to the replica that already holds the recipe, and it evicts without
-asking. The engine itself states which recipe it holds, before and after scoring.
+multiplexing serves only as a routing hint, which sends work to the replica that already holds the recipe; it can be
+wrong. The engine itself states which recipe it holds, before and after scoring.
 
 A replica ends when its engine raises an error or its work is overdue. Any other error fails only the request.
 """
@@ -206,7 +206,7 @@ class ScoringReplica:
     # -- in the engine's thread ------------------------------------------------------------------------------------
 
     def _run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a function in the engine's thread, and turn its errors into errors of this package.
+        """Run a function in the engine's thread, and turn its errors into those of `workers.errors`.
 
         After an error of the engine (EngineCrashed or EngineFault) the replica refuses all work, and fails its health
         checks. After any other error it continues.
@@ -286,7 +286,7 @@ class ScoringReplica:
 
 
 def _base_alone(recipe: Recipe) -> Recipe:
-    """The recipe with the models of `recipe` whose merge is its base model, unchanged."""
+    """A recipe over the models of `recipe` whose merge is the unchanged base model."""
     return Recipe.of_model(
         recipe.base,
         models=recipe.models,

@@ -14,8 +14,9 @@ STUDY_FILE, RETRAIN_FILE = "study.yaml", "retrain.yaml"
 
 
 def family_dir() -> pathlib.Path:
-    """The directory of the tiny model family.
+    """The directory of the tiny model family, which is shipped with the package.
 
-    It contains base/, experts/<skill>/, tasks/<skill>_{search,holdout,train}.jsonl and the two YAML files.
+    It contains base/, experts/<skill>/, tasks/<skill>_{search,holdout,train}.jsonl, study.yaml (merges the experts) and
+    retrain.yaml (trains new ones).
     """
     return pathlib.Path(__file__).resolve().parent

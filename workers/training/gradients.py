@@ -50,7 +50,7 @@ class CoefficientGradients:
 
     Merges are written, one at a time, into a transformers model. `tasks` has the task of each objective; all tasks have
     right answers to read (`references.lack_of_references`). `options` are those of the study's engines, which define
-    prompts and dtype, except that float16, in which gradients vanish, becomes float32. Sums over tensors are in float32
+    prompts and dtype. In place of float16, in which gradients vanish, float32 is used. Sums over tensors are in float32
     or finer. `placement` is where the source weights are kept. `recomputes` saves the memory of activations, and takes
     a third more time. Equal calls give equal bits on one device with one number of threads, whatever was called before.
 
@@ -221,9 +221,10 @@ class CoefficientGradients:
 
     @contextmanager
     def _reduced_by(self, reducers: Mapping[str, _Reducer]) -> Iterator[None]:
-        """Context manager in which the gradients of parameters are passed to `reducers` as they appear, and then freed.
+        """Context manager in which each gradient is passed to one of `reducers` as it appears, and then freed.
 
-        `reducers` are by the name of the merged tensor. Parameters without a reducer get no gradients.
+        A reducer adds up the derivatives by the coefficients of one merged tensor; `reducers` are by the tensor's name.
+        Parameters without a reducer get no gradients.
         """
         hooks = []
         leaf: Any  # torch's hooks have no types
@@ -270,8 +271,9 @@ def _by_objective(
 class _Reducer:
     """Adds up the derivatives by the coefficients of one merged tensor, from gradients of the loss by the tensor.
 
-    `stated` are the coefficients by which derivatives are computed. If `merged` is the tensor and not None, the inner
-    product of gradient and tensor is added up too (`along`), from which derivatives by the scales of layers follow.
+    `stated` are the coefficients by which derivatives are computed. `merged` is the computed tensor, or None. If it is
+    given, the inner products of gradient and tensor are added up too, in `along`; derivatives by layer scales follow
+    from them.
     """
 
     def __init__(
@@ -302,9 +304,10 @@ class _Reducer:
 
 
 def _reduce(wanted: Sequence[tuple[ParameterPart, _Reducer]], leaf: torch.Tensor) -> None:
-    """Pass the parts of a parameter's gradient to their reducers, and free the gradient.
+    """Add each part of a parameter's gradient to the derivatives that follow from it, and free the gradient.
 
-    `leaf` is the parameter. `wanted` has the parts of it that are merged tensors, each with its reducer.
+    `leaf` is the parameter. `wanted` has the parts of it that are merged tensors, each with the object that adds up its
+    derivatives.
     """
     assert leaf.grad is not None
     gradient, leaf.grad = leaf.grad, None

@@ -151,8 +151,9 @@ def _layer(name: str) -> str | None:
 def _with_content(tensor: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> Iterator[ParameterPart]:
     """Yield the parts of `parameters` whose values equal those of a tensor.
 
-    A part is a whole parameter, or rows of one expert of a mixture of experts: transformers renames some parameters,
-    and joins those of a mixture's experts to one, some as two matrices one above the other.
+    A part is a whole parameter, or the rows of one expert of a mixture of experts. It is needed where transformers
+    gives a parameter another name than the stored tensor, or joins the matrices of a mixture's experts in one
+    parameter.
     """
     for leaf in parameters:
         if leaf.shape == tensor.shape and torch.equal(leaf, tensor):

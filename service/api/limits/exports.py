@@ -17,7 +17,8 @@ class ExportLimits:
     """Limits on the age and the total size of exports.
 
     An export is removed `lifetime_s` seconds after it was written. While all exports together take more than
-    `quota_bytes`, the oldest is removed. If `quota_bytes` is None, it is a tenth of the disk.
+    `quota_bytes`, the oldest is removed. If `quota_bytes` is None, it is a tenth of the disk, and exports in an object
+    store have no limit of size.
     """
 
     lifetime_s: float = 7 * DAY_S
@@ -41,7 +42,9 @@ class KeptExport:
         return self.record.state in (ExportState.WAITING, ExportState.RUNNING)
 
 
-def to_remove(kept: Sequence[KeptExport], *, now: float, lifetime_s: float, quota_bytes: int) -> Iterator[ExportRecord]:
+def to_remove(
+    kept: Sequence[KeptExport], *, now: float, lifetime_s: float, quota_bytes: float
+) -> Iterator[ExportRecord]:
     """Yield the exports to remove, oldest first: expired ones, and others until the rest fits into the quota.
 
     Exports that are queued or being written are not removed. The newest complete export is removed only when it

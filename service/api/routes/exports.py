@@ -20,7 +20,6 @@ from service.results.preference import choices
 from service.results.record import RunRecord
 from service.schemas.api import DeletedDocument, ExportDocument, ExportsDocument
 from service.schemas.files import PreferredDocument
-from service.store.blobs import StoredFile
 from service.types import ExportRecord, ExportState, JobRecord, JobState
 
 __all__ = ["router"]
@@ -138,26 +137,22 @@ def download_export(export: Export, services: Context) -> Response:
     """Download the model of an export as a tar archive."""
     if export.state is not ExportState.COMPLETE:
         raise Conflict(f"export {export.id} is {export.state.value}; it can be downloaded once it is COMPLETE")
-    directory = services.exports.directory(export)
-    if not directory.is_dir():
+    files = services.exports.files(export)
+    if files is None:
         raise Refusal(
             410,
             f"export {export.id}: its files are no longer on the server; request trial {export.trial} in "
             f"{export.dtype} again to have it written again",
         )
-    tar = Tar(
-        directory.name, {file.name: StoredFile.of(file) for file in directory.iterdir()}, modified_at=export.created_at
-    )
-    headers = {
-        "Content-Length": str(tar.size),
-        "Content-Disposition": f'attachment; filename="{directory.name}.tar"',
-    }
+    folder = services.exports.folder(export)
+    tar = Tar(folder, files, modified_at=export.created_at)
+    headers = {"Content-Length": str(tar.size), "Content-Disposition": f'attachment; filename="{folder}.tar"'}
     chunks = services.exports.reading(export.id, tar.chunks())
     return StreamingResponse(chunks, media_type="application/x-tar", headers=headers)
 
 
 def _document(services: Services, export: ExportRecord) -> ExportDocument:
-    return export_document(export, services.exports.directory(export))
+    return export_document(export, services.exports.num_bytes(export))
 
 
 def _asked(content: bytes) -> tuple[Any, str | None, dict[str, float] | None]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Literal
 
 from fastapi import APIRouter
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.responses import PlainTextResponse, Response
 
 # pydantic reads typing's own TypedDict only from Python 3.12 on.
 from typing_extensions import TypedDict
 
 from service.api.dependencies import Context
-from service.api.metrics import prometheus_text
+from service.api.metrics import Scrape, Stored, prometheus_text
 from service.api.problems import Json, Unavailable, refusals
 
 __all__ = ["router"]
+
+logger = logging.getLogger(__name__)
 
 router = APIRouter(tags=["operations"])
 
@@ -51,7 +55,14 @@ def readyz(services: Context) -> Response:
     responses={200: {"description": "Prometheus' text format.", "content": {"text/plain": {}}}},
 )
 def metrics(services: Context) -> Response:
-    """The number of jobs in each state and of requests to each route, as metrics for Prometheus."""
-    is_ready = services.cluster.not_ready() is None
-    text = prometheus_text(services.store.jobs(), services.requests, is_ready=is_ready)
-    return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+    """Metrics for Prometheus: jobs and their progress, requests, the database and the disk.
+
+    While the database does not answer, the metrics of jobs are left out.
+    """
+    try:
+        stored = Stored.read(services.store)
+    except SQLAlchemyError:
+        logger.exception("metrics: the database does not respond")
+        stored = None
+    scrape = Scrape(stored, services.cluster.not_ready() is None, services.requests, services.data_dir)
+    return PlainTextResponse(prometheus_text(scrape), media_type="text/plain; version=0.0.4")

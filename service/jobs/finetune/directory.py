@@ -1,4 +1,4 @@
-"""Directory of a training: specification, checkpoints, history, expert, and summary or failure."""
+"""Files in the directory of a training: specification, checkpoints, history, expert, and summary or failure."""
 
 from __future__ import annotations
 

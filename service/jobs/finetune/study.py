@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 from search_spaces.errors import InvalidStudy
@@ -14,7 +13,7 @@ from service.jobs.search.kind import SEARCH
 from service.jobs.search.prepare import prepared
 from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
-from service.studies.chains import SOURCES, on_server
+from service.studies.chains import SOURCES, keep_sources, on_server
 from service.types import EventKind, JobRecord
 from workers.training.finetuning.fleet import STUDY, Pipeline
 
@@ -56,8 +55,7 @@ def begin_study(
         experts[record.name] = url or (out if out.is_dir() else artifacts.write_to(record, out))
     access = access_of(store.job(writer.job_id))
     if access is not None:
-        urls = (str(expert) for expert in experts.values() if isinstance(expert, str))
-        access = replace(access, readable=(*access.readable, str(root)), urls=(*access.urls, *urls))
+        access = access.allowing(map(str, experts.values()))
     try:
         study = pipeline.study_of(experts)
         assert study is not None
@@ -73,6 +71,7 @@ def begin_study(
         accepted=preflight.resolved().to_json(),
         idempotency_key=_study_key(writer.job_id),
     )
+    keep_sources(artifacts, created.id, study.models.named.values())
     writer.add_event(EventKind.STUDY, {"study": created.id, "name": created.name})
     return created
 

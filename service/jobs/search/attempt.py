@@ -107,9 +107,9 @@ def with_alignments(
 
 
 def _restore(artifacts: ArtifactStore, directory: Path, names: Iterable[str]) -> None:
-    """Copy the files of the alignments `names` from the stored artifacts to `directory`, if they are not there.
+    """Copy the files of the alignments named `names` from `artifacts` to `directory`, unless they are there already.
 
-    Another machine may have learned them. Files that are not among the artifacts are left out.
+    The driver that learned them may have run on another machine. Names without a file in `artifacts` are skipped.
     """
     from workers.alignments.files import is_stored, store_alignment
 
@@ -252,7 +252,11 @@ def _checkpoints(
 def described_recipes(
     store: Store, study_id: str, trials: Sequence[TrialRecord], objectives: Sequence[Objective]
 ) -> list[str]:
-    """Digests of the recipes whose responses every complete study keeps: those that are held out or verified."""
+    """Digests of the recipes whose responses a complete study always keeps, sorted.
+
+    They are the recipes of trials that are scored on holdout data, and of trials that were verified. A response is the
+    text that a merge generated for a sample.
+    """
     verified = {report.recipe_digest for report in read_verification(store.document(study_id, VERIFICATION)).reports}
     return sorted(verified | {trial.recipe.digest for trial in held_out(trials, objectives)})
 
@@ -353,7 +357,7 @@ def _exhausted_limit(study: Study, wall_clock_s: float) -> str | None:
     limits = study.limits
     if limits.max_wall_clock_s is not None and wall_clock_s >= limits.max_wall_clock_s:
         return f"limits.max_wall_clock_s: {limits.max_wall_clock_s:g} s are used up"
-    gpu_hours = wall_clock_s / 3600 * study.engine.replicas * study.engine.tensor_parallel_size
+    gpu_hours = wall_clock_s / 3600 * study.engine.num_gpus
     if limits.max_gpu_hours is not None and gpu_hours >= limits.max_gpu_hours:
         return f"limits.max_gpu_hours: {limits.max_gpu_hours:g} hours are used up"
     return None
@@ -366,10 +370,10 @@ def _no_result(trials: tuple[TrialRecord, ...]) -> str:
 
 
 def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
-    """Check engines and verify trials by calling `close`, and return whether the study is finished.
+    """Call `close`, which checks the engines and verifies trials, and return whether the study is finished.
 
-    The result is False if an engine failed a check, during the call or earlier, because the samples that it scored must
-    be scored again.
+    The study is not finished if an engine failed a check, during the call or earlier, because the samples that this
+    engine scored must be scored again.
     """
     try:
         close()

@@ -36,7 +36,7 @@ BOUNDS = {"asha": ("at least ", "at most "), "racing": ("at most ", "at least ")
 class CheckedPlan:
     """Expected costs of running a study: samples, time, memory and disk space.
 
-    - `step_samples`: the samples that the searcher's gradients are charged as; 0 for searchers without gradients.
+    - `step_samples`: the samples that the searcher's gradients count as; 0 for searchers without gradients.
     - `rungs`: for each rung, the samples by objective.
     - `trials`: the numbers of baselines ("extras") and of proposed trials ("search").
     - `max_samples`: the limit of samples of the search; None if there is none.
@@ -110,9 +110,10 @@ class CheckedPlan:
         )
 
     def _limit(self) -> tuple[str, ...]:
-        """Line about the limit of samples, how many are used already, and whether the planned ones fit, as a tuple.
+        """Line of the printed plan about the limit of samples: how many are used, and whether the planned ones fit.
 
-        Without a limit, the line has the samples used in earlier runs. The tuple is empty if there are none either.
+        The line is returned as a tuple of one text. Without a limit, it has the samples that earlier runs used. The
+        tuple is empty if there are none either.
         """
         if self.max_samples is None:
             return (f"used      {self.samples_used:,} samples in earlier runs",) if self.samples_used else ()
@@ -202,9 +203,10 @@ def _plan(study: Study, preflight: PreflightResult, directory: Path) -> CheckedP
 
 
 def _samples_used(directory: Path) -> int:
-    """Number of samples that the search of the study in `directory` has used: scored, or charged for its steps.
+    """Number of samples that the search of the study in `directory` has used.
 
-    Returns 0 if the directory holds no study.
+    They are the scored samples, and those that the searcher's steps count as. Returns 0 if the directory holds no
+    study.
     """
     with suppress(NotFound), read_run(directory) as (store, record):
         scored = sum(trial.samples_scored for trial in store.trials(record.id))

@@ -20,6 +20,7 @@ from service.studies.preflight.examine import examine
 from service.studies.preflight.models import with_revisions
 from service.studies.preflight.result import PreflightResult
 from service.studies.warm_start import check_warm_start
+from workers.file_access import FileAccess
 
 __all__ = ["prepared"]
 
@@ -33,6 +34,7 @@ def prepared(
     directory: Path,
     artifacts_in: str | Path | None = None,
     before: ResolvedStudy | None = None,
+    access: FileAccess | None = None,
     note: Callable[[str], None] = logger.info,
     **options: Any,
 ) -> PreflightResult:
@@ -43,22 +45,26 @@ def prepared(
         open_study: Opens the other studies, whose merges, policies or results the study uses.
         directory: Directory of the run or of the server, to which merges of other studies are exported.
         artifacts_in: Location of the artifacts, in which policies of other studies are; None is a directory in
-            `directory`.
+            `directory`. If it is an object store, merges of other studies are stored there.
         before: For a study that continues, what it resolved to before, so that hub models keep their commits.
             None for a new study.
+        access: The files that may be read besides the exported merges; None for all.
         note: Called with messages about the progress.
         **options: Further arguments of `service.studies.preflight.examine.examine`.
 
     Raises:
         InvalidStudy: The study has problems; the error has every one.
     """
+    artifacts_in = artifacts_in or artifacts_dir(directory)
     exported, chained = with_exported_sources(
-        study, open_study=open_study, directory=directory, before=before, note=note
+        study, open_study=open_study, directory=directory, artifacts_in=artifacts_in, before=before, note=note
     )
+    if access is not None:
+        access = access.allowing(source.directory for source in chained.values())
     if before is not None:
         exported = with_revisions(exported, replace(before, chained={}))
-    preflight = examine(exported, chained=chained, note=note, **options)
+    preflight = examine(exported, chained=chained, access=access, note=note, **options)
     if before is None:
-        check_start(preflight, open_study=open_study, artifacts_in=artifacts_in or artifacts_dir(directory))
+        check_start(preflight, open_study=open_study, artifacts_in=artifacts_in)
         check_warm_start(preflight, open_study=open_study)
     return preflight

@@ -49,7 +49,7 @@ class ProgressSnapshot:
     - `rungs`: the samples at each rung, of the objective with the most samples.
     - `best_trial`: the number of the best trial at full budget so far; `best`: its values by objective.
     - `samples_planned`: the expected total number of samples, including the `samples_scored`.
-    - `samples_used`: the samples that the search has used: scored, or charged for its steps.
+    - `samples_used`: the samples that the search has used: scored ones, and those that its steps count as.
     - `max_samples`: the limit of `samples_used`; None if there is none.
     """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from service.errors import Conflict
 from service.jobs.base import Accepted, RequestContext
 from service.jobs.search.prepare import prepared
 from service.store import Store
-from service.studies.chains import SOURCES, OpenStudy, on_server
+from service.studies.chains import OpenStudy, on_server
 from service.studies.preflight.files import (
     check_files,
     file_path_problem,
@@ -44,22 +43,19 @@ def read_study(document: Mapping[str, Any], context: RequestContext) -> Study:
 
 
 def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
-    """Check a submitted study, except weights that would have to be downloaded.
+    """Check a submitted study without downloading weights, and return it as a study that can be created.
 
     Raises InvalidStudy with every problem.
     """
     study = read_study(document, context)
-    access = context.access
-    names_studies = bool(study.models.chained) or study.models.path_of is not None
-    if names_studies and access is not None and context.data_dir is not None:
-        access = replace(access, readable=(*access.readable, str(context.data_dir.resolve() / SOURCES)))
     preflight = prepared(
         study,
         open_study=studies_of(context),
         directory=context.data_dir or Path(),
         artifacts_in=context.files,
-        access=access,
+        access=context.access,
         downloads=False,
+        num_machines=context.num_machines,
         before_weights=context.lift_limits,
     )
     return Accepted(study.name, study.canonical(), preflight.resolved().to_json())

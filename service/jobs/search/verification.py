@@ -82,8 +82,8 @@ def _chosen(
 ) -> list[TrialRecord]:
     """Trials to verify: those whose samples differed before, the best trial, and others drawn at random.
 
-    The others are drawn, with the study's seed, from the trials at full budget, so that `options.trials` are chosen
-    with the best one. `known` has the stored reports of earlier verifications by trial number.
+    The others are drawn, with the study's seed, from the trials at full budget: so many that they and the best one are
+    `options.trials` trials together. `known` has the stored reports of earlier verifications by trial number.
     """
     candidates = full_budget_trials(trials)
     winner = best_trial(trials, preflight.tasks.objectives)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 from search_spaces.study.file import Study
@@ -13,7 +14,7 @@ from service.jobs.search.prepare import prepared
 from service.jobs.search.progress import ProgressReporter
 from service.jobs.search.progress_log import ProgressLog
 from service.resolved_study import ResolvedStudy
-from service.studies.chains import OpenStudy, on_server
+from service.studies.chains import OpenStudy, keep_sources, on_server
 from service.studies.policies.start import with_start
 from service.studies.preflight.models import check_unchanged
 from service.studies.preflight.result import PreflightResult
@@ -35,11 +36,14 @@ def work(attempt: Attempt) -> None:
         Study.model_validate(job.document),
         open_study=open_study,
         directory=data_dir_of(attempt.work_dir),
+        artifacts_in=attempt.artifacts.location,
         before=before,
         access=before.access,
+        available_bytes=sys.maxsize,  # the request's check compared the memory of a machine that can run engines
         note=attempt.progressed,
     )
     check_unchanged(job, preflight.resolved())
+    keep_sources(attempt.artifacts, job.id, (preflight.study.models.base, *preflight.study.models.named.values()))
     attempt.progressed("The models are unchanged. Connecting to Ray ...")
     with ProgressLog() as view:
         continue_study(attempt, preflight, open_study=open_study, view=view)

@@ -86,7 +86,7 @@ def _smooth(steps: Sequence[DescentStep]) -> list[tuple[int, dict[str, float], f
     """Average the losses of a gradient descent over the last WINDOW gradients.
 
     Returns:
-        For each gradient its number, the mean loss by objective in units of the mean over the baselines, and the mean
+        For each gradient its number, the mean loss by objective divided by the mean loss of the baselines, and the mean
         of the weighted sum of losses.
     """
 

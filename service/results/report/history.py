@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from markupsafe import Markup
 
 from service.results.feasibility import violations
@@ -38,7 +39,7 @@ def history_section(run: RunRecord) -> dict[str, Any] | None:
     for series, bounds in zip(plot.series, ranges, strict=True):
         drawn = _history_chart(series, plot.failed, bounds, num_rungs, height=210 if charts else 300)
         charts.append({"name": series.name, "svg": drawn})
-    sizes = {rung.rung: sample_count(rung.num_samples) for trial in run.trials for rung in trial.rungs}
+    sizes = {rung: sample_count(samples) for rung, samples in run.rung_sizes.items()}
     entries = [
         Legend(f"rung of {sizes.get(rung, 0)} samples", "mark", style=_rung_style(rung, num_rungs))
         for rung in range(num_rungs)
@@ -99,19 +100,18 @@ def _point_title(point: HistoryPoint) -> str:
 
 
 def _thinned(points: Sequence[HistoryPoint], plot: Plot, limit: int) -> list[HistoryPoint]:
-    """Choose at most `limit` points of a chart that look like all of them when they are drawn.
+    """Choose at most `limit` points of a chart that look like all of them when they are drawn, in their order.
 
     If there are more, one point is kept in each cell of a fine grid over `plot`; if these are too many, they are
     thinned evenly.
     """
     if len(points) <= limit:
         return list(points)
-    cells = {
-        (point.rung, round(plot.x.at(point.trial) * 300), round(plot.y.at(point.value) * 100)): point
-        for point in reversed(points)
-    }
-    kept = sorted(cells.values(), key=lambda point: (point.trial, point.rung))
-    return evenly(kept, limit)
+    columns = np.rint(plot.x.at_each([point.trial for point in points]) * 300)
+    rows = np.rint(plot.y.at_each([point.value for point in points]) * 100)
+    cells = (np.array([point.rung for point in points]) * 1000 + columns) * 1000 + rows
+    _, first = np.unique(cells, return_index=True)
+    return evenly([points[index] for index in np.sort(first).tolist()], limit)
 
 
 def _integer_scale(last: int) -> Scale:

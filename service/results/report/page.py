@@ -93,7 +93,7 @@ def _removed(removed: RemovedResponses) -> str:
 def _settings(run: RunRecord, constraints: Sequence[ConstraintDocument]) -> list[tuple[str, str]]:
     document = run.study.document
     space, search, fidelity = (document.get(key, {}) for key in ("search_space", "search", "fidelity"))
-    rungs = {rung.rung: sample_count(rung.num_samples) for trial in run.trials for rung in trial.rungs}
+    rungs = {rung: sample_count(samples) for rung, samples in run.rung_sizes.items()}
     found = [
         ("space", space.get("kind")),
         ("search", run.search.algorithm or search.get("algorithm")),
@@ -110,19 +110,23 @@ def _settings(run: RunRecord, constraints: Sequence[ConstraintDocument]) -> list
 def _savings(run: RunRecord) -> dict[str, Any]:
     """The data from which the report's template draws how many samples low rungs saved.
 
-    They are the share of the samples that scoring every recipe in full would take (None if that is not known), and the
-    number of trials that reached each rung, with bars.
+    They are the scored samples, as a share of the samples that scoring every recipe in full takes (None if these are
+    not known), and the number of trials that reached each rung, both with bars.
     """
     plot = budget(run)
     searched = (trial for trial in run.trials if trial.origin is Origin.SEARCH)
-    sizes = {rung.rung: sample_count(rung.num_samples) for trial in searched for rung in trial.rungs}
+    sizes = {rung.rung: rung.num_samples for trial in searched for rung in trial.rungs}
     share = plot.scored / plot.full_budget if plot.full_budget else None
     most = max((rung.trials for rung in plot.rungs), default=1)
     return {
         "share": share,
         "bar": "" if share is None else _bar("scored", min(1.0, share)),
         "rungs": [
-            {"samples": sizes[rung.rung], "trials": rung.trials, "bar": _bar("trials", rung.trials / most)}
+            {
+                "samples": sample_count(sizes[rung.rung]),
+                "trials": rung.trials,
+                "bar": _bar("trials", rung.trials / most),
+            }
             for rung in plot.rungs
         ],
     }

@@ -99,7 +99,7 @@ def _contributions(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, float]]]:
     """The mean share of each model in parts of a recipe, each as the part's name and the shares by alias.
 
     The parts are all layers together, each component, the embedding, the head, and the single tensors that differ from
-    their component. Shares are those of `model_shares`.
+    their component. The shares of a part sum to 1; they follow from the coefficients (`model_shares`).
     """
 
     def mean(merges: Sequence[Merge]) -> dict[str, float]:

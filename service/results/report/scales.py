@@ -6,6 +6,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 __all__ = ["Levels", "Scale", "nice_scale"]
 
 # Values closer together are drawn as one: a step between them would be too small for a float.
@@ -23,6 +26,10 @@ class Scale:
     def at(self, value: float) -> float:
         """The position of a value, in [0, 1]; values beyond the ends of the scale are drawn at the ends."""
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
+
+    def at_each(self, values: ArrayLike) -> NDArray[np.float64]:
+        """The positions of many values, as the method `at` has them."""
+        return np.clip((np.asarray(values, dtype=np.float64) - self.low) / (self.high - self.low), 0.0, 1.0)
 
     @property
     def ticks(self) -> tuple[float, ...]:

@@ -55,9 +55,10 @@ class Chart(Generic[Series]):
 
 
 def chart(*, place: int) -> Callable[[Callable[[RunRecord], Series]], Chart[Series]]:
-    """Declare a function as a chart, as a decorator.
+    """Make a decorator that declares a function as a chart.
 
     The function's name is the chart's name, its docstring is the title, and its return type is the type of the series.
+    `place` orders the charts in lists.
     """
 
     def declare(compute: Callable[[RunRecord], Series]) -> Chart[Series]:

@@ -25,7 +25,7 @@ class BudgetRung:
 
 @dataclass(frozen=True)
 class BudgetPlot:
-    """Cost of the search, compared with scoring every recipe in full."""
+    """Cost of the search: `scored` samples, compared with the `full_budget` samples that scoring every recipe takes."""
 
     plot: Literal["budget"]
     scored: Number

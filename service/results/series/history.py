@@ -87,20 +87,20 @@ def _series(
     record: list[RecordPoint] = []
     is_mean = len(names) > 1
     for trial in trials:
-        origin, last = trial.origin.value, trial.rungs[-1] if trial.state is TrialState.COMPLETE else None
+        number, label, origin = trial.number, trial.label, trial.origin.value
+        last = trial.rungs[-1] if trial.state is TrialState.COMPLETE else None
         for rung in trial.rungs:
-            values = [rung.values[name] for name in names if name in rung.values]
-            if len(values) < len(names):
+            try:
+                values = [rung.values[name] for name in names]
+            except KeyError:
                 continue
             # The cost of a recipe has no samples: it is placed at the rung's number of samples.
             samples = [rung.num_samples[name] for name in names if name in rung.num_samples]
             samples = samples or [*rung.num_samples.values()]
+            fewest, most = (min(samples), max(samples)) if len(samples) > 1 else (samples[0], samples[0])
             value = statistics.fmean(values) if is_mean else values[0]
             is_full = rung is last
-            points.append(
-                HistoryPoint(trial.number, trial.label, origin, rung.rung, min(samples), value, is_full, max(samples))
-            )
-            counts = is_full and trial.number not in left_out
-            if counts and (not record or objective.is_better(value, record[-1].value)):
-                record.append(RecordPoint(trial.number, value))
+            points.append(HistoryPoint(number, label, origin, rung.rung, fewest, value, is_full, most))
+            if is_full and number not in left_out and (not record or objective.is_better(value, record[-1].value)):
+                record.append(RecordPoint(number, value))
     return HistorySeries(objective.name, objective.direction, tuple(points), tuple(record))

@@ -11,7 +11,6 @@ from pydantic import Field
 from search_spaces.objectives import REFERENCE_COST, Candidate, constrained_dominates
 from search_spaces.objectives import hypervolume as volume_of
 from service.results.record import RunRecord
-from service.results.selection import candidates
 from service.results.series.base import chart
 from service.schemas.files import Number
 from service.types import Origin
@@ -55,7 +54,7 @@ def _points(run: RunRecord) -> tuple[HypervolumePoint, ...]:
     front: list[Candidate] = []
     volume = 0.0
     points = []
-    for trial, candidate in candidates(run.trials, run.objectives):
+    for trial, candidate in run.candidates:
         if not any(constrained_dominates(other, candidate) for other in front):
             front = [other for other in front if not constrained_dominates(candidate, other)]
             front = [other for other in front if other.violation == candidate.violation]
@@ -70,7 +69,7 @@ def _points(run: RunRecord) -> tuple[HypervolumePoint, ...]:
 def _spent(run: RunRecord) -> dict[int, int]:
     """Number of samples spent up to each trial, that trial included, by trial number.
 
-    Both scored samples and samples that steps for proposals were charged count.
+    They are the scored samples, and those that the searcher's steps for proposals count as.
     """
     trials = sorted(run.trials, key=lambda trial: trial.number)
     each = [trial.samples_scored + run.search.charges.get(trial.number, 0) for trial in trials]

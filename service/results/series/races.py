@@ -92,7 +92,7 @@ def _entry(trial: TrialResult, names: tuple[str, ...], scheduler: str | None) ->
         RaceLook(
             rung=rung.rung,
             samples=max(rung.num_samples.values(), default=0),
-            value=statistics.fmean(rung.values[name] for name in names) if names else None,
+            value=statistics.fmean([rung.values[name] for name in names]) if names else None,
         )
         for rung in trial.rungs
     )

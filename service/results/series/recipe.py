@@ -73,7 +73,9 @@ def _picture(merge: Merge) -> MergePicture:
 
 
 def layer_runs(layers: Sequence[LayerRecipe]) -> Iterator[tuple[int, int, LayerRecipe]]:
-    """Find runs of adjacent layers that are merged alike, if source layers are numbered relative to the merged layer.
+    """Find runs of adjacent layers that are merged alike.
+
+    Layers are alike if their merges are equal when each source layer is counted from the number of the merged layer.
 
     Yields:
         Index of the run's first layer, index after its last layer, and the first layer.

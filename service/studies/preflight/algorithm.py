@@ -113,7 +113,10 @@ def num_policies_of(study: Study) -> int:
 
 
 def iterations_ahead(num_policies: int) -> int:
-    """The number of iterations by which proposals may run ahead of results, for policies that take turns."""
+    """The number of iterations by which proposals may run ahead of results if `num_policies` policies train in turn.
+
+    It is at least 1, and below the number of policies if there are several.
+    """
     return max(1, num_policies - 1)
 
 

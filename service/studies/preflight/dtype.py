@@ -1,4 +1,4 @@
-"""Dtype in which a study's engine computes, and its size."""
+"""Dtype in which a study's engine computes, and the bytes of a number in each dtype."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def engine_dtype(study: Study) -> str:
-    """The dtype in which a study's engines compute on this machine, where the study file may say "auto"."""
+    """The dtype in which a study's engines compute on this machine.
+
+    If the study file says "auto", it is "bfloat16" on a machine with a GPU, else "float32".
+    """
     import torch
 
     if study.engine.dtype != "auto":

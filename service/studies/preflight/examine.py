@@ -51,6 +51,7 @@ def examine(
     study: Study,
     *,
     available_bytes: int | None = None,
+    num_machines: int = 1,
     export_dir: Path | None = None,
     downloads: bool = True,
     access: FileAccess | None = None,
@@ -61,6 +62,7 @@ def examine(
     """Check everything about a study that can be checked without an engine, and return the result.
 
     - `available_bytes`: the memory of one machine; None for that of this machine
+    - `num_machines`: the number of machines that the replicas are spread over
     - `export_dir`: the directory to which the best merge will be exported, whose disk must have room for it
     - `downloads`: whether weights that are not on this machine are downloaded once all other checks have passed;
       otherwise they are not checked
@@ -102,7 +104,13 @@ def examine(
             algorithm = algorithm_of(study, unread, tasks, problems)
         computes_gradients = algorithm is not None and algorithm.name == GRADIENT
         plan = partial(
-            plan_memory, study, sources, available_bytes, computes_gradients=computes_gradients, aligns=aligns
+            plan_memory,
+            study,
+            sources,
+            available_bytes,
+            num_machines=num_machines,
+            computes_gradients=computes_gradients,
+            aligns=aligns,
         )
         memory = plan(max_layers=max_layers)
         check_prompts(study, sources.result_dir, problems)
@@ -182,9 +190,9 @@ def _check_sample_limit(
     cycle: Sequence[Bracket],
     problems: list[Problem],
 ) -> None:
-    """Check that the limit of samples leaves something to search: the baselines and what is proposed first.
+    """Check that the limit of samples suffices for the baselines and the first proposals.
 
-    What is proposed first is one trial or, under Hyperband, the whole first bracket of `cycle`. `rung_samples` has the
+    The first proposals are one trial or, under Hyperband, the whole first bracket of `cycle`. `rung_samples` has the
     number of samples at each rung by objective. A limit that is too low is added to `problems`.
     """
     if (most := study.limits.max_samples) is None:

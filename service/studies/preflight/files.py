@@ -59,9 +59,7 @@ def _problems(study: Study, access: FileAccess) -> Iterator[Problem]:
 
 def model_refusal(model: str, access: FileAccess) -> str | None:
     """Reason why a model, given as directory, hub id or URL, must not be read, or None if it may be read."""
-    if is_object_url(model):
-        return access.url_refusal(model)
-    if os.path.isabs(model) or os.path.exists(model):
+    if is_object_url(model) or os.path.isabs(model) or os.path.exists(model):
         return access.refusal_of_all(model)
     reason = access.refusal(hub_cache())
     return f"{model}: models of the hub are read from its cache: {reason}" if reason else None
@@ -92,8 +90,8 @@ def model_path_problem(model: str) -> str | None:
 
 
 def file_path_problem(file: str) -> str | None:
-    """Reason why a server does not accept the path of a file, or None if it does."""
-    return None if os.path.isabs(file) else _relative(file)
+    """Reason why a server does not accept the path of a file, or None if it does. URLs are always accepted."""
+    return None if os.path.isabs(file) or is_object_url(file) else _relative(file)
 
 
 def no_file_problem(file: str) -> str | None:

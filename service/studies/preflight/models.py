@@ -43,7 +43,8 @@ logger = logging.getLogger(__name__)
 def with_revisions(study: Study, resolved: ResolvedStudy) -> Study:
     """Replace the models in a study by those with which it was created.
 
-    A hub model gets its commit. A merge of another study gets the directory to which it was exported.
+    A hub model gets the commit of that time. A merge of another study is replaced by the directory to which it was
+    exported.
     """
 
     def name(model: str) -> str:

@@ -78,7 +78,7 @@ def check_devices(study: Study, sources: ResolvedFamily | None, problems: list[P
                 f"use one of {', '.join(fitting)}",
             )
         )
-    num_needed = engine.replicas * engine.tensor_parallel_size
+    num_needed = engine.num_gpus
     num_gpus = torch.cuda.device_count()
     if num_gpus and num_needed > num_gpus and "RAY_ADDRESS" not in os.environ:
         problems.append(
@@ -102,13 +102,15 @@ def plan_memory(
     sources: ResolvedFamily,
     available_bytes: int | None,
     *,
+    num_machines: int = 1,
     computes_gradients: bool = False,
     max_layers: int = 0,
     aligns: bool = False,
 ) -> MemoryPlan:
     """Plan the memory of the bank of source weights, of the engines and, if there is one, of the gradient actor.
 
-    With `available_bytes` None, all memory of this machine is available. `max_layers` is the number of layers of the
+    It is that of one machine, which has its share of the replicas if there are several machines (`num_machines`). With
+    `available_bytes` None, all memory of this machine is available. `max_layers` is the number of layers of the
     longest merge if merges have any number of layers, else 0. With `aligns`, merges may have alignments between layers.
     """
     import torch
@@ -137,7 +139,7 @@ def plan_memory(
     return MemoryPlan(
         bank_bytes=stored_bytes(sources.checkpoints.values()),
         engine_bytes=weights + statistics + ENGINE_OVERHEAD_BYTES,
-        replicas=study.engine.replicas,
+        replicas=math.ceil(study.engine.replicas / num_machines),
         available_bytes=available,
         gradient_bytes=model + GRADIENT_OVERHEAD_BYTES if computes_gradients else 0,
     )
@@ -146,8 +148,9 @@ def plan_memory(
 def _pool_size(sources: ResolvedFamily, max_layers: int, available: int, bytes_of_value: int) -> int:
     """Number of layers that an engine holds in host memory to build layer paths from, at least `max_layers`.
 
-    It is that of all layers of all sources and of one path, or as many as HOST_SHARE of the `available` bytes hold
-    beside the tensors outside layers. A value takes `bytes_of_value` bytes; 0 means that memory is not limited.
+    It is enough for all layers of all sources and, in addition, the `max_layers` layers of the longest path. If these
+    do not fit into HOST_SHARE of the `available` bytes, together with the tensors outside layers, it is as many as fit.
+    A number takes `bytes_of_value` bytes; 0 means that memory is not limited.
     """
     every = len(sources.checkpoints) * sources.layout.num_layers + max_layers
     if not bytes_of_value:

@@ -166,9 +166,9 @@ class PreflightResult:
         """The largest number of trials that proposals may run ahead of results.
 
         It is the one that the study file states, else a default by the number of replicas. A searcher that trains a
-        policy learns from whole iterations. By default, it proposes at least half an iteration ahead, so that engines
-        do not wait while it learns or proposes repeated paths, which need no scoring; and at most one iteration for
-        each replica, as far as its policies take turns.
+        policy learns from whole iterations. By default it proposes at least half an iteration ahead, so that engines do
+        not wait while it learns or proposes repeated paths, which need no scoring. It proposes at most as many
+        iterations ahead as there are replicas, and at most `iterations_ahead`.
         """
         if self.study.search.max_staleness is not None:
             return self.study.search.max_staleness
@@ -184,8 +184,8 @@ class PreflightResult:
         """The parts of the study that some searchers need in addition to parameters and results.
 
         `num_baselines` is the number of trials before the first proposal. `batch` is the number of proposals in a row
-        that know the same results. `version` is the version of the searcher that the study was created with; None
-        stands for a new study, which takes the newest.
+        that are made from the same results. `version` is the version of the searcher that the study was created with;
+        None stands for a new study, which takes the newest.
         """
         given = self.study.search.preferences
         scored = {
@@ -216,7 +216,7 @@ class PreflightResult:
         """Number of repeated proposals in a row that end a search by policies, which is two iterations of every policy.
 
         A proposal is repeated if an earlier trial has its recipe. If all paths proposed in two iterations are known,
-        nothing is left to learn. It is at least two proposals for each preference vector.
+        nothing is left to learn. The number is at least two for each preference vector.
         """
         search = self.study.search
         num_vectors = 1 if search.preferences is None else search.preferences.size(len(self.tasks.search))

@@ -1,6 +1,6 @@
 """The sources' own correct completions among the stored samples: references of gradients.
 
-They are used where losses on a task's reference answers do not go with its metric.
+They are used for objectives where a lower loss on the task's reference answers does not come with a better score.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SourceCompletions:
     def find(self, request: CompletionsRequest) -> CompletionsResult:
         """The sample positions that have a correct completion, for each requested objective.
 
-        The result also names the first source model with that completion.
+        The result also has the trial number of the first source model that answered correctly.
         """
         found: dict[str, dict[int, int]] = {name: {} for name in request.completions}
         for source in self._sources():

@@ -128,11 +128,11 @@ class GradientActor:
 
 
 def _with_stated_coefficients(space: DifferentiableSpace, point: tuple[float, ...]) -> tuple[float, ...]:
-    """The point nearest to `point` at which the recipe states every coefficient, so that all have derivatives.
+    """Move `point` as little as needed so that its recipe states every coefficient, and return the new point.
 
-    A point has a value for each parameter of `space`. A recipe in canonical form leaves out a source whose coefficient
-    is 0, and a coefficient shared by all sources at its default. A value of `point` at that number is moved away from
-    it by the smallest step that recipes can express, upwards if the parameter's range allows.
+    A loss has derivatives by stated coefficients only. A point has a value for each parameter of `space`. A recipe in
+    canonical form leaves out a source whose coefficient is 0, and a shared coefficient that has its default. A value of
+    `point` that is this number is changed by the smallest step that recipes can express, upwards if the range allows.
     """
     declared = METHODS[space.method].coefficient(space.coefficient)
     left_out = 0.0

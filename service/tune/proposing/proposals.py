@@ -1,4 +1,4 @@
-"""Proposals as the driver sees them: what they may know, who computes them, and how their steps are stored."""
+"""Proposals as the driver sees them: which results they may use, who computes them, and how their steps are stored."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Proposer(Protocol):
         """The configuration that was proposed, a step that was computed for the proposal, or a request for a step.
 
         Returns None if none of them is ready within `timeout_s`. After a step, the caller stores it and calls `stored`;
-        after a request, whose step is charged in samples, the caller calls `compute`. The computation then continues.
+        after a request, whose step counts against the limit of samples, the caller calls `compute` if the limit allows
+        it. The computation then continues.
         """
         ...
 
@@ -109,22 +110,23 @@ class Observations:
         self._full = sum(plan.rung_samples[-1].values())
         self._baselines: dict[int, Mapping[str, Any] | None] = {}
         self._built: dict[tuple[int, int], Observation | None] = {}
+        self._failed: dict[int, Observation] = {}
 
     def of(self, proposal: Proposal, trials: Mapping[int, TrialRecord]) -> tuple[Observation, ...]:
         """The observations that a proposal may use: the results that its field `visible` lists, and the failed trials.
 
         `trials` are the study's trials by number. Trials whose recipe has no configuration in the search space are left
-        out.
+        out. A result has the same object in every call.
         """
         for seen in proposal.visible:
             if seen not in self._built:
                 self._built[seen] = self._of_rung(trials[seen[0]], seen[1])
         found = [built for seen in proposal.visible if (built := self._built[seen]) is not None]
         for number in proposal.failed:
-            if (configuration := trials[number].configuration) is not None:
+            if number not in self._failed and (configuration := trials[number].configuration) is not None:
                 last = len(self._plan.rung_samples) - 1
-                found.append(Observation(configuration, 1.0, None, number=number, rung=last))
-        return tuple(found)
+                self._failed[number] = Observation(configuration, 1.0, None, number=number, rung=last)
+        return (*found, *(self._failed[number] for number in proposal.failed if number in self._failed))
 
     def _of_rung(self, trial: TrialRecord, rung: int) -> Observation | None:
         """The observation of a trial at a rung at which it has a result.

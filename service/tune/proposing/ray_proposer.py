@@ -32,7 +32,7 @@ from service.store.steps import (
 from service.tune.proposing.checkpoints import PolicyCheckpoints
 from service.tune.proposing.completions import Chosen, SourceCompletions
 from service.tune.proposing.gradient_actor import GradientActor, GradientInputs
-from service.tune.proposing.searcher_state import SearcherState
+from service.tune.proposing.searcher_state import SearcherState, SentObservations
 from service.tune.searchers.base import SearchSetting
 from workers.errors import EngineUnavailable, InvalidModel, InvalidTask
 
@@ -99,14 +99,14 @@ class RayProposer:
         """Start to compute a proposal, with the arguments `call` of `Proposer.submit`.
 
         If the searcher proposes without steps (`proposes_at_once`), the actor also computes the other proposals of the
-        batch, which know the same results. When one of these is submitted, it is not computed again.
+        batch, which are made from the same results. When one of these is submitted, it is not computed again.
         """
         is_next = bool(self._next) and self._follows(call)
         self._call = {"seed": self._seed, **call}
         if is_next:
             self._pending = self._next.popleft()
             return
-        self._pending = self._searcher.propose.remote(**self._call)
+        self._pending = self._searcher.propose.remote(**self._message())
         self._next.clear()
         if SEARCHERS[self._algorithm].proposes_at_once:
             left = self._setting.num_left_in_batch(call["number"])
@@ -115,8 +115,8 @@ class RayProposer:
     def _follows(self, call: Mapping[str, Any]) -> bool:
         """Whether `call`, the arguments of `submit`, is for the proposal that the actor has computed ahead.
 
-        It is if its number follows the last proposal's, its observations are the same, and its pending configurations
-        are the last ones and then the last proposal's own.
+        It is if its number follows that of the last proposal, its observations are the same, and its pending
+        configurations are those of the last proposal and the last proposal itself.
         """
         last = self._call
         pending = (*last["pending"], self._answered)
@@ -135,7 +135,7 @@ class RayProposer:
 
     def stored(self, step: Step) -> None:
         self._steps.append(step)
-        self._pending = self._searcher.propose_after.remote(step, **self._call)
+        self._pending = self._searcher.propose_after.remote(step, **self._message())
 
     def compute(self, request: ChargedRequest) -> None:
         self._compute(request)
@@ -143,8 +143,8 @@ class RayProposer:
     def _finish(self) -> Step | ChargedRequest | dict[str, Any] | None:
         """Handle the result of the last call to an actor, which is ready.
 
-        The result is a proposal of the searcher, an update of a policy, or losses or gradients. Returns None if another
-        call to an actor is awaited now, else what the method `result` returns.
+        The result is a proposal of the searcher, an update of a policy, or losses or gradients. Returns what the method
+        `result` returns to the driver, or None if another call to an actor must end first.
         """
         request, self._computing = self._computing, None
         if request is None:
@@ -158,12 +158,23 @@ class RayProposer:
 
         Ray's dashboard shows it under the algorithm's name.
         """
+        self._sent = SentObservations()
         saved = {} if self._checkpoints is None else self._checkpoints.load(self._steps)
         kind: Any = ray.remote(SearcherState)
         name = f"{self._algorithm} {'learner' if self._checkpoints else 'searcher'} {uuid.uuid4().hex[:8]}"
         # A call during which the process died is repeated here, where deaths are counted.
         options = kind.options(num_cpus=0, name=name, max_restarts=0, max_task_retries=0)
         return options.remote(self._algorithm, self._parameters, self._setting, self._steps, saved)
+
+    def _message(self) -> dict[str, Any]:
+        """The arguments of the present call for the searcher's actor, with the indices of observations in their place.
+
+        Observations that the actor does not have are sent to it first.
+        """
+        new, indices = self._sent.add(self._call["observations"])
+        if new:
+            self._searcher.receive.remote(new)
+        return {**self._call, "observations": indices}
 
     def _answer(self) -> Step | ChargedRequest | dict[str, Any] | None:
         """Handle the searcher's answer to a call for a proposal.
@@ -177,7 +188,7 @@ class RayProposer:
             answer: StepRequest | dict[str, Any] = ray.get(self._pending)
         except ACTOR_DEATH as error:
             self._replace_searcher(error)
-            self._pending = self._searcher.propose.remote(**self._call)
+            self._pending = self._searcher.propose.remote(**self._message())
             return None
         if isinstance(answer, dict):
             self._num_deaths = 0
@@ -232,7 +243,7 @@ class RayProposer:
         """
         self._computing = request
         if isinstance(request, UpdateRequest):
-            self._pending = self._searcher.update.remote(request, **self._call)
+            self._pending = self._searcher.update.remote(request, **self._message())
             return
         if self._gradient_inputs is None:
             raise AssertionError("the searcher asks for gradients, and the study has none")

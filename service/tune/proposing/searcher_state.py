@@ -12,14 +12,15 @@ from service.tune.proposing.checkpoints import checkpoint_digests, kept_iteratio
 from service.tune.searchers import get_searcher
 from service.tune.searchers.base import LearningSearcher, Observation, ProposalContext, SearchSetting
 
-__all__ = ["SearcherState"]
+__all__ = ["SearcherState", "SentObservations"]
 
 
 class SearcherState:
     """A searcher with the state of its study: parameters, setting, steps, and checkpoints by iteration.
 
     It runs in the process that proposes. In its methods, `call` has the fields of `ProposalContext` that differ between
-    proposals: `number`, `seed`, `observations` and `pending`.
+    proposals: `number`, `seed`, `observations` and `pending`. In place of an observation, it may have the index of one
+    among those that the method `receive` was given.
     """
 
     def __init__(
@@ -35,9 +36,17 @@ class SearcherState:
         self._setting = setting
         self._steps = list(steps)
         self._checkpoints = dict(checkpoints)
+        self._received: list[Observation] = []
         self._last_call: Mapping[str, Any] = {}
         self._last_answer: StepRequest | dict[str, Any] | None = None
         self._ahead: _Ahead | None = None
+
+    def receive(self, observations: Sequence[Observation]) -> None:
+        """Keep observations, to which later calls refer by index.
+
+        A study of many trials then sends each observation once, and not with every call.
+        """
+        self._received += observations
 
     def propose(self, **call: Any) -> StepRequest | dict[str, Any]:
         """The configuration of the next trial, or a request for a step that must be computed first.
@@ -53,7 +62,7 @@ class SearcherState:
     def propose_next(self) -> StepRequest | dict[str, Any]:
         """The configuration of the trial after the last proposal, or a request for a step that must be computed first.
 
-        The proposal knows the same results as the last one, whose configuration counts as pending.
+        The proposal is made from the same results as the last one, whose configuration counts as pending.
         """
         assert isinstance(self._last_answer, dict), "the last proposal has no configuration"
         call = dict(self._last_call)
@@ -90,7 +99,8 @@ class SearcherState:
                 self._ahead = _Ahead(iteration, known, *self._searcher.learn(context, iteration=iteration))
 
     def _context(self, call: Mapping[str, Any]) -> ProposalContext:
-        known = {**call, "observations": (*self._setting.observed, *call["observations"])}
+        given = (each if isinstance(each, Observation) else self._received[each] for each in call["observations"])
+        known = {**call, "observations": (*self._setting.observed, *given)}
         return ProposalContext(
             self._parameters, steps=self._steps, setting=self._setting, checkpoints=self._checkpoints, **known
         )
@@ -123,6 +133,25 @@ class SearcherState:
         self._checkpoints = {}
         for iteration in range(len(digests)):
             self._learn(searcher, iteration, call)
+
+
+class SentObservations:
+    """The observations that a `SearcherState` in another process has received, with their indices there.
+
+    An observation is known by its identity.
+    """
+
+    def __init__(self) -> None:
+        self._indices: dict[int, tuple[int, Observation]] = {}  # by id; observations are kept so that ids stay theirs
+
+    def add(self, observations: Sequence[Observation]) -> tuple[list[Observation], list[int]]:
+        """The observations that must be sent before a call, in order, and the indices of all for the call."""
+        new = []
+        for observation in observations:
+            if id(observation) not in self._indices:
+                self._indices[id(observation)] = len(self._indices), observation
+                new.append(observation)
+        return new, [self._indices[id(observation)][0] for observation in observations]
 
 
 @dataclass(frozen=True)

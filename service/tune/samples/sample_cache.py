@@ -80,13 +80,16 @@ class SampleCache:
         return _chunks(self.missing(digest, rung, split), self._plan.chunk_samples)
 
     def chunks(self, positions: Mapping[str, Sequence[int]], split: Split) -> tuple[tuple[Span, ...], ...]:
-        """The samples at `positions`, ascending by objective, in chunks of at most `Plan.chunk_samples` samples."""
+        """The samples at `positions` in chunks of at most `Plan.chunk_samples` samples.
+
+        `positions` has sample positions by objective, in ascending order.
+        """
         return _chunks(_spans(positions, self._targets(-1, split)[1]), self._plan.chunk_samples)
 
     def rung_record(self, recipe: Recipe | StoredRecipe, rung: int) -> RungRecord:
         """The estimates of a recipe's values at a rung of the search, whose samples must all be stored.
 
-        It has the values of objectives that follow from the recipe alone, too.
+        The result also has the values of objectives that are costs of the recipe, which need no samples.
         """
         samples = self._plan.rung_samples[rung]
         known = self._values[Split.SEARCH][recipe.digest]
@@ -144,7 +147,7 @@ class SampleCache:
 def _spans(positions: Mapping[str, Sequence[int]], tasks: Mapping[str, TaskSpec]) -> list[Span]:
     """Sample positions, by objective and ascending, as spans of consecutive positions.
 
-    `tasks` are the tasks of the objectives, one of which each span names.
+    `tasks` has the task of each objective, which a span also states.
     """
     spans: list[Span] = []
     for objective, left in positions.items():

@@ -1,4 +1,7 @@
-"""Scored chunks on their way into the store: checked for provenance, void ones refused, engine faults followed up."""
+"""Results of scored chunks on their way from the scorer to the store.
+
+They are checked before they are stored. Results of an engine that later failed a check are removed and scored again.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ __all__ = ["ScoredChunks"]
 
 
 class ScoredChunks:
-    """Checks and stores the results of engines, and removes results of engines that failed a check of themselves.
+    """Checks and stores the results of engines, and removes the results of engines that later failed a check.
 
-    `observer` is called with the name of every step.
+    `observer` is called with "commit" whenever a chunk was stored, so that tests can stop the process there.
     """
 
     def __init__(

@@ -8,8 +8,8 @@ order in which results arrive. The members of a rung have a fixed order, that of
 on the first k members once these k are evaluated. A proposal depends on a fixed prefix of the schedule. Evaluations may
 still overlap, so engines have work while a rung waits for a result.
 
-What the table knows is kept up with each result, so that a result or a proposal costs the same in a long search: what
-proposals may know only grows, and results become visible in a fixed order.
+The table is updated with each result and never computed anew. This is possible because results become visible to
+proposals in a fixed order and stay visible. So a result or a proposal takes no longer in a long search.
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ class RungTable(ABC):
     The brackets in `cycle` repeat until `max_trials` configurations are proposed. The first `num_baselines` trials are
     baselines, which are evaluated once, at the last rung. Proposals may run `max_staleness` trials ahead of
     evaluations, which keeps replicas busy. They are made in batches of `batch` trials, at most `max_staleness`: all
-    proposals of a batch know what its last one must know. With `waits_for_baselines`, each proposal knows the results
-    of all baselines. `open_brackets` is the number of brackets of Hyperband that may be open at a time.
-    `violation(trial, rung)` is the trial's violation of constraints at a rung for which it has a result; it is called
-    when a decision is made on a proposed trial.
+    proposals of a batch are made from the same results, those that its last one must know. With `waits_for_baselines`,
+    each proposal knows the results of all baselines. `open_brackets` is the number of brackets of Hyperband that may be
+    open at a time. `violation(trial, rung)` is the trial's violation of constraints at a rung for which it has a
+    result; it is called when a decision is made on a proposed trial.
     """
 
     def __init__(
@@ -165,11 +165,11 @@ class RungTable(ABC):
 
     @abstractmethod
     def _see_later(self, number: int, bracket: int) -> bool:
-        """Let proposals use the later results that proposal `number` of `bracket` must know.
+        """Let proposals use those later results that proposal `number`, in bracket number `bracket`, must know.
 
-        These are results of trials after their first ones. A scheduler's subclass calls the method `_see` for each of
-        them. Returns False while one of them is missing; the proposal then waits. A result that was made visible stays
-        visible for all later proposals.
+        A later result is one of a trial at a rung after its first. A subclass decides which ones these are, and calls
+        the method `_see` for each. Returns False while one of them is missing; the proposal then waits. A result that
+        was made visible stays visible for all later proposals.
         """
 
     @abstractmethod
@@ -249,9 +249,10 @@ class RungTable(ABC):
         return sum(self._most_of(self._entries[number], totals) for number in self._runnable | self._waiting)
 
     def most_samples_of(self, proposal: Proposal, totals: Sequence[int]) -> int:
-        """The most samples by which a proposal increases `most_samples_left`.
+        """The most samples that a new proposal adds to those that the trials so far can still take.
 
-        `totals` has each rung's number of samples, of all objectives together.
+        The latter are counted by `most_samples_left`. `totals` has each rung's number of samples, of all objectives
+        together.
         """
         return totals[-1]
 
@@ -441,8 +442,8 @@ class RungTable(ABC):
     def _promote_last(self, bracket: int, rung: Rung, above: Rung) -> tuple[int, ...]:
         """Promote trials of `rung` to the rung `above` once no trial can arrive at `rung` any more.
 
-        Returns the numbers of the promoted trials. Failed members are not promoted, but count in the size from which
-        the number of promoted trials follows.
+        Returns the numbers of the promoted trials. The number of promoted trials follows from the number of members,
+        failed ones included, but failed members are not promoted.
         """
         if not rung.members:
             return ()

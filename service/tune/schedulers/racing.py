@@ -20,15 +20,15 @@ __all__ = ["RacingTable"]
 
 
 class RacingTable(RungTable):
-    """A rung table for racing: each trial is a bracket of its own, and is stopped when a rival is ahead of it.
+    """A rung table for racing: each trial climbs the rungs by itself, and is stopped when a rival is ahead of it.
 
     Trial and rival are compared at the trial's rung. A rival is ahead if it has a smaller cost or, with several
     objectives, if it dominates the trial; with constraints, a rival that violates them less is ahead. With a `bound`, a
-    rival is ahead if the bound says so.
+    rival is ahead only if its lead is larger than chance explains (`Bound.is_behind`).
 
-    The rivals of trial n are those of the trials up to n - max_staleness that were scored in full and that no other of
-    these dominates. The proposal of trial n waits until all trials up to n - max_staleness have ended, and uses all
-    their results, so a race does not depend on the order in which results arrive.
+    The rivals of trial n are on the Pareto front of the trials up to n - max_staleness that were scored in full. The
+    proposal of trial n waits until all trials up to n - max_staleness have ended, and uses all their results, so a race
+    does not depend on the order in which results arrive.
     """
 
     def __init__(self, *, bound: Bound | None = None, **settings: Any) -> None:

@@ -3,7 +3,8 @@
 The order is that of `search_spaces.objectives.promotion_order`, which sorts all candidates anew. Here, a candidate is
 inserted into the fronts that exist, as in Li et al., "Efficient Nondomination Level Update Method for Steady-State
 Evolutionary Multiobjective Optimization" (IEEE Transactions on Cybernetics 47, 2017): a point that dominates others
-moves them one front back. Only the fronts that were asked for are kept apart.
+moves them one front back. Only the first fronts, as far as they were asked for, are separated from the other
+candidates.
 """
 
 from __future__ import annotations
@@ -87,10 +88,10 @@ class _Line:
 class _Fronts:
     """Candidates for promotion with several costs, ordered by front, then crowding distance, then trial number.
 
-    The first front are the candidates that no other one dominates, the second those that then remain undominated
-    without the first, and so on. Within a front, a larger crowding distance comes first. A candidate is known by its
-    index in the order of arrival. `_fronts` are the first fronts, `_rest` are the candidates behind them, not yet
-    divided into fronts.
+    The first front consists of the candidates that no other one dominates; the second is the first front of the other
+    candidates, and so on. Within a front, a larger crowding distance comes first. A candidate is known by its index in
+    the order of arrival. `_fronts` are the first fronts, `_rest` are the candidates behind them, not yet divided into
+    fronts.
     """
 
     def __init__(self, num_costs: int) -> None:
@@ -140,10 +141,10 @@ class _Fronts:
         return [self._numbers[place] for place in new.tolist()]
 
     def _num_fronts(self, rank: int) -> int:
-        """The number of fronts that are stored separately, after front `rank` was separated if it can be.
+        """Make sure that the front with index `rank` is known, if there is one, and return the number of known fronts.
 
-        If `rank` is the index of the next front and candidates are left in `_rest`, those that no other of them
-        dominates are stored as that front first.
+        If it would be the next front, it is taken from the candidates in `_rest`, which are not yet divided into
+        fronts: it has those of them that no other one dominates.
         """
         if rank == len(self._fronts) and len(self._rest):
             is_first = np.array(non_dominated([tuple(costs) for costs in self._costs[self._rest].tolist()]))
@@ -152,9 +153,9 @@ class _Fronts:
         return len(self._fronts)
 
     def _first_undominated(self, costs: Costs) -> int:
-        """The index of the first stored front in which no candidate dominates the costs `costs`.
+        """The index of the first separated front in which no candidate dominates `costs`.
 
-        In each front before it, some candidate does. It is the number of stored fronts if a candidate in each does.
+        It is the number of separated fronts if each has a candidate that dominates `costs`.
         """
         low, high = 0, len(self._fronts)
         while low < high:

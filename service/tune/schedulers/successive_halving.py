@@ -17,12 +17,14 @@ __all__ = ["AshaTable", "HyperbandTable"]
 class HyperbandTable(RungTable):
     """Rung table with synchronous promotion: a rung promotes once, when no further member can arrive from its bracket.
 
-    Proposal n in bracket b sees
-        - every rung of the trials in brackets up to b - open_brackets (bracket b opens when these are closed), and
-        - the first evaluation of all trials numbered up to n - max_staleness (the proposal waits for these).
-    Later rungs of newer brackets and all newer results stay hidden even if they are known, so the evaluations of
-    `open_brackets` brackets may overlap. For a batch, n is its last proposal, and b the bracket of its first one. With
-    one open bracket, brackets follow each other as in the paper.
+    Proposal n in bracket b uses
+        - the results at every rung of the trials in brackets up to b - open_brackets; bracket b opens when these
+          brackets are closed
+        - the results at the first rung of all trials up to n - max_staleness; the proposal waits for these
+
+    Other results are not used even if they are known, so the evaluations of `open_brackets` brackets may overlap. For a
+    batch, n is its last proposal, and b the bracket of its first one. With one open bracket, brackets follow each other
+    as in the paper.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -62,9 +64,11 @@ class HyperbandTable(RungTable):
         return left
 
     def most_samples_of(self, proposal: Proposal, totals: Sequence[int]) -> int:
-        """The most samples by which a proposal increases `most_samples_left`: those of a whole bracket if it opens one.
+        """The most samples that a new proposal adds to those that the trials so far can still take.
 
-        In a bracket of one rung, where nothing is promoted, each trial adds its own samples.
+        The latter are counted by `most_samples_left`. It adds those of a whole bracket if it opens one, else none. In a
+        bracket of one rung, where nothing is promoted, each proposal adds its own samples. `totals` has each rung's
+        number of samples, of all objectives together.
         """
         shape = proposal.opens or self._brackets[proposal.bracket]
         if shape.first_rung == self.last_rung:
@@ -94,8 +98,10 @@ class AshaTable(RungTable):
           that the full budget is reached, and the remaining trials are pruned. Trials added to a search that had ended
           form another bracket.
 
-    Proposal n uses the i-th evaluation (from 1) of a trial, and waits for it, if results of trials up to n - i *
-    max_staleness caused it. Later evaluations of a trial take longer than its first, so the factor is i.
+    Which results a proposal uses is fixed, too. Proposal n uses a trial's result at its first rung if the trial is not
+    after trial n - max_staleness. It uses the result at the i-th rung, and waits for it, if the newest trial that was
+    needed for the promotion to this rung is not after trial n - i * max_staleness; the factor is i because later
+    evaluations take longer.
     """
 
     def _num_promoted_early(self, num_decided: int) -> int:
@@ -116,9 +122,9 @@ class AshaTable(RungTable):
     def most_samples_left(self, totals: Sequence[int]) -> int:
         """The most samples that the trials in the table can still take.
 
-        A result promotes at most one trial at its rung, which need not be its own. So each member of a rung on which
-        nothing is decided yet may cause one evaluation at each rung above. `totals` has each rung's number of samples,
-        of all objectives together.
+        Each result lets at most one trial of the same rung be promoted. So for each member of a rung on which no
+        decision has been made, one trial may still be scored at all rungs above. `totals` has each rung's number of
+        samples, of all objectives together.
         """
         left = 0
         for entry in (self._entries[number] for number in self._runnable):

@@ -68,7 +68,7 @@ class SearchSetting:
     - `family`: the models whose weights describe the layers to a policy; None if layers are described by their
       positions alone
     - `start`: the checkpoints from which policies start; empty for new policies
-    - `batch`: the number of proposals in a row that know the same results
+    - `batch`: the number of proposals in a row that are made from the same results
     - `observed`: results of an earlier study, which come before those of the study's own trials; their trials have
       negative numbers and count as not proposed
     - `version`: the version of the searcher that the study was created with; None for the newest
@@ -94,7 +94,7 @@ class SearchSetting:
     def first_in_batch(self, number: int) -> int:
         """The number of the first trial of the batch to which the proposal of trial `number` belongs.
 
-        The proposals of a batch know the same results.
+        The proposals of a batch are made from the same results.
         """
         return number - (number - self.num_baselines) % self.batch
 

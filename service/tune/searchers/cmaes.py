@@ -29,7 +29,8 @@ class CmaEsSearcher:
     """The searcher CMA-ES, for one objective and numeric parameters only.
 
     A generation consists of the next trials in order, even if some of them were drawn from an earlier distribution,
-    because proposals may run ahead of results.
+    because proposals may run ahead of results. The first distribution has the standard deviation `first_sigma`, as a
+    share of each parameter's range. Up to `max_full` parameters, all correlations between parameters are learned.
     """
 
     # A share of each parameter's range. The search starts at a good recipe: with 0.2, the first generations were far
@@ -43,10 +44,10 @@ class CmaEsSearcher:
         encoding = Encoding(context.parameters)
         strategy = self._replay(encoding, by_trial(context.observations), num_parameters=num_parameters)
         strategy.reseed_rng(int(rng.integers(2**32)))
-        known_rows = encoding.encode(context.known_configurations())
+        known = context.known_configurations()
         for _ in range(_MAX_DRAWS):
             row = encoding.normalise(strategy.ask()[np.newaxis, :num_parameters])
-            if encoding.first_unknown(row, known_rows) is not None:
+            if encoding.first_unknown(row, known) is not None:
                 return encoding.decode(row[0])
         return context.sample_unseen(rng)
 

@@ -26,7 +26,8 @@ _NUM_CHILDREN = 16
 class DifferentialEvolution:
     """The searcher by differential evolution, for one objective.
 
-    Choices and inactive parameters are treated as numbers in [0, 1], as numeric parameters are.
+    It changes the members of a population by the differences between other members, times `scale`. Choices and inactive
+    parameters are treated as numbers in [0, 1], as numeric parameters are.
     """
 
     population_size: int = 20
@@ -45,7 +46,7 @@ class DifferentialEvolution:
         place = context.number % self.population_size
         target = places.index(place) if place in members else int(rng.integers(len(places)))
         children = encoding.normalise(np.vstack([self._child(rows, target, rng) for _ in range(_NUM_CHILDREN)]))
-        child = encoding.first_unknown(children, encoding.encode(context.known_configurations()))
+        child = encoding.first_unknown(children, context.known_configurations())
         return context.sample_unseen(rng) if child is None else encoding.decode(child)
 
     def _members(self, trials: Sequence[Observation]) -> dict[int, Observation]:

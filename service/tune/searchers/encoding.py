@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -25,6 +25,9 @@ Rows = NDArray[np.float64]
 
 # Outside [0, 1], so that a tree separates inactive parameters with one split, as in SMAC's imputation.
 INACTIVE = -1.0
+
+# Columns in which configurations are compared first.
+_NUM_COMPARED = 8
 
 
 class Encoding:
@@ -55,20 +58,31 @@ class Encoding:
         )
 
     def encode(self, configurations: Iterable[Mapping[str, Any]]) -> Rows:
-        found = itertools.chain.from_iterable(map(self._numbers, configurations))
-        numbers = np.fromiter(found, dtype=np.float64).reshape(-1, len(self._parameters))
-        return np.where(np.isnan(numbers), INACTIVE, (numbers - self._low + self._half) / self._span)
+        return self._first_columns(configurations, len(self._parameters))
 
-    def _numbers(self, configuration: Mapping[str, Any]) -> list[Any]:
-        """The values of all parameters as numbers: a choice is its index, an inactive parameter is NaN."""
-        if len(configuration) == len(self._names):  # all are active
-            values = list(self._values(configuration))
+    def _first_columns(self, configurations: Iterable[Mapping[str, Any]], num: int) -> Rows:
+        """The first `num` columns of the rows that encode `configurations`."""
+        found = itertools.chain.from_iterable(self._numbers(configuration, num) for configuration in configurations)
+        rows = np.fromiter(found, dtype=np.float64).reshape(-1, num)
+        rows -= self._low[:num]  # in place: a table of thousands of rows does not fit in the processor's cache
+        rows += self._half[:num]
+        rows /= self._span[:num]
+        rows[np.isnan(rows)] = INACTIVE
+        return rows
+
+    def _numbers(self, configuration: Mapping[str, Any], num: int) -> Sequence[Any]:
+        """The values of the first `num` parameters as numbers: a choice is its index, an inactive parameter is NaN."""
+        if len(configuration) == len(self._names) == num:  # all are active
+            values = self._values(configuration)
         else:
-            values = [configuration.get(name, math.nan) for name in self._names]
+            values = [configuration.get(name, math.nan) for name in self._names[:num]]
+        if not self._choices:
+            return values
+        numbers = [*values]
         for column, index_of in self._choices.items():
-            if self._names[column] in configuration:
-                values[column] = index_of[type(values[column]), values[column]]
-        return values
+            if column < num and self._names[column] in configuration:
+                numbers[column] = index_of[type(numbers[column]), numbers[column]]
+        return numbers
 
     def _encoded(self, condition: Condition) -> Rows:
         """The encoded values of a condition's parent parameter for which the condition holds.
@@ -84,7 +98,10 @@ class Encoding:
         return {p.name: _decode(p, float(u)) for p, u in zip(self._parameters, row, strict=True) if u != INACTIVE}
 
     def sample(self, num_rows: int, rng: np.random.Generator) -> Rows:
-        """Random rows, drawn from the distribution of the space's structure, or uniformly if it has none."""
+        """Random rows, each the encoding of a random configuration.
+
+        They are drawn as the space draws configurations if it has a structure, such as layer paths, else uniformly.
+        """
         if self._space.structure is not None:
             return self.encode(self._space.sample(rng) for _ in range(num_rows))
         return self.normalise(rng.random((num_rows, len(self._parameters))))
@@ -107,10 +124,19 @@ class Encoding:
         """The rows with a random number for each inactive parameter, so that rows can be added and subtracted."""
         return np.where(rows == INACTIVE, rng.random(rows.shape), rows)
 
-    def first_unknown(self, rows: Rows, known: Rows) -> Rows | None:
-        """The first of `rows` that is not among the rows `known`, or None if all are."""
-        seen = set(self.keys(known))
-        return next((row for row, key in zip(rows, self.keys(rows), strict=True) if key not in seen), None)
+    def first_unknown(self, rows: Rows, known: Sequence[Mapping[str, Any]]) -> Rows | None:
+        """The first of `rows` that encodes none of the configurations `known`, or None if all of them do."""
+        are_known = self.are_known(rows, known)
+        return next((row for row, is_known in zip(rows, are_known, strict=True) if not is_known), None)
+
+    def are_known(self, rows: Rows, known: Sequence[Mapping[str, Any]]) -> list[bool]:
+        """For each of `rows`, whether it encodes one of the configurations `known`."""
+        # Few of many known configurations agree with a row in its first columns; only these are compared in full.
+        begins = set(self.keys(rows[:, :_NUM_COMPARED]))
+        known_begins = self.keys(self._first_columns(known, min(_NUM_COMPARED, len(self._parameters))))
+        near = [each for each, begin in zip(known, known_begins, strict=True) if begin in begins]
+        seen = set(self.keys(self.encode(near)))
+        return [key in seen for key in self.keys(rows)]
 
     def values_by_role(self, num_levels: int) -> list[Rows]:
         """A few encoded values for each role, that is, for all parameters that share it.

@@ -28,8 +28,9 @@ _NUM_MUTANTS = 16
 class EvolutionStrategy:
     """The searcher by a (1+1) evolution strategy, for one objective.
 
-    Each proposal is a random change of the best trial. A choice changes with a probability equal to the step size, so
-    choices are kept as steps become small.
+    Each proposal is a random change of the best trial. The step size begins at `first_step`, grows by `success_factor`
+    after a success and falls after a failure, from `smallest_step` to `largest_step`. A choice changes with a
+    probability equal to the step size, so choices are kept as steps become small.
     """
 
     rate: float = 0.5  # the probability that a number moves
@@ -46,8 +47,7 @@ class EvolutionStrategy:
             rate = np.where(encoding.is_categorical, step, self.rate)
             rows = np.repeat(encoding.encode([parent.configuration]), _NUM_MUTANTS, axis=0)
             mutants = encoding.mutate(rows, rng, rate=rate, step=step)
-            known = encoding.encode(context.known_configurations())
-            if (mutant := encoding.first_unknown(mutants, known)) is not None:
+            if (mutant := encoding.first_unknown(mutants, context.known_configurations())) is not None:
                 return encoding.decode(mutant)
         return context.sample_unseen(rng)
 

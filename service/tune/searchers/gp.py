@@ -18,7 +18,8 @@ __all__ = ["SEARCHER", "GpSearcher"]
 class GpSearcher:
     """The searcher by a Gaussian process, for spaces without conditions.
 
-    The noise of results is fitted too; their standard errors are not used.
+    The noise of results is fitted too; their standard errors are not used. In long searches the process is fitted to
+    the best and the newest trials only: to at most `max_rows` trials and `max_numbers` values of parameters.
     """
 
     num_initial: int = 10  # trials with results before the process is used
@@ -26,6 +27,10 @@ class GpSearcher:
     # grows with parameters times trials. With more, the process learns from the best and the newest trials.
     max_numbers: int = 16_000
     max_rows: int = 150
+    # The search for the largest improvement starts from the best of many candidates. In spaces of more than `max_small`
+    # parameters, Optuna's 2048 would take most of the time of a proposal, and be as far apart as fewer are.
+    max_small: int = 200
+    num_candidates_in_large: int = 256  # a power of two, for which a Sobol sequence is balanced
 
     def advance(self, context: ProposalContext) -> dict[str, Any]:
         from optuna.samplers import GPSampler
@@ -33,7 +38,10 @@ class GpSearcher:
         from service.tune.searchers.optuna_study import propose
 
         def sampler_of(seed: int) -> GPSampler:
-            return GPSampler(n_startup_trials=self.num_initial, warn_independent_sampling=False, seed=seed)
+            sampler = GPSampler(n_startup_trials=self.num_initial, warn_independent_sampling=False, seed=seed)
+            if context.setting.version not in (1, 2) and len(context.parameters) > self.max_small:
+                sampler._n_preliminary_samples = self.num_candidates_in_large
+            return sampler
 
         return propose(
             sampler_of, context, num_initial=self.num_initial, max_numbers=self.max_numbers, max_rows=self.max_rows

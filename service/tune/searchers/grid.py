@@ -27,7 +27,7 @@ _NUM_DRAWN = 64
 
 @dataclass(frozen=True)
 class GridSearcher:
-    """The searcher by a grid. It uses only which configurations are known, not their results."""
+    """The searcher by a grid. It looks only at which configurations are known already, not at their results."""
 
     first_levels: int = 5  # values of a number: the ends of its range, and evenly between
     finer: int = 4  # how often the distance between values is halved when a grid is exhausted
@@ -39,11 +39,10 @@ class GridSearcher:
         if isinstance(paths, LayerPaths):
             return _passthrough(paths, rng, known) or context.sample_unseen(rng)
         encoding = Encoding(context.parameters)
-        known_rows = encoding.encode(known)
         for halvings in range(self.finer + 1):
             levels = (self.first_levels - 1) * 2**halvings + 1
             points = self._points(encoding, levels, context.number, context.seed, rng)
-            if (point := encoding.first_unknown(points, known_rows)) is not None:
+            if (point := encoding.first_unknown(points, known)) is not None:
                 return encoding.decode(point)
         return context.sample_unseen(rng)
 

@@ -88,7 +88,10 @@ def compare(context: ProposalContext) -> LossesRequest | CompletionsRequest | No
 
 
 def most_compared_samples(setting: SearchSetting) -> int:
-    """The most samples that comparisons are charged as: every baseline on reference answers and on completions."""
+    """The largest number of samples that the comparison of losses with scores can count as.
+
+    It is reached if the losses of all baselines are computed both on reference answers and on completions.
+    """
     compared = sum(min(NUM_COMPARED, len(setting.fitted(name))) for name in setting.objectives)
     return 2 * setting.num_baselines * compared * LossesRequest.charge
 

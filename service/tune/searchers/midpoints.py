@@ -8,8 +8,8 @@ trial in the middle of a gap of the front costs one evaluation and no gradient.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -34,23 +34,21 @@ def midpoint(context: ProposalContext) -> dict[str, Any] | None:
     numbers.
     """
     encoding = Encoding(context.parameters)
-    known = encoding.encode(context.known_configurations())
-    taken = set(encoding.keys(known))
     parents = _parents(context.observations)
     costs = [parent.costs for parent in parents if parent.costs is not None]
     rows = encoding.encode(parent.configuration for parent in parents)
-    pairs = list(combinations(range(len(parents)), 2))
+    pairs = list(itertools.combinations(range(len(parents)), 2))
     middles = encoding.normalise(
         np.array([(rows[a] + rows[b]) / 2 for a, b in pairs]).reshape(-1, len(context.parameters))
     )
     expected = [tuple(((np.array(costs[a]) + np.array(costs[b])) / 2).tolist()) for a, b in pairs]
-    keys = encoding.keys(middles)
     # A midpoint whose trial is running counts with its estimated costs.
-    waiting = set(encoding.keys(encoding.encode(context.pending)))
-    costs += [cost for cost, key in zip(expected, keys, strict=True) if key in waiting]
+    costs += itertools.compress(expected, encoding.are_known(middles, context.pending))
     reached = hypervolume(costs)
+    taken = encoding.are_known(middles, context.known_configurations())
     gains = [
-        0.0 if key in taken else hypervolume([*costs, cost]) - reached for cost, key in zip(expected, keys, strict=True)
+        0.0 if is_taken else hypervolume([*costs, cost]) - reached
+        for cost, is_taken in zip(expected, taken, strict=True)
     ]
     best = int(np.argmax(gains)) if gains else None
     return None if best is None or gains[best] <= 0 else encoding.decode(middles[best])

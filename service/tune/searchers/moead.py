@@ -30,11 +30,11 @@ _SMALLEST_WEIGHT = 1e-6
 
 @dataclass(frozen=True)
 class MoeadSearcher:
-    """The searcher MOEA/D-DE, for several objectives.
+    """The searcher MOEA/D-DE (Li and Zhang, 2009), for several objectives.
 
-    Population, crossover and mutation are those of the baseline that papers on merging report; the rest is as in the
-    paper of Li and Zhang (2009). Choices and inactive parameters are treated as numbers in [0, 1], as numeric
-    parameters are.
+    The size of the population and the rates of crossover and mutation are those with which papers on merging run
+    MOEA/D-DE as a baseline. Choices and inactive parameters are treated as numbers in [0, 1], as numeric parameters
+    are.
     """
 
     population_size: int = 30
@@ -56,8 +56,7 @@ class MoeadSearcher:
         rows = encoding.fill(encoding.encode(member.configuration for member in members), rng)
         place = context.number % self.population_size
         children = [self._child(rows, place, neighbours[place], rng) for _ in range(_NUM_CHILDREN)]
-        known = encoding.encode(context.known_configurations())
-        child = encoding.first_unknown(encoding.normalise(np.vstack(children)), known)
+        child = encoding.first_unknown(encoding.normalise(np.vstack(children)), context.known_configurations())
         return context.sample_unseen(rng) if child is None else encoding.decode(child)
 
     def _replay(self, scored: Sequence[Observation], *, seed: int) -> tuple[list[Observation], NDArray[np.intp]]:

@@ -16,9 +16,9 @@ __all__ = ["SEARCHER", "NsgaSearcher"]
 
 @dataclass(frozen=True)
 class NsgaSearcher:
-    """The searchers NSGA-II and NSGA-III, for spaces without conditions.
+    """The searchers NSGA-II and NSGA-III, for spaces without conditions; `sampler` says which of the two.
 
-    A choice is crossed uniformly, and mutates to any other choice.
+    A child takes a choice from either parent with equal probability; a mutation replaces it by any other choice.
     """
 
     sampler: Literal["NSGAIISampler", "NSGAIIISampler"]

@@ -41,8 +41,8 @@ def propose(
 ) -> dict[str, Any]:
     """The configuration that a sampler of Optuna proposes, or a random one if the sampler proposes a known one.
 
-    `sampler_of` makes a sampler from a seed. `max_numbers`, `max_rows` and `group` are as for `history.thinned`. Until
-    there are `num_initial` trials, configurations are random.
+    `sampler_of` makes a sampler from a seed. `max_numbers`, `max_rows` and `group` limit the observations that the
+    sampler is given (`history.thinned`). Until there are `num_initial` trials, configurations are random.
     """
     rng, parameters = context.generator(), context.parameters
     trials = by_trial(thinned(context, max_numbers=max_numbers, max_rows=max_rows, group=group).observations)
@@ -55,7 +55,7 @@ def propose(
         configuration = _ask(sampler_of(int(rng.integers(2**32))), parameters, trials, context.pending)
     configuration = dict(parameters.repair(configuration))
     rows = Encoding(parameters)
-    is_known = rows.first_unknown(rows.encode([configuration]), rows.encode(context.known_configurations())) is None
+    is_known = rows.first_unknown(rows.encode([configuration]), context.known_configurations()) is None
     return context.sample_unseen(rng) if is_known else configuration
 
 
@@ -142,6 +142,9 @@ def _distribution(parameter: Parameter) -> BaseDistribution:
 
 
 def _suggest(trial: optuna.Trial, parameter: Parameter) -> Any:
+    # Each call of a `suggest` method copies all values so far; those that were drawn together are known already.
+    if parameter.name in trial.relative_params:
+        return trial.relative_params[parameter.name]
     match parameter:
         case Float():
             return trial.suggest_float(parameter.name, parameter.low, parameter.high)

@@ -10,7 +10,7 @@ __all__ = ["SEARCHER", "RandomSearcher"]
 
 
 class RandomSearcher:
-    """The searcher by random draws. It uses only which configurations are known, not their results."""
+    """The searcher by random draws. It looks only at which configurations are known already, not at their results."""
 
     def advance(self, context: ProposalContext) -> dict[str, Any]:
         return context.sample_unseen(context.generator())

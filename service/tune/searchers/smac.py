@@ -31,8 +31,11 @@ __all__ = ["SEARCHER", "SmacSearcher"]
 class SmacSearcher:
     """The searcher SMAC, whose random forest learns from the results of all rungs.
 
-    A configuration that violates constraints counts as worse than all that do not, the more so the larger its
-    violation. The defaults were chosen with tests/benchmarks/bench_searchers.py.
+    It proposes the candidate with the largest expected improvement. Candidates are `num_uniform` random configurations,
+    `num_tied` in which all layers have the same values, and `num_mutants` random changes of each of `num_parents`
+    scored configurations, those that the forest predicts to be best. A configuration that violates constraints counts
+    as worse than all that do not, the more so the larger its violation. The defaults were chosen with
+    tests/benchmarks/bench_searchers.py.
     """
 
     num_initial: int = 8  # configurations with results, baselines included, before the forest is used
@@ -73,10 +76,8 @@ class SmacSearcher:
         costs = self._scalarise(observations, of_forest)
         acquisition = self._acquisition(rows, fidelities, costs, seed=int(of_forest.integers(2**31)))
         candidates = self._maximise(encoding, acquisition, rows, rng)
-        candidate_keys = encoding.keys(candidates)
-        seen = set(encoding.keys(encoding.encode(context.known_configurations())))
-        unseen = (row for row, key in zip(candidates, candidate_keys, strict=True) if key not in seen)
-        return encoding.decode(next(unseen, candidates[0]))
+        unknown = encoding.first_unknown(candidates, context.known_configurations())
+        return encoding.decode(candidates[0] if unknown is None else unknown)
 
     def _acquisition(self, rows: Rows, fidelities: Rows, costs: Rows, *, seed: int) -> _Acquisition:
         """The acquisition function, fitted to encoded configurations `rows` with their fidelities and costs.

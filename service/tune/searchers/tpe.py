@@ -16,7 +16,11 @@ __all__ = ["SEARCHER", "TpeSearcher"]
 
 @dataclass(frozen=True)
 class TpeSearcher:
-    """The searcher TPE. Parameters that always exist together are sampled jointly."""
+    """The searcher TPE. Parameters that always exist together are sampled jointly.
+
+    It draws configurations at random until `num_initial` trials have results. In long searches it learns from the best
+    and the newest trials only: from at most `max_numbers` values of parameters.
+    """
 
     num_initial: int = 10  # trials with results before the estimators are used
     max_numbers: int = 160_000  # numbers in the table of observations and parameters: as in SMAC

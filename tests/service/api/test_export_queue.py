@@ -12,7 +12,7 @@ import pytest
 from service.api import export_queue
 from service.api.export_queue import Exports
 from service.store import Store
-from service.types import ExportState
+from service.types import ExportRecord, ExportState
 from tests.postgresql import PostgreSQL
 from tests.service.api.harness import stored_study
 
@@ -23,7 +23,7 @@ class _Writer:
     def __init__(self, _: str) -> None:
         pass
 
-    async def call(self, _: Any, __: str, ___: str, ____: str, directory: Path, **_____: Any) -> None:
+    async def call(self, _: Any, __: str, ___: ExportRecord, directory: Path, **____: Any) -> None:
         directory.mkdir()
 
     def stop(self) -> None:

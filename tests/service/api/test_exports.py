@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import tarfile
 import time
@@ -17,11 +18,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from search_spaces.study.file import load_study
-from service.api.export_queue import Tar, export_id
+from service.api.export_queue import Exports, Tar, artifact_name, export_id
+from service.api.limits.exports import ExportLimits
 from service.disk import alignments_dir, job_dir
 from service.results.load import run_record
 from service.results.preference import choices
-from service.store import Store
+from service.store import Store, blobs
+from service.store.artifacts import ArtifactStore
 from service.store.blobs import StoredFile
 from service.studies.export import export_trial
 from service.studies.preflight.examine import examine
@@ -35,6 +38,7 @@ from service.types import (
     TrialRecord,
     TrialState,
 )
+from tests.s3_server import S3, failing
 from tests.service.api.harness import FAMILY, ApiServer, finished_study, stored_study
 from tests.workers.recipes import aligned, path, random_alignment
 from workers.alignments.files import write_alignment
@@ -281,6 +285,88 @@ def test_stopping_the_server_leaves_an_export_to_be_begun_again(tmp_path: Path) 
             time.sleep(0.01)
     store = Store(f"sqlite:///{tmp_path / 'mergesearch.db'}")
     assert store.export(asked["id"]).state is ExportState.RUNNING
+    store.close()
+
+
+def test_an_object_store_has_the_exports_of_all_servers(tmp_path: Path, s3: S3) -> None:
+    """An export that one server wrote is downloaded from another one, which shares no directory with it."""
+    files, database = f"{s3.bucket()}/files", f"sqlite:///{tmp_path / 'mergesearch.db'}"
+    with (
+        ApiServer(tmp_path / "first", files=files, database=database) as first,
+        ApiServer(tmp_path / "second", files=files, database=database) as second,
+        httpx.Client(base_url=first.url, timeout=60) as http,
+        httpx.Client(base_url=second.url, timeout=60) as other,
+    ):
+        second.cluster.leads = False
+        record = family_study(first.store)
+        place = other.post(f"/v1/studies/{record.id}/exports", json={"trial": 6}).json()["links"]["self"]
+        export = wait(other, place)
+        assert (export["state"], export["reason"]) == ("COMPLETE", None)
+        answer = other.get(export["links"]["download"])
+        written = export_trial(first.store, record, "6", tmp_path / "model", dtype="float32")
+        expected = {f"math-text-lookup-trial-6/{file.name}": file.read_bytes() for file in written.iterdir()}
+        assert contents(answer.content) == expected
+        assert int(answer.headers["content-length"]) == len(answer.content)
+        assert export["bytes"] == sum(map(len, expected.values()))
+        assert contents(http.get(export["links"]["download"]).content) == expected
+        assert not list(tmp_path.glob("*/exports/*")), "the store has it, no server does"
+        assert http.delete(place).status_code == 200
+        assert other.get(place).status_code == 404
+        assert ArtifactStore(first.store, files).of(record.id) == ()
+
+
+def test_an_export_continues_after_the_object_store_failed(tmp_path: Path, s3: S3) -> None:
+    """Neither the model nor what was stored of it is written again."""
+    files = f"{s3.bucket()}/files"
+    with ApiServer(tmp_path, files=files) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        record = family_study(server.store)
+        path = f"/v1/studies/{record.id}/exports"
+        name = export_id(record.id, 6, "float32")
+        scratch = tmp_path / "exports" / name / "math-text-lookup-trial-6"
+        stored = itertools.count()
+
+        def fault(method: str, _: str) -> tuple[int, str] | None:
+            return (403, "AccessDenied") if method == "PUT" and next(stored) >= 3 else None
+
+        with failing(s3, fault):
+            export = wait(http, http.post(path, json={"trial": 6}).json()["links"]["self"])
+        assert export["state"] == "FAIL"
+        assert export["reason"].startswith(f"{files}/blobs/"), export
+        assert "cannot write it: " in export["reason"]
+        before, num_files = s3.num("PUT"), len(list(scratch.iterdir()))
+        modified = {file.name: file.stat().st_mtime for file in scratch.iterdir()}
+        seen: list[float] = []
+
+        def look(method: str, _: str) -> None:
+            seen.extend([] if method != "PUT" or seen else [(scratch / "model.safetensors").stat().st_mtime])
+
+        with failing(s3, look):
+            export = wait(http, http.post(path, json={"trial": 6}).json()["links"]["self"])
+        assert (export["state"], export["reason"]) == ("COMPLETE", None)
+        assert seen == [modified["model.safetensors"]]
+        assert s3.num("PUT") - before == num_files - 3 + 1, "the files that were left, and their list"
+
+
+def test_the_quota_of_exports_holds_in_an_object_store(tmp_path: Path, s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest exports beyond the quota are removed, and later their files."""
+    store = Store(f"sqlite:///{tmp_path / 'mergesearch.db'}")
+    study = finished_study(store, num_trials=4)
+    artifacts = ArtifactStore(store, f"{s3.bucket()}/files")
+    for trial in (1, 2, 3):
+        name = export_id(study.id, trial, "float32")
+        store.add_export(ExportRecord(name, study.id, trial, "float32", ExportState.COMPLETE, float(trial)))
+        (tmp_path / "model").mkdir(exist_ok=True)
+        (tmp_path / "model" / "model.safetensors").write_bytes(bytes([trial]) * 100)
+        artifacts.put(study.id, artifact_name(name), tmp_path / "model")
+    exports = Exports(store, tmp_path, keep=ExportLimits(quota_bytes=250), artifacts=artifacts)
+    exports.sweep()
+    assert [(record.trial, exports.num_bytes(record)) for record in store.exports()] == [(2, 100), (3, 100)]
+    assert artifacts.num_bytes() > 300, "another process may be about to use the files"
+    monkeypatch.setattr(blobs, "GRACE_S", -1.0)
+    exports.sweep()
+    assert 200 < artifacts.num_bytes() < 500
+    Exports(store, tmp_path, keep=ExportLimits(), artifacts=artifacts).sweep()
+    assert len(store.exports()) == 2, "without a quota, an object store has no limit"
     store.close()
 
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from search_spaces.errors import InvalidStudy
-from search_spaces.study.file import Study, load_study
+from search_spaces.study.file import Study, load_study, parse_study
 from service.api.preflight_process import PreflightProcess, check_request
 from service.api.problems import Unavailable
 from service.jobs.base import Accepted, RequestContext
@@ -25,6 +25,7 @@ from service.jobs.search.request import read_study
 from service.resolved_study import ResolvedStudy
 from service.studies.preflight.examine import examine
 from tests.service.api.harness import FAMILY, ApiServer, document
+from workers.file_access import FileAccess
 
 
 @pytest.fixture(scope="module")
@@ -174,3 +175,21 @@ def test_broken_preflight_refuses_the_study(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("service.jobs.search.prepare.examine", broken)
     with pytest.raises(InvalidStudy, match=r"^the study could not be checked: ZeroDivisionError: by nothing$"):
         check_request(json.dumps(document()).encode(), "study", SEARCH.accept, RequestContext(), is_json=True)
+
+
+def test_requests_may_name_files_at_allowed_urls() -> None:
+    """A server accepts data and task files below its --allow-url; nothing is read for that."""
+    document = {
+        "name": "remote",
+        "models": {"base": "s3://b/base", "experts": {"a": "s3://b/a"}},
+        "fidelity": {"scheduler": "none"},
+        "objectives": [
+            {"name": "sums", "task": {"file": "s3://data/sums.jsonl"}, "metric": "exact_match"},
+            {"name": "choices", "task": "s3://data/choices/choices.yaml", "metric": "acc"},
+        ],
+    }
+    study = read_study(document, RequestContext(FileAccess((), urls=("s3://b", "s3://data"))))
+    assert study == parse_study(document, Path("/anywhere")), "URLs are relative to nothing"
+    with pytest.raises(InvalidStudy) as refused:
+        read_study(document, RequestContext(FileAccess((), urls=("s3://b", "s3://data/choices"))))
+    assert [problem.field for problem in refused.value.problems] == ["objectives.0.task.file"]

@@ -27,6 +27,7 @@ from service.cluster.reconciler import (
     decide,
     submission_id,
 )
+from service.disk import DRAINED, set_drained
 from service.store import Store
 from service.types import JobRecord, JobState
 from tests.postgresql import PASSWORD, PostgreSQL
@@ -294,19 +295,22 @@ def wait_until(is_true: Callable[[], bool]) -> None:
 class Dashboard:
     """What a Ray dashboard answers about jobs, over HTTP. Jobs run until the test says otherwise."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, refuses: bool = False) -> None:
+        self.refuses = refuses  # every request, because of its token
         self.jobs: dict[str, dict[str, Any]] = {}
         self.asked: list[str] = []
         self.stopped: list[str] = []
 
     @contextmanager
     def serving(self) -> Iterator[str]:
-        jobs, stopped, received = self.jobs, self.stopped, self.asked
+        jobs, stopped, received, refuses = self.jobs, self.stopped, self.asked, self.refuses
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 name = self.path.rpartition("/")[2]
-                if self.path == "/api/version":
+                if refuses:
+                    self.answer(403, "Forbidden: Invalid authentication token")
+                elif self.path == "/api/version":
                     self.answer(200, {"version": "4", "ray_version": "2.60.0", "ray_commit": "x"})
                 elif self.path.startswith("/api/v0/nodes"):
                     self.answer(200, {"result": True, "msg": "", "data": {"result": {"result": []}}})
@@ -381,3 +385,49 @@ def test_only_so_many_studies_have_a_driver_at_a_time(tmp_path: Path, monkeypatc
         finally:
             cluster.stop()
             store.close()
+
+
+@pytest.mark.slow
+def test_a_drained_server_stops_drivers_and_starts_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each driver is asked to end once; jobs say what they wait for, and get a driver when the drain ends."""
+    store, dashboard = Store(f"sqlite:///{tmp_path / 'studies.db'}"), Dashboard()
+    job = store.create_job(kind="search", name="s", document={}, accepted={})
+    with dashboard.serving() as address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        cluster = RayCluster(store, tmp_path, dashboard_host="127.0.0.1", dashboard_port=None)
+        cluster.start()
+        try:
+            first = submission_id(job, 1)
+            wait_until(lambda: first in dashboard.jobs)
+            set_drained(tmp_path, drained=True)
+            wait_until(lambda: dashboard.stopped == [first])
+            later = store.create_job(kind="search", name="later", document={}, accepted={})
+            cluster.wake()
+            time.sleep(2.5)  # two rounds
+            assert (list(dashboard.jobs), dashboard.stopped) == ([first], [first])
+            assert cluster.not_ready() == DRAINED == cluster.waiting_for(later)
+            set_drained(tmp_path, drained=False)
+            assert cluster.not_ready() is None
+            wait_until(lambda: {submission_id(job, 2), submission_id(later, 1)} <= set(dashboard.jobs))
+        finally:
+            cluster.stop()
+            store.close()
+
+
+def test_a_wrong_token_is_what_the_log_and_readyz_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ray's refusal is logged once, however often the server tries again."""
+    store, dashboard = Store(f"sqlite:///{tmp_path / 'studies.db'}"), Dashboard(refuses=True)
+    with dashboard.serving() as address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        cluster = RayCluster(store, tmp_path, dashboard_host="127.0.0.1", dashboard_port=None)
+        for _ in range(3):
+            cluster._round()
+        reason = cluster.not_ready() or ""
+    store.close()
+    assert reason.startswith("Ray's dashboard does not answer: ")
+    assert "Invalid authentication token" in reason
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"jobs wait: {reason}"
+    ]

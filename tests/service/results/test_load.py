@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from service.results.holdout import HeldOut, held_out_results
 from service.results.load import RunReader, run_record
 from service.results.ranges import OutOfRange
 from service.results.record import SearchFigures
@@ -111,4 +115,40 @@ def test_a_reader_finds_all_that_has_changed(tmp_path: Path) -> None:
     assert (after.values, 0 < after.texts < before.texts) == (before.values, True)
     writer.set_state(JobState.COMPLETE)
     check()
+    store.close()
+
+
+def test_an_unchanged_held_out_stage_is_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more result that is not compared costs no computation of the held-out table; everything in it does."""
+    computed: list[HeldOut] = []
+
+    def counted(*given: Any, **named: Any) -> HeldOut:
+        computed.append(held_out_results(*given, **named))
+        return computed[-1]
+
+    monkeypatch.setattr("service.results.load.held_out_results", counted)
+    store = Store(f"sqlite:///{tmp_path / 'study.db'}")
+    made = made_up(num_trials=6)
+    study = stored_study(store)
+    reader, writer = RunReader(store, study.id), store.open_attempt(study.id)
+    for trial in made.whole_trials:
+        writer.add_trial(replace(trial, state=TrialState.WAITING, rungs=(), reason=None, values={}, standard_errors={}))
+        for rung in trial.rungs:
+            writer.finish_rung(trial.number, rung, samples_reused=1)
+        writer.finish_trials([trial.number], trial.state, trial.reason)
+    first, *others = held_out(made.whole_trials, made.objectives)
+    for trial in others:
+        write_holdout(writer, trial)
+    reader.read()
+    more = made.whole_trials[-1]
+    writer.add_trial(replace(more, number=99, state=TrialState.WAITING, rungs=(), values={}, standard_errors={}))
+    writer.finish_rung(99, more.rungs[0], samples_reused=0, state=TrialState.PRUNED)
+    record = reader.read()
+    assert 99 in {trial.number for trial in record.trials}
+    assert len(computed) == 1
+    write_holdout(writer, first)  # its samples
+    assert len(reader.read().holdout) == len(record.holdout) + 1
+    writer.add_event(EventKind.HOLDOUT_FAILED, {"trial": 5, "reason": "NaN"})
+    reader.read()
+    assert len(computed) == 3
     store.close()

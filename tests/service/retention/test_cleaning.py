@@ -30,6 +30,7 @@ from service.store.documents import RESPONSES
 from service.store.samples import remove_texts
 from service.types import JobRecord, JobState
 from tests.service.api.harness import ApiServer, finished_study, stored_study
+from workers.object_store import blob_path
 from workers.types import Split
 
 DAY_S = 86400.0
@@ -267,7 +268,7 @@ def test_a_job_that_another_refers_to_keeps_all(site: Site, how: str) -> None:
         "path_of": {"models": {**models, "path_of": reference}},
         "start": {"search": {**search, "hm3": {**search["hm3"], "start": reference}}},
         "warm_start": {"search": {**search, "warm_start": reference}},
-        "artifact": {"models": {**models, "base": f"s3://bucket/files/{artifact.digest}"}},
+        "artifact": {"models": {**models, "base": f"s3://bucket/files/{blob_path(artifact.digest)}"}},
     }[how]
     limits = ("jobs=1d", "responses=1d", "files=1d")
     plan = site.cleaner(*limits).plan()

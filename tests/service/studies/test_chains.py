@@ -23,19 +23,22 @@ from service.disk import alignments_dir
 from service.jobs.base import RequestContext
 from service.jobs.search.local_run import DATABASE, open_run
 from service.jobs.search.request import read_study, studies_of
-from service.resolved_study import ResolvedStudy
+from service.resolved_study import ChainedSource, ResolvedStudy
 from service.results.selection import best_trial
-from service.store import Store
-from service.studies.chains import SOURCES, on_server, with_exported_sources
+from service.store import Store, blobs
+from service.store.artifacts import ArtifactStore
+from service.studies.chains import SOURCES, keep_sources, on_server, with_exported_sources
 from service.studies.export import write_model
 from service.studies.preflight.models import searched_models, with_revisions
-from service.types import Origin
+from service.types import JobState, Origin
+from tests.s3_server import S3, failing
 from tests.service.resolved import resolved_study
 from tests.service.tune.harness import InlineProposer, coordinator_of, drive
 from tests.workers.recipes import aligned, random_alignment
 from workers.alignments.files import write_alignment
+from workers.cache import CACHE_VARIABLE
 from workers.export.model_card import model_card
-from workers.models.family import open_sources, resolve_family
+from workers.models.family import on_this_machine, open_sources, resolve_family
 from workers.serving.fake import FakeScorer
 from workers.types import Family
 
@@ -133,6 +136,56 @@ def test_lost_export_is_made_again(finished: Finished, tmp_path: Path) -> None:
     other = replace(before, chained={"merged": replace(chained["merged"], recipe_digest="0" * 64)})
     with pytest.raises(InvalidStudy, match="trial 2 is not the one that this study was created with"):
         with_exported_sources(best, open_study=on_server(store), directory=tmp_path, before=other)
+
+
+def test_a_merge_is_a_source_by_url(
+    finished: Finished, tmp_path: Path, s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an object store, a merge is written there once, and opened on machines that share no directory."""
+    files, store = f"{s3.bucket()}/files", Store(finished.url)
+    study = finished.next_study(id=finished.study, trial=2)
+
+    def exported(machine: str, **options: Any) -> tuple[Study, dict[str, ChainedSource]]:
+        monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / machine / "cache"))
+        place = tmp_path / machine
+        return with_exported_sources(study, open_study=on_server(store), directory=place, artifacts_in=files, **options)
+
+    with (
+        failing(s3, lambda method, _: (403, "AccessDenied") if method == "PUT" else None),
+        pytest.raises(OSError, match="cannot write it"),
+    ):
+        exported("server")
+    _, chained = exported("server")
+    url = chained["merged"].directory
+    assert url.startswith(f"{files}/blobs/")
+    assert not [path for path in (tmp_path / "server" / SOURCES).iterdir() if path.is_dir()]
+    num_written = s3.num("PUT")
+    assert exported("other server")[1] == chained
+    assert not [path for path in (tmp_path / "other server" / SOURCES).iterdir() if path.is_dir()]
+    before = ResolvedStudy.from_json(resolved_study(chained=chained).to_json())
+    driven, found = exported("driver", before=before)
+    assert found == chained
+    assert s3.num("PUT") == num_written
+    family = resolve_family(driven.models.base, driven.models.named).fetched().family
+    assert family.experts[1].origin == url
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "engine" / "cache"))
+    moved = replace(family.experts[1], directory="/not/here")
+    assert on_this_machine(replace(family, experts=(family.experts[0], moved))).fingerprints == family.fingerprints
+
+    artifacts = ArtifactStore(store, files)
+    own = store.create_job(kind="search", name="second", document=study.canonical(), accepted=before.to_json())
+    keep_sources(artifacts, own.id, driven.models.named.values())
+    artifacts.remove(finished.study, artifacts.of(finished.study)[0].name)
+    monkeypatch.setattr(blobs, "GRACE_S", -1.0)
+    artifacts.collect()
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "export" / "cache"))
+    assert (
+        resolve_family(driven.models.base, {"merged": url}).fetched().fingerprints["merged"]
+        == (family.fingerprints["merged"])
+    )
+    store.open_attempt(own.id).set_state(JobState.FAILED)
+    store.delete_job(own.id)  # other tests share the store
+    store.close()
 
 
 def test_stored_study_names_exports(finished: Finished, tmp_path: Path) -> None:

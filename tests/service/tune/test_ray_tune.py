@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import threading
 import time
+import uuid
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,10 +15,11 @@ from typing import Any
 
 import pytest
 import ray
+import sqlalchemy as sa
 from ray.train._internal import storage
 
 from service.errors import StudyFailed
-from service.store import Store
+from service.store import Store, schema
 from service.tune.ray_tune import run_evaluations
 from service.types import TrialState
 from tests.conftest import OPTIONS
@@ -62,6 +66,47 @@ def test_what_the_coordinator_raises_keeps_its_class(ray_cluster: None, tmp_path
     coordinator = coordinator_of(store, study, max_trials=9)
     with pytest.raises(EvidenceMismatch, match=r"^the engine holds another merge$"):
         run_evaluations(coordinator, HoldsAnotherMerge(), name="study", storage_dir=tmp_path / "ray", concurrency=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_to_end_stores_its_chunks(number: signal.Signals, ray_cluster: None, tmp_path: Path) -> None:
+    """After Ctrl-C or SIGTERM no further chunk is requested, and every chunk that was requested is stored."""
+    requests = tmp_path / "requests"
+    requests.mkdir()
+
+    class Counting(FakeScorer):
+        def score(self, request: Any) -> Any:
+            (requests / uuid.uuid4().hex).touch()
+            time.sleep(1.0)
+            return super().score(request)
+
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study, max_trials=9)
+    notes: list[str] = []
+    signalled: list[int] = []
+
+    def tick() -> None:
+        if not signalled and len(list(requests.iterdir())) >= CONCURRENCY + 1:
+            signalled.append(len(list(requests.iterdir())))
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_evaluations(
+            coordinator,
+            Counting(),
+            name="study",
+            storage_dir=tmp_path / "ray",
+            concurrency=CONCURRENCY,
+            tick=tick,
+            note=notes.append,
+        )
+    requested = len(list(requests.iterdir()))
+    assert signalled[0] <= requested <= signalled[0] + CONCURRENCY  # what was being sent when the signal came
+    with store.reading() as connection:
+        stored = connection.execute(sa.select(sa.func.count()).select_from(schema.evidence)).scalar_one()
+    assert stored == requested
+    assert "ends when the chunks that are being scored are stored; a second Ctrl-C ends it at once" in notes
 
 
 @pytest.mark.slow

@@ -581,6 +581,28 @@ def test_encoding_and_decoding_give_the_configuration_back() -> None:
         assert encoding.decode(row) == pytest.approx(configuration)
 
 
+@pytest.mark.parametrize("parameters", [CONDITIONAL, grouped_space(8)], ids=["conditional", "large"])
+def test_known_configurations_are_found(parameters: Parameters) -> None:
+    """A row is known if all its numbers are those of a configuration, even if many agree in their first columns."""
+    encoding = Encoding(parameters)
+    rng = np.random.default_rng(2)
+    known = [parameters.sample(rng) for _ in range(50)]
+    rows = encoding.encode(known)
+    alike = rows.copy()
+    alike[:, -2] = np.where(rows[:, -2] == INACTIVE, INACTIVE, 1 - rows[:, -2])
+    alike = encoding.normalise(alike)
+    listed = encoding.keys(rows)
+    expected = [key in listed for key in encoding.keys(alike)]
+    assert encoding.are_known(rows, known) == [True] * 50
+    assert encoding.are_known(alike, known) == expected
+    assert not all(expected)
+    assert encoding.are_known(rows, []) == [False] * 50
+    unknown = encoding.first_unknown(np.vstack([rows, alike]), known)
+    assert unknown is not None
+    assert np.array_equal(unknown, alike[expected.index(False)])
+    assert encoding.first_unknown(rows, known) is None
+
+
 def test_encoded_draws_are_uniform() -> None:
     """Encoded draws are uniform and exist only where conditions hold."""
     encoding = Encoding(CONDITIONAL)

@@ -1,4 +1,4 @@
-"""Searchers that learn from a part of many observations, and studies that were created before they did."""
+"""Searchers that learn from a part of many results or draw fewer candidates, and studies that were created before."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from service.resolved_study import ResolvedStudy
 from service.studies.preflight.models import check_unchanged
 from service.tune.searchers import SEARCHERS
 from service.tune.searchers.base import Observation, ProposalContext, SearchSetting
+from service.tune.searchers.gp import SEARCHER as GP
+from service.tune.searchers.gp import GpSearcher
 from service.tune.searchers.history import thinned
 from service.types import JobRecord, JobState
 from tests.service.resolved import resolved_study
@@ -99,6 +101,20 @@ def test_studies_keep_the_rule_they_began_with(name: str) -> None:
     old = proposals(small, 70, 1)
     assert old == proposals(unlimited, 70, None)
     assert old != proposals(small, 70, None)
+
+
+def test_gp_draws_fewer_candidates_in_large_spaces() -> None:
+    """A study of the version before keeps the number of candidates; in a small space it is the same."""
+    large = replace(GP, max_small=3, num_candidates_in_large=16)
+
+    def proposals(searcher: GpSearcher, version: int | None) -> list[dict[str, Any]]:
+        given = [context(12, version=version, seed=seed) for seed in range(3)]  # from some, all lead to one maximum
+        return [propose(searcher, PARAMETERS, **{f: getattr(each, f) for f in FIELDS}) for each in given]
+
+    before = proposals(GP, 2)
+    assert proposals(GP, None) == before
+    assert proposals(large, 2) == before
+    assert proposals(large, None) != before
 
 
 FIELDS = ("number", "seed", "observations", "setting")

@@ -239,10 +239,10 @@ class _Comparison:
         return None
 
     def _choice_gap(self, prompt: Tokens, completion: Tokens) -> float:
-        """By how much a token of `completion` is at most less likely than the most likely token in its place.
+        """The largest amount by which a token of `completion` is less likely than the likeliest token in its place.
 
-        It is a difference of log-probabilities by transformers, at most FAR. It is FAR if the completion has a token
-        that the exported model lacks.
+        The amount is a difference of log-probabilities by transformers, at most FAR. It is FAR if the completion has a
+        token that the exported model lacks.
         """
         if max(completion) >= self.reference.model.get_input_embeddings().num_embeddings:
             return FAR

@@ -46,7 +46,7 @@ MAX_STANDARD_ERRORS = 5.0
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the comparison of an engine with transformers (canary) is measured by.
+    """Measurements on the base model by which a canary decides whether an engine agrees with transformers.
 
     `base` has the log-probabilities of the base model by transformers in float32. `rounding` is the typical change of
     these when the weights are rounded to `dtype`, the engine's (a root mean square). It is None for "float32", and if
@@ -59,10 +59,10 @@ class Calibration:
 
     @property
     def tolerance(self) -> float:
-        """The largest `typical_difference` between an engine and transformers that rounding explains.
+        """The largest difference between log-probabilities of an engine and of transformers that rounding explains.
 
-        It is a multiple of `rounding`, with a lower bound for each dtype, or a constant of the dtype if `rounding` is
-        None.
+        It is compared with the `typical_difference` of two lists. It is a multiple of `rounding`, with a lower bound
+        for each dtype, or a constant of the dtype if `rounding` is None.
         """
         if self.rounding is None:
             return LOGPROB_TOLERANCE[self.dtype]
@@ -85,10 +85,11 @@ class Calibration:
         return share, LEAST_SHARE + MAX_STANDARD_ERRORS * self.tolerance / TIMES_ROUNDING / length
 
     def check(self, ours: Sequence[float], theirs: Sequence[float], *, of: str) -> float:
-        """The `typical_difference` between the log-probabilities of engine (`ours`) and transformers (`theirs`).
+        """Compare log-probabilities of an engine with those of transformers, and return their typical difference.
 
-        `of` names what was compared, for the message. Raises EvidenceMismatch if the difference, or the share of the
-        base model in `ours` (`base_share`), is larger than rounding explains.
+        `ours` are the engine's, `theirs` those of transformers for the same tokens; the typical difference is a root
+        mean square (`typical_difference`). `of` names what was compared, for the message. Raises EvidenceMismatch if
+        the difference, or the share of the base model in `ours` (`base_share`), is larger than rounding explains.
         """
         difference = typical_difference(ours, theirs, dtype=self.dtype)
         share, most = self.base_share(ours, theirs)
@@ -146,8 +147,9 @@ class Canary:
     ) -> CanaryReport:
         """Compare the engine with transformers by the method `compare`, and count the canary as passed or skipped.
 
-        The arguments before `swap_count` are those of `compare`. `swap_count` is the number of swaps of the engine so
-        far. Raises EvidenceMismatch if the engine fails the canary.
+        `recipe` is the one that the engine is to hold. `engine_logprobs` returns the engine's log-probabilities of the
+        tokens of each prompt except the first. `free_bytes` is the memory that a second model may take, and
+        `swap_count` the number of swaps of the engine so far. Raises EvidenceMismatch if the engine fails the canary.
         """
         if self.compare(recipe, engine_logprobs, free_bytes=free_bytes) is None:
             self.num_skipped += 1
@@ -163,7 +165,7 @@ class Canary:
         *,
         free_bytes: int,
     ) -> float | None:
-        """The `typical_difference` between the engine's log-probabilities of fixed prompts and those of transformers.
+        """The typical difference between the engine's log-probabilities of fixed prompts and those of transformers.
 
         `recipe` is the one that the engine is to hold. `engine_logprobs` returns the engine's log-probabilities of the
         tokens of each prompt except the first. Returns None if a second model does not fit into `free_bytes` of memory,

@@ -109,10 +109,9 @@ class HeldWeights:
         return dict(self.model.named_parameters())
 
     def _needed(self, parameters: Iterable[str]) -> Collection[str]:
-        """The names, among `parameters`, of those that must have been written, by this swap or earlier ones.
+        """The names of those `parameters` without which the model is incomplete: all of them here, fewer in subclasses.
 
-        If one has never been written, the merge is incomplete, and writing it fails. Here they are all parameters; a
-        subclass may need fewer.
+        Writing a merge fails if one of them was written neither by this swap nor by an earlier one.
         """
         return set(parameters)
 

@@ -159,7 +159,7 @@ def memory_requirements(
 
 
 def kv_token_bytes(config: Mapping[str, Any], dtype: str, ranks: int = 1) -> int:
-    """Bytes of one token's keys and values on each of an engine's `ranks` GPUs."""
+    """Bytes that attention's keys and values of one token take on each of an engine's `ranks` GPUs."""
     heads = int(config["num_attention_heads"])
     head_size = int(config.get("head_dim") or config["hidden_size"] // heads)
     kv_heads = int(config.get("num_key_value_heads") or heads)
@@ -167,7 +167,7 @@ def kv_token_bytes(config: Mapping[str, Any], dtype: str, ranks: int = 1) -> int
 
 
 def kv_cache_bytes(config: Mapping[str, Any], max_length: int, dtype: str) -> int:
-    """Bytes to reserve for keys and values on CPU.
+    """Bytes that an engine on CPU reserves for attention's keys and values.
 
     They are enough for a full batch of texts of TEXT_TOKENS tokens, at most 1 GiB, and for at least one text of
     `max_length` tokens.

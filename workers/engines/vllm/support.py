@@ -59,7 +59,8 @@ class CapabilityProbe:
     def __init__(self, configs: Sequence[Mapping[str, Any]], *, cache: str | Path | None = None) -> None:
         """Start the query.
 
-        `configs` are the contents of the models' config.json, `cache` is as in `workers.cache.cache_dir`.
+        `configs` are the contents of the models' config.json, `cache` is the directory of the cache, or None for the
+        default one.
         """
         self._vllm = _vllm_version()
         self._cache = cache
@@ -109,9 +110,9 @@ class CapabilityProbe:
             )
 
     def _finish(self, process: subprocess.Popen[bytes]) -> str:
-        """Wait for vLLM's answers, and store them in the cache.
+        """Wait for vLLM's answers, store them in the cache, and return "".
 
-        Returns "" if they came. Otherwise returns the reason why there are none, which users read.
+        If there are no answers, the reason is returned, as a text for users.
         """
         self._process = None
         root = Path(self._directory.name)
@@ -134,7 +135,7 @@ class CapabilityProbe:
 
 
 def capability(answer: Mapping[str, Any], *, vllm: str) -> Capability:
-    """The conclusion from what `capabilities.describe` found about a model with version `vllm` of vLLM."""
+    """Whether and how version `vllm` of vLLM can run a model, from what `capabilities.describe` said about it."""
     asked = f"architecture {answer['asked'] or '(none)'} (config.json)"
     wanted = f"expected a model that generates text, of an architecture such as {EXAMPLES}"
     merges = "merging it by a recipe (`mergesearch merge`) needs no vLLM"

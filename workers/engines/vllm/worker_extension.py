@@ -195,8 +195,8 @@ def open_bank(
 
     A process has one bank, that of the family that was opened last; if it is open already, it is returned. If the
     engine computes in this process, it is the engine's bank. Otherwise, for example for the canary, it is a bank of
-    mapped files that merges on the CPU. The other arguments are those of the method `mergesearch_open`. Raises
-    InvalidModel.
+    mapped files that merges on the CPU. The weights are kept in the first of `placements` that has room for them; on a
+    GPU also for `scratch_bytes`, the memory for merging a tensor. Raises InvalidModel.
     """
     if family not in _opened:
         _opened.clear()

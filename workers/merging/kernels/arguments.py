@@ -32,9 +32,9 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def as_arrays(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, ...]:
-    """The memory of each tensor as `as_array` gives it, all converted to float32 if their dtypes differ.
+    """The tensors as flat NumPy arrays in the form that compiled code reads (`as_array`), all of one dtype.
 
-    One dtype is needed because a loop over the arrays is compiled for one.
+    They are converted to float32 if their dtypes differ, because a loop over the arrays is compiled for one dtype.
     """
     if len({tensor.dtype for tensor in tensors}) > 1:
         tensors = [tensor.float() for tensor in tensors]

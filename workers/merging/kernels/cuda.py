@@ -115,7 +115,8 @@ def _weighted_task_sum(base, xs, weights, out, size, BLOCK: tl.constexpr):  # ty
 def _nearswap(first, second, numbers, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Triton kernel that merges the sources `first` and `second` by NearSwap.
 
-    `numbers` has t, the largest distance by which an element moves, and the smallest number by which t is divided.
+    `numbers` has t, the largest distance by which an element moves, and a lower bound of |first - second|, by which t
+    is divided.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size
@@ -237,9 +238,10 @@ def _dare_ties(base, xs, masks, scales, lambdas, out, size, BLOCK: tl.constexpr)
 
 @triton.jit
 def _is_kept(i, mask):  # type: ignore[no-untyped-def]
-    """Whether a random mask keeps element i, for i below 2^32: its hash is below the mask's bound.
+    """Whether a random mask keeps element i, for i below 2^32: its hash is at most a bound.
 
-    `mask` points to three numbers: the two words of the mask's key, and its bound minus one (`workers.merging.masks`).
+    `mask` points to three numbers: the low and the high 32 bits of the mask's key, and this bound
+    (`workers.merging.masks`).
     """
     return _hashed(i, tl.load(mask).to(tl.uint32), tl.load(mask + 1).to(tl.uint32)) <= tl.load(mask + 2).to(tl.uint32)
 
@@ -256,7 +258,10 @@ def _marked(i, factor):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _hashed(i, k0, k1):  # type: ignore[no-untyped-def]
-    """The hash of element i by a mask's key of two words, k0 and k1, for i below 2^32 (`workers.merging.masks`)."""
+    """The hash of element i, for i below 2^32, by a mask's key (`workers.merging.masks`).
+
+    k0 and k1 are the low and the high 32 bits of the key.
+    """
     x = i.to(tl.uint32) * tl.cast(WEYL, tl.uint32) + k0
     x = (x ^ (x >> 16)) * tl.cast(FIRST, tl.uint32)
     x = ((x ^ (x >> 15)) + k1) * tl.cast(SECOND, tl.uint32)

@@ -71,7 +71,7 @@ def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
 
 @intrinsic
 def stores_done(typing_context: Any) -> Any:
-    """Memory fence after stores past the caches: makes them visible to other threads."""
+    """Make what was stored without the processor's caches visible to other threads (a memory fence)."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -82,7 +82,7 @@ def stores_done(typing_context: Any) -> Any:
 
 @compiled
 def copied_past_caches(block: Any, out: Any, start: Any, stop: Any) -> None:
-    """Copy block[: stop - start] to out[start:stop], past the caches where alignment and size allow it.
+    """Copy block[: stop - start] to out[start:stop], without the processor's caches where alignment and size allow it.
 
     The arrays have one element type; positions are unsigned. `stores_done` must be called after the last copy.
     """
@@ -142,7 +142,7 @@ def _from_float16(word: Any) -> Any:
 
 
 def rounded(number: Any, like: Any) -> Any:
-    """Round a float32 number to the element type of `like`, to nearest, ties to even; returns the word to store.
+    """Round a float32 number to the element type of the array `like`, to nearest, ties to even; returns what to store.
 
     Callable only in compiled code.
     """
@@ -182,7 +182,8 @@ def _as_float16(number: Any, like: Any) -> Any:
 def variance_of(base: Any, xs: Any, i: Any) -> Any:
     """The variance of element i between the task vectors, with the bits of `methods.competition.variance`.
 
-    `base` and `xs` are the stored words of the base and the sources. Callable only in compiled code.
+    `base` and `xs` are the arrays of the base and the sources, as `arguments.as_array` returns them. Callable only in
+    compiled code.
     """
     b, count = value(base[i]), np.float32(len(xs))
     first = value(xs[0][i]) - b
@@ -248,16 +249,16 @@ def passes(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
 def following(size: Any) -> Any:
     """The next larger float32 after a number that is not negative.
 
-    After infinity it is NaN, which no comparison reaches.
+    After infinity it is NaN, with which every comparison is false.
     """
     return _float(U32(bits_of(size) + U32(1)))
 
 
 @numba.njit(**IN_PLACE)
 def is_kept(i: Any, k0: Any, k1: Any, bound: Any) -> Any:
-    """Whether a random mask keeps element i, for i below 2^32: its hash is below the mask's bound.
+    """Whether a random mask keeps element i, for i below 2^32: its hash is at most `bound`.
 
-    k0 and k1 are the words of the mask's key, `bound` is its bound minus one (`workers.merging.masks`).
+    k0 and k1 are the low and the high 32 bits of the mask's key (`workers.merging.masks`).
     """
     return hashed(i, k0, k1) <= bound
 
@@ -285,7 +286,10 @@ def turned_mark(i: Any, factor: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def hashed(i: Any, k0: Any, k1: Any) -> Any:
-    """The hash of element i by a mask's key of two words, k0 and k1, for i below 2^32 (`workers.merging.masks`)."""
+    """The hash of element i, for i below 2^32, by a mask's key (`workers.merging.masks`).
+
+    k0 and k1 are the low and the high 32 bits of the key.
+    """
     x = U32(U32(U32(i) * WEYL) + k0)
     x = U32(U32(x ^ U32(x >> U32(16))) * FIRST)
     x = U32(U32(U32(x ^ U32(x >> U32(15))) + k1) * SECOND)

@@ -77,12 +77,11 @@ def kept_norms(
 def variable_squares(
     trim: Trim, order: TieOrder, tensors: Tensors, base: torch.Tensor
 ) -> tuple[rules.Comparison, Threshold, list[float]]:
-    """Find the exact threshold of a rank among variances, and each source's sum of squares at this threshold or above.
+    """Find the threshold of a rank among the elements' variances, and sum the squares of the elements that reach it.
 
-    The variance of an element is that between the task vectors; `trim` has two bounds of the threshold, and `order`
+    The variance of an element is that between the task vectors. `trim` has two bounds of the threshold, and `order`
     orders equal variances. Returns three values: a comparison that tells for every element whether its variance reaches
-    the threshold; the exact threshold; and for each source the sum of squares of its task vector over the elements at
-    the threshold or above.
+    the threshold; the exact threshold; and for each source the sum of the squares of those elements of its task vector.
     """
     b, xs = as_array(base), as_arrays(tensors)
     sums = np.empty((len(xs), -(-b.size // SUMMED)))

@@ -1,8 +1,8 @@
-"""Rules: what a fused kernel computes for each element, for every backend.
+"""Rules: the formulas by which kernels compute each element of a merge, on every device.
 
-All fused methods reduce to these few rules. A rule is plain numbers; numbers per source are tuples in the order of the
-sources. theta_s is source s, b the base, and tau_s their difference theta_s - b. Most rules first make the tau_s
-sparse, by their field `sparse`.
+All methods that have a kernel reduce to these few rules. A rule consists of plain numbers, and a few rules have
+tensors; numbers per source are tuples in the order of the sources. theta_s is source s, b the base, and tau_s their
+difference theta_s - b. Most rules first set elements of the tau_s to zero, as their field `sparse` says.
 """
 
 from __future__ import annotations
@@ -102,9 +102,10 @@ class Trimmed(NamedTuple):
 class Between(NamedTuple):
     """Sparsification that keeps the elements of each task vector between two thresholds, both included.
 
-    Each source has a lower and an upper threshold. Each is known by two bounds and a rank, as in `Trimmed`, whose
-    fields this class has for the lower threshold. Those of the upper threshold begin with `top_`. `factors`
-    determine the tie-breaking marks of elements for both.
+    Each source has a lower threshold and an upper one, whose fields begin with `top_`. A threshold is known by two
+    bounds, magnitudes with tie-breaking marks: `lows` with `low_marks`, and `highs` with `high_marks`. If they differ,
+    it is at the element with the index `ranks` among the elements strictly between them, in ascending order. `by` says
+    how elements are compared with the threshold (`ByMark` or `ByMagnitude`). `factors` determine the marks of elements.
     """
 
     by: Comparison
@@ -125,8 +126,8 @@ class Between(NamedTuple):
 class Dropped(NamedTuple):
     """Sparsification that keeps elements of task vectors at random, and multiplies them by `scales`.
 
-    The random masks are those of `workers.merging.masks`. `k0s` and `k1s` are the words of their keys, and `bounds` are
-    one less than the bounds that the hashes of kept elements are below. All fields have a number for each source.
+    The random masks are those of `workers.merging.masks`. `k0s` and `k1s` are the low and high 32 bits of their keys.
+    An element is kept if its hash is at most the number in `bounds`. All fields have a number for each source.
     """
 
     k0s: Words
@@ -140,8 +141,8 @@ class Sampled(NamedTuple):
 
     The probability is start + |rank - origin| step, in float64, with start, origin and step for each source. `ranks`
     has a tensor for each source: the rank of each magnitude in its row, from 0 for the smallest. The random masks are
-    those of `workers.merging.masks`; `k0s` and `k1s` are the words of their keys. Elements that are kept are divided by
-    their probability if `is_divided` is 1, and multiplied by `scales`.
+    those of `workers.merging.masks`; `k0s` and `k1s` are the low and high 32 bits of their keys. Elements that are kept
+    are divided by their probability if `is_divided` is 1, and multiplied by `scales`.
     """
 
     k0s: Words
@@ -286,11 +287,12 @@ class Variable(NamedTuple):
 
 
 class VariableElection(NamedTuple):
-    """Rule of mergekit's SCE: as `Variable`, but for where the task vectors' sum is zero, and for small divisors.
+    """Rule of mergekit's SCE: the base plus a weighted mean of task vectors where their variance reaches a threshold.
 
-    The result is the base plus a weighted mean of task vectors where their variance reaches a threshold, else the base.
-    The mean is over the task vectors that have the sign of their sum; a sum of zero counts as positive. The divisor of
-    the mean, a sum of weights, is at least `least`. The other fields are those of `Variable`.
+    Elsewhere it is the base. The mean is over the task vectors that have the sign of their sum; a sum of zero counts as
+    positive. The divisor of the mean, a sum of weights, is at least `least`. The threshold is the variance `threshold`
+    with the tie-breaking mark `mark`. `by` is a comparison that tells for every element whether its variance reaches
+    the threshold; `factor` gives the marks of elements.
     """
 
     by: Comparison
@@ -317,10 +319,11 @@ Rule = tuple[Any, ...]
 
 
 def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
-    """The kind of comparison with thresholds, for each of the lists in `each`, which have a `Trim` for each source.
+    """How elements are compared with thresholds: a kind of comparison for each list in `each`.
 
-    If many elements may have the magnitude of any threshold (`Trim.is_tied`), all comparisons use tie-breaking marks
-    (`ByMark`), else magnitudes alone (`ByMagnitude`).
+    Each list has a `Trim`, which describes a threshold, for each source. If many elements may have the magnitude of one
+    of the thresholds (`Trim.is_tied`), all comparisons use tie-breaking marks (`ByMark`), else magnitudes alone
+    (`ByMagnitude`).
     """
     rows = [list(trims) for trims in each]
     if any(trim.is_tied for row in rows for trim in row):
@@ -329,10 +332,10 @@ def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
 
 
 def bounds(trims: Iterable[Trim]) -> tuple[Numbers, Words, Numbers, Words, Words]:
-    """The two bounds of each source's threshold, as the fields of `Trimmed`: lows, low_marks, highs, high_marks, ranks.
+    """The two bounds of each source's threshold, in the form of the fields of `Trimmed`.
 
-    Each field has a number for each of `trims`, one per source. The lower and the upper bounds are magnitudes with
-    tie-breaking marks.
+    The result is (magnitudes and tie-breaking marks of the lower bounds, those of the upper bounds, ranks): the fields
+    lows, low_marks, highs, high_marks and ranks. Each has a number for each of `trims`, one per source.
     """
     rows = [
         (trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller) for trim in trims

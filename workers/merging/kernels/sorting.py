@@ -63,9 +63,11 @@ def ascending_magnitudes(
 def ascending_variances(
     sources: Sequence[torch.Tensor], base: torch.Tensor, factor: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the variances of elements between task vectors in ascending order, with tie-breaking marks.
+    """Yield the variances of elements between task vectors in ascending order, in pieces, with tie-breaking marks.
 
-    Task vectors are the differences of `sources` from `base`. Pieces and `factor` are as in `ascending_magnitudes`.
+    Task vectors are the differences of `sources` from `base`, on CPU. A piece is a pair of arrays (variances in
+    float32, marks in uint32), valid until the next one is taken. Marks order equal variances; `factor` determines them
+    (`order_statistics`).
     """
     return map(_split, _ascending(_Variance(as_array(base), as_arrays(sources), U32(factor))))
 

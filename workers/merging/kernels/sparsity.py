@@ -1,4 +1,7 @@
-"""What each kind of sparsity keeps of an element of a task vector, by the sparsity's type in KEPT."""
+"""The value that each kind of sparsification gives to an element of a task vector.
+
+The dict KEPT has the function that computes it, by the type of the sparsification.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Exact thresholds, found among the few elements that a `MagnitudeTable` leaves undecided.
+"""Exact thresholds of magnitudes, which decide whether a merge method keeps an element.
 
-A pass collects the elements that are `undecided`, between the bounds that the table gives; `decided` finds the exact
-thresholds among them.
+A table of magnitudes gives two bounds of a threshold, and only a few elements are between them. A merge kernel collects
+these elements (`undecided`); then the exact threshold is found among them (`decided`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ U32, U64 = np.uint32, np.uint64
 def undecided(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     """SOME (1) if element i of any source is between the bounds of a threshold of `rule`, else NONE (0).
 
-    Whether such an element is kept depends on the exact threshold, which is not known yet. Callable only in compiled
-    code.
+    Whether the rule keeps such an element depends on the exact threshold, which is not known yet. `base` and `xs` are
+    the arrays of the base and the sources. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -90,9 +90,10 @@ UNDECIDED: dict[type, Callable[..., Any]] = {rules.Trimmed: _undecided_trim, rul
 
 
 def most_undecided(rule: Any) -> int:
-    """The largest number of a tensor's elements that can be between the bounds of a rule's thresholds.
+    """The largest number of elements of a tensor for which a merge must still find out whether a rule keeps them.
 
-    It is `MOST_LEFT` for each threshold of the rule, so 0 for a rule without thresholds.
+    They are those between the two bounds of a threshold: at most `MOST_LEFT` for each threshold of the rule, and none
+    for a rule without thresholds.
     """
     sparse = getattr(rule, "sparse", None)
     if isinstance(sparse, rules.Trimmed | rules.Between):

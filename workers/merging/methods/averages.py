@@ -136,8 +136,9 @@ def nuslerp_weights(weights: Sequence[float], cos: float) -> tuple[float, float]
 def nuslerp_rows(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
     """Spherical interpolation of two tensors, each row by its own angle (mergekit: `nuslerp_flatten: false`).
 
-    A row is a vector along the last index, with all other indices fixed. How the weights give t, and where the
-    interpolation is linear, is as in `nuslerp`.
+    A row is a vector along the last index, with all other indices fixed. With the weights w_1 and w_2, t = w_2 / (w_1 +
+    w_2), or 1/2 if they sum to zero. Rows whose angle has a cosine of magnitude above 1 - 1e-7 are interpolated
+    linearly.
     """
     first, second = tensors
     t, cosines = _t(weights), row_cosines(first, second)
@@ -154,7 +155,8 @@ def nuslerp_rows(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -
 def nuslerp_columns(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
     """Spherical interpolation of two tensors, each vector along the first index by its own angle.
 
-    It is `nuslerp_rows` with the first index in place of the last (mergekit: also `nuslerp_row_wise: true`).
+    It is `nuslerp_rows` with the first index in place of the last (mergekit: also `nuslerp_row_wise: true`). `weights`
+    are those of the two tensors: the second has the share w_2 / (w_1 + w_2).
     """
     turned = nuslerp_rows([tensor.transpose(0, -1) for tensor in tensors], weights=weights)
     return turned.transpose(0, -1).contiguous()
@@ -170,7 +172,8 @@ def nuslerp_task_vectors(
 ) -> torch.Tensor:
     """The base plus the spherical interpolation (`nuslerp`) of two task vectors.
 
-    `products` are the inner products of the task vectors, if known. In mergekit it is NuSLERP with a base model.
+    `weights` are those of the two. `products` are the inner products of the task vectors, if known. In mergekit it is
+    NuSLERP with a base model.
     """
     cos = None if products is None else cosine_of(products, 0, 1)
     return nuslerp([tensor - base for tensor in tensors], weights=weights, cos=cos).add_(base)
@@ -182,7 +185,7 @@ def nuslerp_rows_task_vectors(
 ) -> torch.Tensor:
     """The base plus the spherical interpolation of two task vectors row by row (`nuslerp_rows`).
 
-    In mergekit it is NuSLERP with a base model and `nuslerp_flatten: false`.
+    `weights` are those of the two. In mergekit it is NuSLERP with a base model and `nuslerp_flatten: false`.
     """
     return nuslerp_rows([tensor - base for tensor in tensors], weights=weights) + base
 
@@ -193,7 +196,8 @@ def nuslerp_columns_task_vectors(
 ) -> torch.Tensor:
     """The base plus the spherical interpolation of two task vectors along the first index (`nuslerp_columns`).
 
-    In mergekit it is NuSLERP with a base model, `nuslerp_flatten: false` and `nuslerp_row_wise: true`.
+    `weights` are those of the two. In mergekit it is NuSLERP with a base model, `nuslerp_flatten: false` and
+    `nuslerp_row_wise: true`.
     """
     return nuslerp_columns([tensor - base for tensor in tensors], weights=weights) + base
 
@@ -223,7 +227,8 @@ def model_stock(
 def model_stock_weights(products: Products, *, unbounded: bool = False, name: str = "") -> list[float]:
     """The factor of each task vector in `model_stock`, from the inner products of the task vectors.
 
-    Raises InvalidRecipe or logs a warning as `model_stock` does; `name` is the tensor's name for the message.
+    If the factors would be so large that the result is meaningless, InvalidRecipe is raised, or a warning logged if
+    `unbounded`; the message names the tensor by `name`.
     """
     count = len(products)
     cosines = [cosine_of(products, i, j) for i in range(count) for j in range(i + 1, count)]
@@ -238,7 +243,8 @@ def model_stock_rows(
 ) -> torch.Tensor:
     """Model Stock (`model_stock`) with a factor t for each row of the tensor (mergekit: `filter_wise: true`).
 
-    A row is a vector along the last index.
+    A row is a vector along the last index. InvalidRecipe is raised if a factor is not from -N to 1 for N models, or
+    with `unbounded` a warning logged; the message names the tensor by `name`.
     """
     taus = [tensor - base for tensor in tensors]
     pairs = [(taus[i], taus[j]) for i in range(len(taus)) for j in range(i + 1, len(taus))]

@@ -85,9 +85,11 @@ def sce_mergekit(
 ) -> torch.Tensor:
     """SCE as mergekit computes it, which differs from `sce` where task vectors sum to zero, and for small weights.
 
-    Weights are equal if the mean squares of the selected elements sum to less than 1e-6. Where the sum of the task
-    vectors is zero, the positive sign is elected. The divisor, a sum of weights, is at least 1e-6. Arguments are those
-    of `sce`.
+    As in `sce`, a share `select_topk` of the elements is selected: those that vary most between the task vectors. The
+    weight of a model is the mean square of its selected elements, and elements with a minority sign are erased. Weights
+    are equal if the mean squares sum to less than 1e-6. Where the sum of the task vectors is zero, the positive sign is
+    elected. The divisor, a sum of weights, is at least 1e-6. `variances` is the table of the elements' variances, if
+    known; `order` orders elements of equal variance.
     """
     taus = [tensor - base for tensor in tensors]
     if select_topk < 1:
@@ -139,9 +141,10 @@ def ramplus_tl(
 ) -> torch.Tensor:
     """RAM+ with counts for each tensor (arXiv:2601.13572; mergekit calls it tensor-local).
 
-    It is `ram`, except that elements which only one model changed are multiplied by 1 + r min(alpha, shared / unique).
-    Of the elements that this model changed, `shared` is the number that others changed too, and `unique` the number
-    that it changed alone.
+    A model has changed an element if it differs from the base by more than epsilon. Where several models changed an
+    element, the base gets the mean of their task vectors. Where one did, it gets its task vector times 1 + r min(alpha,
+    shared / unique). Of the elements that this model changed, `shared` is the number that others changed too, and
+    `unique` the number that it changed alone.
     """
     return _ram([tensor - base for tensor in tensors], base, epsilon, (r, alpha))
 
@@ -176,8 +179,8 @@ def pcb_tanh(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: fl
 
     tau_i is the task vector of model i, N the number of models, and Norm scales a tensor to [0, 1]. Magnitudes are
     clipped to their quantiles at 0.01 % and 99.99 %. The weights are beta_i = exp(N Norm(|tau_i|)^2) tanh(tau_i sum_j
-    tau_j), raised to their quantile at 1 - density and scaled to [0, 1]. The result is the weighted mean as in `pcb`,
-    of the clipped task vectors.
+    tau_j), raised to their quantile at 1 - density and scaled to [0, 1]. The result is the base plus lambda sum_i
+    beta_i tau_i / sum_i beta_i, with clipped tau_i.
     """
     taus = [tensor - base for tensor in tensors]
     summed = taus[0].clone()
@@ -233,11 +236,13 @@ def consensus_ties(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """Consensus merging (`consensus_ta`) of TIES' merged task vector, in place of the sum of the task vectors.
+    """Consensus merging of TIES' merged task vector: add only its elements that matter to several models.
 
-    TIES' merged task vector is that of equations 6 to 8 of "Automated Model Merging", with the share k of elements kept
-    and without lambda. `magnitudes` has for each model the table of its task vector's magnitudes, if known, and
-    `orders` the order of equal magnitudes.
+    TIES' merged task vector, tau, is that of equations 6 to 8 of "Automated Model Merging", with the share k of
+    elements kept and without lambda. An element matters to model t if |tau_t| >= mask_lambda_t |tau - tau_t|, with
+    tau_t the task vector of the model. Those that matter to at least `agreement` models are multiplied by lambda and
+    added to the base. `magnitudes` has for each model the table of its task vector's magnitudes, if known, and `orders`
+    the order of equal magnitudes.
     """
     merged = consensus.disjoint_mean(trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders))
     taus = [tensor - base for tensor in tensors]

@@ -69,8 +69,9 @@ def multislerp_unscaled(
 ) -> torch.Tensor:
     """Multi-SLERP (`multislerp`) with weights that are used as given (mergekit: `normalize_weights: false`).
 
-    The mean direction is the same as in `multislerp`. The length of the result is the weighted sum of the tensors'
-    norms, with weights that need not sum to one.
+    The mean direction does not depend on this. The length of the result is the sum of the tensors' norms times their
+    weights, which need not sum to one. `eps` is a small number that is added to norms. `products` are the inner
+    products of the tensors, if known.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -83,8 +84,8 @@ def multislerp_weights(
 ) -> list[float]:
     """The factor of each tensor in `multislerp`, or without `normalize` in `multislerp_unscaled`.
 
-    `products` are the inner products of the tensors. Raises InvalidRecipe if the directions of more than two tensors
-    cancel each other.
+    `products` are the inner products of the tensors; `eps` is a small number that is added to norms. Raises
+    InvalidRecipe if the directions of more than two tensors cancel each other.
     """
     if len(products) == 1:
         return [1.0]
@@ -115,7 +116,8 @@ def multislerp_task_vectors(
 ) -> torch.Tensor:
     """The base plus Multi-SLERP (`multislerp`) of the task vectors (mergekit's Multi-SLERP with a base model).
 
-    `products` are the inner products of the task vectors, if known.
+    `weights` has the weight of each task vector, and `eps` is a small number that is added to norms. `products` are the
+    inner products of the task vectors, if known.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -131,9 +133,10 @@ def multislerp_unscaled_task_vectors(
     eps: float = MULTISLERP_EPSILON,
     products: Products | None = None,
 ) -> torch.Tensor:
-    """The base plus `multislerp_unscaled` of the task vectors (mergekit's Multi-SLERP with a base model).
+    """The base plus Multi-SLERP of the task vectors, with weights that need not sum to one (`multislerp_unscaled`).
 
-    `products` are the inner products of the task vectors, if known.
+    `eps` is a small number that is added to norms. `products` are the inner products of the task vectors, if known. In
+    mergekit it is Multi-SLERP with a base model and `normalize_weights: false`.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -174,7 +177,8 @@ def karcher_weights(
 ) -> list[float]:
     """The factor of each tensor in `karcher`, from the weights and the inner products of the tensors.
 
-    The mean direction and the steps are sums of the tensors' directions, so that only angles are needed.
+    The mean direction is found by at most `max_iter` steps, none shorter than `tol`. It and the steps are sums of the
+    tensors' directions, so that only the angles between the tensors are needed.
     """
     if len(products) == 1:
         return [1.0]

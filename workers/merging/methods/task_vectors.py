@@ -94,9 +94,10 @@ def ties_majority(
 ) -> torch.Tensor:
     """TIES-Merging (`ties`) with the tensor's majority sign where the trimmed task vectors cancel (MergeLM).
 
-    The majority sign is the one elected for most elements of the tensor. Where the task vectors cancel, the elements
-    with this sign are averaged. "Automated Model Merging" and M3 (Mixup Model Merge) build on this form. Arguments are
-    those of `ties`.
+    The majority sign is the one elected for most elements of the tensor. Where the task vectors sum to zero, those with
+    this sign are averaged. "Automated Model Merging" and M3 (Mixup Model Merge) build on this form. k is the share of
+    elements that trimming keeps; the merged task vector is multiplied by lambda and added to the base. `magnitudes` has
+    for each model the table of its task vector's magnitudes, if known, and `orders` the order of equal magnitudes.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_majority_mean(taus).mul_(lambda_).add_(base)
@@ -114,7 +115,9 @@ def ties_sum(
 ) -> torch.Tensor:
     """TIES-Merging (`ties`) in which the task vectors that have the elected sign are added, not averaged.
 
-    It is the variant "sum" of MergeBench. Arguments are those of `ties`.
+    It is the variant "sum" of MergeBench. k is the share of elements that trimming keeps; the merged task vector is
+    multiplied by lambda and added to the base. `magnitudes` has for each model the table of its task vector's
+    magnitudes, if known, and `orders` the order of equal magnitudes.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_sum(taus).mul_(lambda_).add_(base)
@@ -136,10 +139,11 @@ def ties_weighted(
     """TIES-Merging with weights that count in the election of signs and in the mean (mergekit's TIES).
 
     `weights` and `densities` have a number for each model; a density is the share of elements that trimming keeps.
-    Where the weighted sum of the trimmed task vectors is zero, the positive sign is elected. The mean is divided by the
-    sum of the weights of the task vectors that have the elected sign, unless `normalize` is 0. With `rescale`, trimmed
-    task vectors are scaled to the sum of magnitudes that they had before trimming. `magnitudes` and `orders` are as in
-    `ties`.
+    Where the weighted sum of the trimmed task vectors is zero, the positive sign is elected. With `normalize`, the
+    weighted sum of the task vectors that have the elected sign is divided by the sum of their weights. The merged task
+    vector is multiplied by lambda and added to the base. With `rescale`, trimmed task vectors are scaled to the sum of
+    magnitudes that they had before trimming. `magnitudes` has for each model the table of its task vector's magnitudes,
+    if known, and `orders` the order of equal magnitudes.
     """
     taus = trimmed_task_vectors(tensors, base, densities, magnitudes, orders, rescale=rescale)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
@@ -162,8 +166,8 @@ def ties_peft(
 
     `weights` and `densities` have a number for each model; a density is the share of elements that trimming keeps.
     Where the sum of the trimmed task vectors is zero, the positive sign is elected. The result is the base plus the
-    weighted sum of the trimmed task vectors that have the elected sign, divided by their number. `magnitudes` and
-    `orders` are as in `ties`.
+    weighted sum of the trimmed task vectors that have the elected sign, divided by their number. `magnitudes` has for
+    each model the table of its task vector's magnitudes, if known, and `orders` the order of equal magnitudes.
     """
     taus = trimmed_task_vectors(tensors, base, densities, magnitudes, orders)
     return consensus.disjoint_weighted_mean(taus, weights).add_(base)
@@ -182,12 +186,13 @@ def m3_ties(
 ) -> torch.Tensor:
     """Mixup Model Merge inside TIES (M3, appendix H): interpolation of what several task vectors keep.
 
-    Trimming and signs are those of `ties`, as are k, `magnitudes` and `orders`. An element that several task vectors
-    keep is interpolated with their weights; one that a single task vector keeps is used as it is. The result is
-    multiplied by lambda and added to the base.
+    Task vectors are trimmed to the share k of their elements, and only those that have the elected sign count. An
+    element that several task vectors keep is interpolated with their weights; one that a single task vector keeps is
+    used as it is. The result is multiplied by lambda and added to the base.
 
     The paper has two models with weights w and 1 - w. With more models, the weights of those that keep the element are
-    divided by their sum; where this sum is zero, the result is the base.
+    divided by their sum; where this sum is zero, the result is the base. `magnitudes` has for each model the table of
+    its task vector's magnitudes, if known, and `orders` the order of equal magnitudes.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_interpolation(taus, weights).mul_(lambda_).add_(base)
@@ -249,7 +254,8 @@ def dare_ties(
     """DARE in place of TIES' trimming (arXiv:2311.03099): signs are elected among m_t tau_t / density_t.
 
     tau_t is the task vector of model t, and m_t a random mask that keeps the share density_t of its elements; `keys`
-    has its key for each model. Signs, mean and lambda are as in `ties`.
+    has its key for each model. For each element, the sparse task vectors that have the sign of their sum are averaged.
+    The mean is multiplied by lambda and added to the base.
     """
     taus = [
         dropped(tensor - base, density, key).mul_(1 / density)
@@ -271,10 +277,12 @@ def dare_ties_l1(
     rescale: bool = True,
     norms: Norms = None,
 ) -> torch.Tensor:
-    """DARE, then the merge of `ties_weighted` (mergekit's dare_ties).
+    """TIES with weights, on task vectors from which DARE has dropped elements (mergekit's dare_ties).
 
-    DARE drops elements of each task vector at random, by masks with the keys `keys`. With `rescale`, what is left is
-    scaled to the sum of magnitudes of the whole task vector. `norms` has this sum for each model, if known.
+    DARE keeps the share `densities` of the elements of each task vector at random, by masks with the keys `keys`. With
+    `rescale`, what is left is scaled to the sum of magnitudes of the whole task vector; `norms` has this sum for each
+    model, if known. Then signs are elected and task vectors averaged with `weights`, as in `ties_weighted`; the mean is
+    multiplied by lambda and added to the base. Without `normalize` it is a weighted sum, not a mean.
     """
     taus = [
         _dropped_l1(tensor - base, density, key, norm, rescale=rescale)
@@ -327,9 +335,10 @@ def della(
     """DELLA (arXiv:2406.11617): TIES with MagPrune in place of trimming.
 
     MagPrune (`sparsify.magnitude_sampled`) drops elements at random, the smaller ones more often, and divides each kept
-    element by its probability. `densities`, `epsilons` and `keys` (of the random masks) have a value for each model.
-    `ranks` has for each model the ranks of its magnitudes in each row, if known, and `orders` the order of equal
-    magnitudes. Signs, mean and lambda are as in `ties`.
+    element by its probability. `densities`, `epsilons` and `keys` (of the random masks) have a value for each model: it
+    keeps elements with a probability from density - epsilon to density + epsilon. `ranks` has for each model the ranks
+    of its magnitudes in each row, if known, and `orders` the order of equal magnitudes. For each element, the sparse
+    task vectors that have the sign of their sum are averaged. The mean is multiplied by lambda and added to the base.
     """
     taus = [
         magnitude_sampled(tensor - base, density, epsilon, key, order, ranks=known)
@@ -355,11 +364,14 @@ def della_l1(
     ranks: Ranks = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """MagPrune, then the merge of `ties_weighted` (mergekit's della).
+    """TIES with weights, on task vectors from which MagPrune has dropped elements (mergekit's della).
 
-    MagPrune (`sparsify.magnitude_sampled`) drops elements of each task vector at random, here with probabilities that
-    are symmetric about the density. With `rescale`, what is left is scaled to the sum of magnitudes of the whole task
-    vector. `densities`, `epsilons`, `keys`, `ranks` and `orders` are as in `della`.
+    MagPrune (`sparsify.magnitude_sampled`) keeps each element with a probability from density - epsilon to density +
+    epsilon, by the rank of its magnitude in its row; `keys` are those of the random masks. With `rescale`, what is left
+    of a task vector is scaled to the sum of magnitudes of the whole. Then signs are elected and task vectors averaged
+    with `weights`, as in `ties_weighted`; the mean is multiplied by lambda and added to the base. Without `normalize`
+    it is a weighted sum, not a mean. `ranks` has for each model the ranks of its magnitudes in each row, if known, and
+    `orders` the order of equal magnitudes.
     """
     taus = [
         _sampled_l1(tensor - base, density, epsilon, key, order, known, rescale=rescale)
@@ -384,8 +396,10 @@ def della_linear(
 ) -> torch.Tensor:
     """DELLA without the election of signs (arXiv:2406.11617): theta_pre + sum_t lambda_t MagPrune(tau_t).
 
-    theta_pre is the base, and tau_t the task vector of model t. MagPrune is `sparsify.magnitude_sampled`; `densities`,
-    `epsilons`, `keys`, `ranks` and `orders` are as in `della`.
+    theta_pre is the base, and tau_t the task vector of model t. MagPrune (`sparsify.magnitude_sampled`) keeps each
+    element with a probability from density - epsilon to density + epsilon, larger ones more often, and divides it by
+    this probability. `keys` are those of the random masks. `ranks` has for each model the ranks of its magnitudes in
+    each row, if known, and `orders` the order of equal magnitudes.
     """
     merged = base.clone()
     given = zip(densities, epsilons, keys, each_order(orders, tensors), strict=True)
@@ -407,9 +421,12 @@ def della_linear_l1(
     ranks: Ranks = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """DELLA without the election of signs, as in mergekit (della_linear).
+    """DELLA without the election of signs, as in mergekit (della_linear): the base plus sum_t lambda_t tau_t.
 
-    It is `della_linear` with the symmetric probabilities and the rescaling to the sum of magnitudes of `della_l1`.
+    tau_t is what MagPrune (`sparsify.magnitude_sampled`) keeps of the task vector of model t: each element with a
+    probability from density - epsilon to density + epsilon, by masks with the keys `keys`. With `rescale`, tau_t is
+    scaled to the sum of magnitudes of the whole task vector. `ranks` has for each model the ranks of its magnitudes in
+    each row, if known, and `orders` the order of equal magnitudes.
     """
     merged = base.clone()
     given = zip(densities, epsilons, keys, each_order(orders, tensors), strict=True)
@@ -462,10 +479,13 @@ def breadcrumbs_ties(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """Model Breadcrumbs' selection of elements, then the merge of `ties_weighted` (mergekit's breadcrumbs_ties).
+    """TIES with weights, on task vectors without their largest and smallest elements (mergekit's breadcrumbs_ties).
 
-    `densities`, `gammas`, `rescale`, `magnitudes` and `orders` are as in `breadcrumbs`; `weights`, `lambda_` and
-    `normalize` as in `ties_weighted`.
+    Each task vector loses its largest elements (the share gamma) and its smallest ones, so that the share density is
+    left. With `rescale`, what is left is scaled to the sum of magnitudes of the whole task vector. Then signs are
+    elected and task vectors averaged with `weights`, as in `ties_weighted`; the mean is multiplied by lambda and added
+    to the base. Without `normalize` it is a weighted sum, not a mean. `magnitudes` has for each model the table of its
+    task vector's magnitudes, if known, and `orders` the order of equal magnitudes.
     """
     taus = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders, rescale=rescale)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)

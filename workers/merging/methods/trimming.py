@@ -53,11 +53,11 @@ def trimmed_breadcrumbs(
     *,
     rescale: bool = False,
 ) -> list[torch.Tensor]:
-    """The task vectors (tensors minus base), each with its largest and its smallest elements set to zero.
+    """The task vectors (tensors minus base) without their largest and smallest elements (Model Breadcrumbs).
 
-    For each tensor, `densities` has the share of elements to keep, `gammas` the share to drop at the top, `magnitudes`
-    the table of |tensor - base|, if known, and `orders` the order of equal magnitudes. With `rescale` the results are
-    scaled to the sum of magnitudes of the whole task vectors.
+    Elements that are dropped are set to zero. For each tensor, `densities` has the share of elements to keep, `gammas`
+    the share to drop at the top, `magnitudes` the table of |tensor - base|, if known, and `orders` the order of equal
+    magnitudes. With `rescale` the results are scaled to the sum of magnitudes of the whole task vectors.
     """
     known = magnitudes or (None,) * len(tensors)
     shares = zip(densities, gammas, each_order(orders, tensors), strict=True)
@@ -68,9 +68,9 @@ def trimmed_breadcrumbs(
 
 
 def each_order(orders: Orders, tensors: Sequence[torch.Tensor]) -> Sequence[TieOrder]:
-    """The order of equal magnitudes in each of `tensors`: `orders`, or if it is None, some repeatable orders.
+    """The order of elements of equal magnitude in each of `tensors`.
 
-    These differ from tensor to tensor.
+    It is `orders`, if given. Otherwise each tensor has an order of its own, the same at every call.
     """
     return [TieOrder(place) for place in range(len(tensors))] if orders is None else orders
 

@@ -33,10 +33,10 @@ class Stack:
 def stack_at(module: str, base: AdaptedBase, settings: Settings) -> Stack | None:
     """The stack that an adapter's matrices at `module` change; None if they change something else.
 
-    A stack is one matrix of all experts of a layer's mixture of experts. Only the parameters that the adapter's setting
-    `target_parameters` names are considered. peft wraps the mixture's module once for each of its parameters that are
-    trained, in the order in which the module has them. The name of `module` has one `base_layer` more for each wrapper
-    further inside; the first parameter is innermost.
+    A stack is one matrix of all experts of a layer's mixture of experts. An adapter may change several stacks of one
+    mixture: peft then wraps the mixture's module in one wrapper for each stack. How often "base_layer" is in the name
+    `module` tells the wrapper, and so the stack: the first stack has the innermost wrapper. Only stacks that the
+    adapter's setting `target_parameters` names are considered.
     """
     experts = module.replace(".base_layer", "")
     depth = module.count(".base_layer")

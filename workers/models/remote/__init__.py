@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub and in object stores: located, checked without their weights, downloaded.
+"""Models on the Hugging Face hub and in object stores: located, checked without their weights, downloaded. Task files.
 
 - `locations`: `locate`: the directory of a model; which commit of the hub a directory holds
 - `snapshots`: metadata-only snapshots: small files, and headers in place of weights
@@ -6,6 +6,8 @@
 - `downloads`: the weights: what is missing, whether there is room, `fetched`
 - `hub`: the hub as the origin of models
 - `objects`: object stores as the origin of models
+- `files`: files in object stores, downloaded once
+- `task_files`: `local_file`: task files and data in object stores
 - `reachability`: no waiting for a hub that does not answer
 - `errors`: why a hub model cannot be used, for messages
 """
@@ -15,6 +17,7 @@ from workers.models.remote.hub import hub_cache
 from workers.models.remote.locations import HUB_ID, commit_of, id_of, locate
 from workers.models.remote.reachability import without_waiting
 from workers.models.remote.snapshots import is_metadata_only, named, stated_hash
+from workers.models.remote.task_files import local_file
 
 __all__ = [
     "HUB_ID",
@@ -25,6 +28,7 @@ __all__ = [
     "id_of",
     "is_metadata_only",
     "lack_of_space",
+    "local_file",
     "locate",
     "named",
     "stated_hash",

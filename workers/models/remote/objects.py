@@ -10,46 +10,25 @@ tags in the listing make its commit. Its files are downloaded once per machine, 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from workers.cache import cache_dir
-from workers.directories import sync, write_file
+from workers.directories import write_file
 from workers.errors import InvalidModel
+from workers.models.remote.files import ObjectFile, downloaded, is_complete, version_of
 from workers.models.remote.model_files import SMALL_FILES, pickles, weight_files
-from workers.models.remote.snapshots import SUMS, SnapshotRecord, has_size, make_snapshot, size_text
-from workers.object_store import ObjectStore, ObjectStoreError, object_url_problem
+from workers.models.remote.snapshots import SUMS, SnapshotRecord, make_snapshot, size_text
+from workers.object_store import ObjectStore, ObjectStoreError, blob_path, blobs_in, object_url_problem
 
 __all__ = ["Objects", "located"]
 
-# Hexadecimal digits of a commit.
-COMMIT_DIGITS = 40
-
-# Files that are downloaded at once.
-CONNECTIONS = 4
-
-# URL of an artifact's manifest: FOLDER/blobs/ab/cdef..., where abcdef... is the manifest's sha256.
-_ARTIFACT = re.compile(r"(.+)/blobs/([0-9a-f]{2})/([0-9a-f]{62})")
-
 # A line of the program sha256sum.
 _SUM = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)")
-
-
-@dataclass(frozen=True)
-class _File:
-    """A file of a model: its path in the object store, size in bytes, version tag, and stated sha256 (hex), if any."""
-
-    path: str
-    num_bytes: int
-    tag: str
-    sha256: str | None
 
 
 class Objects:
@@ -67,9 +46,9 @@ class Objects:
     def download(self, record: SnapshotRecord, note: Callable[[str], None], total: int) -> None:
         done = 0
         objects, files = _listed(record.name)
-        if _commit(files) != record.commit:
+        if version_of(files) != record.commit:
             raise ObjectStoreError("its objects have changed since they were checked")
-        for size in _downloaded(objects, self.place(record), {name: files[name] for name in record.sizes}):
+        for size in downloaded(objects, self.place(record), {name: files[name] for name in record.sizes}):
             done += size
             note(f"Downloaded {size_text(done)} of {size_text(total)}")
 
@@ -99,15 +78,15 @@ def _looked_up(url: str) -> Path:
     objects, files = _listed(url)
     if not files:
         raise InvalidModel((f"{url}: has no objects; expected config.json, tokenizer files and *.safetensors",))
-    commit = _commit(files)
+    commit = version_of(files)
     place = _place(url, commit)
     small = sorted(files.keys() & {*SMALL_FILES})
-    for _ in _downloaded(objects, place, {name: files[name] for name in small}):
+    for _ in downloaded(objects, place, {name: files[name] for name in small}):
         pass
     sizes = {name: files[name].num_bytes for name in weight_files(place, files) if name in files}
     with suppress(OSError):  # the cache cannot be written to
         write_file(_latest(url), json.dumps({"commit": commit, "sizes": sizes}))
-    if sizes and _is_complete(place, sizes):
+    if sizes and is_complete(place, sizes):
         return place
     hashes = {name: stated for name in sizes if (stated := files[name].sha256) is not None}
     record = SnapshotRecord(url, commit, commit, tuple(small), sizes, hashes)
@@ -118,35 +97,30 @@ def _looked_up(url: str) -> Path:
     return make_snapshot(record, place, pickles(files), read)
 
 
-def _listed(url: str) -> tuple[ObjectStore, dict[str, _File]]:
+def _listed(url: str) -> tuple[ObjectStore, dict[str, ObjectFile]]:
     """The object store that has the model at `url`, and the model's files by name, without those in subfolders."""
-    artifact = _ARTIFACT.fullmatch(url)
-    if artifact is not None:
-        return _manifest(ObjectStore(artifact[1]), artifact[2] + artifact[3])
+    if artifacts := blobs_in(url):
+        ((store, digest),) = artifacts
+        return _manifest(ObjectStore(store), digest)
     objects = ObjectStore(url)
     listed = {name: info for name, info in objects.list().items() if "/" not in name}
     sums = _sums(objects.read(SUMS).decode(errors="replace")) if SUMS in listed else {}
-    return objects, {name: _File(name, info.num_bytes, info.tag, sums.get(name)) for name, info in listed.items()}
+    return objects, {name: ObjectFile(name, info.num_bytes, info.tag, sums.get(name)) for name, info in listed.items()}
 
 
-def _manifest(objects: ObjectStore, digest: str) -> tuple[ObjectStore, dict[str, _File]]:
+def _manifest(objects: ObjectStore, digest: str) -> tuple[ObjectStore, dict[str, ObjectFile]]:
     """The store, and the files by name, of the artifact of the service whose manifest has the sha256 `digest`.
 
     Raises InvalidModel if the stored manifest has another sha256.
     """
-    content = objects.read(_blob(digest))
+    content = objects.read(blob_path(digest))
     if hashlib.sha256(content).hexdigest() != digest:
-        raise InvalidModel((f"{objects.url}/{_blob(digest)}: its content has changed since it was stored",))
+        raise InvalidModel((f"{objects.url}/{blob_path(digest)}: its content has changed since it was stored",))
     manifest = {name: entry for name, entry in json.loads(content).items() if "/" not in name}
     return objects, {
-        name: _File(_blob(entry["digest"]), entry["bytes"], entry["digest"], entry["digest"])
+        name: ObjectFile(blob_path(entry["digest"]), entry["bytes"], entry["digest"], entry["digest"])
         for name, entry in manifest.items()
     }
-
-
-def _blob(digest: str) -> str:
-    """Path in an object store of an artifact's file, which is stored by its sha256 `digest` (hex)."""
-    return f"blobs/{digest[:2]}/{digest[2:]}"
 
 
 def _last_located(url: str) -> Path | None:
@@ -157,67 +131,14 @@ def _last_located(url: str) -> Path | None:
     try:
         known = json.loads(_latest(url).read_bytes())
         place = _place(url, known["commit"])
-        return place if known["sizes"] and _is_complete(place, known["sizes"]) else None
+        return place if known["sizes"] and is_complete(place, known["sizes"]) else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
-
-
-def _is_complete(place: Path, sizes: Mapping[str, int]) -> bool:
-    return all(has_size(place / name, size) for name, size in sizes.items())
-
-
-def _commit(files: Mapping[str, _File]) -> str:
-    """The commit of a model in an object store: a digest (hex) of the names, sizes and version tags of its files."""
-    content = json.dumps(sorted((name, file.num_bytes, file.tag) for name, file in files.items()))
-    return hashlib.sha256(content.encode()).hexdigest()[:COMMIT_DIGITS]
 
 
 def _sums(text: str) -> dict[str, str]:
     """The sha256 (hex) of each file by name, from the output of sha256sum; other lines of `text` are ignored."""
     return {found[2]: found[1] for line in text.splitlines() if (found := _SUM.fullmatch(line.strip()))}
-
-
-def _downloaded(objects: ObjectStore, place: Path, files: Mapping[str, _File]) -> Iterator[int]:
-    """Download the files that `place` lacks, several at once, and yield the size of each once it is complete.
-
-    Processes of this machine wait for each other, so each file is downloaded once. Raises InvalidModel if a file does
-    not have the stated sha256.
-    """
-    if _is_complete(place, {name: file.num_bytes for name, file in files.items()}):
-        return
-    place.mkdir(parents=True, exist_ok=True)
-    with _locked(place):
-        absent = [name for name, file in files.items() if not has_size(place / name, file.num_bytes)]
-        with ThreadPoolExecutor(CONNECTIONS) as pool:
-            yield from pool.map(lambda name: _download(objects, files[name], place / name), absent)
-
-
-def _download(objects: ObjectStore, source: _File, file: Path) -> int:
-    """Download one object to `file`, which appears once it is complete and checked, and return its size in bytes."""
-    partial = file.with_name(f".{file.name}.partial")
-    try:
-        objects.download(source.path, partial)
-        if source.sha256 is not None and (found := _sha256(partial)) != source.sha256:
-            stated = f"its stated sha256 is {source.sha256}"
-            raise InvalidModel((f"{objects.url}/{source.path}: its content has the sha256 {found}; {stated}",))
-        sync(partial)
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
-    return source.num_bytes
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-@contextmanager
-def _locked(place: Path) -> Iterator[None]:
-    """Context that one process of this machine at a time may enter for the directory `place`; others wait."""
-    with place.with_name(f".{place.name}.lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _models_dir() -> Path:

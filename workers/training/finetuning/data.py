@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import torch
 from workers.errors import InvalidTask
 from workers.evaluation.inline_files import RowTemplates, parse_line
 from workers.evaluation.prompts import Prompts
+from workers.models.remote import local_file
 from workers.training.finetuning.spec import Data
 
 __all__ = ["IGNORED", "Batch", "Document", "batch_rows", "pack", "read_documents", "tensors_of"]
@@ -172,7 +172,7 @@ def _order(num_rows: int, epoch: int, seed: int) -> list[int]:
 def _lines(data: Data) -> Iterator[tuple[str, Mapping[str, Any]]]:
     assert data.file is not None
     try:
-        with Path(data.file).open("rb") as stream:
+        with local_file(data.file).open("rb") as stream:
             for number, line in enumerate(stream, start=1):
                 if line.strip():
                     origin = f"{data.file}, line {number}"

@@ -1,4 +1,4 @@
-"""The optimizers of a specification, all with `step(closure)`."""
+"""The optimizers that the specification of a fine-tuning may name, all with `step(closure)`."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ All problems of a file are reported together. Models and data are not read here.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -17,7 +16,7 @@ from pydantic import Field, ValidationError
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.section import Line, Name, Section
 from search_spaces.study.checks import HINTS
-from search_spaces.study.file import resolved_model, resolved_objective
+from search_spaces.study.file import resolved_file, resolved_model, resolved_objective
 from search_spaces.study.objectives import InlineTask, ObjectiveSpec
 from search_spaces.study.validation import in_file_order, problems_of
 from search_spaces.study.yaml import read_document
@@ -231,7 +230,7 @@ def _contradictions(spec: FinetuneSpec) -> list[Problem]:
 def _resolved(spec: FinetuneSpec, directory: Path) -> FinetuneSpec:
     data = spec.data
     if data.file is not None:
-        data = data.model_copy(update={"file": os.path.abspath(directory / Path(data.file).expanduser())})
+        data = data.model_copy(update={"file": resolved_file(data.file, directory)})
     elif data.dataset is not None:
         data = data.model_copy(update={"dataset": resolved_model(data.dataset, directory)})
     update: dict[str, Any] = {

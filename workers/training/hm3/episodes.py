@@ -1,4 +1,4 @@
-"""The runner plays episodes, each one path, with given networks.
+"""The runner of HM3's policies: builds episodes, each one layer path, with given networks.
 
 Axes: B episodes, T steps, A steps of the pool with the end, C candidates, D dimensions of an embedding, H of a state.
 """
@@ -70,12 +70,12 @@ def play(networks: Networks, roles: Sequence[Role], *, seed: int, k: int) -> lis
     `exploration` of the role a candidate is drawn at random instead. The role's `noise` multiplies the deviation of
     proto-actions. If both are 0, the path is the one that the policy prefers.
 
-    A step without an alternative is taken without the policy; the end of a path of maximal length is such a step and no
-    part of the episode. If a role gives the path, its proto-actions are the embeddings of the path's steps, which
-    certainly lead to these steps, so that the policy learns which of them were good.
+    A step without an alternative is taken without the policy. The end of a path of maximal length is such a step; it is
+    no part of the episode. If a role gives the path, the policy learns from it as if it had chosen it: the embeddings
+    of the path's steps are the proto-actions.
 
-    An episode has random numbers of its own, which `seed` and its number determine. Its rounding depends on all
-    episodes that are built with it, so that repeating it means building the same episodes together.
+    An episode has random numbers of its own, which `seed` and its number determine. But its rounding depends on all
+    episodes that are built with it. Therefore it is repeated exactly only together with the same episodes.
     """
     paths = networks.paths
     noise_BTD, draws_BTE = _random_numbers(networks, roles, seed=seed)

@@ -1,4 +1,7 @@
-"""The learner improves the networks by the episodes of one iteration, and is saved and restored as bytes."""
+"""The learner of a policy in HM3: updates the policy's networks from the episodes of one iteration.
+
+Its state is saved and restored as bytes.
+"""
 
 from __future__ import annotations
 

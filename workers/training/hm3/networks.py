@@ -1,6 +1,7 @@
-"""The networks, which map the path so far to a state, a proto-action, and the expected outcomes.
+"""The networks of a policy in HM3: they map the path so far to a state, a proto-action, and the expected outcomes.
 
-Axes: B episodes, T steps, A steps of the pool with the end, D dimensions of an embedding, H of a state, K objectives.
+Sizes in shapes: B episodes, T steps, A possible steps (those of the pool, and the end), D dimensions of an embedding, H
+of a state, K objectives.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SMALLEST_SPREAD = 1e-3
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """Sizes and inputs of the encoder, the policy network and the value network.
+    """Sizes and inputs of a policy's networks: the encoder of paths, the policy network and the value network.
 
     With `by_index` models have embeddings of their own, beside the statistics of their layers. Without, the networks
     can be used for other models with the same number of layers. With `sees_preference` the preference vector is an
@@ -37,7 +38,7 @@ class NetworkOptions:
 
 
 class Networks(nn.Module):
-    """Encoder, policy network and value network for layer paths through given models.
+    """The encoder of paths, the policy network and the value network for layer paths through given models.
 
     `descriptors` [num_models, num_layers, num_statistics] are standardised statistics of the layers' weights.
     """

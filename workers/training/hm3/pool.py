@@ -1,4 +1,4 @@
-"""The steps that a path may take, as tensors: layers of models, and the end."""
+"""The steps that a layer path may take, as tensors: layers of models, and the end of the path."""
 
 from __future__ import annotations
 

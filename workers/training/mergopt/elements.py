@@ -1,4 +1,4 @@
-"""The number of each parameter's elements among the elements of all parameters: the counter of the noise.
+"""The number that each element has among the elements of all parameters, from which its noise in MergOPT follows.
 
 Parameters follow each other in the optimizer's order, each in C order of its whole shape. A rank that holds a shard of
 a parameter (FSDP2) counts as if it held all, so that its noise equals that part of an unsharded process's noise.

@@ -1,4 +1,4 @@
-"""The noise of `noise`, added by compiled code on CPU: the same bits as `noise.add_plainly`, several times as fast."""
+"""MergOPT's noise, added by compiled code on CPU: the same bits as `noise.add_plainly`, several times as fast."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ MASK_32 = HIGH_WORD - 1
 
 
 def add_noise(flat: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) -> None:
-    """Add noise to a contiguous tensor on CPU by compiled code, with the same result as `noise.add_plainly`.
+    """Add MergOPT's noise to the contiguous tensor `flat` on CPU by compiled code, in place.
 
-    The arguments are those of `add_plainly`. The dtype of `flat` is one of DTYPES.
+    The result is that of `noise.add_plainly`. `quantiles` are those of the noise's distribution, `key` determines the
+    random numbers, and `start` is the number of the first element among the elements of all parameters. The dtype of
+    `flat` is one of DTYPES.
     """
     words, table = as_array(flat), quantiles.numpy()
     k0, k1 = key_words(key)

@@ -167,9 +167,9 @@ class MergOPT(OptimizerWrapper):
                 torch._foreach_copy_(tensors, self._copies)
 
     def _scaled_quantiles(self, factor: float) -> dict[torch.device, torch.Tensor]:
-        """The quantiles of the noise times `factor`, on each device that has parameters.
+        """The quantiles of the noise times `factor`, by each device that has parameters.
 
-        They are rounded here, so that the same numbers are added to the parameters on every device.
+        Each product is rounded to float32 before it is added to a parameter, so that all devices add the same numbers.
         """
         devices = {part.tensor.device for part in self._parts}
         for device in devices - self._tables.keys():
@@ -177,11 +177,11 @@ class MergOPT(OptimizerWrapper):
         return {device: self._tables[device] * factor for device in devices}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters by gradients that were computed at the offset.
+        """Update the parameters by gradients that were computed while an offset was added to them (context `offset`).
 
-        If `closure` is given, it is called to compute the gradients, and its result is returned. Otherwise they must
-        have been computed within `offset` before. Raises RuntimeError if they were not, or if `step` is called within
-        `offset`.
+        If `closure` is given, it is called to compute the gradients with the offset, and its result is returned.
+        Otherwise they must have been computed within `offset` before. Raises RuntimeError if they were not, or if
+        `step` is called within `offset`.
         """
         if self._is_offset:
             raise RuntimeError("mergopt: step() within offset(); the update belongs to theta, so leave offset() first")
@@ -201,7 +201,7 @@ class MergOPT(OptimizerWrapper):
         return {**super().state_dict(), STATE: {"seed": self._seed, "step": self._step}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned. Raises ValueError for the state of another optimizer."""
+        """Restore a state that `state_dict` returned. Raises ValueError for the state of another optimizer."""
         if STATE not in state_dict:
             raise ValueError(f"mergopt: the state has no {STATE!r}; expected one that its state_dict() gave")
         super().load_state_dict({name: value for name, value in state_dict.items() if name != STATE})

@@ -1,10 +1,11 @@
 """Sharpness-aware minimization, with which SAFT-Merge trains experts: SAM and ASAM.
 
+A step computes two gradients: g at the parameters theta, then another one at theta plus an offset, where the loss is
+higher. The second gradient updates theta. With rho as the size of the offset and eta as a small constant:
+
+    SAM:  offset = rho g / |g|;    ASAM:  offset = rho T^2 g / |T g|, T = |theta| + eta on matrices, 1 on vectors
+
 SAM: Foret et al., ICLR 2021, equations 2 and 3. ASAM: Kwon et al., ICML 2021, equation 7 and algorithm 1.
-
-    SAM:  theta + rho g / |g|;    ASAM:  theta + rho T^2 g / |T g|, T = |theta| + eta on matrices, 1 on vectors
-
-The gradient there updates theta. A step takes two forward and backward passes.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ class SharpnessAware(OptimizerWrapper):
 
     @torch.no_grad()
     def _ascent(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The parameters that have a gradient, each with the offset at which the gradient is computed again.
+        """The parameters that have a gradient, each with the offset at which the gradient is computed a second time.
 
-        The result is empty if all gradients are 0.
+        The loss rises in the direction of the offset. The result is empty if all gradients are 0.
         """
         moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not moved:

@@ -115,10 +115,12 @@ imagePullSecrets:
 - name: HF_TOKEN
   valueFrom: {secretKeyRef: {name: {{ . }}, key: HF_TOKEN}}
 {{- end }}
-{{- if not .Values.kueue.enabled }}
+{{- end }}
+
+{{/* The database, for the API, the migration and the head, where drivers run. Engines have no use for it. */}}
+{{- define "ms.database" -}}
 - name: MERGESEARCH_DATABASE
   valueFrom: {secretKeyRef: {name: {{ include "ms.databaseSecret" . }}, key: {{ .Values.database.key }}}}
-{{- end }}
 {{- end }}
 
 {{- define "ms.token" -}}
@@ -154,6 +156,13 @@ envFrom:
 - name: cache
   {{- if $cache.hostPath }}
   hostPath: {path: {{ $cache.hostPath }}, type: Directory}
+  {{- else if $cache.storageClass }}
+  ephemeral:
+    volumeClaimTemplate:
+      spec:
+        accessModes: [ReadWriteOnce]
+        storageClassName: {{ $cache.storageClass }}
+        resources: {requests: {storage: {{ $cache.size }}}}
   {{- else }}
   emptyDir: {sizeLimit: {{ $cache.size }}}
   {{- end }}
@@ -172,4 +181,10 @@ envFrom:
 
 {{- define "ms.ports" -}}
 [{{ range $i, $port := . }}{{ if $i }}, {{ end }}{protocol: TCP, port: {{ int $port }}}{{ end }}]
+{{- end }}
+
+{{/* Number of GiB, or about it, of a memory quantity. */}}
+{{- define "ms.gib" -}}
+{{- $units := dict "Mi" 0.0009765625 "M" 0.00095 "Gi" 1.0 "G" 0.93 "Ti" 1024.0 "T" 931.0 -}}
+{{ mulf (regexFind "^[0-9]+" . | float64) (get $units (regexFind "[A-Za-z]+$" .)) }}
 {{- end }}

@@ -16,12 +16,17 @@ ports:
   - {name: metrics, containerPort: 8080}
 env:
   {{- include "ms.env" $root | nindent 2 }}
+  {{- if and (eq $kind "head") (not (index . 3)) }}
+  {{- include "ms.database" $root | nindent 2 }}
+  {{- end }}
   # Ray reads these where it is started (service/cluster/session.py).
   - {name: RAY_TRAIN_ENABLE_STATE_TRACKING, value: "1"}
   - {name: RAY_raylet_start_wait_time_s, value: "60"}
   - {name: RAY_agent_register_timeout_ms, value: "300000"}
   - {name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO, value: "0"}
   - {name: RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS, value: "1"}
+  # Seconds that a driver has to end, longer than it waits for its chunks (service/tune/ray_tune.py).
+  - {name: RAY_JOB_STOP_WAIT_TIME_S, value: "90"}
   {{- with $group.extraEnv }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
@@ -39,6 +44,23 @@ volumeMounts:
   {{- if and (index . 3) (eq $kind "head") }}
   - {name: study, mountPath: /study, readOnly: true}
   {{- end }}
+{{- if and (index . 3) (eq $kind "head") }}
+# Before Ray stops: the study is interrupted as by Ctrl-C, and ends with everything stored.
+lifecycle:
+  preStop:
+    exec:
+      command:
+        - python
+        - -c
+        - |
+          import psutil, signal
+          def names(process):
+              return [part.rpartition("/")[2] for part in (process.info["cmdline"] or ())[1:3]]
+          studies = [each for each in psutil.process_iter(["cmdline"]) if names(each) == ["mergesearch", "run"]]
+          for study in studies:
+              study.send_signal(signal.SIGINT)
+          psutil.wait_procs(studies, timeout={{ sub (int $root.Values.kueue.gracePeriodSeconds) 20 }})
+{{- end }}
 # Only Ray's own agent is asked: an engine that loads for half an hour is no reason to end the pod.
 startupProbe:
   httpGet: {path: /api/healthz, port: 52365}
@@ -87,6 +109,9 @@ maxReplicas: {{ int $root.Values.kueue.workers }}
 # No `replicas`: Ray's autoscaler owns that field.
 minReplicas: {{ int $group.minReplicas }}
 maxReplicas: {{ int $group.maxReplicas }}
+{{- with $group.idleTimeoutSeconds }}
+idleTimeoutSeconds: {{ int . }}
+{{- end }}
 {{- end }}
 rayStartParams: {}
 template:

@@ -1,4 +1,4 @@
-"""The tables of the last version without migrations.
+"""Migration: creates the tables that the last version of the program without migrations had.
 
 Tables that exist are left as they are: a program of that version may have been stopped while it created them.
 """

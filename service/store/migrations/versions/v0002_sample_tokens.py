@@ -1,4 +1,4 @@
-"""Samples get a column for the tokens of their completions."""
+"""Migration: adds a column for the tokens of each sample's completions."""
 
 import sqlalchemy as sa
 from alembic import op

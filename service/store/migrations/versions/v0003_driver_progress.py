@@ -1,4 +1,4 @@
-"""Heartbeats store when the driver last made progress with the study."""
+"""Migration: adds columns for the time at which a driver last made progress, and how long it may make none."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Faults of engines have a table, and evidence has the number of canaries that the engine had passed."""
+"""Migration: adds a table of engines that failed a check, and a column for the number of canaries passed before."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Steps that searchers compute beside the scores of trials have a table."""
+"""Migration: adds a table of steps, such as gradients, that searchers compute before they propose a configuration."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Heartbeats store the reason why the driver waits."""
+"""Migration: adds a column for the reason why a driver waits."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Studies have a kind of job, and artifacts have a table."""
+"""Migration: adds a column for the kind of each job, because jobs are not only studies, and a table of artifacts."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Trials have an index by state, for lists of trials in one state."""
+"""Migration: adds an index of trials by state, for lists of trials in one state."""
 
 from alembic import op
 

@@ -1,6 +1,7 @@
-"""Samples are stored in chunks, with documents and texts apart. Rows of earlier versions are moved later.
+"""Migration: adds tables that store samples in chunks, apart from the names of their documents and their responses.
 
-Programs from before the migrations cannot read chunks, so they must refuse the database.
+Samples in the table of earlier versions are moved later, while the server runs. Programs from before the migrations
+cannot read chunks, so they must refuse the database.
 """
 
 from typing import Any

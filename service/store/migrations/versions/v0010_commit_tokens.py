@@ -1,4 +1,4 @@
-"""Transactions on PostgreSQL store a token: after a lost connection it tells whether the transaction was committed."""
+"""Migration: adds a table of tokens, which tell after a lost connection whether a transaction was committed."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -195,10 +195,12 @@ def test_pipeline_study_follows_its_experts(store: Store, tmp_path: Path, s3: S3
         assert (found / "model.safetensors").read_bytes() == (stored_at / "model.safetensors").read_bytes()
         assert json.loads((stored_at / TRAINING_FILE).read_text())["specification"]["name"] == alias
     assert (tmp_path / SOURCES).exists() is not is_remote
-    assert ResolvedStudy.of(merging).access == FileAccess(
-        (str(tmp_path / "base"), str(tmp_path / "data.jsonl"), str(tmp_path / SOURCES)),
-        urls=tuple(experts.values()) if is_remote else (),
-    )
+    readable, places = (str(tmp_path / "base"), str(tmp_path / "data.jsonl")), tuple(experts.values())
+    expected = FileAccess(readable, urls=places) if is_remote else FileAccess((*readable, *places))
+    assert ResolvedStudy.of(merging).access == expected
+    if is_remote:
+        kept = {artifact.digest for artifact in artifacts.of(merging.id)}
+        assert kept == {artifact.digest for artifact in artifacts.of(record.id)}, "if the fine-tuning is deleted"
     assert begin_study(store, store.open_attempt(record.id), pipeline, artifacts, tmp_path) == merging
     assert [event.payload["study"] for event in store.events(record.id, kinds=[EventKind.STUDY])] == [merging.id]
 

@@ -101,3 +101,4 @@ def test_ray_computes_a_batch_ahead(ray_cluster: None) -> None:
         pending = (*pending, answer)
         if number == FIRST + 1:  # a result that the process could not know
             known = (*known, Observation(pending[0], 1.0, (0.5,), number=FIRST, rung=0))
+    assert proposer._message()["observations"] == list(range(FIRST + 1)), "every result is sent once to a process"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from search_spaces.constraints import parse_constraint
@@ -21,7 +23,7 @@ def rung_record(rung: int, values: tuple[float, float], errors: tuple[float | No
 
 
 def test_observation_fields() -> None:
-    """An observation has its trial, its rung and the errors of its costs."""
+    """An observation has its trial, its rung and the errors of its costs, and stays the same object."""
     space = lfs_space()
     objectives = (
         Objective("math", "exact_match", "maximize", None, (parse_constraint("math >= 0.875"),)),
@@ -58,7 +60,10 @@ def test_observation_fields() -> None:
     proposal = Proposal(9, 0, visible=((0, 2), (7, 0), (7, 1)), failed=(8,), pending=(), opens=None)
     feasibility = Feasibility(plan.objectives, trials)
     feasibility.know(0, {0: {"math": 0.5, "text": 12.0}, 1: {"math": 0.5, "text": 7.0}})
-    source, low, high, failed = Observations(space, plan, feasibility).of(proposal, trials)
+    observations = Observations(space, plan, feasibility)
+    source, low, high, failed = observations.of(proposal, trials)
+    again = observations.of(replace(proposal, number=10), trials)
+    assert [id(each) for each in again] == [id(each) for each in (source, low, high, failed)]
     assert (source.number, source.rung, source.fidelity, source.is_proposed) == (0, 2, 1.0, False)
     assert (low.number, low.rung, low.is_proposed) == (7, 0, True)
     assert low.fidelity == pytest.approx(1 / 9)

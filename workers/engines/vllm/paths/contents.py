@@ -1,4 +1,7 @@
-"""The content of a path engine, for the process that starts vLLM: a pool of layers, and keys and values."""
+"""What an engine of layer paths holds, as options and sizes for the process that starts vLLM.
+
+It holds a pool of layers, and attention's keys and values for the longest path.
+"""
 
 from __future__ import annotations
 

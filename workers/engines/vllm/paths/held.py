@@ -165,7 +165,7 @@ class HeldPath(HeldWeights):
 
 
 class _Checked:
-    """What the layers of earlier recipes contain, so that a recipe made of known layers need not be planned again.
+    """Record of what the layers of earlier recipes contain: a recipe of known layers need not be planned again.
 
     Recipes with merges of single tensors, or with another vocabulary than the base's, are not recorded. About `most`
     layers are kept; then the record begins anew.
@@ -266,7 +266,7 @@ def _outside(recipe: Recipe) -> Hashable:
 
 
 def _of(recipe: Recipe) -> Hashable:
-    """Those settings of a whole recipe, beside its merges, that the merged tensors depend on."""
+    """The base and the option `keeps_equal` of a recipe, on which all of its merged tensors depend."""
     return recipe.base, recipe.keeps_equal
 
 

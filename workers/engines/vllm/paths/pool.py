@@ -1,6 +1,6 @@
-"""The content of each layer of the pool.
+"""Record of what each layer of an engine's pool contains.
 
-The layers of a path stay; the others are replaced, least recently used first.
+Layers that the present path uses stay; the others are replaced, least recently used first.
 """
 
 from __future__ import annotations

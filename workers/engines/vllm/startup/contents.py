@@ -56,7 +56,7 @@ class WeightContents:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The configuration of the longest merge that the engine can hold, with key names as in `in_common_names`."""
+        """The configuration of the longest merge that the engine can hold, with the key names that all models share."""
         return self.prompts.config
 
     def model_options(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class WeightContents:
         }, opening
 
     def kv_cache_bytes(self) -> int:
-        """Bytes that the engine reserves for keys and values if it runs on CPU."""
+        """Bytes that the engine reserves for attention's keys and values if it runs on CPU."""
         return kv_cache_bytes(self.config, self.prompts.max_length, self.dtype)
 
     def requirements(self, *, gpu_free: int, gpu_total: int) -> MemoryRequirements:

@@ -59,10 +59,10 @@ def _consensus_ties(merge: Merge, stored: Operands) -> Rule:
 def _variable_squares(merge: Merge, stored: Operands) -> tuple[tuple[Comparison, float, int, int], list[float]]:
     """The threshold by which SCE selects elements, and each source's sum of squares over the selected ones.
 
-    SCE (arXiv:2408.07990) selects the elements with the largest variance between the task vectors. The first result has
-    the fields with which the rules `Variable` and `VariableElection` begin: how variances are compared with the
-    threshold (`ByMark` or `ByMagnitude`), the threshold's variance, its tie-breaking mark, and the factor that
-    determines the elements' marks.
+    SCE (arXiv:2408.07990) selects the elements with the largest variance between the task vectors. The first result
+    describes the threshold in four values: how variances are compared with it (`ByMark` or `ByMagnitude`), its
+    variance, its tie-breaking mark, and the factor that determines the elements' marks. The rules `Variable` and
+    `VariableElection` begin with these fields.
     """
     from workers.merging.kernels.reductions import variable_squares
 

@@ -1,0 +1,217 @@
+"""Calls of functions on a node of the cluster that can run engines, each as a Ray Job.
+
+A server on another machine may not see the files that nodes see, such as models, and has another amount of memory. A
+call and its result are stored with the artifacts, each by its sha256, since servers and nodes reach these. Ray is told
+the sha256 of the call; the job's log tells that of the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import logging
+import pickle
+import re
+import shlex
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio.to_thread
+import psutil
+
+from service.disk import artifacts_dir
+from service.store.blobs import BlobStore, open_blobs
+from service.worker_process import NO_LIMITS, CallLimits, WorkerProcess
+
+__all__ = ["Node", "NodeCalls", "main", "nodes_of"]
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+POLL_S = 0.2
+
+# Seconds that a job may take beyond its call: until it runs, and until its end is known.
+START_GRACE_S = 300.0
+
+# The line in a job's log that tells the sha256 of the result.
+TOLD = re.compile(r"^result of the call: ([0-9a-f]{64})$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of a Ray cluster: its id, the address of its machine, and its numbers of GPUs and CPUs for work."""
+
+    id: str
+    address: str
+    num_gpus: float
+    num_cpus: float
+
+
+def nodes_of(dashboard_url: str | None) -> tuple[Node, ...]:
+    """The nodes of the Ray cluster with the dashboard at `dashboard_url` that are alive.
+
+    Raises ConnectionError if the dashboard does not answer.
+    """
+    from ray.util.state import list_nodes
+    from ray.util.state.exception import RayStateApiException
+
+    try:
+        found = list_nodes(dashboard_url, filters=[("state", "=", "ALIVE")], raise_on_missing_output=False)
+    except (RayStateApiException, RuntimeError) as error:
+        raise ConnectionError(f"Ray's dashboard does not list its nodes: {error}") from error
+    return tuple(
+        Node(node.node_id, node.node_ip, *(float(node.resources_total.get(kind, 0)) for kind in ("GPU", "CPU")))
+        for node in found
+    )
+
+
+class NodeCalls:
+    """Calls of functions on nodes of a cluster, as Ray Jobs.
+
+    `connected` returns Ray's client of jobs and the dashboard's URL; the client is None while Ray does not answer.
+    `data_dir` and `files` are the server's data directory and its location of artifacts, which nodes are given.
+    """
+
+    def __init__(
+        self, connected: Callable[[], tuple[Any, str | None]], data_dir: Path, files: str | Path | None = None
+    ) -> None:
+        self._connected = connected
+        self._data_dir = data_dir
+        self._files = files
+
+    def engine_nodes(self) -> tuple[Node, ...]:
+        """The nodes that can run engines, if any node of the cluster is on another machine than this process.
+
+        They are those with GPUs, or those with CPUs if no node has GPUs. Returns no node if the cluster is this machine
+        alone. Raises ConnectionError if the cluster does not answer.
+        """
+        client, url = self._connected()
+        if client is None:
+            raise ConnectionError("Ray's dashboard does not answer")
+        nodes = nodes_of(url)
+        if {node.address for node in nodes} <= _own_addresses():
+            return ()
+        return tuple(node for node in nodes if node.num_gpus) or tuple(node for node in nodes if node.num_cpus) or nodes
+
+    async def call(
+        self,
+        function: Callable[..., Result],
+        *args: Any,
+        node: Node,
+        timeout_s: float,
+        limits: CallLimits = NO_LIMITS,
+        **kwargs: Any,
+    ) -> Result:
+        """Run `function` with the given arguments on the node `node`, and return its result or raise its error.
+
+        `function` is one of a module, and all arguments can be pickled. They must hold no secrets, since they are
+        stored. A call that nobody waits for any more ends by itself.
+
+        Raises:
+            ConnectionError: The cluster does not answer, or did not run the call.
+            ProcessDied, TimeoutError, LimitExceeded: As `WorkerProcess.call` does.
+        """
+        call = pickle.dumps((timeout_s, limits, pickle.dumps((function, args, kwargs))))
+        result: Result = await anyio.to_thread.run_sync(self._call, call, node, timeout_s, abandon_on_cancel=True)
+        return result
+
+    def _call(self, call: bytes, node: Node, timeout_s: float) -> Any:
+        blobs = open_blobs(self._files or artifacts_dir(self._data_dir))
+        with blobs.storing():
+            is_result, value = pickle.loads(_read(blobs, self._run(blobs.add_bytes(call), node, timeout_s)))
+        if is_result:
+            return value
+        raise value
+
+    def _run(self, digest: str, node: Node, timeout_s: float) -> str:
+        """Run a call as a Ray Job, and return the sha256 of its result."""
+        client, _ = self._connected()
+        if client is None:
+            raise ConnectionError("Ray's dashboard does not answer")
+        command = ["python", "-m", "service.cluster.node_calls", "--data", str(self._data_dir), "--call", digest]
+        if self._files is not None:
+            command += ["--files", str(self._files)]
+        name = f"check-{uuid.uuid4().hex[:16]}"
+        deadline = time.monotonic() + timeout_s + START_GRACE_S
+        try:
+            client.submit_job(
+                entrypoint=shlex.join(command),
+                submission_id=name,
+                metadata={"job_name": "check"},
+                entrypoint_label_selector={"ray.io/node-id": node.id},
+            )
+            while (status := str(client.get_job_info(name).status.value)) in ("PENDING", "RUNNING"):
+                if time.monotonic() > deadline:
+                    client.stop_job(name)
+                    raise ConnectionError(f"Ray job {name} did not end within {timeout_s + START_GRACE_S:.0f} s")
+                time.sleep(POLL_S)
+            log = client.get_job_logs(name)
+            told = TOLD.findall(log)
+            if not told:
+                logger.error("Ray job %s on the node %s has ended (%s): %s", name, node.address, status, log)
+                raise ConnectionError(
+                    f"Ray job {name} on the node {node.address} has ended without a result ({status}); its log is in "
+                    "that of the server"
+                )
+            with suppress(RuntimeError):
+                client.delete_job(name)
+            return str(told[-1])
+        except RuntimeError as error:  # of Ray's client
+            raise ConnectionError(f"Ray's dashboard does not answer: {error}") from error
+
+
+def _own_addresses() -> set[str]:
+    return {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
+
+
+def _read(blobs: BlobStore, digest: str) -> bytes:
+    """The stored file with the given sha256. Raises ConnectionError if it is missing or has another content."""
+    try:
+        content = blobs.read(digest)
+    except FileNotFoundError as error:
+        raise ConnectionError(f"{blobs.place}: has no file {digest}; the server and the nodes must share it") from error
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise ConnectionError(f"{blobs.place}: the file {digest} has changed")
+    return content
+
+
+def main() -> int:
+    """Run the call that the command line names, on this node, and tell the sha256 of the result."""
+    parser = argparse.ArgumentParser(prog="python -m service.cluster.node_calls")
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--files")
+    parser.add_argument("--call", required=True)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    blobs = open_blobs(options.files or artifacts_dir(options.data))
+    timeout_s, limits, call = pickle.loads(_read(blobs, options.call))
+    process = WorkerProcess("call")
+    try:
+        reply = True, asyncio.run(process.call(_called, call, timeout_s=timeout_s, limits=limits))
+    except Exception as error:  # of the function, or of its process
+        reply = False, error
+    finally:
+        process.stop()
+    digest = blobs.add_bytes(pickle.dumps(reply))
+    print(f"result of the call: {digest}", flush=True)
+    return 0
+
+
+def _called(call: bytes) -> Any:
+    function, args, kwargs = pickle.loads(call)
+    return function(*args, **kwargs)
+
+
+if __name__ == "__main__":
+    # The functions of the module as others import it, so that classes are the same.
+    from service.cluster import node_calls
+
+    sys.exit(node_calls.main())

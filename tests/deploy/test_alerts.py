@@ -1,0 +1,77 @@
+"""The alert rules: each fires when it should and not otherwise, and has a place in the docs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.docs.pages import Page
+from tests.prometheus import program
+
+ROOT = Path(__file__).parents[2]
+RULES = ROOT / "deploy" / "helm" / "mergesearch" / "monitoring" / "alerts.yaml"
+CASES = Path(__file__).with_name("alerts_test.yaml")
+
+
+def alerts() -> dict[str, dict[str, Any]]:
+    (group,) = yaml.safe_load(RULES.read_text())["groups"]
+    return {rule["alert"]: rule for rule in group["rules"]}
+
+
+def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([program("promtool"), *map(str, arguments)], capture_output=True, text=True)
+
+
+def test_rules_are_valid_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
+    checked = promtool("check", "rules", RULES)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    wrong = tmp_path / "rules.yaml"
+    wrong.write_text(RULES.read_text().replace("increase(", "increas("))
+    assert "unknown function" in promtool("check", "rules", wrong).stderr
+
+
+def test_each_alert_fires_when_it_should() -> None:
+    tested = promtool("test", "rules", CASES)
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+
+
+@pytest.mark.parametrize(("expression", "case"), [("vector(0) > 1", "that fires"), ("vector(1)", "that does not fire")])
+def test_each_alert_has_a_case(expression: str, case: str, tmp_path: Path) -> None:
+    """With rules that never fire, or always, the cases of every alert fail."""
+    document = yaml.safe_load(RULES.read_text())
+    for rule in document["groups"][0]["rules"]:
+        rule["expr"] = expression
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(document))
+    cases = yaml.safe_load(CASES.read_text()) | {"rule_files": ["rules.yaml"]}
+    (tmp_path / "cases.yaml").write_text(yaml.safe_dump(cases))
+    tested = promtool("test", "rules", tmp_path / "cases.yaml")
+    assert tested.returncode != 0
+    failures = re.findall(r"alertname: (\w+), time: \w+,\s+exp:\[(.*?)\], *\n", tested.stderr, re.DOTALL)
+    failed = {name for name, expected in failures if bool(expected.strip()) == (case == "that fires")}
+    assert failed == set(alerts()), f"no case {case}: {set(alerts()) - failed}"
+
+
+def test_alerts_say_what_how_bad_and_what_to_do() -> None:
+    for name, rule in alerts().items():
+        assert name.startswith("Mergesearch")
+        assert rule["labels"]["severity"] in ("warning", "critical"), name
+        assert rule["annotations"].keys() == {"summary", "description"}, name
+
+
+def test_docs_say_what_to_do_about_each_alert() -> None:
+    text = (ROOT / "docs" / "how-to" / "monitoring.md").read_text()
+    assert re.findall(r"^\| `(Mergesearch\w+)` \|", text, re.MULTILINE) == list(alerts())
+
+
+def test_the_configuration_in_the_docs_is_valid(tmp_path: Path) -> None:
+    """Prometheus accepts the configuration that the docs show, beside the rules."""
+    (block,) = Page.read(ROOT / "docs" / "how-to" / "monitoring.md").blocks_in("text")
+    (tmp_path / "prometheus.yml").write_text(block)
+    (tmp_path / "alerts.yaml").write_text(RULES.read_text())
+    checked = promtool("check", "config", "--syntax-only", tmp_path / "prometheus.yml")
+    assert checked.returncode == 0, checked.stdout + checked.stderr

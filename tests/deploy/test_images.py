@@ -1,0 +1,146 @@
+"""The image is made of what `make install` installs, carries its versions, and runs as an ordinary user."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from service.cluster.session import prepare_environment
+from tests.deploy.deployed import CONTAINERFILE, ROOT, image, instructions, pinned, unpinned_images, version
+
+TEXT = CONTAINERFILE.read_text()
+VARIANTS = ("cpu", "gpu")
+
+
+def settings(text: str, name: str) -> dict[str, str]:
+    """Names and values of all instructions ARG, ENV or LABEL of a Containerfile."""
+    words = [word for each in instructions(text) if each.name == name for word in shlex.split(each.text)]
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def version_problems(text: str) -> list[str]:
+    """Versions and labels that differ from those of the project and its constraints."""
+    expected = {"MERGESEARCH_VERSION": version(), "RAY_VERSION": pinned("ray")}
+    found = settings(text, "ARG")
+    problems = [f"{name}={found.get(name)}" for name, value in expected.items() if found.get(name) != value]
+    labels = settings(text, "LABEL")
+    named = {"org.opencontainers.image.version": "${MERGESEARCH_VERSION}", "mergesearch.ray-version": "${RAY_VERSION}"}
+    problems += [label for label, value in named.items() if labels.get(label) != value]
+    checked = next((each.text for each in instructions(text) if "bill_of_materials.py /tmp" in each.text), "")
+    # The build compares them with what it installed.
+    return problems + [
+        value for value in ("mergesearch==${MERGESEARCH_VERSION}", "ray==${RAY_VERSION}") if value not in checked
+    ]
+
+
+def user_problems(text: str) -> list[str]:
+    """Reasons why the image's processes would not run as a user without rights, whose number a Pod can check."""
+    last = list(instructions(text))
+    users = [each.text for each in last if each.name == "USER" and each.stage == last[-1].stage]
+    (*_, user) = ["0", *users]
+    problems = [] if re.fullmatch(r"[1-9]\d*:[1-9]\d*", user) else [f"USER {user}"]
+    return problems + [word for each in last for word in ("sudo ", "setcap ", "chmod 4") if word in each.text]
+
+
+def installation_problems(text: str) -> list[str]:
+    """Commands that install what the constraints do not pin."""
+    problems = []
+    for each in instructions(text):
+        for command in each.text.split("&&"):
+            words = shlex.split(command)
+            if "compile" in words:
+                given = [words[i + 1] for i, word in enumerate(words) if word == "--constraint"]
+                if given != ["constraints.txt", "constraints-${VARIANT}.txt"] or "pyproject.toml" not in words:
+                    problems.append(command)
+            elif "install" in words and any("pip" in word for word in words):
+                what = [word for word in words[words.index("install") + 1 :] if not word.startswith("--")]
+                lists = {"/opt/requirements/engine.txt", "/opt/requirements/others.txt", "/dist/*.whl"}
+                if not all(word in lists or re.fullmatch(r"[\w-]+==\$\{\w+_VERSION\}", word) for word in what):
+                    problems.append(command)
+    return problems
+
+
+def layer_problems(text: str) -> list[str]:
+    """Files that are copied into the image before larger layers that do not need them."""
+    last = list(instructions(text))[-1].stage
+    order = [
+        Path(source).name
+        for each in instructions(text)
+        if each.stage == last
+        for source in re.findall(r"\S+(?=\s\S+$)" if each.name == "COPY" else r"(?<=source=)[^,]+", each.text)
+    ]
+    order = [source for source in dict.fromkeys(order) if source != "tools"]
+    return [] if order == ["engine.txt", "others.txt", "dist"] else order
+
+
+CHECKS: Sequence[tuple[Callable[[str], list[str]], str, str]] = [
+    (version_problems, "ARG RAY_VERSION=2.60.0", "ARG RAY_VERSION=2.59.0"),
+    (version_problems, 'mergesearch.ray-version="${RAY_VERSION}"', 'mergesearch.ray-version="2.60.0"'),
+    (version_problems, '"ray==${RAY_VERSION}"', ""),
+    (user_problems, "USER 1000:1000\n", ""),
+    (user_problems, "USER 1000:1000\n", "USER mergesearch\n"),
+    (user_problems, "USER 1000:1000\n", "USER 1000:1000\nUSER 0:0\n"),
+    (installation_problems, "--constraint constraints.txt ", ""),
+    (installation_problems, "install --requirement /opt/requirements/engine.txt", "install torch"),
+    (installation_problems, '"uv==${UV_VERSION}"', "uv"),
+    (layer_problems, "AS runtime\n", "AS runtime\nCOPY service /service\n"),
+    (layer_problems, "COPY --from=requirements /requirements/others.txt", "COPY --from=package /dist"),
+    (unpinned_images, "debian:bookworm-slim", "debian:latest"),
+    (unpinned_images, "debian:bookworm-slim", "debian"),
+]
+
+
+@pytest.mark.parametrize("check", dict.fromkeys(check for check, _, _ in CHECKS), ids=lambda check: check.__name__)
+def test_nothing_is_wrong(check: Callable[[str], list[str]]) -> None:
+    assert check(TEXT) == []
+
+
+@pytest.mark.parametrize(("check", "old", "new"), CHECKS)
+def test_a_change_for_the_worse_is_noticed(check: Callable[[str], list[str]], old: str, new: str) -> None:
+    assert old in TEXT
+    assert check(TEXT.replace(old, new, 1)) != []
+
+
+def test_ray_in_the_image_has_the_settings_of_one_that_the_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected: dict[str, str] = {}
+    monkeypatch.setattr("os.environ", expected)
+    prepare_environment()
+    assert len(expected) > 3
+    found = settings(TEXT, "ENV")
+    assert {name: found.get(name) for name in expected} == expected
+    assert found["RAY_AUTH_MODE"] == "token"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_each_variant_is_an_extra_with_constraints_and_a_system(variant: str) -> None:
+    assert (ROOT / "deploy" / f"constraints-{variant}.txt").is_file()
+    assert f'\n{variant} = ["vllm' in (ROOT / "pyproject.toml").read_text()
+    assert f"system-{variant}" in {each.stage for each in instructions(TEXT)}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_pages_name_the_image_by_its_versions(variant: str) -> None:
+    """The tag of the image in pages and files has the versions of the project and of Ray."""
+    files = [*(ROOT / "docs" / "how-to").glob("*.md"), *(ROOT / "deploy" / "compose").glob("*.yaml")]
+    named = {name for file in files for name in re.findall(r"localhost/mergesearch:[\w.-]+\w", file.read_text())}
+    assert image(variant) in named
+    assert named <= {image(each) for each in VARIANTS}
+
+
+def test_everything_that_is_copied_may_be_read() -> None:
+    """The folders and files that the Containerfile copies are there, and `.dockerignore` lets them through."""
+    copied = [
+        word.replace("${VARIANT}", variant)
+        for each in instructions(TEXT)
+        if each.name == "COPY" and "--from" not in each.text
+        for word in each.text.split()[:-1]
+        for variant in VARIANTS
+    ]
+    assert len(copied) > 10
+    assert [name for name in copied if not (ROOT / name).exists()] == []
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert {name.split("/")[0] for name in copied} == allowed

@@ -1,0 +1,195 @@
+"""Calls on nodes of the cluster: what the function returns and raises, whatever becomes of its Ray Job."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from search_spaces.errors import InvalidStudy
+from search_spaces.study.file import parse_study
+from service.api.preflight_process import PreflightProcess, check_request
+from service.api.problems import Unavailable
+from service.cluster import node_calls
+from service.cluster.node_calls import Node, NodeCalls
+from service.disk import artifacts_dir
+from service.jobs.base import RequestContext
+from service.jobs.search.kind import SEARCH
+from service.worker_process import CallLimits, LimitExceeded
+from tests.end_to_end.server import ROOT
+from tests.s3_server import S3
+from tests.service.api.harness import document
+
+HERE = Node("c0ffee", "10.0.0.7", 0.0, 4.0)
+
+
+class Jobs:
+    """Ray's client for jobs, which run as processes of this machine; `logs` are kept by submission id."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.entrypoints: list[str] = []
+        self.selectors: list[dict[str, str]] = []
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.is_killing = False
+
+    def submit_job(
+        self, *, entrypoint: str, submission_id: str, entrypoint_label_selector: dict[str, str], metadata: Any
+    ) -> str:
+        self.entrypoints.append(entrypoint)
+        self.selectors.append(entrypoint_label_selector)
+        program, *arguments = shlex.split(entrypoint)
+        assert program == "python"
+        with (self.directory / submission_id).open("wb") as log:
+            self.processes[submission_id] = subprocess.Popen(
+                [sys.executable, *arguments], stdout=log, stderr=log, env=self.environment
+            )
+        if self.is_killing:
+            self.processes[submission_id].kill()
+        return submission_id
+
+    def get_job_info(self, name: str) -> Any:
+        code = self.processes[name].poll()
+        return SimpleNamespace(status=SimpleNamespace(value={None: "RUNNING", 0: "SUCCEEDED"}.get(code, "FAILED")))
+
+    def get_job_logs(self, name: str) -> str:
+        return (self.directory / name).read_text()
+
+    def delete_job(self, name: str) -> bool:
+        (self.directory / name).unlink()
+        return True
+
+    def stop_job(self, name: str) -> bool:
+        self.processes[name].kill()
+        return True
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
+    (tmp_path / "logs").mkdir()
+    jobs = Jobs(tmp_path / "logs")
+    monkeypatch.setattr(node_calls, "nodes_of", lambda _: (HERE,))
+    yield jobs
+    for process in jobs.processes.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def calls(jobs: Jobs, tmp_path: Path) -> NodeCalls:
+    return NodeCalls(lambda: (jobs, "http://dashboard"), tmp_path / "data")
+
+
+def test_a_call_returns_and_raises_what_its_function_does(calls: NodeCalls, jobs: Jobs, tmp_path: Path, s3: S3) -> None:
+    told = "result of the call: " + "0" * 64  # as a log may say
+    assert asyncio.run(calls.call(print, told, node=HERE, timeout_s=60)) is None
+    assert jobs.selectors == [{"ray.io/node-id": "c0ffee"}]
+    assert not list(jobs.directory.iterdir()), "a job that told its result leaves nothing in Ray"
+    with pytest.raises(InvalidStudy) as raised:
+        asyncio.run(calls.call(parse_study, {"name": 3}, node=HERE, timeout_s=60))
+    assert {problem.field for problem in raised.value.problems} >= {"name", "models", "objectives"}
+    remote = NodeCalls(lambda: (jobs, None), tmp_path / "elsewhere", f"{s3.bucket()}/files")
+    assert asyncio.run(remote.call(sorted, [3, 4], reverse=True, node=HERE, timeout_s=60)) == [4, 3]
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_call_has_limits(calls: NodeCalls) -> None:
+    with pytest.raises(TimeoutError):
+        asyncio.run(calls.call(time.sleep, 600.0, node=HERE, timeout_s=5))
+    limits = CallLimits(memory_bytes=2**30)
+    with pytest.raises(LimitExceeded, match=r"1\.0 GiB of memory"):
+        asyncio.run(calls.call(bytearray, 2**31, node=HERE, timeout_s=60, limits=limits))
+
+
+def test_a_call_without_a_result_is_told(
+    calls: NodeCalls, jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that is killed, never ends or cannot read its call, and a cluster that is away, are told apart."""
+    jobs.is_killing = True
+    with pytest.raises(ConnectionError, match=r"on the node 10\.0\.0\.7 has ended without a result \(FAILED\)"):
+        asyncio.run(calls.call(len, [], node=HERE, timeout_s=60))
+    jobs.is_killing = False
+    monkeypatch.setattr(node_calls, "START_GRACE_S", 0.0)
+    with pytest.raises(ConnectionError, match="did not end within 0 s"):
+        asyncio.run(calls.call(time.sleep, 60.0, node=HERE, timeout_s=0.0))
+    with pytest.raises(ConnectionError, match="Ray's dashboard does not answer"):
+        asyncio.run(NodeCalls(lambda: (None, None), tmp_path).call(len, [], node=HERE, timeout_s=60))
+
+
+def test_a_changed_call_is_not_run(calls: NodeCalls, jobs: Jobs, tmp_path: Path, capfd: Any) -> None:
+    """Who can write to the files' location cannot run code on nodes by it."""
+    submit = jobs.submit_job
+
+    def change(**options: Any) -> str:
+        (file,) = (
+            path for path in artifacts_dir(tmp_path / "data").rglob("*") if path.is_file() and path.name[0] != "."
+        )
+        file.write_bytes(file.read_bytes().replace(b"sleep", b"other"))
+        return submit(**options)
+
+    jobs.submit_job = change  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError, match="has ended without a result"):
+        asyncio.run(calls.call(time.sleep, 0.0, node=HERE, timeout_s=60))
+    assert "has changed" in next(jobs.directory.iterdir()).read_text()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ([("127.0.0.1", 0, 8)], ""),
+        ([("127.0.0.1", 0, 8), ("10.0.0.2", 0, 0)], "0"),
+        ([("10.0.0.1", 0, 0), ("10.0.0.2", 0, 8)], "1"),
+        ([("10.0.0.1", 0, 8), ("10.0.0.2", 1, 8), ("10.0.0.3", 2, 0)], "12"),
+        ([("10.0.0.1", 0, 0)], "0"),
+        ([], ""),
+    ],
+)
+def test_calls_run_where_engines_can_run(
+    calls: NodeCalls, monkeypatch: pytest.MonkeyPatch, nodes: list[tuple[str, float, float]], expected: str
+) -> None:
+    """On nodes with GPUs, or else with CPUs; on none if the cluster is this machine."""
+    found = tuple(Node(str(number), *node) for number, node in enumerate(nodes))
+    monkeypatch.setattr(node_calls, "nodes_of", lambda _: found)
+    assert "".join(node.id for node in calls.engine_nodes()) == expected
+
+
+@pytest.mark.slow
+def test_requests_are_checked_on_a_node(calls: NodeCalls, jobs: Jobs, tmp_path: Path) -> None:
+    """Every problem is reported by its field as on this machine, and no password leaves the server."""
+    url = "postgresql://user:s3cr3t@127.0.0.1:1/none"
+    context = RequestContext(store_url=url, data_dir=tmp_path / "data")
+    preflight = PreflightProcess(context, cluster=calls)
+
+    def outcome(*, is_here: bool = False, **changes: Any) -> Any:
+        body = json.dumps(document(**changes)).encode()
+        try:
+            if is_here:
+                return check_request(body, SEARCH.noun, SEARCH.accept, context, is_json=True)
+            return asyncio.run(preflight.accept(body, is_json=True, kind=SEARCH))
+        except InvalidStudy as error:
+            return error.problems
+
+    wrong = {"models": {"base": "/models/base", "experts": {"math": "/models/math"}}, "engine": {"replicas": 10**6}}
+    try:
+        assert outcome() == outcome(is_here=True)
+        assert (found := outcome(**wrong)) == outcome(is_here=True, **wrong)
+        assert "models" in {problem.field for problem in found}
+        assert len(jobs.entrypoints) == 2
+        stored = [path.read_bytes() for path in (tmp_path / "data").rglob("*") if path.is_file()]
+        assert not [content for content in stored if b"s3cr3t" in content]
+        jobs.is_killing = True
+        with pytest.raises(Unavailable, match=r"could not be checked on the cluster \(Ray job .*\); try again"):
+            outcome()
+    finally:
+        preflight.stop()

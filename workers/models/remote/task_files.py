@@ -1,0 +1,79 @@
+"""Task files and their data in object stores, downloaded to this machine once per version.
+
+CACHE/tasks/s3:/BUCKET/FOLDER/FILE@VERSION/FILE    a data file
+CACHE/tasks/s3:/BUCKET/FOLDER@VERSION/FILE         an lm-eval YAML file, with the other files of its folder
+CACHE/tasks/....latest                             the version that was last found, for when the store is away
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from workers.cache import cache_dir
+from workers.directories import write_file
+from workers.errors import InvalidTask
+from workers.models.remote.files import ObjectFile, downloaded, version_of
+from workers.models.remote.snapshots import size_text
+from workers.object_store import ObjectStore, object_url_problem
+
+__all__ = ["local_file"]
+
+YAML = (".yaml", ".yml")
+
+# Parts that no path of a downloaded file has: it could lead out of the directory.
+UNSAFE = {"", ".", ".."}
+
+# Most bytes that the folder of a task file may have, since all of it is downloaded.
+MAX_FOLDER_BYTES = 4 * 2**30
+
+
+def local_file(name: str | Path) -> Path:
+    """The file on this machine that `name` stands for, which is a path or the URL of a file in an object store.
+
+    A file at a URL is downloaded unless this machine has its present version. An lm-eval YAML file (.yaml, .yml) is
+    downloaded with all files in its folder, to which it may refer by relative paths. If the store does not answer, the
+    version that was last downloaded is used. Raises InvalidTask if the URL is invalid, or the file cannot be read.
+    """
+    url = str(name)
+    if "://" not in url:
+        return Path(name)
+    if problem := object_url_problem(url):
+        raise InvalidTask(problem)
+    if UNSAFE & {*url.partition("://")[2].split("/")}:
+        raise InvalidTask(f"{url}: has an empty part, or a part that is . or ..; expected s3://BUCKET/FOLDER/FILE")
+    folder, _, file = url.rpartition("/")
+    of = folder if file.endswith(YAML) else url
+    latest = cache_dir().resolve() / "tasks" / f"{of}.latest"
+    try:
+        found = _downloaded(folder, file, of)
+        with suppress(OSError):  # the cache cannot be written to
+            write_file(latest, found.parent.name)
+        return found
+    except FileNotFoundError as error:
+        raise InvalidTask(f"{url}: does not exist") from error
+    except OSError as error:
+        with suppress(OSError):
+            known = latest.with_name(latest.read_text()) / file
+            if known.is_file():
+                return known
+        raise InvalidTask(f"{url}: cannot be read: {error}") from error
+
+
+def _downloaded(folder: str, file: str, of: str) -> Path:
+    """Download the file `file` in the folder, with the whole folder if that is `of`; return its place."""
+    objects = ObjectStore(folder)
+    listed = objects.list() if of == folder else {file: objects.info(file)}
+    files = {path: ObjectFile(path, info.num_bytes, info.tag) for path, info in listed.items() if info is not None}
+    if file not in files:
+        raise FileNotFoundError(file)
+    files = {path: each for path, each in files.items() if not UNSAFE & {*path.split("/")}}
+    if (num_bytes := sum(each.num_bytes for each in files.values())) > MAX_FOLDER_BYTES:
+        raise InvalidTask(
+            f"{folder}: has {size_text(num_bytes)}, and all files beside a task file are downloaded with it; put the "
+            f"task file and what it refers to into a folder of at most {size_text(MAX_FOLDER_BYTES)}"
+        )
+    place = cache_dir().resolve() / "tasks" / f"{of}@{version_of(files)}"
+    for _ in downloaded(objects, place, files):
+        pass
+    return place / file
