@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.machines import reason_to_skip
+from tests.deploy.conftest import helm, programs
+
+__all__ = ["helm", "programs"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,7 +11,6 @@ copies of the chart and of KubeRay's CRDs that it accepts.
 from __future__ import annotations
 
 import base64
-import gzip
 import os
 import secrets
 import shutil
@@ -32,6 +31,7 @@ from typing import Any
 import httpx
 import yaml
 
+from tests.deploy import kuberay
 from tests.deploy.chart import CHART
 from tests.end_to_end.server import ROOT
 
@@ -53,6 +53,8 @@ def reason_to_skip_kubernetes() -> str | None:
     """Why no control plane can be started here; None if it can."""
     if missing := [name for name in PROGRAMS if not (_directory() / name).exists()]:
         return f"no {' and no '.join(missing)} in {_directory()}: {HOW}, or name their directory in {VARIABLE}"
+    if (reason := kuberay.reason_to_skip()) is not None:
+        return reason
     return None if shutil.which("etcd") else "etcd is not installed (Debian: apt-get install etcd-server)"
 
 
@@ -71,12 +73,11 @@ def chart_for(directory: Path, *, version: str = "0.1.0") -> Path:
 def crds_for(directory: Path) -> list[Path]:
     """Copies of KubeRay's CRDs that the API server accepts: without rules in CEL, and with keys of lists required."""
     found = []
-    for file in sorted((ROOT / "tests" / "deploy" / "crds").glob("*.yaml.gz")):
-        document = yaml.load(gzip.decompress(file.read_bytes()), Loader=yaml.CSafeLoader)
+    for name in kuberay.KINDS.values():
+        document = yaml.load((Path(os.environ[kuberay.VARIABLE]) / name).read_text(), Loader=yaml.CSafeLoader)
         _simplify(document)
-        found.append(directory / file.stem)
+        found.append(directory / name)
         found[-1].write_text(yaml.dump(document, Dumper=yaml.CSafeDumper, sort_keys=False))
-    assert found, "no CRDs"
     return found
 
 
@@ -89,12 +90,12 @@ def _simplify(node: Any) -> None:
     node.pop("x-kubernetes-validations", None)
     if "type" in node and node.get("default") == "":
         del node["default"]
+    for each in node.values():
+        _simplify(each)
     for key in node.get("x-kubernetes-list-map-keys", ()):
         items = node["items"]
         if "default" not in items["properties"][key] and key not in items.get("required", []):
             items.setdefault("required", []).append(key)
-    for each in node.values():
-        _simplify(each)
 
 
 @dataclass
