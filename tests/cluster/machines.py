@@ -6,6 +6,7 @@ shared. Needs root. Ray nodes are started one at a time, because a raylet gives 
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shlex
@@ -23,16 +24,18 @@ import psutil
 
 from tests.end_to_end.server import ROOT
 
-__all__ = ["BRIDGE_ADDRESS", "Cluster", "Machine", "machines", "reason_to_skip"]
+__all__ = ["BRIDGE_ADDRESS", "DASHBOARD_PORT", "NETWORK", "Cluster", "Machine", "machines", "reason_to_skip"]
 
-BRIDGE, NETWORK = "msbridge", "10.77.0"
-BRIDGE_ADDRESS = f"{NETWORK}.1"
+BRIDGE, PREFIX = "msbridge", "10.77.0"
+BRIDGE_ADDRESS, NETWORK = f"{PREFIX}.1", f"{PREFIX}.0/24"
 HEAD, FIRST_WORKER = 10, 11
 GCS_PORT, DASHBOARD_PORT = 6379, 8265
 STORE_BYTES = 80_000_000
 START_S = 180.0
 POLL_S = 0.5
 PROGRAMS = ("ip", "unshare", "mount")
+BIN = Path(sys.executable).parent
+RAY = str(BIN / "ray")
 
 
 def reason_to_skip() -> str | None:
@@ -51,11 +54,15 @@ def reason_to_skip() -> str | None:
 
 @dataclass
 class Machine:
-    """One machine, which runs one Ray node at a time. `directory` has its log and its /tmp/ray."""
+    """One machine, which runs one Ray node at a time. `directory` has its log and its /tmp/ray.
+
+    Each node finds an empty directory of its own in place of `hidden`.
+    """
 
     number: int
     directory: Path
     environment: Mapping[str, str]
+    hidden: Path | None
     _process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -64,7 +71,7 @@ class Machine:
 
     @property
     def address(self) -> str:
-        return f"{NETWORK}.{self.number}"
+        return f"{PREFIX}.{self.number}"
 
     @property
     def log(self) -> str:
@@ -89,8 +96,7 @@ class Machine:
 
     def start(self, *arguments: str) -> None:
         """Start a Ray node (`ray start` with further arguments), as the only processes of the machine."""
-        ray_program = str(Path(sys.executable).with_name("ray"))
-        node = [ray_program, "start", f"--node-ip-address={self.address}", "--block", *arguments]
+        node = [RAY, "start", f"--node-ip-address={self.address}", "--block", *arguments]
         with (self.directory / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [*self.inside(), *node],
@@ -108,8 +114,11 @@ class Machine:
         ray_dir.mkdir(parents=True)
         setup = (
             f"hostname {self.name}; mount -t proc proc /proc; mount -t tmpfs -o size=512m tmpfs /dev/shm; "
-            f'mkdir -p /tmp/ray; mount --bind {shlex.quote(str(ray_dir))} /tmp/ray; exec "$@"'
+            f"mkdir -p /tmp/ray; mount --bind {shlex.quote(str(ray_dir))} /tmp/ray; "
         )
+        if self.hidden is not None:
+            setup += f"mount -t tmpfs -o size=256m tmpfs {shlex.quote(str(self.hidden))}; "
+        setup += 'exec "$@"'
         namespaces = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--uts", "--ipc"]
         return ["ip", "netns", "exec", self.name, *namespaces, "bash", "-ec", setup, self.name]
 
@@ -117,14 +126,17 @@ class Machine:
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def processes(self) -> list[psutil.Process]:
-        """The machine's processes, as this machine sees them."""
+    def processes(self, name: str = "") -> list[psutil.Process]:
+        """The machine's processes whose command begins with `name`, as this machine sees them."""
         if self._process is None:
             return []
-        try:
-            return list(psutil.Process(self._process.pid).children(recursive=True))
-        except psutil.NoSuchProcess:
-            return []
+        found = []
+        with suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self._process.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    if "".join(process.cmdline()[:1]).startswith(name):
+                        found.append(process)
+        return found
 
     def kill(self) -> None:
         """End all processes of the machine at once, by SIGKILL, as a loss of power does."""
@@ -145,7 +157,7 @@ class Machine:
 
 @dataclass
 class Cluster:
-    """A Ray cluster of a head, which runs no work of its own but drivers, and workers with one CPU each."""
+    """A Ray cluster of a head and workers, with one CPU each."""
 
     head: Machine
     workers: Sequence[Machine]
@@ -162,7 +174,7 @@ class Cluster:
     def start_head(self) -> None:
         dashboard = ["--include-dashboard=true", f"--dashboard-host={self.head.address}"]
         memory = f"--object-store-memory={STORE_BYTES}"
-        self.head.start("--head", f"--port={GCS_PORT}", "--num-cpus=0", memory, *dashboard)
+        self.head.start("--head", f"--port={GCS_PORT}", "--num-cpus=1", memory, *dashboard)
         self.wait_for_nodes(1)
 
     def start_worker(self, worker: Machine) -> None:
@@ -175,22 +187,30 @@ class Cluster:
         for worker in self.workers:
             self.start_worker(worker)
 
-    def num_nodes(self) -> int:
-        """The number of nodes that Ray's head counts as alive; 0 if it does not answer."""
+    def nodes(self) -> dict[str, str]:
+        """Ids of the nodes that Ray's head counts as alive, by their addresses; none if it does not answer."""
         code = (
-            "import sys; from ray._raylet import GcsClient; "
+            "import json, sys; from ray._raylet import GcsClient; "
             "nodes = GcsClient(address=sys.argv[1]).get_all_node_info(timeout=5).values(); "
-            "print(sum(node.state == 0 for node in nodes))"  # GcsNodeInfo.ALIVE
+            "print(json.dumps({node.node_manager_address: node.node_id.hex() for node in nodes if node.state == 0}))"
+        )  # 0: GcsNodeInfo.ALIVE
+        asked = self._ask(sys.executable, "-c", code, self.address)
+        return dict(json.loads(asked.stdout.splitlines()[-1])) if asked.returncode == 0 else {}
+
+    def num_nodes(self) -> int:
+        return len(self.nodes())
+
+    def drain(self, worker: Machine, *, notice_s: int) -> None:
+        """Tell Ray that the worker is taken away in `notice_s` seconds, as a notice of preemption does."""
+        reason = ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=a spot notice"]
+        node = [f"--node-id={self.nodes()[worker.address]}", f"--deadline-remaining-seconds={notice_s}"]
+        done = self._ask(RAY, "drain-node", f"--address={self.address}", *node, *reason)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def _ask(self, *command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, env=dict(self.environment), timeout=60
         )
-        asked = subprocess.run(
-            [sys.executable, "-c", code, self.address],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=dict(self.environment),
-            timeout=60,
-        )
-        return int(asked.stdout.split()[-1]) if asked.returncode == 0 else 0
 
     def wait_for_nodes(self, number: int, *, timeout_s: float = START_S) -> float:
         """Wait until Ray's head counts that many nodes as alive, and return the seconds that it took."""
@@ -201,25 +221,28 @@ class Cluster:
             time.sleep(POLL_S)
         return time.monotonic() - started
 
-    def worker_with(self, name: str) -> Machine:
-        """The worker machine with a process whose command begins with `name`."""
-        for worker in self.workers:
-            for process in worker.processes():
-                with suppress(psutil.Error, IndexError):
-                    if process.cmdline()[0].startswith(name):
-                        return worker
-        raise AssertionError(f"no worker has a process {name}")
+    def processes(self, name: str) -> list[psutil.Process]:
+        """The processes of all machines whose command begins with `name`."""
+        return [process for machine in self.machines for process in machine.processes(name)]
+
+    def machines_with(self, name: str) -> list[Machine]:
+        """The machines of processes whose command begins with `name`, one for each process."""
+        return [machine for machine in self.machines for _ in machine.processes(name)]
 
 
 @contextmanager
-def machines(directory: Path, *, num_workers: int, environment: Mapping[str, str]) -> Iterator[Cluster]:
+def machines(
+    directory: Path, *, num_workers: int, environment: Mapping[str, str], shares_directory: bool = True
+) -> Iterator[Cluster]:
     """Context manager with a cluster of so many machines, none of them started; at its end nothing of them is left.
 
-    `environment` are variables of all processes on the machines.
+    `environment` are variables of all processes on the machines. `directory` has the machines' files; if they do not
+    share it, each machine finds an empty directory of its own there.
     """
     outer = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     whole = {
         **outer,
+        "PATH": f"{BIN}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(16),
@@ -228,7 +251,8 @@ def machines(directory: Path, *, num_workers: int, environment: Mapping[str, str
         **environment,
     }
     made = [
-        Machine(number, directory / f"machine-{number}", whole) for number in range(HEAD, FIRST_WORKER + num_workers)
+        Machine(number, directory / f"machine-{number}", whole, None if shares_directory else directory)
+        for number in range(HEAD, FIRST_WORKER + num_workers)
     ]
     for machine in made:
         machine.directory.mkdir(parents=True)

@@ -91,15 +91,15 @@ def _pod(where: str, template: Mapping[str, Any], more: Sequence[Mapping[str, An
 
 @dataclass(frozen=True)
 class Helm:
-    """The program helm at `program`, without any cluster."""
+    """The program helm at `program`; without options that name a cluster it uses none."""
 
     program: Path
     home: Path
 
-    def run(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str | Path, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         environment = {"HOME": str(self.home), "PATH": "/usr/bin:/bin"}
         command = [str(self.program), *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False)
 
     def template(self, profile: str, *arguments: str | Path, chart: Path = CHART) -> subprocess.CompletedProcess[str]:
         """Render a profile; `arguments` are further options of `helm template`, which overrule the profile's."""
