@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.deploy.deployed import CONTAINERFILE, ROOT
 
-__all__ = ["BASE", "RIGHTLESS", "Image", "base_image", "built", "podman", "reason_to_skip", "settings"]
+__all__ = ["BASE", "RIGHTLESS", "Image", "base_image", "build", "built", "podman", "reason_to_skip", "settings"]
 
 BASE = "localhost/mergesearch-base:bookworm"
 PROGRAMS = {"buildah": "buildah", "podman": "podman", "runc": "runc", "mmdebstrap": "mmdebstrap"}
@@ -104,15 +104,20 @@ def base_image(directory: Path, environment: Mapping[str, str]) -> str:
 def built(name: str, directory: Path, *, variant: str = "cpu") -> Image:
     """Build the image as docs/how-to/containers.md says, on the base image."""
     environment = settings(directory)
-    arguments = {"BASE": base_image(directory, environment), "VARIANT": variant}
+    arguments = {"VARIANT": variant}
     volumes = []
     if wheels := os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS"):  # as the Makefile reads them
         arguments["UV_FIND_LINKS"] = wheels
         volumes = [f"--volume={wheels}:{wheels}:ro"]
-    given = [word for key, value in arguments.items() for word in ("--build-arg", f"{key}={value}")]
-    options = ["build", "--layers", "--network=host", *volumes, *given, "--file", str(CONTAINERFILE), "--tag", name]
-    _call("buildah", *options, str(ROOT), environment=environment, timeout_s=3000)
+    given = [f"--build-arg={key}={value}" for key, value in arguments.items()]
+    build(name, CONTAINERFILE, ROOT, *volumes, *given, base=base_image(directory, environment), environment=environment)
     return Image(name, environment)
+
+
+def build(name: str, file: Path, context: Path, *options: str, base: str, environment: Mapping[str, str]) -> None:
+    """Build the image of a Containerfile on the base image. Layers that were built before are not built again."""
+    words = ["build", "--layers", "--network=host", f"--build-arg=BASE={base}", *options]
+    _call("buildah", *words, "--file", str(file), "--tag", name, str(context), environment=environment, timeout_s=3000)
 
 
 def _call(*command: str, environment: Mapping[str, str], timeout_s: float = 900.0) -> str:

@@ -72,7 +72,7 @@ def test_demo_runs_without_rights(image: Image, tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
     home.chmod(0o777)
-    options = ["--tmpfs=/tmp:mode=1777", "--shm-size=1g", f"--volume={home}:{HOME}"]
+    options = ["--tmpfs=/tmp:mode=1777,exec", "--shm-size=1g", f"--volume={home}:{HOME}"]
     started = time.monotonic()
     printed = image.run("demo", "--out", f"{HOME}/demo", options=options, timeout_s=1700)
     print(f"\ndemo in the image: {time.monotonic() - started:.0f} s")
@@ -91,12 +91,12 @@ def test_bill_of_materials_is_complete(image: Image) -> None:
     of_python = {
         f"{each['name'].lower().replace('_', '-').replace('.', '-')}=={each['version']}"
         for each in components
-        if each["purl"].startswith("pkg:pypi/")
+        if not each.get("purl", "").startswith("pkg:deb/")
     }
     assert of_python == set(image.call("python", "-c", DISTRIBUTIONS).split())
     packages = image.call("dpkg-query", "--show", "--showformat=${Package} ${Version}\\n").splitlines()
     assert sorted(packages) == sorted(
-        f"{each['name']} {each['version']}" for each in components if each["purl"].startswith("pkg:deb/")
+        f"{each['name']} {each['version']}" for each in components if each.get("purl", "").startswith("pkg:deb/")
     )
     rows = [line.split("\t") for line in image.call("cat", LICENCES).splitlines()[1:]]
     assert len(rows) == len(components)
@@ -110,9 +110,8 @@ def test_bill_of_materials_is_complete(image: Image) -> None:
 
 def test_code_is_a_small_layer(image: Image) -> None:
     """What changes with each version of the code is one small layer above the others."""
-    options = ["--no-trunc", "--human=false", "--format={{.Size}}\t{{.CreatedBy}}"]
-    history = podman("history", *options, image.name, environment=image.environment)
-    sizes = {text: int(size) for size, text in (line.split("\t", 1) for line in history.splitlines())}
+    layers = json.loads(podman("history", "--format=json", image.name, environment=image.environment))
+    sizes = {layer["CreatedBy"]: layer["size"] for layer in layers}
     (of_code,) = (size for text, size in sizes.items() if "bill_of_materials.py" in text)
     assert 100_000 < of_code < LAST_LAYER_BYTES
     assert max(sizes.values()) > 50 * of_code

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,8 +19,9 @@ import pytest
 from search_spaces.study.file import load_study
 from service.cli.main import main
 from service.store.database_url import VARIABLE
-from tests.cluster.machines import STORE_BYTES, Cluster, machines
-from tests.deploy.test_machines import PAGE, SLURM
+from tests.cluster.machines import STORE_BYTES, Cluster, Machine, machines
+from tests.deploy.test_machines import CLUSTER, INSTALLED, PAGE, SLURM
+from tests.deploy.test_machines import ENVIRONMENT as ENVIRONMENT_FILE
 from tests.docs.pages import Page
 from tests.end_to_end.server import ROOT, serving
 from tests.end_to_end.studies import write_small_study
@@ -64,6 +69,66 @@ def test_page_starts_a_cluster_that_runs_a_study(tmp_path: Path, postgresql_url:
         with serving(["tests.benchmarks.fake_serve"], tmp_path / "data", environment=environment) as server:
             document = server.wait_until_ended(server.submit(load_study(study).canonical()), timeout_s=600)
             assert document["state"] == "COMPLETE", server.story(document["id"])
+
+
+@contextmanager
+def sshd(machine: Machine, directory: Path) -> Iterator[None]:
+    """Context in which a machine takes SSH connections with the key `directory`/key."""
+    server = [str(shutil.which("sshd", path="/usr/sbin")), "-D", "-e", "-f", "none", "-h", str(directory / "key")]
+    settings = [f"AuthorizedKeysFile={directory}/key.pub", "StrictModes=no", "UsePAM=no", "PidFile=none"]
+    command = [*machine.inside(), *server, *(word for setting in settings for word in ("-o", setting))]
+    with (machine.directory / "log").open("ab") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=dict(machine.environment))
+    try:
+        yield
+    finally:
+        process.kill()  # and so everything on the machine
+        process.wait()
+
+
+@pytest.fixture
+def cluster_file(tmp_path: Path) -> Iterator[Path]:
+    """The file of `ray up` with this user, a new key and the machines of this test, which are removed at its end."""
+    if missing := [name for name in ("ssh-keygen", "rsync") if shutil.which(name) is None]:
+        pytest.skip(f"not installed: {', '.join(missing)} (Debian: apt-get install openssh-server rsync)")
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "key")], check=True)
+    name = f"mergesearch-{secrets.token_hex(4)}"
+    text = CLUSTER.read_text()
+    replaced = {
+        "cluster_name: mergesearch": f"cluster_name: {name}",
+        "ssh_user: mergesearch": "ssh_user: root",
+        "~/.ssh/mergesearch": str(tmp_path / "key"),
+        "192.0.2.": "10.77.0.",
+        "/etc/mergesearch/environment": str(tmp_path / "environment"),
+        INSTALLED: str(Path(sys.executable).parent),
+        "--disable-usage-stats": f"--disable-usage-stats {MEMORY}",
+    }
+    for old, new in replaced.items():
+        assert old in text
+        text = text.replace(old, new)
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    left = [Path.home() / f"ray_bootstrap_{each}" for each in ("config.yaml", "key.pem")]
+    assert not any(each.exists() for each in left)
+    yield file
+    for each in (*left, Path(f"/tmp/ray/cluster-{name}.state"), Path(f"/tmp/ray/cluster-{name}.lock")):
+        each.unlink(missing_ok=True)
+
+
+@pytest.mark.timeout(1200)
+def test_ray_up_starts_all_machines(tmp_path: Path, cluster_file: Path) -> None:
+    """`ray up` starts the head and both others over SSH, with the token and the settings of the environment file."""
+    Path("/run/sshd").mkdir(exist_ok=True)
+    with machines(tmp_path, num_workers=2, environment=ENVIRONMENT) as cluster, ExitStack() as stack:
+        token = cluster.environment["RAY_AUTH_TOKEN"]
+        environment = ENVIRONMENT_FILE.read_text().replace("RAY_AUTH_TOKEN=", f"RAY_AUTH_TOKEN={token}")
+        (tmp_path / "environment").write_text(environment)
+        for machine in cluster.machines:
+            stack.enter_context(sshd(machine, tmp_path))
+        command = [str(Path(sys.executable).with_name("ray")), "up", "--yes", "--no-config-cache", str(cluster_file)]
+        done = subprocess.run(command, env=dict(cluster.environment), capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        cluster.wait_for_nodes(3, timeout_s=600)
 
 
 STAND_INS = {
