@@ -100,7 +100,7 @@ class Release:
 
     def __init__(self, plane: ControlPlane, helm: Helm) -> None:
         self._helm = helm
-        self._place = ["--kubeconfig", plane.kubeconfig, "--namespace", NAMESPACE]
+        self._place: list[str | Path] = ["--kubeconfig", plane.kubeconfig, "--namespace", NAMESPACE]
 
     def helm(self, *arguments: str | Path, fails: bool = False) -> str:
         done = self._helm.run(*arguments, *self._place, timeout_s=300)
