@@ -117,6 +117,15 @@ class PostgreSQL:
         self._process.wait(timeout=START_S)
         self._process = None
 
+    def listen(self, network: str) -> None:
+        """Let clients of `network` connect by TCP too, to any address of this machine; the server is restarted."""
+        with (self._data / "postgresql.conf").open("a") as file:
+            file.write("listen_addresses = '0.0.0.0'\n")
+        with (self._data / "pg_hba.conf").open("a") as file:
+            file.write(f"host all all {network} scram-sha-256\n")
+        self.stop()
+        self.start()
+
     def create(self, *, template: str | None = None) -> str:
         """Create a database, empty or a copy of `template`, and return its URL."""
         name = f"test_{uuid.uuid4().hex}"

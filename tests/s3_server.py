@@ -43,8 +43,8 @@ class S3:
 
 
 @contextmanager
-def serving_s3() -> Iterator[S3]:
-    """Serve S3 until the end of the context, with the environment that makes S3's clients use it."""
+def serving_s3(host: str = "127.0.0.1") -> Iterator[S3]:
+    """Serve S3 at `host` until the end of the context, with the environment that makes S3's clients use it."""
     import fsspec
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
@@ -61,8 +61,8 @@ def serving_s3() -> Iterator[S3]:
         start_response(f"{fault[0]} Refused", [("Content-Type", "application/xml")])
         return [_BODY.format(fault[1]).encode()]
 
-    server = make_server("127.0.0.1", 0, application, threaded=True)
-    s3 = S3(f"http://127.0.0.1:{server.port}")
+    server = make_server(host, 0, application, threaded=True)
+    s3 = S3(f"http://{host}:{server.port}")
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     clients = fsspec.get_filesystem_class("s3")

@@ -14,7 +14,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from service.resolved_study import ResolvedStudy
 from service.store import Store
 from service.store.steps import GradientStep, Step
 from service.types import JobState
+from tests.end_to_end.memory_group import MemoryGroup, memory_group
 from tests.end_to_end.server import Server, drivers, processes_of_ray, replicas, serving
 from tests.end_to_end.studies import undisturbed, write_small_study
 from tests.postgresql import PostgreSQL
@@ -42,8 +43,8 @@ RECOVERY_S = 300.0
 DATABASE_AWAY_S = 2.0
 POLL_S = 0.1
 
-# Memory that a node may use more than at the start, and how much at a time is filled to exceed it.
-HEADROOM_BYTES, STEP_BYTES = 3 * 2**30, 2**27
+# The memory of a server and its Ray, the share of it above which Ray ends workers, and how much is filled at a time.
+MEMORY_BYTES, MEMORY_SHARE, STEP_BYTES = 8 * 2**30, 0.75, 2**27
 
 # What a raylet logs when its memory monitor has ended workers (Ray 2.60).
 MEMORY_REPORT = "worker(s), kill details: Memory on the node"
@@ -76,28 +77,19 @@ def _kill_database(postgresql: PostgreSQL) -> Callable[[Server, str], bool]:
     return kill
 
 
-def memory_settings() -> dict[str, str]:
-    """Environment of a server whose Ray ends workers when HEADROOM_BYTES more memory is used than now."""
-    memory = psutil.virtual_memory()
-    used = memory.total - memory.available + HEADROOM_BYTES
-    return {"RAY_memory_usage_threshold": f"{used / memory.total:.4f}", "RAY_memory_monitor_refresh_ms": "100"}
+def _press_memory(group: MemoryGroup) -> Callable[[Server, str], bool]:
+    """How memory is filled until Ray's memory monitor has ended workers, and freed; False if the monitor ended none."""
 
+    def press(server: Server, _: str) -> bool:
+        logs = Path(server.host.session_dir) / "logs"
 
-def press_memory(server: Server, _: str) -> bool:
-    """Fill memory until Ray's memory monitor has ended workers, and free it; False if the monitor ended none."""
-    logs = Path(server.host.session_dir) / "logs"
+        def num_reports() -> int:
+            return sum(file.read_text(errors="replace").count(MEMORY_REPORT) for file in logs.glob("raylet*.out"))
 
-    def num_reports() -> int:
-        return sum(file.read_text(errors="replace").count(MEMORY_REPORT) for file in logs.glob("raylet*.out"))
+        before = num_reports()
+        return group.fill(lambda: num_reports() > before, step_bytes=STEP_BYTES, pause_s=POLL_S)
 
-    before = num_reports()
-    filled: list[bytes] = []
-    while num_reports() == before:
-        if len(filled) * STEP_BYTES >= 2 * HEADROOM_BYTES:
-            return False
-        filled.append(b"x" * STEP_BYTES)
-        time.sleep(POLL_S)
-    return True
+    return press
 
 
 # How each part is killed; False where it was not there.
@@ -164,7 +156,7 @@ class _Studies:
     def kill(self, part: str, *, patience_s: float) -> bool:
         """Kill the part, waiting for it for so long if it is not there; False if it did not come."""
         deadline = time.monotonic() + patience_s
-        kill = {**KILLS, **GRADIENT_KILLS, MEMORY: press_memory, **self.kills}[part]
+        kill = {**KILLS, **GRADIENT_KILLS, **self.kills}[part]
         while not kill(self.server, self.current):
             if time.monotonic() >= deadline:
                 return False
@@ -242,8 +234,8 @@ def run_chaos(
 
     A stop lasts for `stop_s` seconds, and until an event reports that the part was replaced. Before each fault, a chunk
     or a step is stored, then up to `max_pause_s` seconds pass. A part that is to be killed and does not exist is waited
-    for, for `patience_s` seconds. Where `kills` has MEMORY, memory is filled until Ray ends workers; other processes on
-    the machine must then use about as much memory as at the start.
+    for, for `patience_s` seconds. Where `kills` has MEMORY, the server and its Ray have a memory of their own
+    (`memory_group`), which is filled until Ray ends workers.
 
     Each study has `rungs` and `max_trials`, and is written by `write_study`; `undisturbed` runs one again. Each study
     gets the next of `spaces`, by default the space that it is written with. `command` is the server's module and
@@ -262,13 +254,19 @@ def run_chaos(
     done: Counter[str] = Counter()
     seen: list[dict[str, Any]] = []
     settings = {name: json.dumps(value) for name, value in environment.items()}
-    database, own_kills = f"sqlite:///{directory / 'data' / DATABASE}", {}
+    database = f"sqlite:///{directory / 'data' / DATABASE}"
+    own_kills: dict[str, Callable[[Server, str], bool]] = {}
+    launcher: Sequence[str] = ()
     if postgresql is not None:
-        database, own_kills = postgresql.migrated(), {"database": _kill_database(postgresql)}
-        settings["MERGESEARCH_DATABASE"] = database
-    if MEMORY in kills:
-        settings |= memory_settings()
-    with serving(command, directory / "data", environment=settings) as server:
+        database = settings["MERGESEARCH_DATABASE"] = postgresql.migrated()
+        own_kills["database"] = _kill_database(postgresql)
+    with ExitStack() as stack:
+        if MEMORY in kills:
+            group = stack.enter_context(memory_group(MEMORY_BYTES))
+            launcher = group.launcher
+            own_kills[MEMORY] = _press_memory(group)
+            settings |= {"RAY_memory_usage_threshold": str(MEMORY_SHARE), "RAY_memory_monitor_refresh_ms": "100"}
+        server = stack.enter_context(serving(command, directory / "data", environment=settings, launcher=launcher))
         store = Store(database, waits=True)
         studies = _Studies(server, store, directory, file, undisturbed, spaces, own_kills)
         for fault in faults:

@@ -26,7 +26,14 @@ POLL_S = 0.1
 class Server:
     """A server on a data directory; `start` may be called again after `kill`, and keeps the address."""
 
-    def __init__(self, command: Sequence[str], data_dir: Path, *, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        data_dir: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+        launcher: Sequence[str] = (),
+    ) -> None:
         self.data_dir = data_dir
         self.log_file = data_dir.with_suffix(".log")
         self.url = ""
@@ -35,7 +42,7 @@ class Server:
         self._http = httpx.Client(timeout=120)
         # Studies of tests are of the shipped family, with data beside the data directory.
         allowed = [word for directory in (ROOT, data_dir.parent) for word in ("--allow-dir", str(directory))]
-        self._command = [*command, "--data", str(data_dir), *allowed]
+        self._command = [*launcher, sys.executable, "-m", *command, "--data", str(data_dir), *allowed]
         outer = {name: os.environ[name] for name in os.environ if name not in ("RAY_ADDRESS", "RAY_AUTH_MODE")}
         self._environment = {**outer, "PYTHONPATH": str(ROOT), **(environment or {})}
 
@@ -45,7 +52,7 @@ class Server:
         told = len(self.log) if self.log_file.exists() else 0
         with self.log_file.open("a") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *self._command, "--port", str(httpx.URL(self.url).port or 0)],
+                [*self._command, "--port", str(httpx.URL(self.url).port or 0)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -136,9 +143,14 @@ class Server:
 
 @contextmanager
 def serving(
-    command: Sequence[str], data_dir: Path, *, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    data_dir: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    launcher: Sequence[str] = (),
 ) -> Iterator[Server]:
-    server = Server(command, data_dir, environment=environment)
+    """A server that runs until the end of the context; `launcher` are words before its command, such as `nice`."""
+    server = Server(command, data_dir, environment=environment, launcher=launcher)
     try:
         server.start()
         yield server
