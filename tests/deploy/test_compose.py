@@ -191,7 +191,7 @@ def test_mounted_files_are_there() -> None:
         source
         for service in services_of(FILE.read_text()).values()
         for volume in service.get("volumes", ())
-        if (source := str(volume).split(":")[0]).startswith("./")
+        if (source := str(volume).split(":")[0]).startswith(".")
     ]
-    assert len(mounted) == 3
+    assert len(mounted) == 5
     assert [source for source in mounted if not (COMPOSE / source).exists()] == []

@@ -136,6 +136,7 @@ def test_environment_has_the_settings_of_the_servers_ray(monkeypatch: pytest.Mon
     found = read_environment(ENVIRONMENT)
     assert len(expected) > 3
     assert {name: found.get(name) for name in expected} == expected
+    assert found["RAY_JOB_STOP_WAIT_TIME_S"] == "90"
 
 
 def test_environment_has_no_token_and_ray_knows_its_options() -> None:
