@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.images import Image, built, podman, reason_to_skip
+from tests.deploy.deployed import ROOT
 from tests.deploy.deployed import image as name_of
 from tests.deploy.deployed import pinned, version
 
@@ -23,6 +25,15 @@ DISTRIBUTIONS = """
 import importlib.metadata
 for found in importlib.metadata.distributions():
     print(f"{found.name.lower().replace('_', '-').replace('.', '-')}=={found.version}")
+"""
+
+# Prints the sha256 of each module of the project in the image.
+MODULES = """
+import hashlib, pathlib, service
+root = pathlib.Path(service.__file__).parents[1]
+for package in ("search_spaces", "service", "workers"):
+    for file in sorted((root / package).rglob("*.py")):
+        print(file.relative_to(root), hashlib.sha256(file.read_bytes()).hexdigest())
 """
 
 # Prints what a process in the image may do.
@@ -48,6 +59,14 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
     made = built(name_of("cpu"), tmp_path_factory.mktemp("image"))
     print(f"\nimage: {made.inspect()['Size'] / 1e9:.1f} GB, built in {time.monotonic() - started:.0f} s")
     return made
+
+
+@pytest.mark.timeout(3600)
+def test_image_has_the_code_of_this_folder(image: Image) -> None:
+    """An image that is built again has the present code, whatever layers of an earlier one are used again."""
+    files = [file for name in ("search_spaces", "service", "workers") for file in sorted((ROOT / name).rglob("*.py"))]
+    here = [f"{file.relative_to(ROOT)} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files]
+    assert image.call("python", "-c", MODULES).splitlines() == here
 
 
 @pytest.mark.timeout(3600)
