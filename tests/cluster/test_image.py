@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.images import Image, built, podman, reason_to_skip
-from tests.deploy.deployed import ROOT
+from tests.deploy.deployed import ROOT, pinned, version
 from tests.deploy.deployed import image as name_of
-from tests.deploy.deployed import pinned, version
 
 HOME = "/home/mergesearch"
 LAST_LAYER_BYTES = 20_000_000

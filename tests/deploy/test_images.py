@@ -58,14 +58,14 @@ def installation_problems(text: str) -> list[str]:
                     problems.append(command)
             elif "install" in words and any("pip" in word for word in words):
                 what = [word for word in words[words.index("install") + 1 :] if not word.startswith("--")]
-                lists = {"/opt/requirements/engine.txt", "/opt/requirements/others.txt", "/dist/*.whl"}
+                lists = {"/opt/requirements/engine.txt", "/opt/requirements/others.txt", "/opt/dist/*.whl"}
                 if not all(word in lists or re.fullmatch(r"[\w-]+==\$\{\w+_VERSION\}", word) for word in what):
                     problems.append(command)
     return problems
 
 
 def layer_problems(text: str) -> list[str]:
-    """Files that are copied into the image before larger layers that do not need them."""
+    """Files that are copied into the image before larger layers that do not need them, or are only mounted."""
     last = list(instructions(text))[-1].stage
     order = [
         Path(source).name
@@ -74,7 +74,8 @@ def layer_problems(text: str) -> list[str]:
         for source in re.findall(r"\S+(?=\s\S+$)" if each.name == "COPY" else r"(?<=source=)[^,]+", each.text)
     ]
     order = [source for source in dict.fromkeys(order) if source != "tools"]
-    return [] if order == ["engine.txt", "others.txt", "dist"] else order
+    mounted = [name for name in re.findall(r"--mount=\S*from=(\w+)", text) if name != "tools"]  # changes go unnoticed
+    return ([] if order == ["engine.txt", "others.txt", "dist"] else order) + mounted
 
 
 CHECKS: Sequence[tuple[Callable[[str], list[str]], str, str]] = [
@@ -89,6 +90,11 @@ CHECKS: Sequence[tuple[Callable[[str], list[str]], str, str]] = [
     (installation_problems, '"uv==${UV_VERSION}"', "uv"),
     (layer_problems, "AS runtime\n", "AS runtime\nCOPY service /service\n"),
     (layer_problems, "COPY --from=requirements /requirements/others.txt", "COPY --from=package /dist"),
+    (
+        layer_problems,
+        "COPY --from=package /dist/ /opt/dist/\nRUN",
+        "RUN --mount=type=bind,from=package,source=/dist,target=/opt/dist",
+    ),
     (unpinned_images, "debian:bookworm-slim", "debian:latest"),
     (unpinned_images, "debian:bookworm-slim", "debian"),
 ]
