@@ -337,7 +337,8 @@ def test_a_queued_study_is_interrupted_before_its_pod_ends(rendered: Rendered, t
     command = head["lifecycle"]["preStop"]["exec"]["command"]
     program = tmp_path / "mergesearch"
     program.write_text(
-        "import pathlib, sys, time\n"
+        "import pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # tests in the background of a shell ignore it
         "try:\n"
         f"    pathlib.Path({str(tmp_path / 'started')!r}).touch()\n"
         "    time.sleep(60)\n"
