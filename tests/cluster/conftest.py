@@ -27,7 +27,7 @@ def _machines_can_be_made() -> None:
         pytest.skip(reason)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def site(
     tmp_path_factory: pytest.TempPathFactory, _machines_can_be_made: None, _postgresql: PostgreSQL
 ) -> Iterator[Site]:
