@@ -94,7 +94,7 @@ class ObjectStore:
 
     Raises:
         ValueError: The URL is not that of an object store, or holds credentials.
-        ObjectStoreError: The driver of the scheme is not installed.
+        ObjectStoreError: The package that is needed for URLs of this scheme is not installed.
     """
 
     def __init__(self, url: str) -> None:

@@ -251,10 +251,9 @@ class DisPaths:
         return len(block.path) or (self.depth_granularity if self.retains else 0)
 
     def _keys(self, order: Sequence[int]) -> list[float]:
-        """Sort keys in [0, 1], one for each copy of each layer that a block may use.
+        """Numbers in [0, 1], one for each copy of each layer, such that sorting the copies by them gives `order`.
 
-        Sorting the copies by their keys gives `order`, which has the number of each such layer as often as a block may
-        use the layer.
+        `order` lists layers by their numbers. It has each layer that a block may use, as often as a block may use it.
         """
         next_copy = [candidate * self.repeats for candidate in range(self.num_candidates)]
         keys = [0.0] * self.num_copies

@@ -147,9 +147,10 @@ class LayerPaths:
             yield Categorical(PREFERENCE, tuple(range(self.num_preferences)))
 
     def path(self, configuration: Configuration) -> Path:
-        """The path that a configuration describes, whose values the parameters must accept.
+        """The path that a configuration describes.
 
-        A layer that may not follow the previous one is replaced by the nearest layer that may.
+        The space's parameters must accept the configuration's values. A layer that may not follow the previous one is
+        replaced by the nearest layer that may.
         """
         found: list[int] = []
         length = configuration[LENGTH]

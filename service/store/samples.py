@@ -263,7 +263,7 @@ def not_stored(
 ) -> list[SampleResult]:
     """The samples among `samples` that are not stored yet for the recipe with the given digest.
 
-    Samples that earlier versions stored, in the table `samples`, are not considered.
+    Samples that only the table `samples` has, from earlier versions, count as not stored.
     """
     table = schema.sample_chunks
     query = sa.select(table.c.objective, table.c.start, table.c.num_samples).where(_is_of(table, study, digest, split))

@@ -82,8 +82,9 @@ def plan_tensors(recipe: Recipe | TensorPlan, bank: Bank) -> TensorPlan:
 def plan_as_stated(recipe: Recipe, bank: Bank) -> TensorPlan:
     """Plan a recipe as it is stated, including sources that have no influence, such as those with weight 0.
 
-    It is for gradients, which are computed by the coefficients of these sources too. The merged model is the same as
-    with `plan_tensors`, up to rounding, because sums may have another order. Raises as `plan_tensors` does.
+    It is for gradients, which are derivatives with respect to the coefficients of these sources too. The merged model
+    is the same as with `plan_tensors`, up to rounding, because sums may have another order. Raises as `plan_tensors`
+    does.
     """
     recipe.check()
     return _plan(recipe, recipe, bank)
