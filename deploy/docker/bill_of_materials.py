@@ -57,7 +57,7 @@ def debian_licences(directory: Path) -> list[str]:
 
 
 def licence_of(component: Mapping[str, Any]) -> str:
-    """What a component declares as its licence, on one line."""
+    """The licence that a component declares, on one line."""
     found = []
     for entry in component.get("licenses", ()):
         licence = entry.get("license", {})
@@ -82,7 +82,7 @@ def texts_of(component: Mapping[str, Any]) -> list[str]:
 
 
 def missing(components: Iterable[Mapping[str, Any]], expected: Sequence[str]) -> list[str]:
-    """Those of `expected`, each NAME==VERSION, that are not among the components."""
+    """The entries of `expected`, each NAME==VERSION, that are not among the components."""
     found = {f"{component['name']}=={component['version']}" for component in components}
     return [each for each in expected if each not in found]
 

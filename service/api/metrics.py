@@ -44,7 +44,7 @@ Samples: TypeAlias = Iterator[tuple[Labels, float]]
 
 @dataclass(frozen=True)
 class Stored:
-    """What a scrape reads from the database.
+    """Rows that a scrape reads from the database.
 
     `jobs` are all jobs. `shown` are those that have not ended, or ended less than SHOWN_AFTER_END_S ago. `setbacks`
     are the numbers of events of the kinds in SETBACKS, as job id -> kind -> number. `num_engine_faults` is the number
@@ -66,7 +66,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Scrape:
-    """What the metrics of one scrape are made of.
+    """Inputs of the metrics of one scrape.
 
     `stored` is None while the database does not answer. `is_ready` says whether jobs can make progress. The server's
     files are in `data_dir`.

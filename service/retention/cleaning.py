@@ -58,7 +58,7 @@ class Removal:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What is kept of one job of one kind of data, such as its responses: how many there are, and their bytes.
+    """Stored data of one kind of one job, such as its responses: their number, and their size in bytes.
 
     `age_s` are the seconds since the job ended. Nothing is removed if `is_protected`, for example because another job
     uses the job's results.

@@ -60,7 +60,7 @@ Raises NotFound, or Conflict if a study cannot be named in this way here.
 
 @dataclass(frozen=True)
 class _Places:
-    """Where exported sources are: below `directory`, or with the artifacts if `artifacts_in` is an object store."""
+    """Storage of exported sources: below `directory`, or with the artifacts if `artifacts_in` is an object store."""
 
     directory: Path
     artifacts_in: str | Path

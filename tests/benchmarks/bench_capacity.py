@@ -117,7 +117,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _first_limit(rows: list[dict[str, Any]]) -> str:
-    """What is most occupied at the smallest number of replicas that are not busy."""
+    """The most occupied part at the smallest number of replicas that are not busy."""
     for row in rows:
         if row["busy"] < BUSY:
             return f"{max(('driver', 'database', 'head'), key=lambda name: row[name])} at {row['replicas']}"

@@ -209,7 +209,7 @@ class Cluster:
 
     def _ask(self, *command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command, capture_output=True, text=True, check=False, env=dict(self.environment), timeout=60
+            command, capture_output=True, text=True, check=False, env=dict(self.environment), timeout=180
         )
 
     def wait_for_nodes(self, number: int, *, timeout_s: float = START_S) -> float:

@@ -32,7 +32,8 @@ NUM_WORKERS = 2
 IDLE_S = 30
 WAIT_S = 600.0
 
-# Holds two actors, each as large as a worker, until it is told to end; prints their nodes when those change.
+# Holds two actors, each as large as a worker, until the file of the third argument exists. Prints their nodes when
+# those change.
 STUDY = """
 import sys, time, pathlib, ray
 ray.init(address=sys.argv[1], _node_ip_address=sys.argv[2], log_to_driver=False)

@@ -15,7 +15,7 @@ from tests.cluster.site import NUM_MACHINES, REPLICA, Site
 
 CUT_S = 90.0
 # A notice that ends while the study runs, as that of a spot machine, and one that ends later.
-NOTICES_S = (60, 900)
+NOTICES_S = (20, 900)
 
 
 def worker_with_a_replica(site: Site) -> Machine:

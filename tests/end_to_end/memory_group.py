@@ -13,11 +13,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["MemoryGroup", "memory_group", "reason_to_leave_out"]
+__all__ = ["MemoryGroup", "memory_group"]
 
 GROUPS = Path("/sys/fs/cgroup/memory")
 LIMIT_FILE = "memory.limit_in_bytes"
@@ -59,24 +59,16 @@ class MemoryGroup:
         return is_reached
 
 
-def reason_to_leave_out() -> str | None:
-    """Why no group can be made here; None if one can."""
-    if os.geteuid() != 0:
-        return "control groups need root"
-    if not (GROUPS / LIMIT_FILE).exists():
-        return f"{GROUPS} has no memory controller (control groups, version 1)"
-    try:
-        place = GROUPS / f"mergesearch-try-{os.getpid()}"
-        place.mkdir()
-        place.rmdir()
-    except OSError as error:
-        return f"no control group can be made: {error}"
-    return None
-
-
 @contextmanager
 def memory_group(limit_bytes: int) -> Iterator[MemoryGroup]:
-    """A new group that may use `limit_bytes`, and is removed at the end; its processes must have ended then."""
+    """A new group that may use `limit_bytes`; it is removed at the end, when its processes have ended.
+
+    Raises OSError with the reason where no group can be made.
+    """
+    if os.geteuid() != 0:
+        raise OSError("a control group of its own for the memory fault needs root")
+    if not (GROUPS / LIMIT_FILE).exists():
+        raise OSError(f"the memory fault needs control groups of version 1: {GROUPS} has no {LIMIT_FILE}")
     group = MemoryGroup(GROUPS / f"mergesearch-{os.getpid()}")
     group.place.mkdir()
     try:
@@ -84,7 +76,10 @@ def memory_group(limit_bytes: int) -> Iterator[MemoryGroup]:
         yield group
     finally:
         deadline = time.monotonic() + EMPTY_S
-        while group.place.exists() and time.monotonic() < deadline:
-            with suppress(OSError):  # processes that were killed have not ended yet
+        while group.place.exists():
+            try:
                 group.place.rmdir()
-            time.sleep(0.2)
+            except OSError:  # processes that were killed have not ended yet
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)

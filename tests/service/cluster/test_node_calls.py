@@ -115,7 +115,7 @@ def test_a_call_has_limits(calls: NodeCalls) -> None:
 def test_a_call_without_a_result_is_told(
     calls: NodeCalls, jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job that is killed, never ends or cannot read its call, and a cluster that is away, are told apart."""
+    """A job that is killed, never ends or cannot read its call, and an absent cluster, have messages of their own."""
     jobs.is_killing = True
     with pytest.raises(ConnectionError, match=r"on the node 10\.0\.0\.7 has ended without a result \(FAILED\)"):
         asyncio.run(calls.call(len, [], node=HERE, timeout_s=60))
