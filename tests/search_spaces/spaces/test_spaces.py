@@ -39,6 +39,8 @@ EXAMPLES = {
     "lfs, two experts, whole layers": described("lfs", models(("math", "code"), 5), layer_groups=2, component_groups=1),
     "lfs, method per component": described("lfs", models(tuple("abcde"), 6), layer_groups=2, method_per="component"),
     "lfs, whole layers": described("lfs", models(tuple("abc")), component_groups=1, method_per="component"),
+    "lfs, all experts": described("lfs", selection="all"),
+    "lfs, all experts and methods": described("lfs", selection="all", method_per="component", methods=ALL),
     "lfs, lambda per model": described("lfs", lambdas="per_model"),
     "lfs, lambda per model and component": described(
         "lfs", models(tuple("abcd")), lambdas="per_model", method_per="component", layer_groups=2, methods=ALL
