@@ -49,6 +49,10 @@ class DisSection(SpaceSection):
     """The models whose layers blocks choose from: experts' aliases, or base. Default: all experts."""
     layer_retention: bool = True
     """Whether a block that uses no layer keeps the base's layers; false: it is left out."""
+    permutations: bool = True
+    """Whether a block may use its layers in any order; false: in their own order, those of one layer in the order of
+    `models`.
+    """
     scales: bool = True
     """Whether each block has a scale of its own, 0.5 to 1.5; false: all are 1."""
     preset: Literal["d1m3r1", "d1m1r2"] | None = None
@@ -92,8 +96,9 @@ class DisSection(SpaceSection):
                 text = f"{published} models" if option == "models" else f"{option}={published}"
                 message = f"preset: {self.preset} means {text}, but {own} is given; leave out one of the two"
                 yield Problem(f"search_space.{option}", message)
-        if not (self.layer_retention and self.scales):
-            option = "scales" if self.layer_retention else "layer_retention"
+        for option in ("layer_retention", "permutations", "scales"):
+            if getattr(self, option):
+                continue
             message = f"preset: {self.preset} means {option}: true, but false is given; leave out one of the two"
             yield Problem(f"search_space.{option}", message)
 
@@ -131,15 +136,17 @@ class DisSpace:
             repeats=section.num_repeats,
             retains=section.layer_retention,
             has_scales=section.scales,
+            permutes=section.permutations,
         )
         self.parameters = Parameters(self.paths.parameters(), structure=self.paths)
 
     def describe(self) -> SpaceDescription:
         paths = self.paths
         again = f", each up to {paths.repeats} times" if paths.repeats > 1 else ""
+        order = "any" if paths.permutes else "their own"
         text = (
             f"a path of at most {self.max_layers} layers: in each of {paths.num_blocks} blocks, any of "
-            f"{paths.depth_granularity} x {len(paths.models)} layers{again}, in any order"
+            f"{paths.depth_granularity} x {len(paths.models)} layers{again}, in {order} order"
             f"{', and a scale' if paths.has_scales else ''}"
         )
         return SpaceDescription(

@@ -57,7 +57,8 @@ class DisPaths:
 
     `base` is the alias of the base model. `models` are the models whose layers blocks use, in order. A block has
     `depth_granularity` adjacent layers of each model, each up to `repeats` times; these are its candidates. With
-    `retains`, a block that uses no candidate has the base's layers; otherwise it has no layers.
+    `retains`, a block that uses no candidate has the base's layers; otherwise it has no layers. With `permutes`, a
+    block may have its candidates in any order; otherwise they are in the order of their numbers.
     """
 
     base: str
@@ -68,6 +69,7 @@ class DisPaths:
     repeats: int = 1
     retains: bool = True
     has_scales: bool = True
+    permutes: bool = True
 
     # Candidates of a block.
 
@@ -96,9 +98,9 @@ class DisPaths:
     def num_orders(self) -> int:
         """The number of different orders of a block's candidates, which are the layers that the block may use.
 
-        Each candidate occurs in an order as often as the block may use it.
+        Each candidate occurs in an order as often as the block may use it. Without `permutes` there is one order.
         """
-        return num_orders(self.num_candidates, self.repeats)
+        return num_orders(self.num_candidates, self.repeats) if self.permutes else 1
 
     def model_of(self, candidate: int) -> str:
         """The alias of the model that a candidate comes from. A candidate is a layer that a block may use."""
@@ -234,9 +236,10 @@ class DisPaths:
                 path = ()
             found.append(Block(path, scale))
         blocks = self._tidy(found)
-        has_room = all(block.path.count(number) <= self.repeats for block in blocks for number in block.path)
+        is_possible = all(block.path.count(number) <= self.repeats for block in blocks for number in block.path)
+        is_possible &= self.permutes or all(list(block.path) == sorted(block.path) for block in blocks)
         in_range = all(SCALES[0] <= block.scale <= SCALES[1] for block in blocks)
-        return blocks if has_room and in_range and self.layers(blocks) == list(layers) else None
+        return blocks if is_possible and in_range and self.layers(blocks) == list(layers) else None
 
     def depth(self, blocks: Sequence[Block]) -> int:
         """The number of layers of the merge that consists of these blocks."""
@@ -347,7 +350,8 @@ class DisPaths:
         """
         if self.retains and size == self.depth_granularity and rng.integers(len(self.models) + 1) == 0:
             return ()
-        return tuple((rng.permutation(self.num_copies)[:size] // self.repeats).tolist())
+        path = (rng.permutation(self.num_copies)[:size] // self.repeats).tolist()
+        return tuple(path if self.permutes else sorted(path))
 
     def _drawn_scale(self, rng: np.random.Generator) -> float:
         if not self.has_scales or rng.random() >= SCALED_SHARE:

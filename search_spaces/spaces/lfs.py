@@ -411,9 +411,8 @@ def _problems(given: Mapping[str, Any], *, num_layers: int, num_experts: int, pr
         yield Problem("search_space.methods", f"there are no methods; name some of {', '.join(SEARCHED_METHODS)}")
     of_pairs = [name for name in given["methods"] if name in METHODS and "pair" in METHODS[name].source_choice]
     if given["selection"] == "all" and num_experts == 1 and of_pairs:
-        message = (
-            f"all with methods of two models ({', '.join(of_pairs)}) needs two experts; name another or use subset"
-        )
+        names = ", ".join(of_pairs)
+        message = f"all needs two experts for methods of two models ({names}); name another, or use subset"
         yield Problem("search_space.selection", message)
     if preset == "paper":
         yield from _paper_contradictions(given)

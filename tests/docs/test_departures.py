@@ -70,7 +70,9 @@ def test_wrong_default_is_noticed() -> None:
     assert wrong_defaults("| what | paper | `lfs.selection: all` |") == [Setting("lfs", "selection", "all")]
 
 
-@pytest.mark.parametrize("setting", list(settings(default=False)), ids=lambda setting: f"{setting.option}-{setting.text}")
+@pytest.mark.parametrize(
+    "setting", list(settings(default=False)), ids=lambda setting: f"{setting.option}-{setting.text}"
+)
 def test_variants_are_accepted(setting: Setting) -> None:
     """What the page says of papers and published code can be asked for."""
     owner = setting.owner()

@@ -147,6 +147,22 @@ def test_empty_block_is_left_out() -> None:
     assert path(own.to_recipe(none)) == [("math", 0, 1.0)]  # at least one layer is left
 
 
+@pytest.mark.parametrize("options", [{}, {"depth_granularity": 2, "repeats": 2}])
+def test_without_permutations_layers_keep_their_order(options: dict[str, Any]) -> None:
+    """Without permutations the layers of a block follow each other as in their models; other paths are not found."""
+    family = models(num_layers=8, max_layers=16)
+    ordered, free = dis(family, permutations=False, **options), dis(family, **options)
+    assert not any(".order" in name or ".key" in name for name in ordered.parameters.names)
+    found = [free.to_recipe(free.parameters.sample(np.random.default_rng(seed))) for seed in range(60)]
+    kept = [recipe for recipe in found if ordered.from_recipe(recipe) is not None]
+    assert 0 < len(kept) < len(found)
+    for seed in range(60):
+        recipe = ordered.to_recipe(ordered.parameters.sample(np.random.default_rng(seed)))
+        layers = [layer for _, layer, _ in path(recipe)]
+        assert layers == sorted(layers)
+        assert free.from_recipe(recipe) is not None
+
+
 @pytest.mark.parametrize("options", [{}, {"layer_retention": False}, {"depth_granularity": 2, "repeats": 2}])
 def test_deep_path_is_shortened(options: dict[str, Any]) -> None:
     """The repair of a path that is too deep leaves out layers."""
@@ -282,6 +298,7 @@ def test_what_does_not_fit_the_models_is_refused(options: dict[str, Any], family
         ({"preset": "d1m1r2", "depth_granularity": 2}, "search_space.depth_granularity", "but 2 is given"),
         ({"preset": "d1m3r1", "models": ("a",)}, "search_space.models", "means 3 models, but 1 is given"),
         ({"preset": "d1m3r1", "layer_retention": False}, "search_space.layer_retention", "means layer_retention: true"),
+        ({"preset": "d1m3r1", "permutations": False}, "search_space.permutations", "means permutations: true"),
         ({"preset": "d1m3r1", "scales": False}, "search_space.scales", "means scales: true, but false is given"),
     ],
 )

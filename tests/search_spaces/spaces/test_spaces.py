@@ -76,6 +76,7 @@ EXAMPLES = {
     "dis, of the base and one expert": described(
         "dis", models(num_layers=6, tokenizer="union"), models=("base", "text")
     ),
+    "dis, layers in their own order": described("dis", models(num_layers=6, max_layers=8), permutations=False),
     "dis, layers left out": described("dis", models(num_layers=6, max_layers=6), layer_retention=False),
     "hm3": described("hm3"),
     "hm3, of the base and one expert": described(
