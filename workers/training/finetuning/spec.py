@@ -44,9 +44,12 @@ class Data(Section):
     """Training data: either a JSONL file (`file`) or a dataset (`dataset`)."""
 
     file: Line | None = None
-    """A JSONL file with one object on each line, which has `messages` of a chat, or the keys that the templates use."""
+    """A JSONL file with one object on each line, which has `messages` of a chat, `prompt` and `completion` as lists of
+    messages, or the keys that the templates use."""
     dataset: Line | None = None
     """A dataset's name on the hub, or its directory, as the library datasets takes it."""
+    configuration: Line | None = None
+    """The configuration (subset) of the dataset. Default: the dataset's only or default one."""
     split: Line = "train"
     """The split of the dataset that is used."""
     prompt: Annotated[str, Field(min_length=1)] = "{{prompt}}"
@@ -57,7 +60,8 @@ class Data(Section):
     max_length: Count = 1024
     """The number of tokens of a row. A longer document is an error."""
     packing: bool = True
-    """Whether a row may have several documents, none of which sees another."""
+    """Whether a row may have several documents, none of which sees another. Models with layers that carry a state from
+    document to document are refused."""
     pad_token: Line | None = None
     """The token that rows are padded with, if the tokenizer names none."""
 
@@ -132,6 +136,8 @@ class Evaluation(Section):
     """The number of updates between evaluations; there is one at the end too."""
     samples: Count = 100
     """The number of samples of each objective: its first ones in the order of a study with the same seed."""
+    chat_template: bool | None = None
+    """Whether prompts are written out by the chat template. Default: true if the training data are conversations."""
     objectives: Annotated[tuple[ObjectiveSpec, ...], Field(min_length=1)]
 
 

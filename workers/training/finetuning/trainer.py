@@ -28,10 +28,18 @@ from workers.file_access import FileAccess
 from workers.models.checkpoints import open_checkpoint
 from workers.models.remote import locate
 from workers.training.finetuning import checkpoints
-from workers.training.finetuning.data import IGNORED, Document, batch_rows, pack, read_documents, tensors_of
+from workers.training.finetuning.data import (
+    IGNORED,
+    Document,
+    batch_rows,
+    pack,
+    read_documents,
+    tensors_of,
+    writes_chats,
+)
 from workers.training.finetuning.history import CHECKPOINTS, EXPERT, METRICS, History, Report
 from workers.training.finetuning.methods import fitted_scale, make_optimizer
-from workers.training.finetuning.models import TrainedModel, load_model, pad_token
+from workers.training.finetuning.models import TrainedModel, check_packing, load_model, pad_token
 from workers.training.finetuning.result import write_expert
 from workers.training.finetuning.spec import FinetuneSpec, Training, task_of
 
@@ -65,6 +73,8 @@ def train(
     num_steps = spec.training.steps or math.ceil(len(rows) * float(spec.training.epochs or 0) / spec.training.batch)
     torch.manual_seed(spec.seed)  # adapters begin at random
     model = load_model(spec, base, ranks.device)
+    if spec.data.packing:
+        check_packing(model.module)
     fitted = fitted_scale(spec.method, base)
     optimizer = make_optimizer(
         spec.method,
@@ -86,7 +96,13 @@ def train(
         from workers.training.finetuning.evaluation import Evaluator
 
         evaluator = Evaluator(
-            spec.evaluation, base, model.module, max_length=spec.data.max_length, seed=spec.seed, access=access
+            spec.evaluation,
+            base,
+            model.module,
+            max_length=spec.data.max_length,
+            seed=spec.seed,
+            chat_template=writes_chats(spec),
+            access=access,
         )
     passes = _Passes(spec, model, rows, ranks, pad=pad_token(spec, prompts.tokenizer, base))
     loss, values = history.last("loss"), history.last("values") or {}

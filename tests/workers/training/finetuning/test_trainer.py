@@ -14,10 +14,12 @@ from safetensors.torch import load_file
 
 from search_spaces.errors import InvalidStudy
 from tests.builders import tiny_llama
+from tests.layouts import layout_family
 from workers.errors import InvalidModel, InvalidTask, TrainingFailed
 from workers.models.checkpoints import open_checkpoint, read_expert
 from workers.training.finetuning import checkpoints
 from workers.training.finetuning.history import CHECKPOINTS, EXPERT, METRICS, read_history
+from workers.training.finetuning.models import check_packing
 from workers.training.finetuning.result import TRAINING_FILE
 from workers.training.finetuning.spec import FinetuneSpec, Training, load_spec, parse_spec
 from workers.training.finetuning.trainer import check, learning_rate_at, train
@@ -204,6 +206,23 @@ def test_what_does_not_fit_the_model_is_refused(place: Path, tmp_path: Path) -> 
     run(place, tmp_path / "e", base=str(base), data={"pad_token": "</s>"}, training={"steps": 1})
 
 
+def test_packing_is_refused_where_documents_see_each_other(place: Path, tmp_path: Path) -> None:
+    """Layers with a state carry it from one document to the next; without packing such a model is trained."""
+    base = layout_family(tmp_path, "granitemoehybrid").base.directory
+    with pytest.raises(InvalidModel, match=r"data.packing: true; in models of type 'granitemoehybrid' a document"):
+        run(place, tmp_path / "packed", base=str(base))
+    run(place, tmp_path / "apart", base=str(base), data={"packing": False}, training={"steps": 1})
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma3_text", "qwen3_moe"])
+def test_packing_is_accepted_where_attention_ends_with_a_document(tmp_path: Path, model_type: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(layout_family(tmp_path, model_type).base.directory)
+    check_packing(model.train())
+    assert model.training
+
+
 def test_the_scale_is_fitted_to_experts(place: Path, tmp_path: Path) -> None:
     run(place, tmp_path / "first", method={"kind": "adamw"})
     facts = run(place, tmp_path / "second", method={"scale": "auto", "fit_to": [str(tmp_path / "first" / EXPERT)]})
@@ -225,6 +244,40 @@ def test_the_tasks_of_studies_are_scored_while_training(place: Path, tmp_path: P
     assert facts["values"] == values[-1]
     assert 0 <= values[-1]["sums"] <= 1
     assert "## Evaluation" in (tmp_path / "out" / EXPERT / "README.md").read_text()
+
+
+def chat_model(directory: Path) -> Path:
+    """A base whose tokenizer has a chat template, with data in which questions are answered by 7, other texts by 3."""
+    base = tiny_llama(directory / "base")
+    template = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}|{% endfor %}"
+    (base / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}a:{% endif %}")
+    questions = [f"{i}?" for i in range(20)]
+    chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": "7"}] for q in questions]
+    plain = [{"prompt": q, "completion": "3"} for q in questions]
+    lines = [*({"messages": chat} for chat in chats), *plain]
+    (directory / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = [{"prompt": q, "answer": "7"} for q in questions]
+    (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+@pytest.mark.parametrize("given", [None, False])
+def test_tasks_of_chats_are_asked_in_the_chat_template(tmp_path: Path, given: bool | None) -> None:
+    """An expert trained on conversations is right when it is asked as it was trained, which is the default."""
+    place = chat_model(tmp_path)
+    objective = {"name": "sevens", "task": {"file": "data.jsonl", "max_tokens": 1}, "metric": "exact_match"}
+    evaluation: dict[str, Any] = {"samples": 10, "objectives": [objective]}
+    if given is not None:
+        evaluation["chat_template"] = given
+    facts = run(
+        place,
+        tmp_path / "out",
+        data={"file": "chats.jsonl"},
+        method={"kind": "adamw"},
+        training={"steps": 40, "learning_rate": 0.01},
+        evaluation=evaluation,
+    )
+    assert (facts["values"]["sevens"] == 1.0) == (given is None)
 
 
 @pytest.mark.slow
