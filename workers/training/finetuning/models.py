@@ -29,7 +29,7 @@ class TrainedModel:
     `module` is the model that transformers or peft saves. `forward` is the module that is called in training and
     returns logits: a wrapper of `module`, or its linearization. `trained` are the parameters that are updated, by name.
     `moved` are the parameters to which MergOPT adds its offset while the gradient is computed; None means the trained
-    ones.
+    ones, which are then all.
     """
 
     module: Any
@@ -67,8 +67,14 @@ def load_model(spec: FinetuneSpec, base: Path, device: torch.device) -> TrainedM
     moved: tuple[torch.nn.Parameter, ...] | None = None
     if spec.adapter is not None:
         model, moved = _with_adapter(model, spec)
-    elif spec.training.layers is not None:
-        _freeze_but(model, spec.training.layers)
+    else:
+        if spec.training.layers is not None:
+            chosen = {id(p) for p in _of_layers(model, spec.training.layers, "training.layers")}
+            for parameter in model.parameters():
+                parameter.requires_grad_(id(parameter) in chosen)
+            moved = tuple(model.parameters())
+        if spec.method.noise_layers is not None:
+            moved = _of_layers(model, spec.method.noise_layers, "method.noise_layers")
     if spec.training.gradient_checkpointing:
         if spec.adapter is not None:
             model.enable_input_require_grads()
@@ -147,9 +153,10 @@ def _with_adapter(model: Any, spec: FinetuneSpec) -> tuple[Any, tuple[torch.nn.P
     return adapted, tuple(p for name, p in adapted.named_parameters() if ".base_layer." in name)
 
 
-def _freeze_but(model: Any, layers: tuple[int, ...]) -> None:
+def _of_layers(model: Any, layers: tuple[int, ...], option: str) -> tuple[torch.nn.Parameter, ...]:
+    """The weights of decoder layers, which `option` names. Raises InvalidModel for layers that the model lacks."""
     count = model.config.num_hidden_layers
     if unknown := [layer for layer in layers if layer >= count]:
-        raise InvalidModel((f"training.layers: {unknown[0]}; the model has the layers 0 to {count - 1}",))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(any(f".layers.{layer}." in f".{name}" for layer in layers))
+        raise InvalidModel((f"{option}: {unknown[0]}; the model has the layers 0 to {count - 1}",))
+    places = [f".layers.{layer}." for layer in layers]
+    return tuple(p for name, p in model.named_parameters() if any(place in f".{name}" for place in places))

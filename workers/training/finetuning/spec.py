@@ -76,12 +76,19 @@ class Method(Section):
     """The betas of AdamW."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The momentum of SGD."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.001
+    """The weight decay of AdamW or SGD. The default is that of the MergOPT paper."""
     noise: Literal["laplace", "gaussian"] = "laplace"
     """The distribution of the noise that mergopt adds to the weights (z in the paper)."""
     scale: Positive | Literal["auto"] = 0.0005
     """The scale of the noise: b of Laplace's distribution, or the standard deviation of Gauss'. auto: fitted to the
     task vectors of `fit_to`."""
+    mean: Annotated[float, Field(gt=-1, lt=1)] = 0.0
+    """The mean of the noise (mu in the paper)."""
+    noise_layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """The decoder layers to whose weights mergopt adds noise, which should be those that merges move. Default: all
+    weights; with an adapter, the weights that it changes; in a fleet whose experts all train layers only, the layers
+    that any of them trains."""
     fit_to: tuple[Line, ...] = ()
     """Experts of the same base, whose task vectors the noise is fitted to with scale: auto."""
     coefficients: Annotated[tuple[float, ...], Field(min_length=1)] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
@@ -224,6 +231,10 @@ def _contradictions(spec: FinetuneSpec) -> list[Problem]:
         )
     if method.scale == "auto" and not method.fit_to:
         found.append(Problem("method.fit_to", "is empty; scale: auto needs experts whose task vectors it is fitted to"))
+    if method.noise_layers is not None and spec.adapter is not None:
+        found.append(
+            Problem("method.noise_layers", "with an adapter, noise is in the weights that it changes; leave it out")
+        )
     if method.kind == "tangent" and (spec.adapter is not None or method.in_layers or training.gradient_checkpointing):
         found.append(
             Problem("method.kind", "tangent works without adapter, method.in_layers and gradient_checkpointing")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,10 +20,13 @@ from workers.errors import InvalidModel, InvalidTask, TrainingFailed
 from workers.models.checkpoints import open_checkpoint, read_expert
 from workers.training.finetuning import checkpoints
 from workers.training.finetuning.history import CHECKPOINTS, EXPERT, METRICS, read_history
-from workers.training.finetuning.models import check_packing
+from workers.training.finetuning.methods import make_optimizer
+from workers.training.finetuning.models import check_packing, load_model
 from workers.training.finetuning.result import TRAINING_FILE
 from workers.training.finetuning.spec import FinetuneSpec, Training, load_spec, parse_spec
-from workers.training.finetuning.trainer import check, learning_rate_at, train
+from workers.training.finetuning.task_vectors import task_vector
+from workers.training.finetuning.trainer import check, learning_rate_at, noise_seed, train
+from workers.training.mergopt.optimizer import MergOPT, draw_of
 
 pytestmark = pytest.mark.slow  # models are trained
 
@@ -147,6 +151,65 @@ def test_only_the_named_layers_are_trained(place: Path, tmp_path: Path) -> None:
         run(place, tmp_path / "none", training={"layers": [2]})
 
 
+def moved_by(spec: FinetuneSpec, place: Path) -> set[str]:
+    """The names of the weights that get MergOPT's offset in a training, seen within a step of it."""
+    model = load_model(spec, place / "base", torch.device("cpu"))
+    optimizer = make_optimizer(
+        spec.method, model.trained.values(), learning_rate=0.1, seed=3, model=model.module, moved=model.moved
+    )
+    assert isinstance(optimizer, MergOPT)
+    before = {name: p.detach().clone() for name, p in model.module.named_parameters()}
+    with optimizer.offset():
+        return {name for name, p in model.module.named_parameters() if not torch.equal(p, before[name])}
+
+
+def test_noise_is_where_merges_move_weights(place: Path) -> None:
+    """Noise is on all weights by default, also if only some layers are trained, because merges move the others."""
+    every = moved_by(spec_of(place), place)
+    assert moved_by(spec_of(place, training={"layers": [1]}), place) == every
+    of_layer = moved_by(spec_of(place, training={"layers": [1]}, method={"noise_layers": [0]}), place)
+    assert of_layer == {name for name in every if ".layers.0." in name}
+    with pytest.raises(InvalidModel, match=r"method.noise_layers: 5; the model has the layers 0 to 1"):
+        moved_by(spec_of(place, method={"noise_layers": [5]}), place)
+
+
+def test_training_with_noise_on_trained_layers_is_continued_only_by_name(place: Path, tmp_path: Path) -> None:
+    """A checkpoint of a version with noise on trained layers alone is refused unless these layers are named."""
+    out = tmp_path / "out"
+    named = {"training": {"layers": [1]}, "method": {"noise_layers": [1]}}
+    run(place, out, **named)
+    shutil.rmtree(out / EXPERT)
+    for checkpoint in (out / CHECKPOINTS).iterdir():
+        state = json.loads((checkpoint / "state.json").read_text())
+        del state["optimizer"]["mergopt"]["moved"]
+        (checkpoint / "state.json").write_text(json.dumps(state))
+    with pytest.raises(InvalidModel, match=r"expected method.noise_layers: \[1\] to continue it"):
+        run(place, out, training={"layers": [1], "steps": 8})
+    facts = run(place, out, training={"layers": [1], "steps": 8}, method={"noise_layers": [1]})
+    assert facts["steps"] == 8
+
+
+def test_experts_of_a_fleet_have_draws_of_their_own(place: Path) -> None:
+    seeds = {noise_seed(spec_of(place, name=name, seed=seed)) for name in ("math", "text") for seed in (0, 1)}
+    assert len(seeds) == 4
+
+
+@pytest.mark.parametrize("kind", ["mergopt", "sam"])
+def test_losses_at_the_weights_and_at_the_offset(place: Path, tmp_path: Path, kind: str) -> None:
+    """The history has both losses: with MergOPT that at the weights at some updates, with SAM both at all."""
+    run(place, tmp_path / "out", method={"kind": kind, "scale": 0.05, "rho": 0.5}, training={"steps": 12})
+    lines = read_history(tmp_path / "out" / METRICS)
+    if kind == "sam":
+        assert all(line["offset_loss"] != line["loss"] for line in lines)
+        return
+    assert [line["step"] for line in lines if "weights_loss" in line] == [1, 11, 12]
+    for line in lines:
+        draw = draw_of(noise_seed(spec_of(place)), line["step"] - 1)
+        assert (line["alpha"], line["models"]) == (draw.alpha, draw.num_models)
+        if "weights_loss" in line:
+            assert (line["weights_loss"] == line["loss"]) == (draw.factor == 0)
+
+
 @pytest.mark.parametrize("kind", ["mergopt", "adamw"])
 def test_lora_gives_an_adapter_of_the_base(place: Path, tmp_path: Path, kind: str) -> None:
     run(place, tmp_path / "out", adapter={"rank": 2, "targets": ["q_proj"]}, method={"kind": kind})
@@ -228,6 +291,12 @@ def test_the_scale_is_fitted_to_experts(place: Path, tmp_path: Path) -> None:
     facts = run(place, tmp_path / "second", method={"scale": "auto", "fit_to": [str(tmp_path / "first" / EXPERT)]})
     assert facts["noise"]["distribution"] == "laplace"
     assert 0 < facts["noise"]["scale"] < 0.02
+    # Tensors that were not trained are left out: they would make the noise too small.
+    run(place, tmp_path / "layer", method={"kind": "adamw"}, training={"layers": [1]})
+    base, expert = (load_file(d / "model.safetensors") for d in (place / "base", tmp_path / "layer" / EXPERT))
+    changes = [(expert[name] - base[name]).abs().flatten() for name in base if ".layers.1." in name]
+    (fitted,) = task_vector("layer", place / "base", tmp_path / "layer" / EXPERT).fits[:1]
+    assert fitted.scale == pytest.approx(float(torch.cat(changes).mean()), rel=1e-3)
     assert 0 < facts["noise"]["distance"] < 1
 
 
