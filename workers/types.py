@@ -299,15 +299,18 @@ class SampleDifference:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """Comparison of stored samples of one recipe with plain transformers on the exported weights.
+    """Comparison of a recipe's stored samples with those that plain transformers computes on the exported weights.
 
-    `num_equal` of the `num_samples` compared samples are equal. `differences` lists the others: every sample that is
-    not equal in value and completion, or whose log-probabilities differ by more than `tolerance`. `num_beyond` is the
-    number of differences that rounding does not explain. `max_logprob_difference` is the largest difference over the
-    `num_logprobs` compared log-probabilities: those of options, and those of the tokens of prompts and completions as
-    the engine and transformers read them. `num_tokens` is the number of completion tokens compared.
-    `num_without_tokens` is the number of samples that are stored without tokens, whose texts were compared. `reason`
-    says why samples were left out. Nothing was verified if `num_samples` is 0.
+    - `num_samples`: the number of samples that were compared; 0 if nothing was verified
+    - `num_equal`: the number of compared samples that are equal
+    - `differences`: the samples that are not equal: in the metric's value, in the completion, or in a log-probability
+      by more than `tolerance`
+    - `num_beyond`: the number of differences that rounding does not explain
+    - `num_logprobs`: the number of compared log-probabilities: of options, and of the tokens of prompts and completions
+    - `max_logprob_difference`: the largest difference between two compared log-probabilities
+    - `num_tokens`: the number of compared completion tokens
+    - `num_without_tokens`: the number of samples that are stored without tokens; their texts were compared
+    - `reason`: why samples were left out
     """
 
     recipe_digest: str
@@ -330,15 +333,15 @@ class VerificationReport:
 
 @dataclass(frozen=True)
 class GradientResult:
-    """Losses of a merge on a minibatch, and the derivatives of the total loss by the merge's coefficients.
+    """Losses of a merge on a minibatch, and the derivatives of their sum with respect to the merge's coefficients.
 
     `losses` are means over the minibatch by objective, each divided by its task's unit (`evaluation.references`), which
-    makes them comparable. The total loss is the sum of the losses times given weights. `num_samples` is the size of the
-    minibatch, and `seconds` the time of the computation. The derivatives are in three mappings. `by_source` maps a
-    tensor and the alias of a source to the derivative by this source's coefficient (`lambda` or `weight`). `shared`
-    maps a tensor and a coefficient to the derivative by a coefficient that a merge has once for all sources.
-    `layer_scales` maps a layer to the derivative by its scale, if requested. Tensors of merges without such
-    coefficients are not listed.
+    makes them comparable. The sum is that of the losses times given weights. `num_samples` is the size of the
+    minibatch, and `seconds` the time of the computation. There are three mappings of derivatives. `by_source` has those
+    with respect to coefficients of single sources (`lambda` or `weight`), by tensor and alias of the source. `shared`
+    has those with respect to coefficients that all sources of a merge share, by tensor and name of the coefficient.
+    `layer_scales` has those with respect to the scales of layers, by layer, if requested. Tensors of merges without
+    such coefficients are not listed.
     """
 
     losses: Mapping[str, float]
@@ -385,7 +388,7 @@ class Scorer(Protocol):
         ...
 
     def check(self) -> tuple[CanaryReport, ...]:
-        """Compare every engine that has scored since its last comparison with transformers: let it compute a canary.
+        """Let every engine that has scored since its last canary compute a canary, a comparison with transformers.
 
         Raises EngineFault if an engine does not reproduce the log-probabilities of transformers.
         """

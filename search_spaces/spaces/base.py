@@ -53,10 +53,10 @@ class SearchedModels:
 
     `fingerprints` are the content fingerprints of `base` and `experts`. `tensors` are the merged model's tensors, by
     name and in the order in which they are merged: embedding, layer by layer, head. An output head that is tied to the
-    embedding is not in `tensors`; `tied` maps its name, if the base's files have it, to the embedding's. `tokenizer` is
-    the tokenizer of every recipe. `max_layers` is the largest number of layers that a merge may have, or None if the
-    study states no limit. `preferences` are the study's preference vectors: weights by objective, at least 0, that sum
-    to one. A study without preference vectors has a single one of equal weights.
+    embedding is not in `tensors`. If the base's files have such a head, `tied` maps its name to the embedding's.
+    `tokenizer` is the tokenizer of every recipe. `max_layers` is the largest number of layers that a merge may have, or
+    None if the study states no limit. `preferences` are the study's preference vectors: weights by objective, at least
+    0, that sum to one. A study without preference vectors has a single one of equal weights.
     """
 
     base: str

@@ -308,7 +308,7 @@ def _compatible(
     """The settings of two slices of a mergekit file joined into one; None if the two contradict each other.
 
     A setting is a parameter with a value for each piece: a component or a single tensor. The slices contradict each
-    other if they set different parameters, or give a piece that both have different values.
+    other if they set different parameters, or different values for the same piece.
     """
     if first.keys() != second.keys():
         return None

@@ -115,11 +115,11 @@ class _Builder:
         return tuple(layers), embedding, head, self._tensors
 
     def _with_all_inputs(self, slice_: Slice) -> Slice:
-        """A copy of the slice that states its base model, which is also an input if the file lists `models`.
+        """A copy of the slice with its base model, which becomes an input of the merge if the file lists `models`.
 
-        The base of a slice is its own, else that of the file. If the file lists `slices`, and the method uses a base,
-        each slice itself must have the base among its sources. What is wrong with the slice's models and layer ranges
-        is added to `problems`.
+        The base is that of the slice, else that of the file. If the file lists `slices`, the base is not added: with a
+        method that uses a base, each slice must have it among its sources. Problems with the slice's models and layer
+        ranges are added to `problems`.
         """
         where = f"{slice_.place}.base_model" if slice_.base else "base_model"
         base = slice_.base or self._configuration.base_model

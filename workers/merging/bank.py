@@ -64,10 +64,10 @@ class Bank:
     within a share of memory (`recent`). With `keeps_statistics=False` none are cached, which is right for a single
     merge, as it needs each of them once.
 
-    `sources` are models that are already opened, or their description. The models of a description are opened here and
-    must have the fingerprints that it states. `cache` is the directory of the cache for this, or None for the default
-    one. Weights are searched for NaN and infinity once for each content. Raises InvalidModel if models cannot be
-    opened, have changed, or have such values.
+    `sources` are models that are already opened, or a description of models. Described models are opened here and must
+    have the fingerprints that the description states. Weights are searched for NaN and infinity once for each content;
+    the results are in the cache, whose directory is `cache`, or the default one if that is None. Raises InvalidModel if
+    models cannot be opened, have changed, or have such values.
     """
 
     def __init__(

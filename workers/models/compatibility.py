@@ -118,10 +118,11 @@ def _structure(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _comparable(found: Layout, depth: int | None) -> set[str]:
-    """The names of the tensors whose presence and shapes are compared between models.
+    """The names of the tensors of a model that are compared with those of another model, by presence and shape.
 
-    They are the tensors outside layers and those of the first `depth` layers, or of all layers if `depth` is None.
-    Output heads are left out, because `differences` reports a difference between them separately.
+    `found` is the model's layout. The names are those of the tensors outside layers and of the first `depth` layers, or
+    of all layers if `depth` is None. Output heads are left out, because `differences` reports a difference between them
+    separately.
     """
     return {
         name

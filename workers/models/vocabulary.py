@@ -1,10 +1,10 @@
 """Alignment of vocabularies: the token of each row of a model's embedding and output head.
 
 The rows of all models follow one vocabulary: the base's, the base's with the tokens that others have added (union), or
-one expert's. Rows are found by the token's string. Where a model has none for a token, it gets the base's row, and
-where the base has none either, the mean of the others' rows; the base itself then gets that row too, so that the task
-vectors of models without the token are zero. Rows without a token are, in all models, those of the model whose
-vocabulary it is.
+one expert's. Rows are found by the token's string. A model without a row for a token gets the base's row. If the base
+has no row for the token either, both get the mean of the rows of the models that have one; so the task vectors of
+models without the token are zero. Rows that represent no token are, in all models, those of the model from which the
+vocabulary is taken.
 """
 
 from __future__ import annotations

@@ -159,8 +159,8 @@ def _log_softmax(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 def _checked(logits: torch.Tensor, num_prompts: int) -> torch.Tensor:
     """Return `logits` unchanged. Raises EvidenceMismatch if they contain NaN or are infinite.
 
-    Nothing is scored by an engine whose logits are not finite. If transformers' are not, for a merge that the engine
-    scored, the two contradict each other. `num_prompts` is for the message.
+    An engine scores nothing with logits that are not finite. If transformers computes such logits for a merge that the
+    engine has scored, engine and transformers contradict each other. `num_prompts` is for the message.
     """
     if any(rows := bad_rows(logits).tolist()):
         raise EvidenceMismatch(

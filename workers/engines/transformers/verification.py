@@ -224,11 +224,11 @@ class _Comparison:
         )
 
     def _parting(self, pair: _Pair) -> tuple[str, float] | None:
-        """What differs between the engine's completion and that of transformers ("tokens" or "text"), and a gap.
+        """How the completions of engine and transformers differ: in "tokens" or only in "text", and by which gap.
 
-        For "tokens" the gap is the largest, over the engine's completion, between the log-probability of its token and
-        that of the token that transformers finds most likely. For "text" it is the gap between transformers' two most
-        likely tokens where the texts begin to differ. Returns None if the completions are equal.
+        A gap is a difference of log-probabilities by transformers. For "tokens" it is the largest amount by which a
+        token of the engine's completion is less likely than the likeliest token in its place. For "text" it is the gap
+        between the two likeliest tokens where the texts begin to differ. Returns None if the completions are equal.
         """
         completions = zip(pair.requests, pair.stored.tokens or (), pair.expected.tokens or (), strict=False)
         for request, ours, theirs in completions:

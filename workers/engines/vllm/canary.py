@@ -48,9 +48,9 @@ MAX_STANDARD_ERRORS = 5.0
 class Calibration:
     """Measurements on the base model by which a canary decides whether an engine agrees with transformers.
 
-    `base` has the log-probabilities of the base model by transformers in float32. `rounding` is the typical change of
-    these when the weights are rounded to `dtype`, the engine's (a root mean square). It is None for "float32", and if
-    transformers cannot compute in `dtype`.
+    `base` has the log-probabilities that transformers computes in float32. `dtype` is the engine's. `rounding` is the
+    root mean square by which these log-probabilities change when the weights are rounded to `dtype`. It is None for
+    "float32", and if transformers cannot compute in `dtype`.
     """
 
     dtype: str

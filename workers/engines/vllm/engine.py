@@ -165,10 +165,10 @@ class Engine:
         self.sources = str(self._call("mergesearch_sources"))
 
     def _tokenizer_directory(self) -> str:
-        """The directory of the tokenizer that vLLM loads.
+        """The directory from which vLLM loads its tokenizer, which must be the same as that of the engine's `prompts`.
 
-        It is the model's directory, if vLLM loads the same tokenizer from it as the engine's `prompts` have. Otherwise
-        it is a temporary copy of this tokenizer, whose files name its class.
+        It is the model's directory, if vLLM loads the same tokenizer from there. Otherwise it is a temporary directory
+        with a copy of the tokenizer, whose files name the tokenizer's class.
         """
         self._new_tokenizer = stated_directory(self.prompts.directory, self.prompts.tokenizer)
         return self._new_tokenizer.name if self._new_tokenizer else self.prompts.directory

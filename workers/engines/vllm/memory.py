@@ -122,7 +122,7 @@ def divide_memory(
 def usable_gpu_bytes(gpu_free: int, gpu_total: int) -> int:
     """Bytes of a GPU that an engine, its source weights and merging may use together.
 
-    They are what is free of the GPU (`gpu_free`) except room for CUDA's context, but at most USABLE_SHARE of
+    They are the free bytes of the GPU, `gpu_free`, less room for CUDA's context, and at most USABLE_SHARE of
     `gpu_total`.
     """
     return min(int(USABLE_SHARE * gpu_total), gpu_free - CONTEXT_BYTES)

@@ -319,10 +319,10 @@ Rule = tuple[Any, ...]
 
 
 def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
-    """How elements are compared with thresholds: a kind of comparison for each list in `each`.
+    """Choose the kind of comparison of elements with thresholds, for each list in `each`.
 
-    Each list has a `Trim`, which describes a threshold, for each source. If many elements may have the magnitude of one
-    of the thresholds (`Trim.is_tied`), all comparisons use tie-breaking marks (`ByMark`), else magnitudes alone
+    A list describes one threshold for each source, as a `Trim`. If many elements may have the magnitude of one of the
+    thresholds (`Trim.is_tied`), all comparisons use tie-breaking marks (`ByMark`), else magnitudes alone
     (`ByMagnitude`).
     """
     rows = [list(trims) for trims in each]

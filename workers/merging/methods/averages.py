@@ -215,9 +215,9 @@ def model_stock(
 
     The factor is t = N cos / (1 + (N - 1) cos), with cos the mean cosine between the task vectors of this tensor. A
     task vector of norm at most 1e-8 counts as orthogonal to the others. If the denominator is zero, the result is the
-    base. Near this pole t is large: raises InvalidRecipe, naming the tensor by `name`, if t is not from -N to 1. At t =
-    -N the result is as far from the base as models at equal distances are. With `unbounded` a warning is logged
-    instead. `products` are the inner products of the task vectors, if known.
+    base. Near this pole t is large. Raises InvalidRecipe, naming the tensor by `name`, if t is not from -N to 1; with
+    `unbounded` a warning is logged instead. For models at equal distances from the base, the result at t = -N is as far
+    from the base as they are. `products` are the inner products of the task vectors, if known.
     """
     taus = [tensor - base for tensor in tensors]
     weights = model_stock_weights(products or inner_products(taus), unbounded=unbounded, name=name)

@@ -98,8 +98,8 @@ class PlainMethod:
     ) -> torch.Tensor:
         """Compute the merge `merge` of `operands` by this method's function, with the coefficients of the merge.
 
-        `given` may replace coefficients, by name, by tensors without dimensions; the result then has gradients by
-        these. Raises InvalidRecipe for coefficients that the method does not take.
+        `given` may replace coefficients, by name, by tensors without dimensions; the result then has gradients with
+        respect to these. Raises InvalidRecipe for coefficients that the method does not take.
         """
         replaced = given or {}
         arguments: dict[str, Any] = {

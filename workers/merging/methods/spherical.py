@@ -49,10 +49,11 @@ def multislerp(
     theta_t are the tensors and w_t their weights, divided by their sum. u_t = theta_t / |theta_t| are the directions,
     and m = sum_t w_t u_t / |sum_t w_t u_t| is their mean. The tangent vectors v = sum_t w_t (u_t - <u_t, m> m) at m
     give (m cos |v| + v sin |v| / |v|) * sum_t w_t |theta_t|. As sum_t w_t u_t has the direction of m, v is zero except
-    for rounding, and the result is m * sum_t w_t |theta_t|. If the weighted mean direction vanishes (is shorter than
-    1e-7 or `eps`, which is added to the norms as in mergekit), two tensors are interpolated linearly; for more tensors
-    InvalidRecipe is raised. A single tensor is returned as it is. `products` are the inner products of the tensors, if
-    known.
+    for rounding, and the result is m * sum_t w_t |theta_t|.
+
+    The weighted mean direction vanishes if it is shorter than 1e-7 or `eps`. Two tensors are then interpolated
+    linearly; for more tensors InvalidRecipe is raised. `eps` is also added to the norms, as in mergekit. A single
+    tensor is returned as it is. `products` are the inner products of the tensors, if known.
     """
     if len(tensors) == 1:
         return tensors[0]

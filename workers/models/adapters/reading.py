@@ -164,10 +164,10 @@ def _matrix_problems(
 
 
 def _tied_problems(parts: Parts, settings: Settings) -> Iterator[str]:
-    """Yield the problems of an adapter that trained the tied embedding or output head of its base alone.
+    """Yield the problems of an adapter that trained only one of its base's tied embedding and output head.
 
-    The adapted model would no longer be tied. If the adapter has the setting `ensure_weight_tying`, peft trained the
-    two as one tensor and stored the matrices of both, which is no problem: the adapted model is the tied one with the
+    The adapted model would no longer be tied. An adapter with the setting `ensure_weight_tying` has no such problem:
+    peft trained the two as one tensor and stored the matrices of both. The adapted model is then the tied one with the
     product of the matrices added once (the merge function of peft 0.21 adds it twice).
     """
     heads = [module for module in parts.matrices if is_output_head(f"{module}.weight")]

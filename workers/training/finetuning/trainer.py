@@ -284,7 +284,10 @@ class _Update:
         return mean
 
     def _micro_batches(self) -> Iterator[tuple[Sequence[tuple[Document, ...]], bool]]:
-        """Yield this rank's rows of the batch in portions that are read at once, each with whether it is the last."""
+        """Yield this rank's rows of the batch in portions, each with a flag that is true for the last portion.
+
+        The rows of a portion are read in one forward pass.
+        """
         ranks, size = self._passes.ranks, self._passes.spec.training.micro_batch
         mine = self._batch[ranks.rank :: ranks.size]
         for start in range(0, len(mine), size):

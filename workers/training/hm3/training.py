@@ -70,9 +70,9 @@ class PolicyTraining:
     """The policies of one search: builds their episodes, and learns from the outcomes.
 
     `preferences` are the preference vectors, at least one. `descriptors` are statistics of the layers' weights, or
-    None. `saved` has checkpoints of policies, by the last iteration that each has learned from; those of the last two
-    iterations of each policy are needed. `start` has the checkpoint that each policy begins with, or is empty for new
-    policies. Raises ValueError if `start` has another number of checkpoints.
+    None. `saved` has the checkpoints that were saved after iterations of this search, by iteration. Only those of the
+    last two iterations of each policy are needed. `start` has the checkpoint that each policy begins with, or is empty
+    for new policies. Raises ValueError if `start` has another number of checkpoints.
     """
 
     def __init__(
@@ -115,9 +115,10 @@ class PolicyTraining:
     def num_needed(self, number: int) -> int:
         """The number of iterations whose outcomes must be known before episode `number` is built.
 
-        These are all iterations up to the last one that the episode's policy has learned from. With one policy this is
-        two iterations before that of the episode. With several policies, which take turns, it is the policy's previous
-        iteration, but at least two before. The result is 0 if policies do not learn.
+        They are all iterations up to the last one from which the episode's policy has learned. A single policy has
+        learned from the iterations up to the second before that of the episode. Of several policies, which take turns,
+        each has learned up to its own previous iteration, which is at least two earlier. The result is 0 if policies do
+        not learn.
         """
         if not self.options.learns:
             return 0

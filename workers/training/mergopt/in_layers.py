@@ -55,9 +55,10 @@ def offset_in_layers(
 
 @dataclass(frozen=True)
 class _Note:
-    """What autograd keeps for the backward pass in place of a tensor with noise: how to make the tensor again.
+    """A note that autograd keeps for the backward pass in place of a tensor with noise: how to make the tensor again.
 
-    It is the view of the part with noise that has `size`, `stride` and, as its first element, the offset `place`.
+    The tensor is a view of the parameter's `part` with noise. Its shape is `size`, its strides are `stride`, and
+    `place` is the offset of its first element in memory.
     """
 
     part: Part
