@@ -333,7 +333,11 @@ def _unwritten(record: ExportRecord) -> KeptExport:
 def _export(
     url: str, export: ExportRecord, directory: Path, *, alignments_in: str | Path, artifacts_in: str | None
 ) -> None:
-    """Write the model of an export to `directory`, or to the object store `artifacts_in` if there is one."""
+    """Write the model of an export to `directory`, or to the object store `artifacts_in` if there is one.
+
+    `url` is that of the database. `alignments_in` is the directory or the object store with the alignments of the
+    export's study.
+    """
     store = Store(url)
     try:
         job = store.job(export.study)

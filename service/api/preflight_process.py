@@ -224,7 +224,10 @@ def check_request(content: bytes, noun: str, accept: Accept, context: RequestCon
 
 
 def check_on_node(content: bytes, kind: str, context: RequestContext, *, is_json: bool) -> Accepted:
-    """Check a request's body as `check_request` does, on a node, which finds the database of the server itself."""
+    """Check a request's body as `check_request` does, but on a node of the cluster.
+
+    The node finds the URL of the server's database itself, because the URL may hold a password.
+    """
     assert context.data_dir is not None
     url = database_url(context.data_dir).render_as_string(hide_password=False)
     declared = kind_of(kind)

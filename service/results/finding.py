@@ -81,9 +81,9 @@ def rival_tests(
         finalists: The finalists, the best on search data first.
         trials: Trials of the study, or at least its baselines.
         objectives: Objectives that are scored on samples.
-        rows: Values of each trial on the holdout data by trial number and objective, of the same samples for all.
+        rows: Values on the holdout data by trial number and objective; all trials have the same samples.
         documents: Name of the data of each objective; equal names mean the same documents, position by position.
-        bounds: Range of each objective that no sample leaves, where it is known.
+        bounds: Lowest and highest value that a sample of an objective can have, where they are known.
 
     Returns:
         One test for each kind of baseline that was scored; none if no finalist was proposed by the search.

@@ -200,11 +200,12 @@ def _are_equal(samples: Samples, others: Samples) -> bool:
 
 
 def _bounds(objectives: Sequence[Objective], samples: Collection[Samples]) -> dict[str, tuple[float, float]]:
-    """The bounds between which the values of each objective lie, for the computation of intervals, by objective.
+    """The lowest and highest value that samples of each objective can have, from which intervals are computed.
 
-    If all `samples` are in the objective's range, the bounds are this range. Otherwise the objective has no bounds and
-    is left out, because its intervals can be computed without them, unless a trial has a single value. Then the bounds
-    are the lowest and the highest value or end of the range, moved outwards by their difference.
+    The result is by objective. If all `samples` are in the objective's range, the bounds are this range. Otherwise the
+    range is not valid, and the objective is left out, because intervals can be computed without bounds. Only the
+    interval of a single value needs bounds. If a trial has only one, the bounds are the lowest and the highest number
+    among the values and the ends of the range, each moved outwards by the distance between them.
     """
     found = {}
     for objective in objectives:

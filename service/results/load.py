@@ -158,7 +158,7 @@ class RunReader:
         return [event for event in self._events if event.kind == kind]
 
     def _with_recipes(self, store: Store, trials: tuple[TrialResult, ...], stage: _HeldOut) -> tuple[TrialResult, ...]:
-        """Read the recipes and configurations of those of `trials` that the results describe, and put them in.
+        """Return `trials` with the recipes and configurations of those that the results describe.
 
         The results describe the best trial and the trials of the held-out table. All other trials are returned as they
         are.
@@ -236,7 +236,11 @@ def _held_out(
     failures: Iterable[EventRecord],
     last: _HeldOut | None = None,
 ) -> _HeldOut:
-    """Read the held-out stage of a study and compute its results, unless those of `last` are of the same inputs."""
+    """Read the held-out stage of a study and compute its results.
+
+    `failures` are the events of trials that failed on holdout data. `last` is the stage as it was read before; it is
+    returned if nothing has changed from which results are computed.
+    """
     final, best = finalists(trials, objectives), best_trial(trials, objectives)
     compared = compared_with(final, trials)
     digests = [trial.recipe.digest for trial in compared]

@@ -42,8 +42,8 @@ class ExpectedSamples:
     """Numbers of samples that a study is expected to score.
 
     `search` is for the search, `holdout` for the held-out stage, and `full_budget` for a search that scores every trial
-    at full budget. Under asha the search scores at least `search` samples, because it also promotes trials that are
-    among the best of a rung only for a while.
+    at full budget. Under asha `search` is the least number: asha decides early, so it also promotes trials that later
+    results show not to be among the best of their rung.
     """
 
     search: int

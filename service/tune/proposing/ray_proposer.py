@@ -167,9 +167,9 @@ class RayProposer:
         return options.remote(self._algorithm, self._parameters, self._setting, self._steps, saved)
 
     def _message(self) -> dict[str, Any]:
-        """The arguments of the present call for the searcher's actor, with the indices of observations in their place.
+        """The arguments of the present call as the searcher's actor receives them, with indices for observations.
 
-        Observations that the actor does not have are sent to it first.
+        Observations that the actor does not have yet are sent to it first.
         """
         new, indices = self._sent.add(self._call["observations"])
         if new:

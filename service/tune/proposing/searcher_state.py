@@ -145,7 +145,10 @@ class SentObservations:
         self._indices: dict[int, tuple[int, Observation]] = {}  # by id; observations are kept so that ids stay theirs
 
     def add(self, observations: Sequence[Observation]) -> tuple[list[Observation], list[int]]:
-        """The observations that must be sent before a call, in order, and the indices of all for the call."""
+        """The observations that must be sent before a call, and the indices by which the call names its observations.
+
+        Observations to send are those that were not sent before, in order.
+        """
         new = []
         for observation in observations:
             if id(observation) not in self._indices:

@@ -1,9 +1,9 @@
-"""Racing: a candidate is compared with the best trials on the same samples, and stopped when it is behind.
+"""Racing: a trial is compared with the best trials on the same samples, and stopped when it is behind.
 
-Candidates are compared at each rung, which is a fixed number of samples of every objective. Birattari et al., "A racing
-algorithm for configuring metaheuristics" (2002), stop a candidate by a statistical test. Here it is stopped as soon as
-it is behind: a worse candidate costs few samples, at the risk of losing a better one that starts badly. With a `Bound`,
-a candidate is stopped when that risk is known to be small.
+Trials are compared at each rung, which is a fixed number of samples of every objective. Birattari et al., "A racing
+algorithm for configuring metaheuristics" (2002), stop a trial by a statistical test. Here it is stopped as soon as it
+is behind: a worse trial costs few samples, at the risk of losing a better one that starts badly. With a `Bound`, a
+trial is stopped when that risk is known to be small.
 """
 
 from __future__ import annotations
