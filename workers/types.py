@@ -55,7 +55,10 @@ class Placement(StrEnum):
 
 
 class Split(StrEnum):
-    """Which data of an objective is meant: the search data, or the holdout data on which only finalists are scored."""
+    """Which data of an objective is meant: the search data, or the holdout data for the final comparison.
+
+    On holdout data only finalists and baselines are scored.
+    """
 
     SEARCH = "search"
     HOLDOUT = "holdout"

@@ -89,7 +89,7 @@ class SpaceDescription:
     """How a space divides the model into parts with coefficients of their own, for reports.
 
     `layer_groups` cover the layers in order. `component_groups` are the parts of a layer that have coefficients of
-    their own, by name: groups of components, or single tensors. Each name has the components of the part, or the
+    their own, by name. A part is a group of components or a single tensor; its value is these components, or the
     component of the tensor. `text` says in words what is searched.
     """
 

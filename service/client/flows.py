@@ -1,7 +1,7 @@
-"""Flows of the calls about studies: each call of a client as a generator without input or output.
+"""Flows of the calls about studies: each call of a client as a generator of requests.
 
-A flow yields requests, and pauses in seconds. It is sent the responses, and returns a typed document. A client runs a
-flow, either blocking or with asyncio.
+A flow sends nothing itself. It yields requests, and pauses in seconds; it receives the responses, and returns a typed
+document. So a client can run a flow either blocking or with asyncio.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Flows of the calls about jobs of any kind."""
+"""Flows of the calls about jobs of any kind: each call of a client as a generator of requests (see `flows`)."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def _exactly(value: float) -> Estimate:
 def _complete(
     trials: Iterable[TrialResult], samples: Mapping[str, Samples], names: Sequence[str]
 ) -> dict[int, Samples]:
-    """Sample values of the trials that have as many samples as any other trial, by trial number.
+    """Values of the samples of each trial that has been scored completely, by trial number.
 
     `samples` has the values by recipe digest and objective, `names` are the objectives. A trial with fewer samples than
     another trial in some objective is not scored yet, or has failed; it is left out.

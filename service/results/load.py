@@ -59,9 +59,9 @@ def run_record(store: Store, study_id: str) -> RunRecord:
 class RunReader:
     """A reader of one study's record, which reads again only what has changed since the last call.
 
-    A trial is read again if an event names it, and as long as it is not finished. With `is_whole`, every trial has its
-    recipe and configuration. Otherwise only the best trial and those of the held-out table have them, because these two
-    are most of a trial's data, and a study may have tens of thousands of trials.
+    A trial is read again if an event names it, and as long as it is not finished. Recipes and configurations are most
+    of a trial's data, and a study may have tens of thousands of trials. Therefore only the best trial and those of the
+    held-out table have them, or with `is_whole` every trial.
     """
 
     def __init__(self, store: Store, study_id: str, *, is_whole: bool = False) -> None:

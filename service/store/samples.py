@@ -214,7 +214,7 @@ def num_tokens(connection: sa.Connection, study: str, split: Split) -> dict[str,
 
 
 def holdings() -> sa.Subquery:
-    """Subquery with rows (study, evidence, num_samples): how many of a study's samples belong to which evidence.
+    """Subquery that counts the samples that belong to each stored evidence: rows (study, evidence, num_samples).
 
     `evidence` is the id of a row in the table `evidence`. The same study and evidence may have several rows, whose
     numbers add up.
@@ -340,7 +340,8 @@ def remove_samples(
 def text_sizes(connection: sa.Connection) -> dict[str, tuple[int, int]]:
     """For each study, the number of samples whose responses are stored, and the bytes that their responses take.
 
-    The keys are ids of studies. A study is left out as long as it has samples where an earlier version stored them.
+    The keys are ids of studies. A study is left out as long as some of its samples are in the table of earlier
+    versions.
     """
     chunks, texts, old = schema.sample_chunks, schema.sample_texts, schema.samples
     same = sa.and_(*(texts.c[column.name] == column for column in chunks.primary_key))

@@ -381,10 +381,10 @@ class Store:
         return self.job(job_id)
 
     def consecutive_failures(self, job_id: str) -> int:
-        """Number of a job's latest drivers that ended, or failed to start, without a result, since the last result.
+        """Number of a job's drivers in a row, up to the latest, that ended or failed to start without a result.
 
-        A result is a finished rung or trial, a stored chunk or step, or what else is in RESULT_EVENTS. A request to
-        resume the job counts as one. Drivers that ended to wait for something are counted by the method
+        A result is a finished rung or trial, a stored chunk or step, or another event in RESULT_EVENTS. A request to
+        resume the job counts as a result. Drivers that ended to wait for something are counted by the method
         `consecutive_waits` instead.
         """
         setbacks = self._setbacks(job_id)
@@ -393,10 +393,9 @@ class Store:
         return max(len(failures), job.submissions - job.attempt)
 
     def consecutive_waits(self, job_id: str) -> int:
-        """Number of a job's drivers since the last result that ended because something that they needed was missing.
+        """Number of a job's drivers since its last result that ended to wait for something that was missing.
 
-        A result is what `consecutive_failures` counts from. The number is 0 if the last driver ended for another
-        reason.
+        Results are those of `consecutive_failures`. The number is 0 if the last driver ended for another reason.
         """
         setbacks = self._setbacks(job_id)
         return setbacks.count(EventKind.WAITING) if setbacks[-1:] == [EventKind.WAITING] else 0
@@ -592,7 +591,8 @@ class Store:
     def text_sizes(self) -> dict[str, tuple[int, int]]:
         """For each study, the number of samples whose responses are stored, and the bytes that their responses take.
 
-        The keys are ids of studies. A study is left out as long as it has samples where an earlier version stored them.
+        The keys are ids of studies. A study is left out as long as some of its samples are in the table of earlier
+        versions.
         """
         with self._reads.connect() as connection:
             return text_sizes(connection)

@@ -58,7 +58,7 @@ class Threshold:
 
     @property
     def key(self) -> int:
-        """The threshold as one integer, which can be compared with those that `magnitude_keys` gives elements."""
+        """The threshold as one integer, to compare with the integers that `magnitude_keys` computes for elements."""
         return int(np.float32(self.magnitude).view(np.uint32)) << 32 | self.mark
 
     def reached_by(self, magnitudes: torch.Tensor, order: TieOrder) -> torch.Tensor:

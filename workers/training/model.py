@@ -36,7 +36,7 @@ class ParameterPart:
     stop: int = 0
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The same part of another tensor with the parameter's shape, such as its gradient."""
+        """The same part of the tensor `whole`, which has the parameter's shape, such as the parameter's gradient."""
         return whole if self.expert is None else whole[self.expert, self.start : self.stop]
 
 
@@ -151,9 +151,9 @@ def _layer(name: str) -> str | None:
 def _with_content(tensor: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> Iterator[ParameterPart]:
     """Yield the parts of `parameters` whose values equal those of a tensor.
 
-    A part is a whole parameter, or the rows of one expert of a mixture of experts. It is needed where transformers
-    gives a parameter another name than the stored tensor, or joins the matrices of a mixture's experts in one
-    parameter.
+    A part is a whole parameter, or the rows of one expert of a mixture of experts. This search is needed if
+    transformers gives a parameter another name than the stored tensor has, or joins the matrices of a mixture's experts
+    in one parameter.
     """
     for leaf in parameters:
         if leaf.shape == tensor.shape and torch.equal(leaf, tensor):

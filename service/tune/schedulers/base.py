@@ -454,8 +454,8 @@ class RungTable(ABC):
     def _promote(self, rung: Rung, above: Rung, num_best: int, cause: int) -> list[int]:
         """Promote the best `num_best` of the members of `rung` on which decisions have been made, to the rung `above`.
 
-        Returns those of them that were not promoted before. `cause` is the number of the newest trial whose first
-        result was needed for this decision.
+        Returns the trials that were not promoted before. `cause` is the number of the newest trial whose first result
+        was needed for this decision.
         """
         promoted = rung.ranking.take(num_best)
         for number in promoted:

@@ -1,9 +1,9 @@
 """Verification: plain transformers scores an exported checkpoint again, and the samples are compared.
 
-The checkpoint is what users get, so that the comparison covers everything behind a score: merge, swap, scoring and
-export. Equal means equal metric values and equal completions, token by token; log-probabilities agree within the
-tolerance for rounding. Completions may differ only from a token that transformers finds, within the tolerance, as
-likely as its own.
+The checkpoint is what users get, so the comparison covers everything behind a score: merge, swap, scoring and export.
+Samples are equal if their metric values are equal, their completions are equal token by token, and their
+log-probabilities agree within the tolerance for rounding. Completions may differ from a token on for which transformers
+finds the engine's choice, within the tolerance, as likely as its own.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class _Comparison:
         self._dtype = dtype
 
     def read(self, pairs: Sequence[_Pair], engine_logprobs: Mapping[Tokens, Sequence[float]]) -> None:
-        """Compare log-probabilities by the engine and by transformers, and record how far each sample's are apart.
+        """Compare log-probabilities by the engine and by transformers, and record the difference for each sample.
 
         Compared are the tokens of all texts in `engine_logprobs`, and the options of the samples in `pairs` that are
         multiple choices.

@@ -88,9 +88,10 @@ class MergeLoss:
     The losses are means over all sets of this number of experts that are merged. The best coefficient is the one with
     the lowest mean loss over the merged experts' tasks.
 
-    `losses` has, for each expert, the loss on its evaluation tasks, by the expert's alias; `mean` is the mean of the
-    losses. For each coefficient that was tried for the method there is such a mean; `spread` is their standard
-    deviation. `coefficient` is the best coefficient, or None for a method without one.
+    - `losses`: the loss on each expert's evaluation tasks, by the expert's alias
+    - `mean`: the mean of `losses`
+    - `spread`: the standard deviation of `mean` over the coefficients that were tried for the method
+    - `coefficient`: the best coefficient, or None for a method without one
     """
 
     method: str

@@ -1,9 +1,9 @@
-"""Which networks play which episode, with which preference: a function of the options, the seed and earlier outcomes.
+"""Training of policies: which networks play which episode, with which preference.
 
-All iterations have the same number of episodes. Iteration i plays with the networks of i - 1, which have learned from
-the iterations up to i - 2, so that the episodes of one iteration are scored while those of the next are played. With
-one policy per preference vector the policies take turns, one iteration each. A policy that is conditioned on the vector
-plays all vectors in each iteration, one after the other.
+This is a function of the options, the seed and earlier outcomes. All iterations have the same number of episodes. The
+networks that play iteration i have learned from the iterations up to i - 2. So the episodes of one iteration can be
+scored while those of the next are played. With one policy per preference vector the policies take turns, one iteration
+each. A policy that is conditioned on the vector plays all vectors in each iteration, one after the other.
 
 A search may begin with given policies. They have no warm-up, and explore from the beginning as rarely as a search does
 at its end. If they do not learn either, the first episode of each preference vector is the path that the policy
@@ -33,14 +33,16 @@ TRIES = 16
 class PolicyTrainingOptions:
     """Options for training the policies of a search.
 
-    An iteration has `episodes` episodes. In the first `warm_up` iterations of each policy nothing is learned, and every
-    step is drawn from all allowed ones. `k` is the number of candidates for each step. The probability of drawing a
-    step at random decreases linearly from 1 to `exploration` over the `explored` iterations of a policy after its
-    warm-up. With `draws_paths` whole paths are drawn at random instead, as the space draws them: all in the warm-up,
-    then a share that decreases to zero over the `explored` iterations; single steps are drawn with the probability
-    `exploration`. With `is_conditioned` one policy has the preference vector as an input; otherwise there is a policy
-    for each vector. With `learns` false, the policies that a search begins with play all episodes, and the vectors take
-    turns.
+    - `episodes`: the number of episodes in an iteration
+    - `warm_up`: the number of a policy's first iterations in which nothing is learned, and every step is drawn from all
+      allowed ones
+    - `k`: the number of candidates for each step
+    - `exploration`, `explored`: the probability of drawing a step at random decreases linearly from 1 to `exploration`
+      over the `explored` iterations of a policy after its warm-up
+    - `draws_paths`: whole paths are drawn at random instead, as the space draws them: all in the warm-up, then a share
+      that decreases to zero over the `explored` iterations; single steps are drawn with the probability `exploration`
+    - `is_conditioned`: one policy has the preference vector as an input; otherwise there is a policy for each vector
+    - `learns`: if false, the policies that a search begins with play all episodes, and the vectors take turns
     """
 
     episodes: int = 16
