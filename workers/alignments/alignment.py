@@ -29,8 +29,8 @@ __all__ = ["Alignment"]
 class Alignment:
     """Map of the residual stream between two layers: a linear map or a scale for each channel, and optionally a shift.
 
-    Has either a `projection` [hidden, hidden] or a `scale` [hidden]; the `shift` [hidden] is optional. Raises
-    ValueError for other tensors or shapes, and for values that are NaN or infinite.
+    An alignment has either a `projection` [hidden, hidden] or a `scale` [hidden]; the `shift` [hidden] is optional.
+    Raises ValueError for other tensors or shapes, and for values that are NaN or infinite.
     """
 
     projection: torch.Tensor | None = None

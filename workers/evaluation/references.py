@@ -26,7 +26,7 @@ CHECKED = 100  # documents of each subtask whose targets are checked
 class Reading:
     """A text for a model to read: the tokens of a prompt followed by an answer.
 
-    The log-likelihood is that of the tokens after the first `num_context`. If `ends` is not empty, the text is followed
+    Its log-likelihood is that of the tokens after the first `num_context`. If `ends` is not empty, the text is followed
     by any one of these tokens, whose likelihood counts too.
     """
 

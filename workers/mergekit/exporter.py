@@ -1,9 +1,9 @@
 """Recipes as mergekit configurations, where mergekit computes the same tensors up to float32 rounding.
 
-A configuration has one merge method, so the recipe's merges must share one: weighted sums of models (passthrough,
-linear, task_arithmetic, in any mixture), SLERP (with passthrough), or one method with a counterpart everywhere. What
-mergekit computes differently is never written: masks among equal magnitudes, random masks, differing corner cases. The
-functions here know mergekit's configuration format, not its code.
+A configuration has one merge method, so the merges of a recipe must share a method: a weighted sum of models
+(passthrough, linear, task_arithmetic, in any mixture), SLERP (with passthrough), or another method that has a
+counterpart in mergekit. What mergekit computes differently is never written: masks among equal magnitudes, random
+masks, differing corner cases. The functions here know mergekit's configuration format, not its code.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ class Inexpressible(ValueError):
 class _Slice:
     """Adjacent merged layers with equal settings, which become one slice of a mergekit file.
 
-    `models` are the models that the slice lists, by their aliases in the recipe. `layers` maps each to its first layer;
-    the slice has `length` layers. `settings` maps a parameter, as (owner, name), to its values; the owner is a model,
-    or "" for all. The values are by piece: a component, or a tensor by its name within the layer. `base` is the base
-    model that the slice names, or None if it names none.
+    - `models`: the models that the slice lists, by their aliases in the recipe
+    - `layers`: the first layer of each model
+    - `length`: the number of layers of the slice
+    - `settings`: the values of each parameter, by (owner, name); the owner is a model, or "" for all models. The values
+      are by piece: a component, or a tensor by its name within the layer.
+    - `base`: the base model that the slice names, or None if it names none
     """
 
     models: tuple[str, ...]

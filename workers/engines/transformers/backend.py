@@ -124,7 +124,7 @@ def logprobs(model: Any, tokens: Sequence[int]) -> list[float]:
 
 @torch.inference_mode()
 def choice_gaps(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
-    """How far the log-probability of each token of `completion` is below that of the most likely token in its place."""
+    """The gap of each token of `completion`: the largest log-probability in its place, minus that of the token."""
     scores = _log_softmax(model, [*prompt, *completion])[len(prompt) - 1 : -1]
     chosen = scores.gather(-1, torch.tensor(completion)[:, None])[:, 0]
     return [float(gap) for gap in scores.amax(-1) - chosen]

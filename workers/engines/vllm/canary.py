@@ -69,12 +69,13 @@ class Calibration:
         return max(TIMES_ROUNDING * self.rounding, LEAST_TOLERANCE[self.dtype])
 
     def base_share(self, ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
-        """Estimate how much of the base model is in an engine's log-probabilities, and the most that rounding explains.
+        """Estimate the share of the base model in an engine's log-probabilities, and the share that rounding explains.
 
         `ours` are the engine's log-probabilities, `theirs` those of the merge by transformers. The share is 0 if `ours`
         equals `theirs`, and 1 if `ours` equals the base model's. It is a least squares estimate, which averages the
         rounding of all tokens. Weights that a swap did not write show in the share long before they show in the typical
-        difference. The result is (0, infinity) if rounding was not measured or the merge equals the base model.
+        difference. The second result is the largest magnitude of the share that rounding explains. The result is (0,
+        infinity) if rounding was not measured or the merge equals the base model.
         """
         step = [base - merged for base, merged in zip(self.base, theirs, strict=True)]
         length = math.sqrt(sum(value * value for value in step))

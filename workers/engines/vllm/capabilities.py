@@ -1,7 +1,8 @@
 """The process that asks vLLM about models: `python -m workers.engines.vllm.capabilities QUESTIONS ANSWERS`.
 
-It reads a list of configurations as in config.json, and writes for each the result of `describe` by the engine's dtype.
-No weights are loaded and no device is used. The module `support` decides from these answers which models can run.
+It reads a list of configurations as in config.json. For each configuration it writes the results of `describe` for all
+dtypes of engines, by dtype. No weights are loaded and no device is used. The module `support` decides from these
+answers which models can run.
 """
 
 from __future__ import annotations

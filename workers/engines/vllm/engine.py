@@ -281,9 +281,9 @@ class Engine:
     def check(self) -> CanaryReport:
         """Compare the engine with transformers now, and return the report of its comparisons.
 
-        Nothing is compared if the engine has scored nothing since it last passed. The comparison uses the recipe that
-        the engine holds, or the base model if the engine holds none or the recipe's logits are not finite. Raises
-        EngineFault if the engine differs.
+        Nothing is compared if the engine has scored nothing since it last passed a comparison. The comparison uses the
+        recipe that the engine holds, or the base model if the engine holds none or the recipe's logits are not finite.
+        Raises EngineFault if the engine differs.
         """
         with self._failing_for_good():
             if not self._is_checked:

@@ -44,9 +44,10 @@ class Destination:
 class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives (name, tensor) pairs to vLLM's weight loader, and records where the loader writes each tensor.
 
-    `source` yields the pairs, `parameters` are the model's by name. A tensor has a destination, at which it can later
-    be written without the loader, if the loader only copied it, whole, to one part of a parameter, and nothing else
-    changed this part before loading ended. `seconds` is the time spent computing the tensors.
+    `source` yields the pairs, `parameters` are the model's by name. If the loader only copies a tensor, whole, to one
+    part of a parameter, this part is the tensor's destination, at which it can later be written without the loader. The
+    tensor has no destination if anything else changes the part before loading ends. `seconds` is the time spent
+    computing the tensors.
     """
 
     def __init__(self, source: Iterator[tuple[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor]) -> None:

@@ -169,8 +169,8 @@ def kv_token_bytes(config: Mapping[str, Any], dtype: str, ranks: int = 1) -> int
 def kv_cache_bytes(config: Mapping[str, Any], max_length: int, dtype: str) -> int:
     """Bytes that an engine on CPU reserves for attention's keys and values.
 
-    They are enough for a full batch of texts of TEXT_TOKENS tokens, at most 1 GiB, and for at least one text of
-    `max_length` tokens.
+    They are enough for a full batch of texts of TEXT_TOKENS tokens, but at most 1 GiB. If one text of `max_length`
+    tokens needs more than that, they are enough for this text.
     """
     per_token = kv_token_bytes(config, dtype)
     block = 128  # tokens, vLLM's default on CPU

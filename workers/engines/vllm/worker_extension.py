@@ -166,7 +166,7 @@ class MergeExtension:
         return self._mergesearch_weights.checksum_now()
 
     def mergesearch_bad_rows(self) -> list[int]:
-        """The numbers of rows of logits that were NaN, and of those that were infinite, since the last call.
+        """The number of rows of logits that contained NaN, and the number of infinite rows, since the last call.
 
         If there were any, all cached keys and values are set to zero: NaN in a block of the cache spreads to other
         texts that reuse the block, even where it is masked.
@@ -193,10 +193,10 @@ def open_bank(
 ) -> Bank:
     """Open the bank of source weights of a family; `family` is JSON as `family_to_json` writes it.
 
-    A process has one bank, that of the family that was opened last; if it is open already, it is returned. If the
-    engine computes in this process, it is the engine's bank. Otherwise, for example for the canary, it is a bank of
-    mapped files that merges on the CPU. The weights are kept in the first of `placements` that has room for them; on a
-    GPU also for `scratch_bytes`, the memory for merging a tensor. Raises InvalidModel.
+    A process has one bank, that of the family that was opened last; if it is open already, it is returned. In a process
+    that has an engine, it is the engine's bank. In any other process, for example one that computes a canary, it is a
+    bank of mapped files that merges on the CPU. The weights are kept in the first of `placements` that has room for
+    them; on a GPU also for `scratch_bytes`, the memory for merging a tensor. Raises InvalidModel.
     """
     if family not in _opened:
         _opened.clear()

@@ -237,8 +237,8 @@ class Interpolation(NamedTuple):
     """Rule: the base plus lambda times the weighted mean of the task vectors that have the elected sign.
 
     This is computed for each element of the task vectors after the sparsification `sparse`. The elected sign is that of
-    the sum of all of them; where the sum is zero, the result is the base. The weights are divided by the sum of the
-    weights of the task vectors that have this sign. If only one has it, that one is used as it is.
+    the sum of all task vectors; where the sum is zero, the result is the base. The weights are divided by the sum of
+    the weights of the task vectors that have this sign. If only one task vector has it, this one is used as it is.
     """
 
     sparse: Sparsity

@@ -253,10 +253,11 @@ def _bucket_counts(numbers: Any) -> Any:
 
 @compiled
 def _digit_counts(numbers: Any, prefix: Any, shift: Any, start: int, stop: int) -> Any:
-    """Count the words that begin with the bits `prefix` by their next LOWER bits, which are the bits above `shift`.
+    """Count words by one digit: for the words that begin with the bits `prefix`, by their next LOWER bits.
 
-    The word of an element has 64 bits: its number, then its tie-breaking mark. Counted are elements from `start` to
-    `stop` - 1 of `numbers`. Returns a count for each value of the LOWER bits.
+    The word of an element has 64 bits: its number, then its tie-breaking mark. The digit is above the last `shift` bits
+    of the word. Counted are elements from `start` to `stop` - 1 of `numbers`. Returns a count for each value of the
+    digit.
     """
     counts, mask = np.zeros(1 << LOWER, np.int64), U64((1 << LOWER) - 1)
     above = shift + U64(LOWER)

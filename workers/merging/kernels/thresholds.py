@@ -66,8 +66,8 @@ def is_between(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: 
     """SOME (1) if element i of source s, of magnitude `size`, may be strictly between two thresholds, else NONE (0).
 
     The thresholds `low` and `high` are (magnitude, tie-breaking mark); `factor` determines the element's mark. `by`
-    says how it is compared: with `ByMark` by magnitude and mark; with `ByMagnitude` by magnitude alone, and elements
-    that it cannot decide count as between. Callable only in compiled code.
+    says how the element is compared with them: with `ByMark` by magnitude and mark; with `ByMagnitude` by magnitude
+    alone, and elements that this cannot decide count as between. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -102,7 +102,7 @@ def most_undecided(rule: Any) -> int:
 
 
 def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray) -> Any:
-    """A copy of a rule in which each threshold is exact, where the rule knew two bounds of it.
+    """A copy of a rule with exact thresholds, in place of the two bounds by which the rule knew each threshold.
 
     Each threshold is found among the elements between its bounds. `positions` has the indices of all elements that are
     between the bounds of any threshold. `base` and `xs` are the elements of the base and the sources, as arrays.

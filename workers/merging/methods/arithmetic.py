@@ -48,7 +48,7 @@ def weighted_sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> t
 
 
 def total(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> float:
-    """The sum over all elements of what `function` gives for the elements of tensors, in float64.
+    """The sum of a function of the elements of tensors, over all elements, in float64.
 
     `function` is applied element by element. It receives chunks of the tensors, converted to float64, one argument per
     tensor.

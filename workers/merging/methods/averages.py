@@ -98,7 +98,8 @@ def slerp(tensors: Sequence[torch.Tensor], *, t: float, cos: float | None = None
     """Spherical interpolation of two tensors (Shoemake 1985); t = 0 gives the first, t = 1 the second.
 
     This is equation 10 of "Automated Model Merging". omega is the angle between the whole tensors; `cos` is its cosine,
-    if known, and is computed otherwise. The tensors keep their norms: their directions determine only the angle.
+    if known, and is computed otherwise. The tensors are interpolated as they are, not normalised; only the angle is
+    that of their directions.
 
     If |cos omega| > 0.9995, the interpolation is linear. The divisor sin omega then goes to zero, and an angle in
     float32 has few significant digits. For nearly equal tensors the two interpolations differ by less than 1.3e-4, and
