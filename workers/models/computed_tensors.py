@@ -1,7 +1,7 @@
 """Tensors of a model that no file holds, computed from stored tensors whenever they are read.
 
 A low-rank adapter's weights are its base's plus a product of two small matrices; the embedding of a model with other
-tokens is its rows in another order. They take only the memory of the tensors that they are computed from.
+tokens is its rows in another order. Such tensors take only the memory of the tensors that they are computed from.
 """
 
 from __future__ import annotations

@@ -46,12 +46,18 @@ log = logging.getLogger(__name__)
 class ResolvedFamily:
     """Models that can be merged, located, opened and checked. All mappings are by alias, the base first.
 
-    A single model is a base without experts. `checkpoints` are the models as they are stored. `views` are the same
-    models with embeddings and output heads in the vocabulary that `tokenizer` selects, changed as `token_alignment`
-    says. `vocabulary` are the options of this vocabulary as a recipe states them. `given` has the directory or hub id
-    by which the caller named each model. `adapted` has, for adapters of other models than the base, the directory of
-    that model. With `any_depth` the numbers of layers may differ. Fingerprints, which need the contents, are computed
-    when first used; `cache` is the directory of the cache for them, or None for the default one.
+    A single model is a base without experts.
+
+    - `checkpoints`: the models as they are stored
+    - `views`: the same models with embeddings and output heads in the vocabulary that `tokenizer` selects, changed as
+      `token_alignment` says
+    - `vocabulary`: the options of this vocabulary as a recipe states them
+    - `given`: the directory or hub id by which the caller named each model
+    - `adapted`: for adapters of other models than the base, the directory of that model
+    - `any_depth`: whether the numbers of layers may differ
+    - `cache`: the directory of the cache for fingerprints, or None for the default one
+
+    Fingerprints need the contents of the models, and are computed when first used.
     """
 
     given: Mapping[str, str]

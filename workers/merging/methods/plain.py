@@ -1,10 +1,13 @@
 """The plain methods by name, and how they are called.
 
-A function receives the tensors, the base if its method needs one, and its coefficients by name, in the plural if there
-is one per source (`lambdas`, but `lambda_`); `keys` if it draws masks. Statistics that it has parameters for (`cos`,
-`importance`, `magnitudes`, `norms`, `products`, `ranks`, `variances`) are passed if they are known. The orders of equal
-elements (`orders`, `order`) are passed to functions that cut at a rank, and the tensor's `name` to functions whose
-messages mention it.
+A function receives the tensors, the base if its method needs one, and the coefficients by name. The name of a
+coefficient with a number for each source is in the plural, such as `lambdas`; `lambda_` is one number for all. The
+function also receives what it has parameters for:
+
+- `keys`: the keys of random masks
+- `cos`, `importance`, `magnitudes`, `norms`, `products`, `ranks`, `variances`: statistics, if they are known
+- `orders`, `order`: the orders of equal elements, for functions that cut at a rank
+- `name`: the tensor's name, for messages
 """
 
 from __future__ import annotations

@@ -70,9 +70,9 @@ def multislerp_unscaled(
 ) -> torch.Tensor:
     """Multi-SLERP (`multislerp`) with weights that are used as given (mergekit: `normalize_weights: false`).
 
-    The mean direction does not depend on this. The length of the result is the sum of the tensors' norms times their
-    weights, which need not sum to one. `eps` is a small number that is added to norms. `products` are the inner
-    products of the tensors, if known.
+    The mean direction is that of `multislerp`, because it does not depend on the sum of the weights. The length of the
+    result is the sum of the tensors' norms times their weights, which need not sum to one. `eps` is a small number that
+    is added to norms. `products` are the inner products of the tensors, if known.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -178,8 +178,8 @@ def karcher_weights(
 ) -> list[float]:
     """The factor of each tensor in `karcher`, from the weights and the inner products of the tensors.
 
-    The mean direction is found by at most `max_iter` steps, none shorter than `tol`. It and the steps are sums of the
-    tensors' directions, so that only the angles between the tensors are needed.
+    The mean direction is found by at most `max_iter` steps, none shorter than `tol`. The mean direction and the steps
+    are sums of the tensors' directions, so only the angles between the tensors are needed.
     """
     if len(products) == 1:
         return [1.0]

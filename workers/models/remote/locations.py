@@ -1,8 +1,8 @@
-"""The directory of a model: its own, that of a downloaded model, or of a metadata-only snapshot.
+"""The directory of a model: its own, that of a downloaded model, or that of a metadata-only snapshot.
 
-A model on the hub or in an object store whose weights are not on this machine is checked as a metadata-only snapshot,
-so that whether a family can be merged is known before its weights are downloaded. A snapshot is of one commit, and so
-is the download that replaces it.
+A model on the hub or in an object store whose weights are not on this machine is checked as a metadata-only snapshot.
+So a family is checked before its weights are downloaded. A snapshot is of one commit, and so is the download that
+replaces it.
 """
 
 from __future__ import annotations
