@@ -128,13 +128,15 @@ class Family:
 class TaskSpec:
     """Description of an evaluation task, from which a replica builds the task.
 
-    `task` is an lm-eval name, the absolute path of a YAML file, or an inline JSONL task ({"file": absolute path,
-    "prompt": jinja, "answer": jinja, "until": [...], "max_tokens": n}). `metric` and `filter` name one of the task's
-    metrics and filters. `split` is a split of the task's data, and `num_fewshot` the number of examples in a prompt. If
-    `filter` is None, it is the task's first; if `split` or `num_fewshot` is None, the task decides. `content` is the
-    sha256 of the data file, if there is one, so that changed data is detected. `permutation_seed` fixes the order of
-    the samples: position i is the same sample in every replica and every study. `access` limits the files that the task
-    may use, or is None if there is no limit; the digest of the description does not depend on it.
+    - `task`: an lm-eval name, the absolute path of a YAML file, or an inline JSONL task: {"file": absolute path,
+      "prompt": jinja, "answer": jinja, "until": [...], "max_tokens": n}
+    - `metric`, `filter`: one of the task's metrics and filters; with `filter` None, the task's first
+    - `split`: a split of the task's data; None leaves the choice to the task
+    - `num_fewshot`: the number of examples in a prompt; None leaves it to the task
+    - `content`: the sha256 of the data file, if there is one, so that changed data is detected
+    - `permutation_seed`: fixes the order of the samples: position i is the same sample in every replica and every study
+    - `access`: limits the files that the task may use; None is no limit. The digest of the description does not depend
+      on it.
     """
 
     task: str | Mapping[str, Any]
@@ -158,10 +160,11 @@ class TaskSpec:
 class TaskInfo:
     """Facts about a task that was built.
 
-    `num_samples` is its number of samples, and `higher_is_better` says whether larger values of its metric are better.
-    `output_type` is lm-eval's, such as "generate_until" or "multiple_choice". `num_truncated` is the number of prompts
-    that were cut to the engine's `max_model_len`. `groups` has the sizes of the groups (subtasks) by which the
-    permutation of the samples is stratified.
+    - `num_samples`: the number of samples
+    - `higher_is_better`: whether larger values of the metric are better
+    - `output_type`: lm-eval's, such as "generate_until" or "multiple_choice"
+    - `num_truncated`: the number of prompts that were cut to the engine's `max_model_len`
+    - `groups`: the sizes of the groups (subtasks) by which the permutation of the samples is stratified
     """
 
     num_samples: int
@@ -209,11 +212,13 @@ class ScoreRequest:
 class SampleResult:
     """The value and answer of one scored sample.
 
-    `document` is the sample's index in the task's data, `position` its index in the permutation, which is the order of
-    scoring. `value` is the metric on this sample. `response` is the model's answer: the completion, or the
-    log-probabilities of the options as JSON. `is_truncated` says whether the prompt was cut to the engine's
-    `max_model_len`. `tokens` has the token ids of each completion, including the token that ended it; it is None for
-    options, and where ids were not stored.
+    - `document`: the sample's index in the task's data
+    - `position`: its index in the permutation, which is the order of scoring
+    - `value`: the metric on this sample
+    - `response`: the model's answer: the completion, or the log-probabilities of the options as JSON
+    - `is_truncated`: whether the prompt was cut to the engine's `max_model_len`
+    - `tokens`: the token ids of each completion, including the token that ended it; None for options, and where ids
+      were not stored
     """
 
     objective: str
@@ -229,12 +234,14 @@ class SampleResult:
 class Evidence:
     """What an engine held while it scored a chunk of samples, as the engine itself reports it.
 
-    `recipe_digest` is the digest of the recipe that the engine holds, not the requested one. `bank_fingerprint` is the
-    fingerprint of the family whose source weights it holds. `prompts` maps an objective to the sha256 of the token ids
-    of every prompt of its span, in order. `weights_checksum` is the checksum of the engine's parameters after the swap.
-    `replica` and `swap_count` identify the engine and the swap, and `engine` describes the engine: program, dtype, size
-    and placement of the source weights. `canaries` is the number of canaries (comparisons with transformers) that the
-    engine had passed before it scored; the samples count as checked once the engine has passed another.
+    - `recipe_digest`: the digest of the recipe that the engine holds, not the requested one
+    - `bank_fingerprint`: the fingerprint of the family whose source weights the engine holds
+    - `prompts`: for each objective, the sha256 of the token ids of every prompt of its span, in order
+    - `weights_checksum`: the checksum of the engine's parameters after the swap
+    - `replica`, `swap_count`: names of the engine and of the swap
+    - `engine`: description of the engine: program, dtype, size and placement of the source weights
+    - `canaries`: the number of canaries (comparisons with transformers) that the engine had passed before it scored;
+      the samples count as checked once the engine has passed another
     """
 
     recipe_digest: str
@@ -285,10 +292,12 @@ class ScoreResult:
 class SampleDifference:
     """A sample for which the engine and transformers, which is the reference, give different results.
 
-    `engine` and `reference` are the two values of the metric. `what` says what differs: "tokens" or "text" of the
-    completion, "log-probabilities" by more than the tolerance, or only the "value". `top2_gap` is the largest gap
-    between the reference's best log-probability and that of the token that the engine took; for options, it is the
-    difference of their log-probabilities. `is_beyond` is true if rounding does not explain the difference.
+    - `engine`, `reference`: the two values of the metric
+    - `what`: what differs: "tokens" or "text" of the completion, "log-probabilities" by more than the tolerance, or
+      only the "value"
+    - `top2_gap`: the largest gap between the reference's best log-probability and that of the token that the engine
+      took; for options, the difference of their log-probabilities
+    - `is_beyond`: true if rounding does not explain the difference
     """
 
     objective: str

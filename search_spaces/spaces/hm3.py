@@ -291,8 +291,8 @@ class Hm3Space:
     def _names(self) -> dict[str, tuple[str, int | None]]:
         """The models whose layers are used in paths, by name: each is an alias and the index of a preference vector.
 
-        The alias MERGED stands for the merge of several models by that vector; there is one for each vector. The index
-        is None for a model of the study.
+        The index is None for a model of the study. The alias MERGED stands for a merge of several models by the
+        preference vector; there is one such model for each vector.
         """
         found: dict[str, tuple[str, int | None]] = {}
         for model in self.paths.models:

@@ -40,8 +40,8 @@ class Watchdog:
     """Measures how long the work of one replica takes, and tells whether it is overdue.
 
     The engine's thread enters the contexts `chunk` (scoring a chunk of samples) and `work`; any thread may call the
-    method `overdue`. `start_s` is the number of seconds that the start of the replica's worker took. A start includes a
-    comparison with transformers, as some later swaps do; therefore no chunk is overdue before that time.
+    method `overdue`. `start_s` is the number of seconds that the start of the replica's worker took. A chunk may always
+    take at least this long, because it may include a comparison with transformers, as the start does.
     """
 
     def __init__(self, limits: TimeLimits, *, start_s: float) -> None:

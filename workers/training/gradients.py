@@ -245,9 +245,10 @@ class CoefficientGradients:
 
 @dataclass(frozen=True)
 class _Targets:
-    """What the losses of one objective's samples are computed from, by position, and what they are divided by.
+    """The targets of one objective's samples, by position, and the number by which their losses are divided.
 
-    `unit` is the mean size of the task's samples (`References.unit`), or of the completions that replace right answers.
+    A target has the texts from which a loss is computed. The number, `unit`, is the mean size of the task's samples
+    (`References.unit`), or of the completions that replace right answers.
     """
 
     at: Mapping[int, Target]

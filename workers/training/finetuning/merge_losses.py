@@ -207,8 +207,8 @@ def landscape(
 ) -> Landscape:
     """Measure the sum of two experts' losses over a grid of their coefficients (MergOPT, figure 2).
 
-    `measure` returns a merge's loss on each expert's tasks, by alias. `grid` has the coefficients, which each of
-    the two experts has in turn.
+    `grid` has the coefficients of either expert; all pairs of them are measured. `measure` returns a merge's loss on
+    each expert's tasks, by alias.
     """
     sources = tuple(Source(alias) for alias in experts)
 

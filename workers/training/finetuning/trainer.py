@@ -153,7 +153,8 @@ def check_data(spec: FinetuneSpec) -> None:
 def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
     """The learning rate of update number `step`, from 0.
 
-    It is a linear warm-up, then a decay to 0 after the last update, or with the schedule "constant" no decay.
+    It rises linearly during the warm-up. Then it decays to 0 after the last update, or stays the same with the schedule
+    "constant".
     """
     warmup = training.warmup_steps
     if step < warmup:

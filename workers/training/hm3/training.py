@@ -215,8 +215,8 @@ class PolicyTraining:
 
         Returns None in the warm-up, in which nothing is learned. `outcomes_BK` are as in `Learner.update`. Episodes
         that another process built are built again, with the same result. `paths` are the paths that had the outcomes.
-        If one differs from the episode's, as in a search that an earlier version of this package began, the policy
-        learns from the given path.
+        If such a path differs from that of the episode, the policy learns from the path in `paths`; this is so in a
+        search that an earlier version of this package began.
         """
         if not self.is_learned_from(iteration):
             return None
@@ -251,7 +251,7 @@ class PolicyTraining:
         return list(found)[:count]
 
     def _new(self, iteration: int) -> Learner:
-        """A learner for the policy of `iteration`, as it is before its first update and without a given start."""
+        """A new learner for the policy of `iteration`, before its first update; given checkpoints are not used."""
         seed = self._seed + self.policy_of(iteration)
         options = self.options
         return Learner(self.paths, options.networks, options.learner, seed=seed, descriptors=self._descriptors)

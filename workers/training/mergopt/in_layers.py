@@ -1,4 +1,4 @@
-"""Offsets added where layers read their weights, so that no parameter changes and no copy of all is held.
+"""Offsets added where layers read their weights, so that the parameters themselves never change and need no copy.
 
 While a module computes, a parameter with an offset is hidden behind a tensor with noise. Instead of that tensor,
 autograd keeps a note how to make it again, so that the tensor is freed when the module is done. The backward pass makes
