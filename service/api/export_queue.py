@@ -312,9 +312,10 @@ class Exports:
             await anyio.to_thread.run_sync(self._store.set_export_state, name, state, reason)
 
     def _alignments(self, record: ExportRecord) -> str | Path:
-        """Place of the alignments of the exported trial's study.
+        """Place of the alignments that the exported trial's study uses.
 
-        It is their directory, or the URL of the object store that has them if there is no such directory.
+        It is the study's directory of alignments or, if there is no such directory, the URL of the object store that
+        has them.
         """
         directory = alignments_dir(job_dir(self._data_dir, record.study))
         return directory if self._remote is None or directory.is_dir() else self._remote

@@ -1,4 +1,4 @@
-"""Moves samples that earlier versions stored one per database row to the present form, while the server runs."""
+"""Converts samples of earlier versions, stored one per database row, to the present form while the server runs."""
 
 from __future__ import annotations
 

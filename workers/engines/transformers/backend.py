@@ -25,11 +25,11 @@ ATTENTION = "eager"
 
 
 class Reference:
-    """A transformers model in float32 that generates completions, and records how close each choice of a token was.
+    """A transformers model in float32 that completes prompts greedily, and records how clear each choice was.
 
-    `gaps` maps the token ids of a prompt to one (text so far, gap) for each generated token. The gap is the difference
-    between the two largest log-probabilities in the token's place. `model`, if given, is used instead of the model in
-    `directory`, which then has only the tokenizer and the configuration.
+    `gaps` has these records: it maps the token ids of a prompt to one (text so far, gap) for each generated token. The
+    gap is the difference between the two largest log-probabilities in the token's place. `model`, if given, is used
+    instead of the model in `directory`, which then has only the tokenizer and the configuration.
     """
 
     def __init__(self, directory: str, options: EngineOptions, *, model: Any = None) -> None:
