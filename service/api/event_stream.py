@@ -80,9 +80,9 @@ class EventHub:
         self._notifications.stop()
 
     def _announced(self, job_id: str) -> None:
-        """Have the events of the job read at once, if clients watch it, because the database has announced a new one.
+        """Let the new events of a job be read at once, if clients watch the job.
 
-        Another thread than that of the event loop calls this method.
+        It is called when the database announces an event, in another thread than that of the event loop.
         """
 
         def announce() -> None:

@@ -1,9 +1,9 @@
 """Tests of whether a merge that the search proposed is better than the best source model and published recipe.
 
-Every finalist that the search proposed is compared with both, sample by sample, in the value that names the best trial.
-The more finalists there are, the likelier one of them is lucky. Therefore the intervals of their differences hold
-together: each is at the level 1 - 0.05 / finalists. A merge counts as better where its interval is above 0. If none is
-better than a rival, the probability of claiming one is at most 5 %.
+Every finalist that the search proposed is compared with both, sample by sample, in the value by which the best trial is
+selected. The more finalists there are, the likelier one of them is lucky. Therefore the intervals of their differences
+hold jointly: each is at the level 1 - 0.05 / finalists. A merge counts as better if its interval is above 0. If no
+merge is better than a rival, the probability of claiming one is at most 5 %.
 
 Sources:
     Dunn 1961, "Multiple comparisons among means", JASA 56 (Bonferroni's correction of intervals).

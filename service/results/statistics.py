@@ -103,7 +103,7 @@ def paired_difference(
         reference: Values of the reference on the same samples in the same order.
         bounds: The range that the metric cannot leave. Without it, (0, 1) is assumed if every value is 0 or 1.
         level: Coverage of the interval. At 1 - 0.05 / m, the intervals of m differences all contain the true
-        differences with a probability of at least 95 % (Bonferroni).
+            differences with a probability of at least 95 % (Bonferroni).
 
     Returns:
         The mean difference, in the metric's unit.

@@ -4,8 +4,8 @@
     sample_documents   lists of documents; recipes that are scored on the same data share them
     sample_texts       responses and tokens, which are most of the bytes, as JSON compressed by zlib
 
-Earlier versions stored a row for each sample, in the table `samples`. Its rows are read where they are. They are moved
-to the other tables a recipe at a time: when a driver writes to their recipe, and by the server.
+Earlier versions stored a row for each sample, in the table `samples`. This module can read these rows. The server moves
+them to the other tables, a recipe at a time; a driver moves those of a recipe to which it writes.
 
 All functions work inside the caller's transaction. Those that write need the lock of the job's row.
 """
@@ -74,9 +74,10 @@ class SampleChunk:
 
 @dataclass(frozen=True)
 class VoidSample:
-    """A void sample: the engine of `replica` scored it after the last canary that it passed, and later failed a check.
+    """A void sample: one that an engine scored after the last canary that it passed, before it failed a check.
 
-    `position` is the sample's index in the order in which the objective's samples are scored.
+    `replica` is the engine's replica. `position` is the sample's index in the order in which the objective's samples
+    are scored.
     """
 
     recipe_digest: str

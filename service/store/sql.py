@@ -401,10 +401,10 @@ class Store:
         return setbacks.count(EventKind.WAITING) if setbacks[-1:] == [EventKind.WAITING] else 0
 
     def _setbacks(self, job_id: str) -> list[str]:
-        """Kinds of a job's events since its last result that say that a driver ended or failed to start, oldest first.
+        """Kinds of the events which say that a driver of a job ended or failed to start, since the job's last result.
 
-        SETBACK_EVENTS lists these kinds. A result is an event of a kind in RESULT_EVENTS, a stored chunk or a stored
-        step.
+        They are in the order of the events, oldest first. SETBACK_EVENTS lists these kinds. A result is an event of a
+        kind in RESULT_EVENTS, a stored chunk or a stored step.
         """
         events, evidence, steps = schema.events, schema.evidence, schema.search_steps
         of_job = events.c.study == job_id

@@ -57,7 +57,7 @@ def with_warm_start(
     artifacts: ArtifactStore,
     open_study: OpenStudy,
 ) -> PreflightResult:
-    """Add to the preflight result of a study the observations of its warm start.
+    """Add the observations of a study's warm start to the study's preflight result.
 
     The observations are copied to the study's own artifacts when it first runs. If the study has no warm start, the
     result is unchanged. Raises StudyFailed if the observations cannot be used; the study's state is then FAILED, with

@@ -104,8 +104,8 @@ def baselines_of(trials: Sequence[TrialRecord], known: Sequence[Baseline], *, ha
     """The baselines of a study that has the stored `trials`, in the order of their trial numbers.
 
     `known` are the baselines that a new study would have. A study whose search has begun (`has_begun`) keeps the
-    baselines that it began with, because the numbers of all other trials follow from the number of baselines. A version
-    of this program with other baselines changes nothing for it.
+    baselines that it began with, because the numbers of all other trials follow from the number of baselines. So a
+    version of this program with other baselines does not change such a study.
     """
     stored = sorted((t for t in trials if t.origin in (Origin.SOURCE, Origin.PUBLISHED)), key=lambda t: t.number)
     found = tuple((trial.origin, trial.label, trial.read_recipe()) for trial in stored)

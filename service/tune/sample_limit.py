@@ -1,11 +1,11 @@
 """The limit of a study's samples, `limits.max_samples`: how many are used, and what may still start.
 
-A study uses a sample for each one that is scored in its search, baselines included. A step of its searcher, such as a
-gradient, uses as many samples as it counts as. Samples of the held-out stage and of the verification are not counted.
+Each sample that is scored in the search uses one, baselines included. A step of the searcher, such as a gradient, uses
+as many samples as it counts as. Samples of the held-out stage and of the verification are not counted.
 
 Nothing starts that could exceed the limit. Whether a trial starts depends on the samples that the trials before it have
-used when all of them have ended, so that it is the same with any number of replicas and after any interruption. The
-answer is known earlier if the trial fits even when each of them takes as many samples as it possibly can.
+used when all of them have ended. So the answer is the same with any number of replicas and after any interruption. It
+is known earlier if the trial fits even when each trial before it takes as many samples as it possibly can.
 """
 
 from __future__ import annotations

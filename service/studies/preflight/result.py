@@ -213,10 +213,10 @@ class PreflightResult:
 
     @property
     def _num_repeated(self) -> int:
-        """Number of repeated proposals in a row that end a search by policies, which is two iterations of every policy.
+        """Number of repeated proposals in a row that end a search by policies.
 
-        A proposal is repeated if an earlier trial has its recipe. If all paths proposed in two iterations are known,
-        nothing is left to learn. The number is at least two for each preference vector.
+        A proposal is repeated if an earlier trial has its recipe. The number is that of two iterations of every policy:
+        if all paths proposed there are known, nothing is left to learn. It is at least two for each preference vector.
         """
         search = self.study.search
         num_vectors = 1 if search.preferences is None else search.preferences.size(len(self.tasks.search))

@@ -115,8 +115,8 @@ class RayProposer:
     def _follows(self, call: Mapping[str, Any]) -> bool:
         """Whether `call`, the arguments of `submit`, is for the proposal that the actor has computed ahead.
 
-        It is if its number follows that of the last proposal, its observations are the same, and its pending
-        configurations are those of the last proposal and the last proposal itself.
+        This is so if three things hold: its number follows that of the last proposal, its observations are the same,
+        and its pending configurations are those of the last proposal with the last proposal added.
         """
         last = self._call
         pending = (*last["pending"], self._answered)
