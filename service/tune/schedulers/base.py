@@ -224,8 +224,9 @@ class RungTable(ABC):
     def end_search(self) -> tuple[int, ...]:
         """Stop proposals, because a limit is reached or the searcher repeats known configurations.
 
-        Open rungs still finish. Returns the brackets of several rungs that were not full. Their size is now the number
-        of their members. A bracket of one rung promotes nothing, and keeps its size for a search that continues.
+        Open rungs still finish. A bracket of several rungs that is not full gets the number of its members as its size;
+        the indices of these brackets are returned. A bracket of one rung promotes nothing, and keeps its size for a
+        search that continues.
         """
         self._is_search_over = True
         short = [
@@ -423,8 +424,8 @@ class RungTable(ABC):
     def _promote_early(self, rung: Rung, above: Rung) -> tuple[int, ...]:
         """Promote trials of `rung` to the rung `above` while more trials may still arrive at `rung`.
 
-        Decisions are made on one member of the rung after the other, in the order of their arrival, up to the first one
-        that is not evaluated. Returns the numbers of the trials that are promoted.
+        The members of the rung are decided on one by one, in the order of their arrival, up to the first member that is
+        not evaluated. Returns the numbers of the trials that are promoted.
         """
         promoted: list[int] = []
         while rung.num_decided < len(rung.order):

@@ -73,9 +73,9 @@ class RacingTable(RungTable):
         return tuple(decisions)
 
     def _are_known(self, number: int) -> bool:
-        """Whether all trials up to `number` - `max_staleness` have ended.
+        """Whether all trials that may be rivals of trial `number` have ended.
 
-        Only these may be rivals of trial `number`.
+        These are the trials up to `number` - `max_staleness`.
         """
         return self._num_ended > number - self._max_staleness
 

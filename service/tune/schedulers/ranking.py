@@ -3,8 +3,8 @@
 The order is that of `search_spaces.objectives.promotion_order`, which sorts all candidates anew. Here, a candidate is
 inserted into the fronts that exist, as in Li et al., "Efficient Nondomination Level Update Method for Steady-State
 Evolutionary Multiobjective Optimization" (IEEE Transactions on Cybernetics 47, 2017): a point that dominates others
-moves them one front back. Only the first fronts, as far as they were asked for, are separated from the other
-candidates.
+moves them one front back. Only the fronts that were asked for are separated; all other candidates are kept together,
+unsorted.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class _Fronts:
     def _first_undominated(self, costs: Costs) -> int:
         """The index of the first separated front in which no candidate dominates `costs`.
 
-        It is the number of separated fronts if each has a candidate that dominates `costs`.
+        If every separated front has a candidate that dominates `costs`, this is the number of separated fronts.
         """
         low, high = 0, len(self._fronts)
         while low < high:

@@ -54,9 +54,9 @@ class EvolutionStrategy:
     def _replay(self, trials: Iterable[Observation]) -> tuple[Observation | None, float]:
         """The best trial, or None if all have failed, and the step size of the next random change.
 
-        The step size is computed from `trials` in order: it grows by `success_factor` when a proposed trial is better
-        than all before it, and falls by the fourth root of that when it is not, within the smallest and the largest
-        step.
+        The step size is computed from `trials` in order. It is multiplied by `success_factor` when a proposed trial is
+        better than all before it. Otherwise it is divided by the fourth root of `success_factor`. It stays between the
+        smallest and the largest step.
         """
         parent: Observation | None = None
         step = self.first_step

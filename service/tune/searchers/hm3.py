@@ -204,8 +204,8 @@ def training_of(
 def _descriptors(family: Family, paths: LayerPaths) -> Tensor:
     """The descriptors of the layers of all models from which paths are built: statistics of their weights.
 
-    The layers of the model that is merged from several models are described by the mean over the other models, because
-    a policy knows the preference vector by which they are merged as its own preference.
+    One of these models may itself be merged from several models, with weights that follow from a preference vector. Its
+    layers are described by the mean over the other models, because a policy is given the preference vector anyway.
     """
     import torch
 
@@ -229,8 +229,8 @@ def _results(
 ) -> list[tuple[Mapping[str, Any], tuple[float, ...]]]:
     """The configuration of each trial in `numbers`, with its value in each objective, for a policy to learn from.
 
-    A value is 1 minus the cost, so larger is better. A trial that failed has the worst value of each objective that a
-    trial up to the last of `numbers` has.
+    A value is 1 minus the cost, so larger is better. A failed trial gets, in each objective, the worst value of all
+    trials up to the last of `numbers`.
     """
     known = {observation.number: observation for observation in observations if observation.number <= numbers[-1]}
     scored = [tuple(1 - cost for cost in o.costs) for o in known.values() if o.costs is not None]
