@@ -88,9 +88,9 @@ def augmented_chebyshev(gaps: Vectors, vector: ArrayLike, *, rho: float = AUGMEN
 
     `gaps` [num_merges, num_objectives] are each merge's distances from the best value in each objective, `vector` has
     the weights of the objectives. The result is the largest weighted gap, plus `rho` times the sum of the weighted
-    gaps. With suitable weights its minimum is at any point of a front; the minimum of a weighted sum is never where the
-    front is not convex. Knowles, "ParEGO", IEEE TEC 10(1), 2006, equation 2; Su and Geiping, "Fine, I'll Merge It
-    Myself" (2025), equation 3.
+    gaps. Every point of a front is the minimum of this distance for some weights. The minimum of a weighted sum is
+    never at a point where the front is not convex. Knowles, "ParEGO", IEEE TEC 10(1), 2006, equation 2; Su and Geiping,
+    "Fine, I'll Merge It Myself" (2025), equation 3.
     """
     weighted = gaps * np.asarray(vector, dtype=np.float64)
     joined: NDArray[np.float64] = weighted.max(axis=1) + rho * weighted.sum(axis=1)

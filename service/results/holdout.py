@@ -203,9 +203,9 @@ def _bounds(objectives: Sequence[Objective], samples: Collection[Samples]) -> di
     """The lowest and highest value that samples of each objective can have, from which intervals are computed.
 
     The result is by objective. If all `samples` are in the objective's range, the bounds are this range. Otherwise the
-    range is not valid, and the objective is left out, because intervals can be computed without bounds. Only the
-    interval of a single value needs bounds. If a trial has only one, the bounds are the lowest and the highest number
-    among the values and the ends of the range, each moved outwards by the distance between them.
+    range is not valid. The objective is then left out, because most intervals need no bounds: only that of a single
+    value does. If a trial has a single value, the bounds are the lowest and the highest number among all values and the
+    ends of the range, each moved outwards by the distance between the two.
     """
     found = {}
     for objective in objectives:

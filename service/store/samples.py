@@ -140,7 +140,7 @@ def read_chunks(
 ) -> Iterator[SampleChunk]:
     """Yield the values of all scored samples of a study and split, in chunks of adjacent samples.
 
-    They are those of all recipes, or of the recipes whose digests `recipes` has, if it is not None.
+    `recipes` has the digests of the recipes whose samples are read; None reads the samples of all recipes.
     """
     table = schema.sample_chunks
     where = (table.c.study == study) & (table.c.split == Split(split).value)
@@ -424,7 +424,7 @@ def _old_samples(
 ) -> Iterator[tuple[Split, int, SampleResult]]:
     """Yield the split, the evidence's id and the result of each sample of a recipe that an earlier version stored.
 
-    They are those of both splits if `split` is None.
+    If `split` is None, the samples of both splits are read.
     """
     table = schema.samples
     where = (table.c.study == study) & (table.c.recipe_digest == digest)

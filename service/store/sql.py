@@ -424,7 +424,7 @@ class Store:
     def trial_counts(self, study_id: str | None = None) -> dict[str, dict[str, int]]:
         """Numbers of trials in each state, as study id -> state -> number.
 
-        They are those of the study `study_id`, or of all studies if it is None.
+        With `study_id` None, the trials of all studies are counted.
         """
         table = schema.trials
         counts: dict[str, dict[str, int]] = defaultdict(dict)
@@ -548,9 +548,9 @@ class Store:
     ) -> dict[str, dict[str, NDArray[np.float64]]]:
         """Values of the scored samples of a study, by recipe digest and objective, as arrays [last position + 1].
 
-        They are those of all recipes, or of the recipes whose digests `recipes` has, if it is not None. An array has
-        the value of the sample at each position, and NaN where none is stored. A position is a sample's index in the
-        order in which the objective's samples are scored.
+        `recipes` has the digests of the recipes to read; None reads all. An array has the value of the sample at each
+        position, and NaN where none is stored. A position is a sample's index in the order in which the objective's
+        samples are scored.
         """
         found: dict[str, dict[str, NDArray[np.float64]]] = defaultdict(dict)
         with self._reads.connect() as connection:
@@ -702,7 +702,7 @@ class Store:
     ) -> tuple[EventRecord, ...]:
         """Events of a job with an id above `after`, in the order of their ids, and at most `limit` (None: all).
 
-        They are those whose kind is in `kinds`, or those of every kind if it is None.
+        `kinds` has the kinds of events to read; None reads all kinds.
         """
         table = schema.events
         where = (table.c.study == job_id) & (table.c.id > after)

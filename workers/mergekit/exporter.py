@@ -249,8 +249,8 @@ def _weights(merge: Merge, base: str) -> dict[str, float]:
 def _path_slices(recipe: Recipe) -> list[_Slice] | None:
     """The slices, one per layer, of a recipe that copies whole layers, some of them moved or repeated.
 
-    Returns None for any other recipe, and for one whose embedding or head is not that of the model of its first or last
-    layer, because mergekit takes them from there.
+    Returns None for any other recipe. It also returns None unless the embedding is that of the first layer's model and
+    the head is that of the last layer's model, because mergekit takes them from these models.
     """
     merges = [layer.component(name) for layer in recipe.layers for name in COMPONENTS]
     is_copy = all(each.method == "passthrough" and each.number("scale") == 1 for each in recipe.merges())

@@ -1,9 +1,11 @@
 """mergekit's configurations as recipes that give the same tensors.
 
-Slices of layers, gradients over them and filters on tensor names have mergekit's meaning. Differences: arithmetic is in
-float32 whatever `dtype` says, and rounded once, to `out_dtype` or `dtype`; random masks are drawn by tensor name from
-one seed; embeddings are aligned by token even without `tokenizer_source`, and rows that represent no token are kept.
-Models are not located here.
+Slices of layers, gradients over them and filters on tensor names have mergekit's meaning. Models are not located here.
+There are differences from mergekit:
+
+- Arithmetic is in float32 whatever `dtype` says, and rounded once, to `out_dtype` or `dtype`.
+- Random masks are drawn by tensor name from one seed.
+- Embeddings are aligned by token even without `tokenizer_source`, and rows that represent no token are kept.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The rows of all models follow one vocabulary: the base's, the base's with the tokens that others have added (union), or
 one expert's. Rows are found by the token's string. A model without a row for a token gets the base's row. If the base
-has no row for the token either, both get the mean of the rows of the models that have one; so the task vectors of
-models without the token are zero. Rows that represent no token are, in all models, those of the model from which the
-vocabulary is taken.
+has no row for the token either, both get the mean of the rows of the models that have one. So the task vectors of
+models without the token are zero. Some rows represent no token; all models take these from the model whose vocabulary
+is used.
 """
 
 from __future__ import annotations

@@ -110,9 +110,9 @@ def _iterations(
 ) -> list[int]:
     """For each policy of the study, the iteration of the other study from which its checkpoint is taken.
 
-    It is the latest one of the other study's policy for the same preference vector; a single policy for all vectors
-    takes the latest of all. `other` is the other study's setting, `checkpoints` has its checkpoints by iteration.
-    Raises Conflict if the other study has no policy for one of the vectors.
+    A policy for one preference vector takes the latest checkpoint of the other study's policy for this vector. A single
+    policy for all vectors takes the latest checkpoint of all. `other` is the other study's setting, `checkpoints` has
+    its checkpoints by iteration. Raises Conflict if the other study has no policy for one of the vectors.
     """
     if preflight.study.search.hm3.policy == "conditioned":
         return [max(checkpoints)]

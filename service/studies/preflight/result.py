@@ -165,10 +165,10 @@ class PreflightResult:
     def _max_staleness(self) -> int:
         """The largest number of trials that proposals may run ahead of results.
 
-        It is the one that the study file states, else a default by the number of replicas. A searcher that trains a
-        policy learns from whole iterations. By default it proposes at least half an iteration ahead, so that engines do
-        not wait while it learns or proposes repeated paths, which need no scoring. It proposes at most as many
-        iterations ahead as there are replicas, and at most `iterations_ahead`.
+        The study file may state it; the default depends on the number of replicas. A searcher that trains a policy
+        learns from whole iterations. By default it proposes at least half an iteration ahead, so that engines do not
+        wait while it learns or proposes repeated paths, which need no scoring. It proposes at most as many iterations
+        ahead as there are replicas, and at most `iterations_ahead`.
         """
         if self.study.search.max_staleness is not None:
             return self.study.search.max_staleness
@@ -274,7 +274,7 @@ class PreflightResult:
     def expected_samples(self) -> ExpectedSamples:
         """Numbers of samples that the study will score if no trial fails and no two recipes are equal.
 
-        They are those of the whole plan, which `limits.max_samples` may cut short (`within_limit`).
+        The whole plan is counted, even if `limits.max_samples` may cut it short (`within_limit`).
         """
         totals = [sum(samples.values()) for samples in self.budget.rung_samples]
         brackets = bracket_plan(self.budget.cycle, self.study.search.max_trials)

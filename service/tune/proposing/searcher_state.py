@@ -19,8 +19,8 @@ class SearcherState:
     """A searcher with the state of its study: parameters, setting, steps, and checkpoints by iteration.
 
     It runs in the process that proposes. In its methods, `call` has the fields of `ProposalContext` that differ between
-    proposals: `number`, `seed`, `observations` and `pending`. In place of an observation, it may have the index of one
-    among those that the method `receive` was given.
+    proposals: `number`, `seed`, `observations` and `pending`. `observations` may have an index in place of an
+    observation: the index of one of the observations that the method `receive` was given.
     """
 
     def __init__(

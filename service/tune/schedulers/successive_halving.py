@@ -48,9 +48,9 @@ class HyperbandTable(RungTable):
     def most_samples_left(self, totals: Sequence[int]) -> int:
         """The most samples that the search can still take for brackets that are open.
 
-        They are those of the trials in the table, and of the trials that are still to be proposed in open brackets,
-        because a bracket is completed once it is open. Brackets of a single rung need not be completed. `totals` has
-        each rung's number of samples, of all objectives together.
+        This counts the trials in the table, and the trials that are still to be proposed in open brackets, because a
+        bracket is completed once it is open. Brackets of a single rung need not be completed. `totals` has each rung's
+        number of samples, of all objectives together.
         """
         alone = (self._entries[number].bracket for number in self._runnable)
         left = totals[-1] * sum(index is None or len(self._rungs[index]) == 1 for index in alone)

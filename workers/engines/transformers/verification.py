@@ -1,9 +1,9 @@
 """Verification: plain transformers scores an exported checkpoint again, and the samples are compared.
 
 The checkpoint is what users get, so the comparison covers everything behind a score: merge, swap, scoring and export.
-Samples are equal if their metric values are equal, their completions are equal token by token, and their
-log-probabilities agree within the tolerance for rounding. Completions may differ from a token on for which transformers
-finds the engine's choice, within the tolerance, as likely as its own.
+Samples are equal if three things agree: the metric values, the tokens of the completions, and the log-probabilities
+within the tolerance for rounding. A completion may still differ from its first unclear token on. A token is unclear if
+transformers finds the engine's choice as likely as its own, within the tolerance.
 """
 
 from __future__ import annotations

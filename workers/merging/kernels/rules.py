@@ -334,8 +334,8 @@ def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
 def bounds(trims: Iterable[Trim]) -> tuple[Numbers, Words, Numbers, Words, Words]:
     """The two bounds of each source's threshold, in the form of the fields of `Trimmed`.
 
-    The result is (magnitudes and tie-breaking marks of the lower bounds, those of the upper bounds, ranks): the fields
-    lows, low_marks, highs, high_marks and ranks. Each has a number for each of `trims`, one per source.
+    The result has the values of the fields `lows`, `low_marks`, `highs`, `high_marks` and `ranks`, in this order. Each
+    has one number for each of `trims`, one per source.
     """
     rows = [
         (trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller) for trim in trims

@@ -92,8 +92,8 @@ UNDECIDED: dict[type, Callable[..., Any]] = {rules.Trimmed: _undecided_trim, rul
 def most_undecided(rule: Any) -> int:
     """The largest number of elements of a tensor for which a merge must still find out whether a rule keeps them.
 
-    They are those between the two bounds of a threshold: at most `MOST_LEFT` for each threshold of the rule, and none
-    for a rule without thresholds.
+    Only elements between the two bounds of a threshold are undecided. There are at most `MOST_LEFT` for each threshold
+    of the rule, and none for a rule without thresholds.
     """
     sparse = getattr(rule, "sparse", None)
     if isinstance(sparse, rules.Trimmed | rules.Between):
@@ -142,9 +142,9 @@ def variance_threshold(
 def _of_rank(sizes: np.ndarray, marks: np.ndarray, cut: tuple[float, int, float, int, int]) -> tuple[float, int]:
     """The magnitude and tie-breaking mark of the element with a given rank between two bounds.
 
-    `sizes` and `marks` are those of the elements to choose from. `cut` is (magnitude and mark of the lower bound,
-    magnitude and mark of the upper, rank); the rank counts elements strictly between the bounds, from 0 in ascending
-    order. If the bounds are equal, they are the result.
+    The elements to choose from have the magnitudes `sizes` and the marks `marks`. `cut` is (magnitude of the lower
+    bound, its mark, magnitude of the upper bound, its mark, rank). The rank counts elements strictly between the
+    bounds, from 0 in ascending order. If the bounds are equal, the result is the bound.
     """
     low, low_mark, high, high_mark, rank = cut
     if (low, low_mark) == (high, high_mark):

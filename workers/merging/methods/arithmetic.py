@@ -77,7 +77,7 @@ def cosine(first: torch.Tensor, second: torch.Tensor) -> float:
 def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = None) -> Products:
     """The inner products of all pairs of the N tensors, [N, N], summed in float64.
 
-    With `base` they are those of the tensors' differences from the base, which are rounded to float32.
+    With `base`, each tensor's difference from the base, rounded to float32, takes the place of the tensor.
     """
     products = [[0.0] * len(tensors) for _ in tensors]
     for i, first in enumerate(tensors):

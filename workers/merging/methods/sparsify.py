@@ -81,8 +81,8 @@ class CutRanks:
 def cut_ranks(density: float, gamma: float, num_elements: int) -> CutRanks | None:
     """The ranks of the magnitudes that `cut_both_ends` keeps of `num_elements` elements; None if it keeps all.
 
-    It drops the share `gamma` of largest elements, and keeps the share `density` of largest ones among the others. If
-    the two sum to more than 1, it drops fewer of the largest.
+    It drops the largest elements, a share `gamma` of all elements, and keeps the next largest, a share `density` of all
+    elements. If the two shares sum to more than 1, it drops fewer of the largest.
     """
     count = share_of(density, num_elements)
     num_cut = min(share_of(gamma, num_elements), num_elements - count)
