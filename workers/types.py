@@ -347,13 +347,19 @@ class VerificationReport:
 class GradientResult:
     """Losses of a merge on a minibatch, and the derivatives of their sum with respect to the merge's coefficients.
 
-    `losses` are means over the minibatch by objective, each divided by its task's unit (`evaluation.references`), which
-    makes them comparable. The sum is that of the losses times given weights. `num_samples` is the size of the
-    minibatch, and `seconds` the time of the computation. There are three mappings of derivatives. `by_source` has those
-    with respect to coefficients of single sources (`lambda` or `weight`), by tensor and alias of the source. `shared`
-    has those with respect to coefficients that all sources of a merge share, by tensor and name of the coefficient.
-    `layer_scales` has those with respect to the scales of layers, by layer, if requested. Tensors of merges without
-    such coefficients are not listed.
+    In the sum, each objective's loss has a given weight.
+
+    - `losses`: the mean loss of each objective over the minibatch, divided by the task's unit
+      (`evaluation.references`), which makes losses comparable
+    - `num_samples`: the size of the minibatch
+    - `seconds`: the time of the computation
+    - `by_source`: the derivatives with respect to coefficients of single sources (`lambda` or `weight`), by tensor and
+      alias of the source
+    - `shared`: the derivatives with respect to coefficients that all sources of a merge share, by tensor and name of
+      the coefficient
+    - `layer_scales`: the derivatives with respect to the scales of layers, by layer, if requested
+
+    Tensors of merges without such coefficients are not listed.
     """
 
     losses: Mapping[str, float]

@@ -153,7 +153,7 @@ class AlignedSpace(LayeredSpace, Protocol):
 
     @property
     def pool(self) -> Mapping[str, Recipe]:
-        """The models whose layers are used in paths, as recipes by name. `pairs` uses the same names."""
+        """The models whose layers are used in paths, each as a recipe, by the names that `pairs` uses."""
         ...
 
     @property

@@ -289,9 +289,9 @@ class Hm3Space:
 
     @cached_property
     def _names(self) -> dict[str, tuple[str, int | None]]:
-        """The models whose layers are used in paths, by name: each is an alias and the index of a preference vector.
+        """The models whose layers are used in paths, by name: (alias, index of a preference vector).
 
-        The index is None for a model of the study. The alias MERGED stands for a merge of several models by the
+        The index is None for a model of the study. The alias MERGED stands for a merge of several models by a
         preference vector; there is one such model for each vector.
         """
         found: dict[str, tuple[str, int | None]] = {}

@@ -60,8 +60,8 @@ class RunReader:
     """A reader of one study's record, which reads again only what has changed since the last call.
 
     A trial is read again if an event names it, and as long as it is not finished. Recipes and configurations are most
-    of a trial's data, and a study may have tens of thousands of trials. Therefore only the best trial and those of the
-    held-out table have them, or with `is_whole` every trial.
+    of a trial's data, and a study may have tens of thousands of trials. Therefore they are read only for the best trial
+    and the trials of the held-out table, or with `is_whole` for every trial.
     """
 
     def __init__(self, store: Store, study_id: str, *, is_whole: bool = False) -> None:

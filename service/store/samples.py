@@ -358,7 +358,7 @@ def text_sizes(connection: sa.Connection) -> dict[str, tuple[int, int]]:
 def remove_texts(connection: sa.Connection, study: str) -> int:
     """Remove the responses and tokens of one recipe of a study, and return the number of rows removed.
 
-    It is any recipe that has some. The number is 0 if the study has no responses and tokens left.
+    The recipe is any one that still has responses or tokens. The number is 0 if the study has none left.
     """
     texts = schema.sample_texts
     digest = sa.select(texts.c.recipe_digest).where(texts.c.study == study).limit(1).scalar_subquery()

@@ -184,9 +184,9 @@ class AskAndTell:
     def _may_start(self, proposal: Proposal, *, num_charged: int = 0) -> bool:
         """Whether a trial, or a step that its proposal needs, may start within the study's limit of samples.
 
-        It is a step that counts as `num_charged` samples if `num_charged` is above 0. If the limit would be exceeded,
-        this method ends the search and returns False. It also returns False as long as the answer depends on running
-        evaluations.
+        With `num_charged` above 0, the question is about a step, which counts as this number of samples. If the limit
+        would be exceeded, this method ends the search and returns False. It also returns False as long as the answer
+        depends on running evaluations.
         """
         fits = self._limit.admits(proposal, num_charged=num_charged)
         if fits is False:

@@ -202,7 +202,7 @@ class Selection:
 
 
 class MagnitudeTable:
-    """Table of a tensor's magnitudes that narrows the n-th largest to a few elements.
+    """Table of a tensor's magnitudes, which narrows the search for the n-th largest to a few elements.
 
     It has the `magnitudes` and the tie-breaking `marks` of every 128th element in ascending order, and of the largest.
     The tensor has `num_elements` elements, of which `num_zeros` are zero.

@@ -106,8 +106,8 @@ class LowRankExpert(_Changed):
 
     Experts are here those of a layer's mixture of experts. The adapter's two matrices are for all `num_experts` of
     them; A_e and B_e are the parts for expert e = `number`. `a` is [experts x rank, inputs], ordered by expert. `b` is
-    [outputs, rank x experts]; the experts are the fastest index of its columns. The weight is stored on its own; it is
-    the rows from `first_row` on of the expert's whole matrix [outputs, inputs].
+    [outputs, rank x experts]; the experts are the fastest index of its columns. The weight is a stored tensor of this
+    expert alone. Its rows are those from `first_row` on of the expert's whole matrix [outputs, inputs].
     """
 
     number: int

@@ -98,7 +98,7 @@ def _loaded(bank: Bank, dtype: torch.dtype) -> Any:
 
 
 def _settled(config: Any) -> Any:
-    """Set dropout and other settings of `config` to 0 that make a forward pass random in training mode."""
+    """Set to 0 the settings of `config` that make a forward pass random in training mode, such as dropout."""
     for name, value in config.to_dict().items():
         if isinstance(value, float) and any(word in name for word in RANDOM):
             setattr(config, name, 0.0)

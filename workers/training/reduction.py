@@ -70,7 +70,7 @@ def derivatives(tensor: MergedTensor, plan: TensorPlan, bank: Bank, gradient: to
 
 
 def inner_product(first: torch.Tensor, second: torch.Tensor) -> float:
-    """The inner product of two tensors, in chunks: a chunk's in float32, the sum over chunks in float64."""
+    """The inner product of two tensors, computed in float32 for each chunk and added over the chunks in float64."""
     parts = zip(torch.split(first.flatten(), CHUNK), torch.split(second.flatten(), CHUNK), strict=True)
     return math.fsum(float(one.float() @ other.float()) for one, other in parts)
 

@@ -131,9 +131,8 @@ def _with_stated_coefficients(space: DifferentiableSpace, point: tuple[float, ..
     """Move `point` as little as needed so that its recipe states every coefficient, and return the new point.
 
     A loss has derivatives with respect to stated coefficients only. A point has a value for each parameter of `space`.
-    A recipe in canonical form leaves out a source whose coefficient is 0, and a shared coefficient that has its
-    default. A value of `point` that is this number is changed by the smallest step that recipes can express, upwards if
-    the range allows.
+    A recipe in canonical form does not state a source's coefficient of 0, or a shared coefficient that has its default.
+    Such a value of `point` is changed by the smallest step that recipes can express, upwards if the range allows.
     """
     declared = METHODS[space.method].coefficient(space.coefficient)
     left_out = 0.0

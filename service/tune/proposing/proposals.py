@@ -116,7 +116,7 @@ class Observations:
         """The observations that a proposal may use: the results that its field `visible` lists, and the failed trials.
 
         `trials` are the study's trials by number. Trials whose recipe has no configuration in the search space are left
-        out. A result has the same object in every call.
+        out. Every call returns the same object for the same result.
         """
         for seen in proposal.visible:
             if seen not in self._built:

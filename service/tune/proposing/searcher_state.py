@@ -138,7 +138,7 @@ class SearcherState:
 class SentObservations:
     """The observations that a `SearcherState` in another process has received, with their indices there.
 
-    An observation is known by its identity.
+    An observation is recognised as the same Python object, not by its content.
     """
 
     def __init__(self) -> None:

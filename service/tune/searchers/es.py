@@ -1,8 +1,8 @@
 """A (1+1) evolution strategy: mutants of the best trial, with a step size that follows their success.
 
 Rechenberg's one-fifth rule in the form of Kern et al., "Learning probability distributions in continuous evolutionary
-algorithms" (Natural Computing 3, 2004), section 4. Half of the numbers move in each mutant. The trials are replayed in
-their order for every proposal; each counts with its result at the highest rung that it has reached.
+algorithms" (Natural Computing 3, 2004), section 4. In a mutant, each number moves with probability 0.5. The trials are
+replayed in their order for every proposal; each counts with its result at the highest rung that it has reached.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
 
 @intrinsic
 def stores_done(typing_context: Any) -> Any:
-    """A memory fence: other threads see what was stored past the processor's caches before it."""
+    """A memory fence: after it, other threads see everything that was stored past the processor's caches."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")

@@ -35,7 +35,7 @@ class Adapter:
 def is_adapter(path: Path) -> bool:
     """Whether the directory `path` contains an adapter and no whole model.
 
-    It does if there is adapter_config.json, but neither model.safetensors nor an index of such files.
+    It does if it has adapter_config.json, but neither model.safetensors nor an index of several files of weights.
     """
     models = ("model.safetensors", "model.safetensors.index.json")
     return (path / ADAPTER_CONFIG).is_file() and not any((path / name).is_file() for name in models)

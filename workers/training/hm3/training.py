@@ -117,10 +117,9 @@ class PolicyTraining:
     def num_needed(self, number: int) -> int:
         """The number of iterations whose outcomes must be known before episode `number` is built.
 
-        They are all iterations up to the last one from which the episode's policy has learned. A single policy has
-        learned from the iterations up to the second before that of the episode. Of several policies, which take turns,
-        each has learned up to its own previous iteration, which is at least two earlier. The result is 0 if policies do
-        not learn.
+        It counts all iterations up to the last one from which the episode's policy has learned. A single policy has
+        learned up to the second iteration before that of the episode. Several policies take turns; each has learned up
+        to its own previous iteration, which is at least two earlier. The result is 0 if policies do not learn.
         """
         if not self.options.learns:
             return 0
