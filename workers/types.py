@@ -271,8 +271,12 @@ class CanaryReport:
 class ScoreResult:
     """The scored samples of one request, with their evidence and timings.
 
-    `timings_s` has the seconds for waiting until the replica was free for the recipe (its lock, "wait"), for computing
-    the merge ("materialise"), for writing it into the engine ("swap"), and for scoring ("score").
+    `timings_s` has seconds by name:
+
+    - "wait": waiting until the replica was free for the recipe (its lock)
+    - "materialise": computing the merge
+    - "swap": writing the merge into the engine
+    - "score": scoring
     """
 
     samples: tuple[SampleResult, ...]

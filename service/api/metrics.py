@@ -142,7 +142,10 @@ def _of_job(job: JobRecord) -> dict[str, str]:
 
 
 def _each_job(value: Callable[[JobRecord], float | None]) -> Callable[[Scrape], Samples]:
-    """Make a function that reads a value of each shown job; jobs for which `value` is None are left out."""
+    """Make a function that reads a value of each shown job.
+
+    `value` returns a job's value; jobs for which it returns None are left out.
+    """
 
     def read(scrape: Scrape) -> Samples:
         for job in scrape.stored.shown if scrape.stored is not None else ():

@@ -1,8 +1,8 @@
 """Warm starts: studies whose searcher knows the results of an earlier study from its first proposal on.
 
 The observations are those that the earlier study has when the new one first runs. They are stored as an artifact of the
-new study, and their origin as one of its documents, so that it can be resumed whatever happens to the earlier study.
-They are no trials: only what the new study scores itself is among its results.
+new study, and their origin as one of its documents. So the new study can be resumed whatever happens to the earlier
+one. The observations are no trials: only what the new study scores itself is among its results.
 """
 
 from __future__ import annotations

@@ -305,7 +305,7 @@ def _missing_actors(running: int, wanted: int) -> str:
 
 
 class _Observer(_NotPickled, tune.Callback):
-    """A callback for Tune that removes samples from the results that Tune keeps, which saves memory.
+    """A callback for Tune that saves memory: it removes samples from the results that Tune keeps.
 
     It also calls the function `tick` at every step of Tune's loop.
     """

@@ -56,7 +56,7 @@ class Trials(Mapping[int, TrialRecord]):
     def count_chunk(self, number: int, timings_s: Mapping[str, float], *, num_scored: int | None) -> None:
         """Add to a trial the timings of a chunk that was stored for it.
 
-        A chunk of search data has `num_scored` samples, which are added too; for any other chunk it is None.
+        If the chunk is of search data, its number of samples, `num_scored`, is added too; for holdout data it is None.
         """
         self._trials[number] = self._trials[number].after_chunk(timings_s, num_scored)
 

@@ -1,7 +1,7 @@
 """Studies that begin with the policies of another study.
 
 The policies are those that the other study has when the new one first runs. They are stored as artifacts of the new
-study, and their digests as one of its documents, so that it can be resumed whatever happens to the other study.
+study, and their digests as one of its documents. So the new study can be resumed whatever happens to the other study.
 """
 
 from __future__ import annotations

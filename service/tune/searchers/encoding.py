@@ -187,8 +187,9 @@ class Encoding:
     def normalise(self, rows: Rows) -> Rows:
         """Rows of any numbers in [0, 1] as valid rows of this encoding; `rows` is not changed.
 
-        A whole number or a choice is moved to the middle of the interval that stands for it, inactive parameters get
-        the number INACTIVE, and configurations that the space does not allow are repaired.
+        - A whole number or a choice is moved to the middle of the interval that stands for it.
+        - Inactive parameters get the number INACTIVE.
+        - Configurations that the space does not allow are repaired.
         """
         cells = np.where(self._is_discrete, self._num_cells, 1.0)
         middles = (np.minimum(np.floor(rows * cells), cells - 1) + 0.5) / cells

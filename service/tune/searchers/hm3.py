@@ -2,12 +2,19 @@
 
 Every trial is an episode, and an update follows each iteration. Policies are read from checkpoints, so the searcher
 keeps no state that matters. The training of the last call is cached, because the episodes of an iteration are played
-together. The outcome of an episode is R = sum_k lambda_k f_k - beta_1 T. Here f_k is 1 - the cost of objective k (the
-metric itself, if it is in [0, 1]), lambda_k its weight, T the number of layers and beta_1 the price of a layer. A trial
-that failed counts with the worst known result of each objective.
+together.
 
-An iteration learns from its own trials and from those that earlier iterations of its policy learned from, and from no
-other results, so a search is the same with any number of replicas.
+The outcome of an episode is R = sum_k lambda_k f_k - beta_1 T:
+
+- f_k: 1 - the cost of objective k (the metric itself, if it is in [0, 1])
+- lambda_k: the weight of objective k
+- T: the number of layers
+- beta_1: the price of a layer
+
+A trial that failed counts with the worst known result of each objective.
+
+An iteration learns from its own trials, from those that earlier iterations of its policy learned from, and from no
+other results. So a search is the same with any number of replicas.
 """
 
 from __future__ import annotations

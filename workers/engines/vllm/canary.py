@@ -109,8 +109,12 @@ class Canary:
     """Compares one engine with transformers from time to time, and counts the comparisons (canaries) that it passed.
 
     A comparison for which there is too little memory, or whose logits are not finite, is skipped, and the reason of the
-    last one is kept. `base` is the recipe whose merge is the base model, `replica` the name of the engine's replica,
-    `vocabulary` the number of tokens that prompts are made of, `max_length` the largest number of tokens in a text.
+    last one is kept.
+
+    - `base`: the recipe whose merge is the base model
+    - `replica`: the name of the engine's replica
+    - `vocabulary`: the number of tokens that prompts are made of
+    - `max_length`: the largest number of tokens in a text
     """
 
     def __init__(

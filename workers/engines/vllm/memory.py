@@ -52,11 +52,12 @@ HOST_SHARE = 0.5
 class MemoryRequirements:
     """Bytes that an engine and its bank of source weights need on each GPU.
 
-    `bank` is the size of the sources as they are stored, `weights` that of the merged model, `kv_token` that of one
-    token's keys and values, and `scratch` the memory for merging the largest tensor. With several GPUs (`ranks`),
-    `weights` and `kv_token` are the part of one GPU; every GPU merges whole tensors. `max_length` is the number of
-    tokens of the longest text. `statistics` is the size of the statistics of source weights that merging caches, which
-    are always in host memory.
+    - `bank`: the size of the sources as they are stored
+    - `weights`: the size of the merged model; with several GPUs (`ranks`), the part of one GPU
+    - `kv_token`: the size of one token's keys and values; with several GPUs, the part of one GPU
+    - `scratch`: the memory for merging the largest tensor; every GPU merges whole tensors
+    - `max_length`: the number of tokens of the longest text
+    - `statistics`: the size of the statistics of source weights that merging caches, always in host memory
     """
 
     bank: int

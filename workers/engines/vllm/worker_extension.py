@@ -104,9 +104,11 @@ class MergeExtension:
         materialise_s, repack_s, swap_s (packing included), bank (its summary)}. While weights are written, and if this
         fails, the engine holds no digest.
 
-        Expected failures are returned, because with several ranks an exception would lose its class: {refused} for a
-        recipe that cannot be merged, {changed} if files of the sources have changed, and {mismatch} if copies of
-        weights for vLLM's CPU kernels differ from the merge.
+        Expected failures are returned, because with several ranks an exception would lose its class:
+
+        - {refused}: the recipe cannot be merged
+        - {changed}: files of the sources have changed
+        - {mismatch}: copies of weights for vLLM's CPU kernels differ from the merge
         """
         try:
             recipe = Recipe.from_json(json.loads(recipe_json))

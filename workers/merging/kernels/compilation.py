@@ -87,8 +87,8 @@ class _CacheFiles(CompileResultCacheImpl):
 class _File(IndexDataCacheFile):
     """Numba's store of a function's compiled code on disk, without an index.
 
-    It has one file for each signature and processor, named by what it was compiled for, so that processes which compile
-    at the same time do not exchange files.
+    It has one file for each signature and processor, whose name says what it was compiled for. So processes that
+    compile at the same time do not exchange files.
     """
 
     def __init__(self, *, cache_path: str, filename_base: str, source_stamp: Any) -> None:

@@ -65,9 +65,9 @@ def _undecided_between(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 def is_between(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
     """SOME (1) if element i of source s, of magnitude `size`, may be strictly between two thresholds, else NONE (0).
 
-    The thresholds `low` and `high` are (magnitude, tie-breaking mark); `factor` determines the element's mark. `by`
-    says how the element is compared with them: with `ByMark` by magnitude and mark; with `ByMagnitude` by magnitude
-    alone, and elements that this cannot decide count as between. Callable only in compiled code.
+    Each threshold, `low` and `high`, is (magnitude, tie-breaking mark). `factor` determines the element's mark. `by`
+    says how the element is compared with the thresholds: `ByMark` compares magnitude and mark. `ByMagnitude` compares
+    the magnitude alone; an element that this cannot decide counts as between. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 

@@ -164,11 +164,11 @@ def _matrix_problems(
 
 
 def _tied_problems(parts: Parts, settings: Settings) -> Iterator[str]:
-    """Yield the problems of an adapter that trained only one of its base's tied embedding and output head.
+    """Yield the problems of an adapter to a tied base that trained only the embedding or only the output head.
 
-    The adapted model would no longer be tied. An adapter with the setting `ensure_weight_tying` has no such problem:
-    peft trained the two as one tensor and stored the matrices of both. The adapted model is then the tied one with the
-    product of the matrices added once (the merge function of peft 0.21 adds it twice).
+    In a tied base the two are one tensor; in the adapted model they would differ. An adapter with the setting
+    `ensure_weight_tying` and matrices of the embedding has no such problem, because peft trained the two as one tensor.
+    The product of the matrices is then added once to the tied tensor (the merge function of peft 0.21 adds it twice).
     """
     heads = [module for module in parts.matrices if is_output_head(f"{module}.weight")]
     embeddings = [module for module, matrices in parts.matrices.items() if matrices.is_embedding]
