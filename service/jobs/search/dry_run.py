@@ -112,8 +112,8 @@ class CheckedPlan:
     def _limit(self) -> tuple[str, ...]:
         """Line of the printed plan about the limit of samples: how many are used, and whether the planned ones fit.
 
-        The line is returned as a tuple of one text. Without a limit, it has the samples that earlier runs used. Without
-        a limit and earlier runs, the tuple is empty.
+        The line is returned as a tuple of one text. If the study has no limit, the line says only how many samples
+        earlier runs used. If there were no earlier runs either, the tuple is empty.
         """
         if self.max_samples is None:
             return (f"used      {self.samples_used:,} samples in earlier runs",) if self.samples_used else ()
