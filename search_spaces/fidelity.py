@@ -81,8 +81,8 @@ class Bracket:
     def samples(self, totals: Sequence[int]) -> int:
         """The number of samples that all configurations of the bracket take together.
 
-        `totals` has the number of samples of each rung of the study, of all objectives together. A promoted
-        configuration takes only the samples that it lacks.
+        `totals` has, for each rung of the study, the number of samples over all objectives. A promoted configuration
+        takes only the samples that it lacks.
         """
         increments = (rung - paid for paid, rung in itertools.pairwise((0, *totals[self.first_rung :])))
         return sum(size * samples for size, samples in zip(self.sizes, increments, strict=True))

@@ -77,7 +77,7 @@ Accept: TypeAlias = Callable[[Mapping[str, Any], RequestContext], Accepted]
 
 @dataclass(frozen=True)
 class View:
-    """Additions of a kind of job to the server's document of a job: fields and links, both by name."""
+    """What a kind of job adds to the server's document of a job: fields and links, both by name."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict)

@@ -132,10 +132,11 @@ def with_exported_sources(
 
 
 def keep_sources(artifacts: ArtifactStore, job_id: str, models: Iterable[str]) -> None:
-    """Make those models of a study that are artifacts of other jobs also artifacts of the study.
+    """Add the artifacts of other jobs that a study merges to the study's own artifacts.
 
-    They then stay when the other jobs are deleted. `job_id` is the study. `models` are directories, hub ids and URLs;
-    those that are no artifacts in the object store are left out. Raises Conflict if the files of an artifact are gone.
+    They then stay when the other jobs are deleted. `job_id` is the study. `models` are directories, hub ids and URLs of
+    its models; those that are no artifacts in the object store are left out. Raises Conflict if the files of an
+    artifact are gone.
     """
     for model in models:
         for store, digest in blobs_in(model):

@@ -46,7 +46,7 @@ class AlignmentInputs:
     kind: Kind
 
     def key(self, pair: LayerPair) -> str:
-        """Key under which the cache has the digest of the alignment of a pair of layers.
+        """Key in the cache for the digest of a pair's alignment.
 
         `pair` is (layer before the alignment, layer after it), each as (name of a model in `pool`, index). The key
         depends on the models' weights, the texts and the kind, but not on the names of the models.

@@ -229,11 +229,12 @@ class _Builder:
         return merge
 
     def _value(self, parameter: Parameter, scopes: Sequence[Settings], name: str, t: float, place: str) -> Scalar:
-        """The value of a parameter for the tensor `name` at the fraction `t` of the way through the layers of a slice.
+        """The value that a mergekit file gives a parameter for the tensor `name`.
 
-        `scopes` are the settings from the narrowest scope to the widest: of the model, the slice, the module, the whole
-        file. The first value that fits the tensor is taken, else the parameter's default. If there is none, the problem
-        is reported at `place`, the key of the slice or model, and the result is 0.
+        `t` is the place of the tensor's layer in its slice: 0 for the first layer, 1 for the last. `scopes` are the
+        settings from the narrowest scope to the widest: of the model, the slice, the module, the whole file. The first
+        value that fits the tensor is taken, else the parameter's default. If there is none, the problem is reported at
+        `place`, the key of the slice or model, and the result is 0.
         """
         for settings in scopes:
             fitting = (c for c in settings.get(parameter.name, ()) if c.filter in name)

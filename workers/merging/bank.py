@@ -373,8 +373,8 @@ def _content_problems(sources: ResolvedFamily, stated: Family) -> tuple[str, ...
 def _placing(placement: Placement, device: torch.device, num_bytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Make the function that copies a stored tensor to its placement.
 
-    For mapped files the function returns the tensor as it is; otherwise it copies it to host memory, pinned if `device`
-    is a GPU, or to `device`. `num_bytes` is the size of all tensors together.
+    For mapped files the function returns the tensor as it is. Otherwise the function copies the tensor to host memory,
+    pinned if `device` is a GPU, or to `device`. `num_bytes` is the size of all tensors together.
     """
     if placement is Placement.MAPPED:
         return lambda tensor: tensor

@@ -67,7 +67,8 @@ class TrainableModel:
     def logits(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
         """The logits [rows, last, vocabulary] after the last `last` columns of `tokens` [rows, columns].
 
-        Rows are padded at their ends, where causal attention never looks from an earlier token.
+        Rows may be padded at their ends. This does not change the logits of earlier tokens, because attention is
+        causal.
         """
         output = self.module(input_ids=tokens, use_cache=False, logits_to_keep=last)
         logits: torch.Tensor = output.logits[:, -last:]  # some models do not know `logits_to_keep`

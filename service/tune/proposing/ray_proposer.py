@@ -216,7 +216,7 @@ class RayProposer:
         self._searcher = self._new_searcher()
 
     def _updated(self, request: UpdateRequest) -> Step | None:
-        """The step of the update of a policy that the searcher's actor has computed.
+        """The update of a policy, which the searcher's actor has computed, as a step.
 
         Stores the policy's checkpoint if the actor returned one. Returns None if the actor died; this method has then
         started a new actor, which computes the update again.
@@ -264,7 +264,7 @@ class RayProposer:
             self._gradients.use_completions.remote(self._completions.read(self._chosen))
 
     def _measured(self, request: LossesRequest | GradientRequest) -> Step | None:
-        """The step of the losses or the gradient that the gradient actor has computed.
+        """The losses or the gradient that the gradient actor has computed, as a step.
 
         Returns None if the gradient actor died; this method has then started a new actor, which computes the step
         again. Raises InvalidModel and InvalidTask if the actor cannot use its models or task data, EngineUnavailable if

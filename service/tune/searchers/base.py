@@ -93,7 +93,7 @@ class SearchSetting:
         return self.preferences or (equal_preference(len(self.objectives)),)
 
     def first_in_batch(self, number: int) -> int:
-        """The number of the first trial of the batch to which the proposal of trial `number` belongs.
+        """The number of the first trial in the batch of trial `number`.
 
         The proposals of a batch are made from the same results.
         """

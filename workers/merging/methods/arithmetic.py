@@ -48,10 +48,9 @@ def weighted_sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> t
 
 
 def total(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> float:
-    """The sum of a function of the elements of tensors, over all elements, in float64.
+    """Apply a function to tensors element by element, and return the sum of the results in float64.
 
-    `function` is applied element by element. It receives chunks of the tensors, converted to float64, one argument per
-    tensor.
+    `function` receives chunks of the tensors, converted to float64, one argument per tensor.
     """
     return math.fsum(_block_sums(function, *tensors))
 

@@ -103,10 +103,11 @@ class MergeLoss:
 
 
 class MergeLosses:
-    """Measures the losses of merges of trained experts on the first `samples` samples of each expert's tasks.
+    """Measures the losses of merges of trained experts, on each expert's tasks.
 
-    `directories` and `tasks` have each expert's directory and tasks, by alias. `max_length` is the largest number of
-    tokens in a text. Raises InvalidModel, and InvalidTask for a sample without a reference answer.
+    The first `samples` samples of each task are used. `directories` and `tasks` have each expert's directory and tasks,
+    by alias. `max_length` is the largest number of tokens in a text. Raises InvalidModel, and InvalidTask for a sample
+    without a reference answer.
     """
 
     def __init__(
