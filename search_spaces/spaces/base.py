@@ -88,9 +88,10 @@ class LayerGroup:
 class SpaceDescription:
     """How a space divides the model into parts with coefficients of their own, for reports.
 
-    `layer_groups` cover the layers in order. `component_groups` are the parts of a layer that have coefficients of
-    their own, by name. A part is a group of components or a single tensor; its value is these components, or the
-    component of the tensor. `text` says in words what is searched.
+    - `layer_groups`: groups of adjacent layers, which cover the layers in order
+    - `component_groups`: the parts of a layer, by name, each with its components; a part that is a single tensor has
+      the tensor's component
+    - `text`: what is searched, in words
     """
 
     kind: str

@@ -1,8 +1,8 @@
 """Calls of functions on a node of the cluster, each as a Ray Job.
 
 A server on another machine may not see the files that nodes see, such as models, and has another amount of memory. A
-call and its result are stored with the artifacts, each by its sha256, since servers and nodes reach these. Ray
-receives the sha256 of the call, and the job's log has that of the result.
+call and its result are stored among the artifacts, each by its sha256, because both servers and nodes can reach the
+artifacts. Ray receives the sha256 of the call, and the job's log has that of the result.
 """
 
 from __future__ import annotations

@@ -104,10 +104,13 @@ class LowRank(_Changed):
 class LowRankExpert(_Changed):
     """A matrix of one expert of a mixture that a LoRA adapter changes: weight + scaling x B_e A_e, in float32.
 
-    Experts are here those of a layer's mixture of experts. The adapter's two matrices are for all `num_experts` of
-    them; A_e and B_e are the parts for expert e = `number`. `a` is [experts x rank, inputs], ordered by expert. `b` is
-    [outputs, rank x experts]; the experts are the fastest index of its columns. The weight is a stored tensor of this
-    expert alone. Its rows are those from `first_row` on of the expert's whole matrix [outputs, inputs].
+    Experts are here those of a layer's mixture of experts. The adapter has two matrices for all `num_experts` of them
+    together; A_e and B_e are the parts for expert e = `number`.
+
+    - `a`: [experts x rank, inputs], ordered by expert
+    - `b`: [outputs, rank x experts]; the experts are the fastest index of the columns
+    - `first_row`: the first row of the expert's whole matrix [outputs, inputs] that the weight has; a weight may be
+      stored as a part of this matrix
     """
 
     number: int

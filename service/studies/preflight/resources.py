@@ -148,9 +148,9 @@ def plan_memory(
 def _pool_size(sources: ResolvedFamily, max_layers: int, available: int, bytes_of_value: int) -> int:
     """Number of layers that an engine holds in host memory to build layer paths from, at least `max_layers`.
 
-    If there is room, these are all layers of all sources and, in addition, the `max_layers` layers of the longest path.
-    Otherwise they are as many as fit, together with the tensors outside layers, into HOST_SHARE of the `available`
-    bytes; 0 means that memory is not limited. A number takes `bytes_of_value` bytes.
+    If there is room, the pool holds all layers of all sources and, in addition, the `max_layers` layers of the longest
+    path. Otherwise it holds as many layers as fit, together with the tensors outside layers, into HOST_SHARE of the
+    `available` bytes. A number takes `bytes_of_value` bytes. With 0 the pool takes no host memory, so there is room.
     """
     every = len(sources.checkpoints) * sources.layout.num_layers + max_layers
     if not bytes_of_value:

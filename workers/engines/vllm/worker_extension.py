@@ -54,9 +54,9 @@ class MergeExtension:
         """Open the bank of source weights, and start to count rows of logits that are NaN or infinite.
 
         `family` is JSON as `family_to_json` writes it. The bank is kept in the first of `placements` that has room for
-        it; on a GPU also for `scratch_bytes`, the memory for merging a tensor. `reason` says in words why the first
-        placement was chosen. With `keeps_ranks` the bank keeps the ranks of elements by magnitude that the method DELLA
-        needs (`bank.Bank.keep_ranks`). Returns the bank's fingerprint.
+        it. A GPU must also have room for `scratch_bytes`, the memory for merging a tensor. `reason` says in words why
+        the first placement was chosen. With `keeps_ranks` the bank keeps the ranks of elements by magnitude that the
+        method DELLA needs (`bank.Bank.keep_ranks`). Returns the bank's fingerprint.
         """
         device = next(self.model_runner.get_model().parameters()).device
         self._mergesearch_bank = open_bank(family, placements, device, scratch_bytes)
@@ -197,8 +197,10 @@ def open_bank(
 
     A process has one bank, that of the family that was opened last; if it is open already, it is returned. In a process
     that has an engine, it is the engine's bank. In any other process, for example one that computes a canary, it is a
-    bank of mapped files that merges on the CPU. The weights are kept in the first of `placements` that has room for
-    them; on a GPU also for `scratch_bytes`, the memory for merging a tensor. Raises InvalidModel.
+    bank of mapped files that merges on the CPU.
+
+    The weights are kept in the first of `placements` that has room for them. A GPU must also have room for
+    `scratch_bytes`, the memory for merging a tensor. Raises InvalidModel.
     """
     if family not in _opened:
         _opened.clear()

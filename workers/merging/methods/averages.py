@@ -121,8 +121,8 @@ def nuslerp(tensors: Sequence[torch.Tensor], *, weights: Sequence[float], cos: f
 
     w_1 and w_2 are the weights; if they sum to zero, both tensors have equal shares. omega is the angle between the
     whole tensors; `cos` is its cosine, if known, and is computed otherwise. Unlike `slerp`, the interpolation is on the
-    circle up to |cos omega| = 1 - 1e-7, and linear beyond. There, line and circle of nearly equal tensors agree in
-    float32, and between nearly opposite tensors rounding determines the circle.
+    circle up to |cos omega| = 1 - 1e-7, and linear beyond. For nearly equal tensors, line and circle then agree in
+    float32. For nearly opposite tensors, the circle would only follow from rounding errors.
     """
     first, second = tensors
     return weighted_sum(tensors, nuslerp_weights(weights, cosine(first, second) if cos is None else cos))
