@@ -89,12 +89,14 @@ class Preflight(Protocol):
 
 
 class PreflightProcess:
-    """Preflight that checks jobs in separate processes, each request within `limits`; None means those of Limits().
+    """Preflight that checks jobs in separate processes.
 
-    `context` says which files jobs may read and which earlier jobs they may refer to; None means all files and no jobs.
-    `cluster` calls functions on nodes of the cluster; None if jobs run on this machine. At most `num_validators`
-    processes do the checks. At most `num_validators - 1` of them work for one client at the
-    same time, but at least one.
+    - `context`: the files that jobs may read, and the earlier jobs that they may refer to; None means all files and no
+      jobs
+    - `cluster`: calls functions on nodes of the cluster; None if jobs run on this machine
+    - `limits`: the limits of the checks of one request; None means those of Limits()
+    - `num_validators`: the number of processes that do the checks; at a time, at most `num_validators` - 1 of them, but
+      at least one, work for one client
     """
 
     def __init__(

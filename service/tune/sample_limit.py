@@ -38,10 +38,10 @@ class SampleLimit:
     def admits(self, proposal: Proposal, *, num_charged: int = 0) -> bool | None:
         """Whether the trial of `proposal` may start, or a step for it that counts as `num_charged` samples.
 
-        The result is True if the limit holds even in the worst case: the samples used so far, the most that the trials
-        in the rung table can still take, and the most that the new trial or step can take are within the limit
-        together. Otherwise the result is None while evaluations are left, because these may use fewer samples than
-        expected. It is False if none are left.
+        The worst case is the sum of three numbers: the samples used so far, the most that the trials in the rung table
+        can still take, and the most that the new trial or step can take. The result is True if this sum is within the
+        limit. Otherwise it is None while evaluations are left, because these may use fewer samples than expected. It is
+        False if none are left.
         """
         if self._max_samples is None:
             return True

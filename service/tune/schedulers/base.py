@@ -51,10 +51,12 @@ class Entry:
 class Rung:
     """A rung of one bracket, with its members: the trials that have arrived at the rung.
 
-    `order` has the members in the order of their arrival. `members` has, for each member, the number of the newest
-    trial whose first result was needed to promote the member to this rung; it never decreases along `order`. Decisions
-    have been made on the first `num_decided` members; `ranking` has those of them that did not fail. The rung is closed
-    (`is_closed`) once no further decision is made there.
+    - `order`: the members in the order of their arrival
+    - `members`: for each member, the number of the newest trial whose first result was needed to promote the member to
+      this rung; it never decreases along `order`
+    - `num_decided`: decisions have been made on this number of first members
+    - `ranking`: the members on which decisions have been made, without those that failed
+    - `is_closed`: no further decision is made at this rung
     """
 
     index: int
@@ -74,9 +76,12 @@ class Rung:
 class Proposal:
     """The next configuration to request from the searcher, and the results that the searcher may use for it.
 
-    `number` is the trial's number, `bracket` that of its bracket. `visible` are the results that may be used, as
-    (trial, rung). `failed` are trials known to have failed, and `pending` trials whose results must not be used.
-    `opens` is the bracket if the trial is the first in it; the bracket is then stored before the trial.
+    - `number`: the trial's number
+    - `bracket`: the number of its bracket
+    - `visible`: the results that may be used, as (trial, rung)
+    - `failed`: trials that are known to have failed
+    - `pending`: trials whose results must not be used
+    - `opens`: the bracket if the trial is the first in it; the bracket is then stored before the trial
     """
 
     number: int

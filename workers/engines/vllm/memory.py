@@ -92,10 +92,16 @@ def divide_memory(
 ) -> EngineMemory:
     """Divide the memory of GPUs and host between engine and source weights.
 
-    Each GPU has `gpu_total` bytes, of which `gpu_free` are free; the host has `host_free` bytes free. The sources are
-    on the GPU if that leaves room for an engine that serves many texts at once; otherwise in host memory, if all copies
-    fit into a part of it, or else in files mapped into memory. `copies` is the number of copies of the sources that may
-    be in host memory at once. Raises EngineUnavailable if the merged model does not fit into the GPU.
+    Each GPU has `gpu_total` bytes, of which `gpu_free` are free; the host has `host_free` bytes free. `copies` is the
+    number of copies of the sources that may be in host memory at once. The sources are kept in the first of these
+    places that suits:
+
+    - on the GPU, if that leaves room for an engine that serves many texts at once, or a few texts if the host has no
+      room
+    - in host memory, if all copies fit into a part of it
+    - in files mapped into memory
+
+    Raises EngineUnavailable if the merged model does not fit into the GPU.
     """
     usable = usable_gpu_bytes(gpu_free, gpu_total)
     if usable < needs.engine(1):
