@@ -293,9 +293,11 @@ def _added_by_others(
 class _Plan:
     """Where each row of one model's aligned embedding and output head comes from.
 
-    The model `alias` is aligned to the vocabulary `target`, token ids by token. Rows without a token are those of the
-    model `owner`. `tokens` has the ids of each model's tokens by alias. `chosen` has the rows that options choose
-    (`_chosen_rows`).
+    - `alias`: the model that is aligned
+    - `target`: the vocabulary that it is aligned to, as the ids by token
+    - `owner`: the model that gives the rows without a token
+    - `tokens`: the ids of each model's tokens, by alias
+    - `chosen`: the rows that options choose (`_chosen_rows`)
     """
 
     def __init__(
