@@ -26,11 +26,11 @@ BETS = (np.arange(20) + 0.5) / 20
 
 
 def largest_capital(differences: Differences, *, population: int) -> float:
-    """The largest capital reached by betting, from a capital of 1, that the sum of a population is positive.
+    """Bet that the numbers of a population have a positive sum, from a capital of 1, and return the largest capital.
 
-    It is evidence for a positive sum: if the sum is not positive, the capital reaches c with a probability of at most 1
-    / c. `differences` [n], in [-1, 1], are the first n of the `population` numbers in a random order. The capital is
-    infinite if the sum is positive whatever the remaining numbers are.
+    A large capital is evidence for a positive sum: if the sum is not positive, the capital reaches c with a probability
+    of at most 1 / c. `differences` [n], in [-1, 1], are the first n of the `population` numbers in a random order. The
+    capital is infinite if the sum is positive whatever the remaining numbers are.
     """
     drawn = np.arange(len(differences))
     sums = np.concatenate(([0.0], np.cumsum(differences)[:-1]))
