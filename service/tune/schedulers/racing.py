@@ -82,7 +82,7 @@ class RacingTable(RungTable):
     def _rivals(self, number: int, rung: int) -> Iterator[Candidate]:
         """The rivals of trial `number` that have costs at the rung, each with these costs.
 
-        They are the front of the trials up to `number` - `max_staleness`.
+        Rivals are the trials on the front of all trials up to `number` - `max_staleness`.
         """
         for rival in self._front_of(max(0, number - self._max_staleness + 1)):
             entry = self._entries[rival.number]
