@@ -86,20 +86,21 @@ class LayerRecipe:
 class Recipe:
     """A concrete merge of whole models.
 
-    `models` maps every alias that is used to the model's content fingerprint. `base` is the alias of the base model.
-    `layers` are the merged model's layers in order. `embedding` is the merge of the input embedding, and of an output
-    head that is tied to it. `head` is the merge of the final norm and, if it is not tied, of the output head. `tensors`
-    are the merges of single tensors that differ from the merge of their component, by the tensors' names in the merged
-    model.
-
-    `tokenizer` names the merged model's vocabulary, to which the rows of embeddings are aligned: "base", "union", or
-    the alias of another model. `vocabulary` has further options of the vocabulary, which `workers.models.vocabulary`
-    reads. With a vocabulary other than the base's, `models` also has models that no merge uses, because the vocabulary
-    depends on them.
-
-    `keeps_equal` concerns methods that keep the largest elements up to a rank: if several elements have the magnitude
-    at that rank, all of them are kept, as in files of recipe format 1. With `stacks_experts`, all experts of a layer of
-    a mixture of experts are merged as one tensor; otherwise each is merged by itself.
+    - `models`: the content fingerprint of each model that is used, by alias. With a vocabulary other than the base's,
+      there are also models that no merge uses, because the vocabulary depends on them.
+    - `base`: the alias of the base model
+    - `layers`: the merged model's layers in order
+    - `embedding`: the merge of the input embedding, and of an output head that is tied to it
+    - `head`: the merge of the final norm and, if it is not tied, of the output head
+    - `tensors`: the merges of single tensors that differ from the merge of their component, by the tensors' names in
+      the merged model
+    - `tokenizer`: the merged model's vocabulary, to which the rows of embeddings are aligned: "base", "union", or the
+      alias of another model
+    - `vocabulary`: further options of the vocabulary, which `workers.models.vocabulary` reads
+    - `keeps_equal`: for methods that keep the largest elements up to a rank: if several elements have the magnitude at
+      that rank, all of them are kept, as in files of recipe format 1
+    - `stacks_experts`: all experts of a layer of a mixture of experts are merged as one tensor; otherwise each is
+      merged by itself
     """
 
     models: Mapping[str, str]

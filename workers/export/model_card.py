@@ -184,9 +184,9 @@ def _merge_name(directory: Path) -> str | None:
 
 
 def _relative(merge: Merge, index: int) -> object:
-    """What a merge of the layer with index `index` does, with the layers of its sources counted from `index`.
+    """A form of a merge that is equal for adjacent layers which merge their sources in the same way.
 
-    The result is comparable: it is equal for adjacent layers that merge their sources in the same way.
+    Layers of sources are counted from `index`, the index of the merged layer.
     """
     offsets = tuple((source.model, (source.layer or 0) - index) for source in merge.sources)
     base = merge.base and (merge.base.model, (merge.base.layer or 0) - index)

@@ -18,9 +18,9 @@ __all__ = ["MergedTensor", "Piece", "pieces_of"]
 class Piece:
     """One tensor of the merged model that is a part of a stack.
 
-    It has the rows `start` to `stop` - 1 of the matrix of the expert `expert`. A stack joins the matrices of all
-    experts of a layer's mixture of experts in one tensor; `expert` is an index of these, not an expert that is merged.
-    `name` is the tensor's name in the merged model.
+    A stack joins the matrices of all experts of a layer's mixture of experts in one tensor. The piece is rows `start`
+    to `stop` - 1 of the matrix of one of them, the one with the index `expert`. `name` is the tensor's name in the
+    merged model.
     """
 
     name: str

@@ -82,7 +82,7 @@ def _symbol(name: str) -> str:
 
 
 def _source_texts(merge: Merge) -> Iterator[tuple[str, str]]:
-    """The alias of each source of a merge, with those of its coefficients that the source has alone, as text.
+    """The alias of each source of a merge, with a text of the coefficients that belong to this source alone.
 
     The text is "" if all sources share the coefficients. For SLERP it is the weight of the source, 1 - t or t.
     """
@@ -96,7 +96,7 @@ def _source_texts(merge: Merge) -> Iterator[tuple[str, str]]:
 
 
 def _contributions(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """The mean share of each model in parts of a recipe, each as the part's name and the shares by alias.
+    """The mean share of each model in each part of a recipe: pairs of the part's name and the shares by alias.
 
     The parts are all layers together, each component, the embedding, the head, and the single tensors that differ from
     their component. The shares of a part sum to 1; they follow from the coefficients (`model_shares`).

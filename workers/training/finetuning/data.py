@@ -107,8 +107,8 @@ def writes_chats(spec: FinetuneSpec) -> bool:
 def pack(documents: Sequence[Document], *, length: int, packing: bool, seed: int) -> list[tuple[Document, ...]]:
     """Distribute documents over rows of at most `length` tokens, in an order given by `seed`.
 
-    With `packing` a row has as many documents as fit, otherwise one. A document goes into the row that has the least
-    room of those with enough; only the newest rows are considered.
+    With `packing` a row has as many documents as fit, otherwise one. A document goes into the fullest row that has room
+    for it; only the newest rows are considered.
     """
     order = list(documents)
     random.Random(f"documents {seed}").shuffle(order)

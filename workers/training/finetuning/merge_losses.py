@@ -89,9 +89,10 @@ class MergeLoss:
     The losses are means over all sets of this number of experts that are merged. The best coefficient is the one with
     the lowest mean loss over the merged experts' tasks.
 
-    `losses` has, for each expert, the loss on its evaluation tasks, by the expert's alias; `mean` is the mean of the
-    losses. For each coefficient that was tried for the method there is such a mean; `spread` is their standard
-    deviation. `coefficient` is the best coefficient, or None for a method without one.
+    - `losses`: the loss on each expert's evaluation tasks, by the expert's alias
+    - `mean`: the mean of `losses`
+    - `spread`: the standard deviation of `mean` over the coefficients that were tried for the method
+    - `coefficient`: the best coefficient, or None for a method without one
     """
 
     method: str
@@ -103,11 +104,12 @@ class MergeLoss:
 
 
 class MergeLosses:
-    """Measures the losses of merges of trained experts on the first `samples` samples of each expert's tasks.
+    """Measures the losses of merges of trained experts, on each expert's tasks.
 
-    `directories` and `tasks` have each expert's directory and tasks, by alias. `chats` are the aliases of the experts
-    for whose tasks the chat template writes out the prompts. `max_length` is the largest number of tokens in a text.
-    Raises InvalidModel, and InvalidTask for a sample without a reference answer.
+    The first `samples` samples of each task are used. `directories` and `tasks` have each expert's directory and tasks,
+    by alias. `chats` are the aliases of the experts for whose tasks the chat template writes out the prompts.
+    `max_length` is the largest number of tokens in a text. Raises InvalidModel, and InvalidTask for a sample without a
+    reference answer.
     """
 
     def __init__(
@@ -211,8 +213,8 @@ def landscape(
 ) -> Landscape:
     """Measure the sum of two experts' losses over a grid of their coefficients (MergOPT, figure 2).
 
-    `measure` returns a merge's loss on each expert's tasks, by alias. `grid` has the coefficients, which each of
-    the two experts has in turn.
+    `grid` has the coefficients of either expert; all pairs of them are measured. `measure` returns a merge's loss on
+    each expert's tasks, by alias.
     """
     sources = tuple(Source(alias) for alias in experts)
 

@@ -212,7 +212,8 @@ def check_data(spec: FinetuneSpec) -> None:
 def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
     """The learning rate of update number `step`, from 0.
 
-    It is a linear warm-up, then a decay to 0 after the last update, or with the schedule "constant" no decay.
+    It rises linearly during the warm-up. Then it decays to 0 after the last update, or stays the same with the schedule
+    "constant".
     """
     warmup = training.warmup_steps
     if step < warmup:
@@ -362,7 +363,10 @@ class _Update:
         return cross_entropy(logits, batch.labels.flatten().to(logits.device), ignore_index=IGNORED, reduction="sum")
 
     def _micro_batches(self) -> Iterator[tuple[Sequence[tuple[Document, ...]], bool]]:
-        """Yield this rank's rows of the batch in portions that are read at once, each with whether it is the last."""
+        """Yield this rank's rows of the batch in portions, each with a flag that is true for the last portion.
+
+        The rows of a portion are read in one forward pass.
+        """
         ranks, size = self._passes.ranks, self._passes.spec.training.micro_batch
         mine = self._batch[ranks.rank :: ranks.size]
         for start in range(0, len(mine), size):

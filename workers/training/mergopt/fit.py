@@ -1,4 +1,4 @@
-"""The scale of MergOPT's noise from existing task vectors (`b: auto`), and how well the noise fits them.
+"""The scale of MergOPT's noise from existing task vectors (`scale: auto`), and how well the noise fits them.
 
 Fits are compared by the Kolmogorov-Smirnov distance and mean log-likelihood of the paper's table 10 (appendix D.1.1).
 """

@@ -2,10 +2,10 @@
 
     h = hash(key, i), that of `workers.merging.masks`;  z_i = quantiles[h >> 16]
 
-The quantiles are those of the distribution in the middle of 2^16 intervals of equal probability, in float32. Therefore
-a draw needs no transcendental functions, which differ between devices, and a table that fits a core's cache. It cuts
-off values beyond probability 2^-17 at either end: |z| stays below 11.1 b under Laplace, 4.4 standard deviations under
-Gauss.
+The range of probabilities is divided into 2^16 equal intervals; `quantiles` has, in float32, the distribution's
+quantile at the middle of each. So a draw computes no transcendental functions, which differ between devices, and its
+table fits a core's cache. Values beyond probability 2^-17 at either end do not occur: |z| stays below 11.1 b under
+Laplace, 4.4 standard deviations under Gauss.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ At every step of the optimizer that it wraps, the gradient is taken where a merg
     g = grad L(theta + (K alpha - 1) z)                                                         (lines 5 and 6)
     theta <- Optimizer(theta, g)                                                                (line 7)
 
-The paper's text is followed, not its published code, in which b is 0.01 by default (the paper: 0.0005), a closure's
-gradients are added up over two backward passes, and the last update uses the gradient at the offset.
+The paper's text is followed, not its published code. The code differs in three points: b is 0.01 by default (the paper:
+0.0005), a closure's gradients are added up over two backward passes, and the last update uses the gradient at the
+offset.
 """
 
 from __future__ import annotations

@@ -285,10 +285,10 @@ def _merges(layer: LayerRecipe) -> tuple[Merge, ...]:
 def _combined(outside: str, path: Iterable[Hop], digests: Mapping[int, str], aligned: Mapping[str, str]) -> str:
     """Checksum of a path, a sequence of layers: sha256 (hex) over the digests of all its parts.
 
-    `outside` is the digest of the parameters outside layers. After it come, for each hop of the path, the digest of its
-    layer (in `digests`, by the layer's index in the pool), its factor, and the digest of its alignment (in `aligned`,
-    by the name of the alignment). The checksum does not depend on which layers of the pool hold the path, or in which
-    order they were written.
+    `outside` is the digest of the parameters outside layers. Each hop of the path then adds three parts: the digest of
+    its layer (in `digests`, by the layer's index in the pool), its factor, and the digest of its alignment (in
+    `aligned`, by the name of the alignment). The checksum does not depend on which layers of the pool hold the path, or
+    in which order they were written.
     """
     total = hashlib.sha256(f"{outside}\n".encode())
     for number, hop in enumerate(path):
@@ -306,8 +306,12 @@ def _planned(recipe: Recipe, bank: Bank) -> TensorPlan:
 def _by_layer(plan: TensorPlan, bank: Bank) -> tuple[list[MergedTensor], list[Hashable], list[list[MergedTensor]]]:
     """Split the tensors of a plan into those outside layers and those of each layer, without the layers' scales.
 
-    Returns the tensors outside layers, for each layer a description of what it contains, and the tensors of each layer.
-    The description is a value that is equal for layers whose tensors are computed in the same way.
+    Returns three values:
+
+    - the tensors outside layers
+    - for each layer, a description of what it contains: a value that is equal for layers whose tensors are computed in
+      the same way
+    - the tensors of each layer
     """
     from workers.merging.plan import computations
 
