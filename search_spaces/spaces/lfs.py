@@ -13,9 +13,9 @@ configuration is a merge of at least one expert. None has to be repaired or reje
 exactly what was proposed. All experts together, the most promising choice, are slightly more likely than each smaller
 set.
 
-SLERP merges two models, so it chooses a pair instead: two experts, or one expert and the base. Bits would be redundant
-there and do not exist (with `method_per: component` they exist for the component groups that use another method). The
-same holds for all other methods of two models or of one.
+SLERP merges two models, so it chooses a pair instead: two experts, or one expert and the base. The same holds for all
+other methods of two models or of one. Bits would be redundant there and do not exist. With `method_per: component` they
+exist whatever the methods are, because another component group may need them.
 
 With `selection: all`, as in the published code, every group merges all experts. There are no bits, and the pairs of
 SLERP and of other methods of two models are of two experts, never with the base.
