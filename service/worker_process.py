@@ -89,7 +89,7 @@ class WorkerProcess:
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Start the process before the first call, without waiting until it is ready."""
+        """Start the process now instead of at the first call. Returns without waiting until it is ready."""
         self._running()
 
     def stop(self) -> None:

@@ -210,7 +210,10 @@ StepResult: TypeAlias = LossesResult | GradientResult | CompletionsResult | Note
 
 @dataclass(frozen=True)
 class _Step:
-    """Step with the number `number` in its study, from 0, computed before trial `proposal` was proposed."""
+    """Place of a step (a gradient, for example) in its study.
+
+    `number` counts the study's steps from 0. `proposal` is the number of the trial that was proposed after the step.
+    """
 
     number: int
     proposal: int

@@ -69,7 +69,7 @@ class Crashes:
         return {**event, "crashes": count}, _consequence(self._of(evaluation, crash.chunk), failed.reason)
 
     def count(self, evaluation: Evaluation) -> int:
-        """The number of crashes with one chunk of the evaluation, for the chunk with the most crashes."""
+        """The largest number of crashes that any one chunk of the evaluation has had."""
         return max((len(self._of(evaluation, chunk)) for chunk in evaluation.chunks), default=0)
 
     def _add(self, payload: Mapping[str, Any]) -> int:

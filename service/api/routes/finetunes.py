@@ -37,7 +37,7 @@ def get_analysis(finetune: Finetune, services: Context, against: Against) -> Res
     """The distributions of the experts' task vectors and the losses of their merges, for comparison.
 
     They are computed if the specification has `analysis`. With `against`, the document also has those of other
-    fine-tunings, which trained the same experts.
+    fine-tunings, whose experts must have the same names and tasks.
     """
     return Json(_analysis(services, [finetune, *against]))
 

@@ -51,7 +51,7 @@ def with_start(
     artifacts: ArtifactStore,
     open_study: OpenStudy,
 ) -> PreflightResult:
-    """Add the policies with which a study begins to the study's preflight result.
+    """The study's preflight result with the policies that the study starts with (`search.hm3.start`).
 
     The policies are copied to the study's own artifacts when it first runs. If the study names no policies, the result
     is unchanged. Raises StudyFailed if the policies cannot be used; the study's state is then FAILED, with the reason.

@@ -62,7 +62,7 @@ class SearcherState:
     def propose_next(self) -> StepRequest | dict[str, Any]:
         """The configuration of the trial after the last proposal, or a request for a step that must be computed first.
 
-        The proposal is made from the same results as the last one, whose configuration counts as pending.
+        It uses the same results as the previous proposal did; the previous proposal's configuration counts as pending.
         """
         assert isinstance(self._last_answer, dict), "the last proposal has no configuration"
         call = dict(self._last_call)

@@ -109,7 +109,10 @@ def reference_completions(steps: Sequence[Step]) -> Mapping[str, Sequence[int]] 
 
 
 def mean_loss(name: str, steps: Sequence[Step]) -> float:
-    """The mean loss of an objective over the baselines, on the references that gradients use; 1 if it is not known."""
+    """The mean loss of the objective `name` over the baselines, on the references that gradients use.
+
+    It is read from the computed `steps`; if they have no loss of a baseline, it is 1.
+    """
     on_completions = name in (reference_completions(steps) or {})
     compared = [s for s in _comparisons(steps, on_completions=on_completions) if s.result.failure is None]
     return fmean(step.result.losses[name] for step in compared) if compared else 1.0

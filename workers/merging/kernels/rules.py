@@ -223,7 +223,7 @@ class Weighted(NamedTuple):
 
 
 class WeightedMean(NamedTuple):
-    """Rule: the base plus the weighted sum of the task vectors that have the elected sign, divided by their number.
+    """Rule: base + (weighted sum of the task vectors that have the elected sign) / (number of these task vectors).
 
     This is computed for each element of the task vectors after the sparsification `sparse`. The elected sign is that of
     the unweighted sum of all task vectors, and + where this sum is zero.

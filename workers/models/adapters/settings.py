@@ -60,7 +60,10 @@ class Settings:
     has_biases: bool
 
     def token_numbers(self, module: str) -> tuple[int, ...]:
-        """The ids of the tokens whose rows of the embedding `module` the adapter trained individually, if any."""
+        """The ids of the tokens whose rows in the embedding `module` the adapter trained; empty if it trained none.
+
+        They are peft's `trainable_token_indices`.
+        """
         fitting = (numbers for name, numbers in self.tokens.items() if f".{module}".endswith(f".{name}"))
         return next(fitting, ())
 
