@@ -57,14 +57,14 @@ class DisSection(SpaceSection):
     scales: bool = True
     """Whether each block has a scale of its own; false: all are 1."""
     scale_of: ScaleOf = "stream"
-    """What the scale of a block multiplies: stream, the residual stream after the block's last layer (the last block has
-    no scale then); mlp, only what the MLP of that layer adds to the stream.
+    """What the scale of a block multiplies: stream, the residual stream after the block's last layer (the last block
+    has no scale then); mlp, only what the MLP of that layer adds to the stream.
     """
     scale_range: tuple[float, float] = SCALES
     """The lowest and highest scale; it contains 1. The lowest is above 0 or, with scale_of: mlp, at least 0."""
     sampling: Literal["near_sources", "uniform"] = "near_sources"
-    """How random configurations are drawn: near_sources, paths near the own order of one source, most scales 1; uniform,
-    every parameter by itself.
+    """How random configurations are drawn: near_sources, paths near the own order of one source, most scales 1;
+    uniform, every parameter by itself.
     """
     preset: Literal["d1m3r1", "d1m1r2"] | None = None
     """The published configurations: d1m3r1, a layer of each of three models; d1m1r2, a layer of one model up to twice.

@@ -30,8 +30,8 @@ __all__ = ["MAX_ORDERS", "SCALES", "Block", "DisPaths", "first_order", "num_orde
 # The largest number of orders of a block's candidates that are searched as one whole number.
 MAX_ORDERS = 1_000_000
 
-# The lowest and highest scale of a block by default. The published code has 0 to 2; the 280 scales of the published merges are
-# between 0.73 and 1.32 (Tables 12 to 14).
+# The lowest and highest scale of a block by default. The published code has 0 to 2; the 280 scales of the published
+# merges, which are scales of MLPs, are between 0.73 and 1.32 (Tables 12 to 14).
 SCALES = (0.5, 1.5)
 
 # In Tables 12 to 14, a third of the scales differs from 1, with a standard deviation of 0.11. Scales of changed blocks

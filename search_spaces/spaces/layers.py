@@ -46,8 +46,8 @@ def shared_merges(layers: Sequence[LayerRecipe], *, start: int) -> dict[Componen
 def recipe_of_path(models: SearchedModels, layers: Sequence[tuple[str, int, float]], *, scale_of: ScaleOf) -> Recipe:
     """The recipe of a path of whole layers, each given as model, layer number and scale.
 
-    `scale_of` says what the scales multiply. The embedding is that of the first layer's model. The final norm and the output head are those of the last layer's
-    model.
+    `scale_of` says what the scales multiply. The embedding is that of the first layer's model. The final norm and the
+    output head are those of the last layer's model.
     """
     return Recipe(
         models.fingerprints,

@@ -346,6 +346,14 @@ def test_uniform_draws_of_a_deep_model_end_at_the_limit() -> None:
     assert set(depths) == {own.max_layers} == {50}
 
 
+@pytest.mark.parametrize(("preset", "names", "share"), [("d1m3r1", None, 1.0), ("d1m1r2", ("math",), 0.44)])
+def test_share_of_uniform_draws_that_are_too_deep(preset: str, names: tuple[str, ...] | None, share: float) -> None:
+    """The shares that docs/reference/spaces.md states, of draws in 40 layers that have more than 50."""
+    own = dis(models(num_layers=40, max_layers=400), preset=preset, models=names, sampling="uniform")
+    depths = [own.paths.depth(own.paths.blocks(own.parameters.sample(np.random.default_rng(s)))) for s in range(1000)]
+    assert np.mean(np.array(depths) > 50) == pytest.approx(share, abs=0.005)
+
+
 def test_an_order_that_does_not_exist_is_refused() -> None:
     own = dis()
     with pytest.raises(InvalidConfiguration, match=r"b1.order=6 is not accepted; give a whole number in \[0, 5\]"):

@@ -80,9 +80,7 @@ EXAMPLES = {
         "dis", models(num_layers=6, max_layers=6), layer_retention=False, scale_of="mlp"
     ),
     "dis, drawn uniformly": described("dis", models(num_layers=6), scale_range=(1 / 3, 1.25), sampling="uniform"),
-    "dis, as released": described(
-        "dis", preset="d1m3r1", scale_of="mlp", scale_range=(0.0, 2.0), sampling="uniform"
-    ),
+    "dis, as released": described("dis", preset="d1m3r1", scale_of="mlp", scale_range=(0.0, 2.0), sampling="uniform"),
     "dis, keys drawn uniformly": described(
         "dis", models(max_layers=7), depth_granularity=2, repeats=2, layer_retention=False, sampling="uniform"
     ),

@@ -301,9 +301,7 @@ def test_mergekit_gives_the_same_paths(
 
 
 @pytest.mark.parametrize(("steps", "num_slices"), [("m0 m1 m2 m3 m4", 5), ("m0 t1 b2 b3 b3 t1", 6)])
-def test_mergekit_gives_the_same_scales_of_mlps(
-    untied_bank: Bank, tmp_path: Path, steps: str, num_slices: int
-) -> None:
+def test_mergekit_gives_the_same_scales_of_mlps(untied_bank: Bank, tmp_path: Path, steps: str, num_slices: int) -> None:
     recipe = path_of(untied_bank.family, steps, "base", "text")
     layers = [replace(layer, mlp_scale=(1.3, 0.0, 1.0, 0.7)[i % 4]) for i, layer in enumerate(recipe.layers)]
     recipe = replace(recipe, layers=tuple(layers))

@@ -5,6 +5,7 @@ For scales of the stream by the scale invariance of RMSNorm, for those of MLPs u
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import LayerRecipe, Recipe
+from tests.benchmarks.family_training import Item, exact_match
 from tests.builders import tiny_family, tiny_llama, tiny_qwen2
 from tests.layouts import LAYOUTS, layout_family
 from tests.workers.recipes import arithmetic, copied, path, whole_model
@@ -258,3 +260,21 @@ def test_models_whose_mlps_cannot_be_scaled_are_named(model_type: str) -> None:
 
 def test_paths_are_of_types_whose_layers_and_mlps_can_be_scaled() -> None:
     assert set(PATH_TYPES) <= set(SCALABLE) <= set(MLP_SCALABLE) <= set(LAYOUTS)
+
+
+@pytest.mark.slow
+def test_a_scale_of_an_mlp_costs_the_shipped_expert_less_than_one_of_the_stream(tmp_path: Path) -> None:
+    family = open_family(SHIPPED / "base", {"math": SHIPPED / "experts" / "math"}, cache=tmp_path)
+    bank = Bank(family, cache=tmp_path)
+    lines = (SHIPPED / "tasks" / "math_search.jsonl").read_text().splitlines()[:200]
+    items = [Item(each["prompt"], each["answer"]) for each in map(json.loads, lines)]
+
+    def accuracy(*, scale: float = 1.0, mlp_scale: float = 1.0) -> float:
+        plain = whole_model(family, "math")
+        layers = list(plain.layers)
+        layers[3] = replace(layers[3], scale=scale, mlp_scale=mlp_scale)
+        model = merged_model(replace(plain, layers=tuple(layers)), bank, dtype="float32")
+        return sum(exact_match(model, items)) / len(items)
+
+    assert accuracy(scale=1.2) == pytest.approx(0.905, abs=0.01)
+    assert accuracy(mlp_scale=1.2) == pytest.approx(0.940, abs=0.01)

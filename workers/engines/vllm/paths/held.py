@@ -287,8 +287,8 @@ def _combined(outside: str, path: Iterable[Hop], digests: Mapping[int, str], ali
 
     `outside` is the digest of the parameters outside layers. After it come, for each hop of the path, the digest of its
     layer (in `digests`, by the layer's index in the pool), its factors (one if they are equal), and the digest of its
-    alignment (in `aligned`, by the name of the alignment). The checksum does not depend on which layers of the pool hold the path, or in which
-    order they were written.
+    alignment (in `aligned`, by the name of the alignment). The checksum does not depend on which layers of the pool
+    hold the path, or in which order they were written.
     """
     total = hashlib.sha256(f"{outside}\n".encode())
     for number, hop in enumerate(path):
