@@ -115,7 +115,7 @@ class DisSection(SpaceSection):
 
     def _scale_problems(self) -> Iterator[Problem]:
         low, high = self.scale_range
-        given = f"{list(self.scale_range)}"
+        given = list(self.scale_range)
         if not low <= 1 <= high or low == high:
             message = f"{given} is not accepted; give [lowest, highest] with 1, the scale of the sources, between them"
             yield Problem("search_space.scale_range", message)
@@ -127,13 +127,9 @@ class DisSection(SpaceSection):
                 "ordinary checkpoint; give a lowest scale above 0, or write scale_of: mlp"
             )
             yield Problem("search_space.scale_range", message)
-        if not self.scales:
-            for option, is_default in {
-                "scale_of": self.scale_of == "stream",
-                "scale_range": self.scale_range == SCALES,
-            }.items():
-                if not is_default:
-                    yield Problem(f"search_space.{option}", "has no effect with scales: false; leave it out")
+        for option, default in (("scale_of", "stream"), ("scale_range", SCALES)):
+            if not self.scales and getattr(self, option) != default:
+                yield Problem(f"search_space.{option}", "has no effect with scales: false; leave it out")
 
     def build(self, models: SearchedModels) -> DisSpace:
         return DisSpace(models, self)

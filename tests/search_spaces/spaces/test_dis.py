@@ -20,6 +20,7 @@ from search_spaces.recipe import Recipe
 from search_spaces.spaces.base import SearchedModels, SearchSpace
 from search_spaces.spaces.dis import DisSection
 from search_spaces.spaces.dis_paths import MAX_ORDERS, SCALES, first_order, num_orders, order_at, place_of
+from search_spaces.spaces.layers import path_of_recipe
 from tests.search_spaces.spaces.families import models, space
 
 ORDERS = [(1, 1), (1, 3), (3, 1), (2, 2), (3, 2), (4, 1), (2, 3)]
@@ -274,6 +275,9 @@ def test_a_merge_with_scales_of_the_other_kind_is_not_contained() -> None:
     chosen = uniform(mlp, 0)
     assert mlp.from_recipe(mlp.to_recipe(chosen)) is not None
     assert stream.from_recipe(mlp.to_recipe(chosen)) is None
+    recipe = stream.to_recipe(uniform(stream, 0))
+    assert path_of_recipe(recipe, scale_of="stream") == path(recipe)
+    assert path_of_recipe(recipe, scale_of="mlp") is None
     ones = {name: 1.0 if name.endswith("scale") else value for name, value in uniform(mlp, 1).items()}
     of_stream = {name: value for name, value in ones.items() if name != "b4.scale"}
     assert mlp.to_recipe(ones) == stream.to_recipe(of_stream), "without scales there is no difference"

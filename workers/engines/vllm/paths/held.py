@@ -207,8 +207,7 @@ class _Checked:
 class _Between:
     """What a path has besides its layers: for each layer, the factors of its branches and the alignment before it.
 
-    `before` has the digest of the alignment
-    before each layer, or None; `alignments` maps digests to alignments.
+    `before` has the digest of the alignment before each layer, or None; `alignments` maps digests to alignments.
     """
 
     factors: Sequence[BranchFactors]
