@@ -45,8 +45,9 @@ class LayerRecipe:
     """One layer of the merged model.
 
     `attention`, `mlp` and `norm` are the merges of the layer's components. `scale` multiplies the residual stream after
-    the layer (1 = unchanged). `alignment` is the digest of a map that is applied to the residual stream after the
-    layer, or None if there is no such map.
+    the layer (1 = unchanged). `mlp_scale` multiplies only what the layer's MLP adds to the stream (1 = unchanged).
+    `alignment` is the digest of a map that is applied to the residual stream after the layer, or None if there is no
+    such map.
     """
 
     attention: Merge
@@ -54,6 +55,7 @@ class LayerRecipe:
     norm: Merge
     scale: float = 1.0
     alignment: str | None = None  # digest of the alignment after this layer (workers.alignments)
+    mlp_scale: float = 1.0
 
     def component(self, name: Component) -> Merge:
         """The merge of the layer's component `name`."""
@@ -64,6 +66,8 @@ class LayerRecipe:
         document: dict[str, Any] = {name: self.component(name).to_json() for name in COMPONENTS}
         if self.scale != 1.0:
             document["scale"] = self.scale
+        if self.mlp_scale != 1.0:
+            document["mlp_scale"] = self.mlp_scale
         if self.alignment is not None:
             document["alignment"] = self.alignment
         return document
@@ -75,6 +79,7 @@ class LayerRecipe:
                 **{name: Merge.from_json(document[name]) for name in COMPONENTS},
                 scale=float(document.get("scale", 1.0)),
                 alignment=document.get("alignment"),
+                mlp_scale=float(document.get("mlp_scale", 1.0)),
             )
         except InvalidRecipe:
             raise

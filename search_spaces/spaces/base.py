@@ -238,9 +238,9 @@ class SpaceSection(Section, ABC):
 
     @property
     def scaled_by(self) -> str | None:
-        """The option that gives layers scales (`LayerRecipe.scale`), or None if layers have no scales.
+        """The option that gives layers scales of the stream (`LayerRecipe.scale`), or None if no option does.
 
-        Not every model type supports layer scales.
+        Not every model type supports them.
         """
         return None
 

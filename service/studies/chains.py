@@ -254,6 +254,9 @@ def _path(recipe: Recipe, where: str) -> tuple[dict[Component, int], ...]:
         if layer.alignment is not None or layer.scale != 1:
             what = "an alignment" if layer.alignment is not None else f"the scale {layer.scale:g}"
             raise Conflict(f"{where}: {what} follows layer {index}, which merges along this path cannot have")
+        if layer.mlp_scale != 1:
+            what = f"the MLP of layer {index} has the scale {layer.mlp_scale:g}"
+            raise Conflict(f"{where}: {what}, which merges along this path cannot have")
         found: dict[Component, int] = {}
         for name in COMPONENTS:
             layers = {index if each.layer is None else each.layer for each in layer.component(name).sources}

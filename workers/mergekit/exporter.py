@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from search_spaces.methods import METHODS
 from search_spaces.methods.base import MergeMethod
 from search_spaces.recipe import COMPONENTS, Merge, Recipe
+from workers.merging.residual_scales import BranchFactors
 from workers.models.components import Layout
 
 __all__ = ["Inexpressible", "mergekit_config"]
@@ -59,7 +60,7 @@ def mergekit_config(
     merged in float32; the merge is stored in `dtype`. `layout` has the names of the models' tensors. Raises
     Inexpressible if mergekit would compute other tensors.
     """
-    recipe = recipe.canonical()
+    recipe = _with_scaled_mlps(recipe.canonical(), layout)
     merges = recipe.merges()
     if any(layer.scale != 1 or layer.alignment is not None for layer in recipe.layers):
         raise Inexpressible("layers are scaled or aligned")
@@ -101,6 +102,27 @@ def mergekit_config(
         document["base_model"] = directories[recipe.base]
         document["parameters"] = {"normalize": False, "lambda": 1.0}
     return document
+
+
+def _with_scaled_mlps(recipe: Recipe, layout: Layout) -> Recipe:
+    """The recipe with the scales of MLPs as merges of single tensors, the last ones of these MLPs.
+
+    Raises Inexpressible for an MLP that is merged from several models.
+    """
+    if all(layer.mlp_scale == 1 for layer in recipe.layers):
+        return recipe
+    layers, tensors = list(recipe.layers), dict(recipe.tensors)
+    for index, layer in enumerate(recipe.layers):
+        layers[index], factors = replace(layer, mlp_scale=1.0), BranchFactors(mlp=layer.mlp_scale)
+        for suffix in layout.suffixes("mlp", layer.mlp.sources[0].layer):
+            if factors.of(suffix) != 1:
+                name = layout.name(suffix, index)
+                merge = tensors.get(name, layer.mlp)
+                if merge.method != "passthrough":
+                    raise Inexpressible(f"layer {index}: the output of a merged MLP is scaled")
+                scale = float(merge.number("scale")) * factors.of(suffix)
+                tensors[name] = replace(merge, coefficients={"scale": scale})
+    return replace(recipe, layers=tuple(layers), tensors=tensors).canonical()
 
 
 def _always_differs(method: MergeMethod) -> bool:

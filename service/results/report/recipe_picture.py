@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from search_spaces.recipe import COMPONENTS, Component, Merge, Recipe
+from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe
 from service.results.report.charts import Bar, Legend, legend, stacked_bar
 from service.results.report.marks import NUM_COLOURS
 from service.results.series.recipe import layer_runs, model_shares
@@ -53,7 +53,7 @@ def recipe_picture(recipe: Recipe, *, experts: Sequence[str] = ()) -> dict[str, 
             {
                 "name": f"layer {start}" if stop == start + 1 else f"layers {start} to {stop - 1}",
                 "cells": [cell(merge) for merge in (merges[:1] if len(set(merges)) == 1 else merges)],
-                "note": "" if layer.scale == 1 else f"scale {layer.scale:.3f}",
+                "note": ", ".join(_notes(layer)),
             }
         )
     used = [alias for alias in models if any(alias in model_shares(merge) for merge in recipe.merges())]
@@ -75,6 +75,13 @@ def recipe_picture(recipe: Recipe, *, experts: Sequence[str] = ()) -> dict[str, 
         ],
         "digest": recipe.digest,
     }
+
+
+def _notes(layer: LayerRecipe) -> Iterator[str]:
+    if layer.scale != 1:
+        yield f"scale {layer.scale:.3f}"
+    if layer.mlp_scale != 1:
+        yield f"scale of the MLP {layer.mlp_scale:.3f}"
 
 
 def _symbol(name: str) -> str:

@@ -78,6 +78,15 @@ EXAMPLES = {
     ),
     "dis, layers in their own order": described("dis", models(num_layers=6, max_layers=8), permutations=False),
     "dis, layers left out": described("dis", models(num_layers=6, max_layers=6), layer_retention=False),
+    "dis, scales of MLPs": described("dis", scale_of="mlp", scale_range=(0.0, 2.0)),
+    "dis, scales of MLPs of the layers that are left": described(
+        "dis", models(num_layers=6, max_layers=6), layer_retention=False, scale_of="mlp"
+    ),
+    "dis, drawn uniformly": described("dis", models(num_layers=6), scale_range=(1 / 3, 1.25), sampling="uniform"),
+    "dis, as released": described("dis", preset="d1m3r1", scale_of="mlp", scale_range=(0.0, 2.0), sampling="uniform"),
+    "dis, keys drawn uniformly": described(
+        "dis", models(max_layers=7), depth_granularity=2, repeats=2, layer_retention=False, sampling="uniform"
+    ),
     "hm3": described("hm3"),
     "hm3, of the base and one expert": described(
         "hm3", models(num_layers=6, tokenizer="union", is_tied=True), models=("base", "text"), max_jump=2
