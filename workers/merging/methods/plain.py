@@ -2,9 +2,9 @@
 
 A function receives the tensors, the base if its method needs one, and its coefficients by name, in the plural if there
 is one per source (`lambdas`, but `lambda_`); `keys` if it draws masks. Statistics that it has parameters for (`cos`,
-`importance`, `magnitudes`, `norms`, `products`, `ranks`, `variances`) are passed if they are known. The orders of equal
-elements (`orders`, `order`) are passed to functions that cut at a rank, and the tensor's `name` to functions whose
-messages mention it.
+`importance`, `magnitudes`, `majority`, `norms`, `products`, `ranks`, `variances`) are passed if they are known. The
+orders of equal elements (`orders`, `order`) are passed to functions that cut at a rank, and the tensor's `name` to
+functions whose messages mention it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from workers.merging.order_statistics import Ranked, TieOrder
 
 __all__ = ["PLAIN", "Operands", "PlainMethod", "Statistic", "merge_tensors"]
 
-Statistic = Literal["cosine", "importance", "magnitudes", "norms", "products", "ranks", "variances"]
+Statistic = Literal["cosine", "importance", "magnitudes", "majority", "norms", "products", "ranks", "variances"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ class Operands:
     The other fields are statistics, which depend only on the sources. A statistic is None if it is not known; the
     method then computes it if it needs it. `cosine` is that of the angle between the first two tensors, and
     `importance` the criterion by which Arcee Fusion takes elements of the second. `magnitudes` has for each source the
-    table of |source - base|. `products` are the inner products of all pairs of tensors, or with a base of task vectors.
+    table of |source - base|. For a merge that trims whole models it has the thresholds of whole task vectors
+    instead, after the random masks for methods that draw these; the sign of `majority` is then the one elected for most
+    elements of the model. `products` are the inner products of all pairs of tensors, or with a base of task vectors.
     `variances` is the table of the variances between task vectors. `ranks` has for each source the ranks of its
     magnitudes in each row, and `norms` the sum of its magnitudes. `orders` order the elements of equal magnitude in
     each source, and `order` those of equal variance; if they are None, any repeatable order is used.
@@ -60,6 +62,7 @@ class Operands:
     variances: Ranked | None = None
     ranks: tuple[torch.Tensor, ...] | None = None
     norms: tuple[float, ...] | None = None
+    majority: int | None = None
     orders: tuple[TieOrder, ...] | None = None
     order: TieOrder | None = None
     name: str = ""
