@@ -137,7 +137,7 @@ def test_float32_models_with_few_equal_magnitudes_are_trimmed_exactly(tied: Bank
 
 def test_breadcrumbs_cut_both_ends_of_the_whole_task_vector(untied: Bank) -> None:
     math, text = trimmed(untied, 0.3, gamma=0.02)
-    found = merged(untied, recipe(untied, "breadcrumbs", density=0.3, gamma=0.02, **{"lambda": (0.4, 0.3)}))
+    found = merged(untied, recipe(untied, "breadcrumbs", density=0.3, gamma=0.02, lambda_=(0.4, 0.3)))
     check(untied, found, {name: math[name] * 0.4 + text[name] * 0.3 for name in math})
 
 
