@@ -90,6 +90,10 @@ class M3Section(SpaceSection):
     def merge_methods(self) -> tuple[str, ...]:
         return self.methods
 
+    @property
+    def has_directions(self) -> bool:
+        return True
+
     def contradictions(self) -> Iterator[Problem]:
         lists = {"methods": self.methods, "directions": self.directions or (), "orders": self.orders or ()}
         numbers = {"alphas": self.alphas, "exponents": self.exponents, "k": _each(self.k)}

@@ -25,7 +25,7 @@ def canonical(merge: Merge) -> Merge:
     return recipe(merge).canonical().head
 
 
-def test_a_recipe_that_trims_whole_models_has_a_format_of_its_own() -> None:
+def test_a_recipe_that_trims_whole_models_has_its_own_format() -> None:
     """Programs that do not know the option refuse the format; all other recipes and digests stay."""
     cut = recipe(merge("ties", "math", "text", **{"lambda": 1.0}, k=0.3))
     whole = replace(cut, trim="model")

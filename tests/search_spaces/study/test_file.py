@@ -98,6 +98,7 @@ def test_a_study_without_a_space_or_a_kind_is_layerwise() -> None:
             "range": [-0.5, 1.5],
             "method": "task_arithmetic",
             "density": None,
+            "trim": "tensor",
             "mask_seed": None,
             "layer_scales": False,
         }

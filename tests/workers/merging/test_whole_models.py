@@ -128,7 +128,7 @@ def test_ties_keeps_a_share_of_the_whole_task_vector(untied: Bank, k: float, com
     assert max(shares) - min(shares) > k / 100
 
 
-def test_float32_models_with_few_equal_magnitudes_are_trimmed_exactly(tied: Bank) -> None:
+def test_few_equal_magnitudes_are_trimmed_exactly(tied: Bank) -> None:
     for k in (0.013, 0.6):
         math, text = trimmed(tied, k)
         found = merged(tied, recipe(tied, "ties", k=k, lambda_=1.0))

@@ -72,7 +72,7 @@ def test_m3_with_the_weights_of_those_kept_zero_leaves_the_base() -> None:
     assert delta(merged) == [0.0, 3.0, 0.0, 0.0]
 
 
-def test_m3_as_in_its_code_elects_the_majority_sign_where_signs_cancel() -> None:
+def test_m3_as_in_its_code_elects_the_majority_sign() -> None:
     experts = near(*TWO)
     # 0.25 * 1 + 0.75 * 3, the majority + elects 2 alone, 5 as it is, -(0.25 * 3 + 0.75 * 1), each doubled.
     merged = task_vectors.m3_ties_majority(experts, BASE, weights=[0.25, 0.75], lambda_=2.0, k=1.0)
@@ -84,7 +84,7 @@ def test_m3_as_in_its_code_elects_the_majority_sign_where_signs_cancel() -> None
     assert delta(none) == [5.0, 0.0, 10.0, -3.0]
 
 
-def test_m3_as_in_its_code_is_continuous_where_shares_go_to_zero() -> None:
+def test_m3_as_in_its_code_is_continuous_in_its_shares() -> None:
     """The second and third expert alone keep the second element: one value for a share of zero and for small ones."""
     experts = near([2.0, 0.0, 0.0, 1.0], [4.0, 2.0, 0.0, 1.0], [-1.0, 4.0, 0.0, 1.0])
 
