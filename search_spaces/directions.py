@@ -34,6 +34,7 @@ def direction_of(recipe: Recipe) -> Direction | None:
     models, declared = [source.model for source in merge.sources], METHODS[merge.method]
     weight, lambda_ = declared.coefficient("weight"), declared.coefficient("lambda")
     scale: float | None = None
+    numbers: tuple[float, ...]
     if merge.method == "passthrough":
         numbers = (0.0 if models[0] == recipe.base else 1.0,)
     elif lambda_ is not None and lambda_.per_model:

@@ -51,8 +51,7 @@ def trial_document(
         sources: Trials of the study, or at least its source models, which constraints may be relative to.
         has_shares: Whether to add the experts' shares of the task vectors, for a space of directions.
     """
-    direction = direction_of(trial.read_recipe()) if has_shares else None
-    return {
+    document: TrialDocument = {
         "number": trial.number,
         "origin": trial.origin.value,
         "label": trial.label,
@@ -61,7 +60,6 @@ def trial_document(
         "bracket": trial.bracket,
         "configuration": None if trial.configuration is None else dict(trial.configuration),
         "recipe_digest": trial.recipe.digest,
-        **({"shares": None if direction is None else dict(direction.shares)} if has_shares else {}),
         "rungs": [
             {
                 "rung": rung.rung,
@@ -78,6 +76,10 @@ def trial_document(
         "samples_reused": trial.samples_reused,
         "timings_s": dict(trial.timings_s),
     }
+    if has_shares:
+        direction = direction_of(trial.read_recipe())
+        document["shares"] = None if direction is None else dict(direction.shares)
+    return document
 
 
 def trial_documents(run: RunRecord) -> list[TrialDocument]:

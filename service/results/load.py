@@ -174,7 +174,8 @@ class RunReader:
             complete = {trial.number for trial in full_budget_trials(trials)}
             for number in sorted(complete - read.keys() - self._complete.keys()):
                 self._complete[number] = store.trial(self._study_id, number)
-        return tuple(read.get(trial.number) or self._complete.get(trial.number, trial) for trial in trials)
+        known = {**self._complete, **read}
+        return tuple(known.get(trial.number, trial) for trial in trials)
 
     def _search(self, store: Store, resolved: ResolvedStudy) -> SearchFigures:
         charged = [step for step in self._steps if step.request.num_charged]  # notes cost nothing
