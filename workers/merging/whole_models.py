@@ -9,7 +9,7 @@ Tensors are read one by one, in the order of their names. Nothing here knows how
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from workers.merging.order_statistics import (
 
 __all__ = ["ModelMagnitudes", "ModelTensor", "WholeTaskVector", "balance_of"]
 
-# Elements whose words are made at a time: ten temporaries of 8 bytes each.
+# Elements whose words are made at a time, in temporaries of 8 bytes.
 CHUNK = 1 << 22
 # The dtypes that the compiled functions read.
 COMPILED = {torch.float32, torch.bfloat16, torch.float16}
@@ -173,20 +173,31 @@ class _PlainWords:
 
     def counts(self, prefix: int, shift: int) -> np.ndarray:
         counts = torch.zeros(1 << DIGIT_BITS, dtype=torch.int64, device=self._sizes.device)
-        for keys in self._keys(prefix, shift + DIGIT_BITS):
-            counts += torch.bincount((keys >> shift) & ((1 << DIGIT_BITS) - 1), minlength=1 << DIGIT_BITS)
+        for bits, at in self._found(prefix, shift + DIGIT_BITS):
+            digits = bits >> (shift - 32) if shift >= 32 else self._order.marks_at(at) >> shift
+            counts += torch.bincount(digits & ((1 << DIGIT_BITS) - 1), minlength=1 << DIGIT_BITS)
         found: np.ndarray = counts.cpu().numpy()
         return found
 
     def with_prefix(self, prefix: int, shift: int, most: int) -> np.ndarray:
-        found = torch.cat([*self._keys(prefix, shift), self._sizes.new_empty(0, dtype=torch.int64)])
+        keys = [bits.long() << 32 | self._order.marks_at(at) for bits, at in self._found(prefix, shift)]
+        found = torch.cat([*keys, self._sizes.new_empty(0, dtype=torch.int64)])
         words: np.ndarray = found.cpu().numpy().astype(np.uint64)
         return words
 
-    def _keys(self, prefix: int, shift: int) -> Iterable[torch.Tensor]:
-        """Yield the words whose bits above the last `shift` bits are `prefix`, as int64; no word has the 64th bit."""
+    def _found(self, prefix: int, shift: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the elements whose words have the bits `prefix` above the last `shift` bits: (bits, indices).
+
+        The bits are those of their magnitudes, as int32 without the sign. Marks are computed where `prefix` has some.
+        """
         for start in range(0, self._sizes.numel(), CHUNK):
-            sizes = self._sizes[start : start + CHUNK]
-            at = torch.arange(start, start + sizes.numel(), device=sizes.device)
-            keys = (sizes.view(torch.int32).long() << 32) | self._order.marks_at(at)
-            yield keys if shift == 64 else keys[(keys >> shift) == prefix]
+            bits = self._sizes[start : start + CHUNK].view(torch.int32)
+            of_magnitude = prefix if shift >= 32 else prefix >> (32 - shift)
+            at = (bits >> max(0, shift - 32) == of_magnitude).nonzero().flatten() if shift < 64 else None
+            if at is None:
+                yield bits, torch.arange(start, start + bits.numel(), device=bits.device)
+                continue
+            if shift < 32:
+                marks = self._order.marks_at(start + at)
+                at = at[marks >> shift == prefix & ((1 << (32 - shift)) - 1)]
+            yield bits[at], start + at
