@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
+from typing import Any
 
 import numpy as np
 
@@ -165,7 +166,7 @@ class RunReader:
         """Read the recipes and configurations of those of `trials` that the results describe, and put them in.
 
         The results describe the best trial, the trials of the held-out table and, if merges have directions, all trials
-        at full budget, which are read once. All other trials are returned as they are.
+        at full budget, whose recipes are read once. All other trials are returned as they are.
         """
         if self._is_whole:
             return trials
@@ -174,8 +175,13 @@ class RunReader:
             complete = {trial.number for trial in full_budget_trials(trials)}
             for number in sorted(complete - read.keys() - self._complete.keys()):
                 self._complete[number] = store.trial(self._study_id, number)
-        known = {**self._complete, **read}
-        return tuple(known.get(trial.number, trial) for trial in trials)
+        found = []
+        for trial in trials:
+            known = read.get(trial.number)
+            if known is None and trial.number in self._complete:
+                known = replace(self._complete[trial.number], **_results(trial))
+            found.append(trial if known is None else known)
+        return tuple(found)
 
     def _search(self, store: Store, resolved: ResolvedStudy) -> SearchFigures:
         charged = [step for step in self._steps if step.request.num_charged]  # notes cost nothing
@@ -272,6 +278,11 @@ def _held_out(
         seed=file.search.seed,
     )
     return _HeldOut(inputs, results)
+
+
+def _results(trial: TrialResult) -> dict[str, Any]:
+    """The fields of a trial's result except its recipe, by name."""
+    return {field.name: getattr(trial, field.name) for field in fields(TrialResult) if field.name != "recipe"}
 
 
 def _data_of(specs: Iterable[ObjectiveSpec]) -> dict[str, str]:
