@@ -156,12 +156,13 @@ class _Words:
 
     def _words(self) -> Words:
         tensor = self._read(self._name)
-        is_usual = tensor.mask is None and 0 < tensor.source.numel() < 2**32
+        is_usual = 0 < tensor.source.numel() < 2**32
         if not (self._compiles and is_usual and {tensor.source.dtype, tensor.base.dtype} <= COMPILED):
             return _PlainWords(tensor)
         from workers.merging.kernels.sorting import magnitude_words
 
-        return magnitude_words(tensor.source.contiguous(), tensor.base.contiguous(), tensor.order.factor)
+        source, base = tensor.source.contiguous(), tensor.base.contiguous()
+        return magnitude_words(source, base, tensor.order.factor, tensor.mask)
 
 
 class _PlainWords:

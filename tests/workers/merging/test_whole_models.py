@@ -162,7 +162,10 @@ def test_m3_of_its_authors_trims_and_elects_over_the_whole_model(
     if density is not None:
         coefficients["density"] = density
     of = recipe(untied, method, None if density is None else SEED, **coefficients)
-    check(untied, merged(untied, of), expected)
+    found = merged(untied, of)
+    check(untied, found, expected)
+    plain = merged(Bank(untied.family), of, compiles=False)
+    assert all(torch.equal(plain[name], tensor) for name, tensor in found.items())
     # An element that cancels has the majority sign of the model, also in tensors whose own majority is the other.
     others = [name for name in math if float((math[name] + text[name]).sign().sum()) * sign < 0]
     assert others

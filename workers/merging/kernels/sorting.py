@@ -17,9 +17,10 @@ from numba.extending import overload
 
 from workers.merging.kernels.arguments import as_array, as_arrays
 from workers.merging.kernels.compilation import IN_PLACE, compiled
-from workers.merging.kernels.elements import bits_of, marked, variance_of
+from workers.merging.kernels.elements import bits_of, is_kept, marked, variance_of
 from workers.merging.kernels.operations import value
 from workers.merging.kernels.threads import pieces, run
+from workers.merging.masks import key_words, threshold
 from workers.merging.order_statistics import DIGIT_BITS, Selection, Words, selected
 
 __all__ = [
@@ -43,7 +44,7 @@ LOWER = DIGIT_BITS
 DIGIT = 11  # bits: six digits are a word, and their counters fit the second-level cache
 DIGITS = 6
 
-U32, U64 = np.uint32, np.uint64
+U32, U64, F32 = np.uint32, np.uint64, np.float32
 SIGN = U32(1 << 31)
 
 
@@ -108,9 +109,19 @@ def selected_variances(sources: Sequence[torch.Tensor], base: torch.Tensor, fact
     return _selection(_Variance(as_array(base), as_arrays(sources), U32(factor)))
 
 
-def magnitude_words(source: torch.Tensor, base: torch.Tensor, factor: int) -> Words:
-    """The magnitudes |source - base| of two tensors on CPU as words, with marks that `factor` determines."""
-    return TensorWords(_Magnitude(as_array(source), as_array(base), U32(factor)))
+def magnitude_words(
+    source: torch.Tensor, base: torch.Tensor, factor: int, mask: tuple[float, int] | None = None
+) -> Words:
+    """The magnitudes |source - base| of two tensors on CPU as words, with marks that `factor` determines.
+
+    `mask` is the density and the key of a random mask, or None. Magnitudes are then divided by the density where the
+    mask keeps the element, and zero elsewhere.
+    """
+    numbers = as_array(source), as_array(base), U32(factor)
+    if mask is None:
+        return TensorWords(_Magnitude(*numbers))
+    density, key = mask
+    return TensorWords(_Masked(*numbers, *map(U32, key_words(key)), U32(threshold(density) - 1), F32(1 / density)))
 
 
 def _selection(numbers: Any) -> Selection:
@@ -162,6 +173,16 @@ class _Magnitude(NamedTuple):
     factor: Any
 
 
+class _Masked(NamedTuple):
+    like: Any
+    base: Any
+    factor: Any
+    k0: Any
+    k1: Any
+    bound: Any
+    scale: Any
+
+
 class _Variance(NamedTuple):
     like: Any
     xs: Any
@@ -208,12 +229,23 @@ def _bits(numbers: Any, i: Any) -> Any:
 
 @overload(_bits)
 def _bits_of(numbers: Any, i: Any) -> Any:
-    kinds = {_Magnitude: _magnitude_bits, _Variance: _variance_bits, _Importance: _importance_bits}
+    kinds = {
+        _Magnitude: _magnitude_bits,
+        _Masked: _masked_bits,
+        _Variance: _variance_bits,
+        _Importance: _importance_bits,
+    }
     return kinds[numbers.instance_class]
 
 
 def _magnitude_bits(numbers: Any, i: Any) -> Any:
     return bits_of(abs(value(numbers.like[i]) - value(numbers.base[i])))
+
+
+def _masked_bits(numbers: Any, i: Any) -> Any:
+    if not is_kept(i, numbers.k0, numbers.k1, numbers.bound):
+        return U32(0)
+    return bits_of(abs(value(numbers.like[i]) - value(numbers.base[i])) * numbers.scale)
 
 
 def _variance_bits(numbers: Any, i: Any) -> Any:
