@@ -121,7 +121,8 @@ def magnitude_words(
     if mask is None:
         return TensorWords(_Magnitude(*numbers))
     density, key = mask
-    return TensorWords(_Masked(*numbers, *map(U32, key_words(key)), U32(threshold(density) - 1), F32(1 / density)))
+    k0, k1 = map(U32, key_words(key))
+    return TensorWords(_Masked(*numbers, k0, k1, U32(threshold(density) - 1), F32(1 / density)))
 
 
 def _selection(numbers: Any) -> Selection:
