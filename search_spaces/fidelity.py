@@ -81,8 +81,8 @@ class Bracket:
     def samples(self, totals: Sequence[int]) -> int:
         """The number of samples that all configurations of the bracket take together.
 
-        `totals` has the number of samples of each rung of the study, of all objectives together. A promoted
-        configuration takes only the samples that it lacks.
+        `totals` has, for each rung of the study, the number of samples over all objectives. A promoted configuration
+        takes only the samples that it lacks.
         """
         increments = (rung - paid for paid, rung in itertools.pairwise((0, *totals[self.first_rung :])))
         return sum(size * samples for size, samples in zip(self.sizes, increments, strict=True))
@@ -146,8 +146,9 @@ def bracket_plan(cycle: Sequence[Bracket], max_trials: int) -> tuple[Bracket, ..
 def open_brackets(cycle: Sequence[Bracket], *, max_staleness: int) -> int:
     """The number of adjacent brackets of a search whose trials may run at the same time, at least two.
 
-    It is the number of brackets that `max_staleness` configurations fill. With k of them, a bracket opens once the
-    bracket k before it and all older ones are closed. `cycle` are the brackets that the search repeats.
+    It is the number of brackets that `max_staleness` configurations fill. If k brackets may be open, a bracket opens
+    once the bracket k places before it and all brackets before that one are closed. `cycle` has the brackets that the
+    search repeats.
     """
     size = sum(bracket.num_configurations for bracket in cycle)
     return max(OPEN_BRACKETS, max_staleness * len(cycle) // size)

@@ -1,6 +1,6 @@
-"""Preference vectors: weights of at least 0 that sum to one, in the objectives' order. They say how much each matters.
+"""Preference vectors: how much each objective matters, as weights of at least 0 that sum to one.
 
-Arrays are [num_vectors, num_objectives], float64.
+Weights are in the order of the objectives. Arrays are [num_vectors, num_objectives], float64.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ def equal_preference(num_objectives: int) -> tuple[float, ...]:
 def simplex_lattice(num_objectives: int, *, max_vectors: int) -> Vectors:
     """A regular lattice of at most `max_vectors` preference vectors.
 
-    It has all vectors whose weights are multiples of 1/s, for the largest s for which these are few enough. With s = 1
-    there is one vector for each objective. Vectors are in lexicographic order, the first objective's weights ascending.
-    Su and Geiping, "Fine, I'll Merge It Myself" (2025), section 3.3.2; Das and Dennis, SIAM J. Optim. 8(3), 1998.
+    It has all vectors whose weights are multiples of 1/s, for the largest s with at most `max_vectors` such vectors.
+    With s = 1 there is one vector for each objective. Vectors are in lexicographic order, the first objective's weights
+    ascending. Su and Geiping, "Fine, I'll Merge It Myself" (2025), section 3.3.2; Das and Dennis, SIAM J. Optim. 8(3),
+    1998.
     """
     divisions = 1
     if num_objectives > 1:
@@ -83,13 +84,13 @@ def dirichlet(num_objectives: int, *, num_vectors: int, rng: np.random.Generator
 
 
 def augmented_chebyshev(gaps: Vectors, vector: ArrayLike, *, rho: float = AUGMENTATION) -> NDArray[np.float64]:
-    """The augmented Chebyshev distance of each merge from the best values, [num_candidates]; smaller is better.
+    """The augmented Chebyshev distance of each merge from the best values, [num_merges]; smaller is better.
 
-    `gaps` [num_candidates, num_objectives] are each merge's distances from the best value in each objective, `vector`
-    has the weights of the objectives. The result is the largest weighted gap, plus `rho` times the sum of the weighted
-    gaps. With suitable weights its minimum is at any point of a front; the minimum of a weighted sum is never where the
-    front is not convex. Knowles, "ParEGO", IEEE TEC 10(1), 2006, equation 2; Su and Geiping, "Fine, I'll Merge It
-    Myself" (2025), equation 3.
+    `gaps` [num_merges, num_objectives] are each merge's distances from the best value in each objective, `vector` has
+    the weights of the objectives. The result is the largest weighted gap, plus `rho` times the sum of the weighted
+    gaps. Every point of a front is the minimum of this distance for some weights. The minimum of a weighted sum is
+    never at a point where the front is not convex. Knowles, "ParEGO", IEEE TEC 10(1), 2006, equation 2; Su and Geiping,
+    "Fine, I'll Merge It Myself" (2025), equation 3.
     """
     weighted = gaps * np.asarray(vector, dtype=np.float64)
     joined: NDArray[np.float64] = weighted.max(axis=1) + rho * weighted.sum(axis=1)

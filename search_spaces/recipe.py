@@ -48,8 +48,9 @@ class LayerRecipe:
     """One layer of the merged model.
 
     `attention`, `mlp` and `norm` are the merges of the layer's components. `scale` multiplies the residual stream after
-    the layer (1 = unchanged). `alignment` is the digest of a map that is applied to the residual stream after the
-    layer, or None if there is no such map.
+    the layer (1 = unchanged). `mlp_scale` multiplies only what the layer's MLP adds to the stream (1 = unchanged).
+    `alignment` is the digest of a map that is applied to the residual stream after the layer, or None if there is no
+    such map.
     """
 
     attention: Merge
@@ -57,6 +58,7 @@ class LayerRecipe:
     norm: Merge
     scale: float = 1.0
     alignment: str | None = None  # digest of the alignment after this layer (workers.alignments)
+    mlp_scale: float = 1.0
 
     def component(self, name: Component) -> Merge:
         """The merge of the layer's component `name`."""
@@ -67,6 +69,8 @@ class LayerRecipe:
         document: dict[str, Any] = {name: self.component(name).to_json() for name in COMPONENTS}
         if self.scale != 1.0:
             document["scale"] = self.scale
+        if self.mlp_scale != 1.0:
+            document["mlp_scale"] = self.mlp_scale
         if self.alignment is not None:
             document["alignment"] = self.alignment
         return document
@@ -78,6 +82,7 @@ class LayerRecipe:
                 **{name: Merge.from_json(document[name]) for name in COMPONENTS},
                 scale=float(document.get("scale", 1.0)),
                 alignment=document.get("alignment"),
+                mlp_scale=float(document.get("mlp_scale", 1.0)),
             )
         except InvalidRecipe:
             raise
@@ -89,24 +94,24 @@ class LayerRecipe:
 class Recipe:
     """A concrete merge of whole models.
 
-    `models` maps every alias that is used to the model's content fingerprint. `base` is the alias of the base model.
-    `layers` are the merged model's layers in order. `embedding` is the merge of the input embedding, and of an output
-    head that is tied to it. `head` is the merge of the final norm and, if it is not tied, of the output head. `tensors`
-    are the merges of single tensors that differ from the merge of their component, by the tensors' names in the merged
-    model.
-
-    `tokenizer` names the merged model's vocabulary, to which the rows of embeddings are aligned: "base", "union", or
-    the alias of another model. `vocabulary` has further options of the vocabulary, which `workers.models.vocabulary`
-    reads. With a vocabulary other than the base's, `models` also has models that no merge uses, because the vocabulary
-    depends on them.
-
-    `keeps_equal` concerns methods that keep the largest elements up to a rank: if several elements have the magnitude
-    at that rank, all of them are kept, as in files of recipe format 1. With `stacks_experts`, all experts of a layer of
-    a mixture of experts are merged as one tensor; otherwise each is merged by itself.
-
-    `trim` concerns methods that keep a share of each task vector's elements by magnitude (`MergeMethod.trims`). With
-    "tensor" it is a share of each tensor. With "model" it is a share of the whole task vector, all tensors of the model
-    together, so that tensors keep different shares. A recipe without such a method always has "tensor".
+    - `models`: the content fingerprint of each model that is used, by alias. With a vocabulary other than the base's,
+      there are also models that no merge uses, because the vocabulary depends on them.
+    - `base`: the alias of the base model
+    - `layers`: the merged model's layers in order
+    - `embedding`: the merge of the input embedding, and of an output head that is tied to it
+    - `head`: the merge of the final norm and, if it is not tied, of the output head
+    - `tensors`: the merges of single tensors that differ from the merge of their component, by the tensors' names in
+      the merged model
+    - `tokenizer`: the merged model's vocabulary, to which the rows of embeddings are aligned: "base", "union", or the
+      alias of another model
+    - `vocabulary`: further options of the vocabulary, which `workers.models.vocabulary` reads
+    - `keeps_equal`: for methods that keep the largest elements up to a rank: if several elements have the magnitude at
+      that rank, all of them are kept, as in files of recipe format 1
+    - `stacks_experts`: all experts of a layer of a mixture of experts are merged as one tensor; otherwise each is
+      merged by itself
+    - `trim`: for methods that keep a share of each task vector's elements by magnitude (`MergeMethod.trims`): "tensor"
+      for a share of each tensor, "model" for a share of the whole task vector, all tensors of the model together, so
+      that tensors keep different shares; always "tensor" in a recipe without such a method
     """
 
     models: Mapping[str, str]

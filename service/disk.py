@@ -138,7 +138,7 @@ def is_drained(data_dir: Path) -> bool:
 
 
 def set_drained(data_dir: Path, *, drained: bool) -> None:
-    """Drain the servers with the data directory `data_dir`, or end that."""
+    """Drain the servers with the data directory `data_dir`, or let them work again if `drained` is False."""
     if drained:
         (data_dir / DRAIN_FILE).touch()
     else:

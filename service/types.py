@@ -195,12 +195,15 @@ class RecipeDigest:
 class TrialResult:
     """Result of a trial of a study, without its recipe and configuration, which are most of a trial's data.
 
-    `number` is unique in the study and never reused. `recipe` is at least the recipe's digest. `bracket` is None for
-    baselines, which belong to no bracket. `reason` says why the trial ended as PRUNED or FAIL. `rungs` are the finished
-    rungs in order. `samples_scored` counts the samples of search data that were scored for this trial, `samples_reused`
-    those that were known from lower rungs or from trials with an equal recipe. `timings_s` has the seconds that parts
-    of scoring took, by name. `values` are the objectives' values at full budget, and empty if the trial did not reach
-    the full budget.
+    - `number`: unique in the study and never reused.
+    - `recipe`: at least the recipe's digest.
+    - `bracket`: None for baselines, which belong to no bracket.
+    - `reason`: why the trial ended as PRUNED or FAIL.
+    - `rungs`: the finished rungs in order.
+    - `samples_scored`: the number of samples of search data that were scored for this trial.
+    - `samples_reused`: the number of samples known from lower rungs or from trials with an equal recipe.
+    - `timings_s`: the seconds that parts of scoring took, by name.
+    - `values`: the objectives' values at full budget; empty if the trial did not reach the full budget.
     """
 
     number: int

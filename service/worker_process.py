@@ -89,7 +89,7 @@ class WorkerProcess:
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Start the process before the first call, without waiting until it is ready."""
+        """Start the process now instead of at the first call. Returns without waiting until it is ready."""
         self._running()
 
     def stop(self) -> None:
@@ -166,8 +166,8 @@ class WorkerProcess:
     def _end(self, *, grace_s: float = 0.0) -> int | None:
         """End the process and all processes that it started.
 
-        They are killed, the process itself only after `grace_s` seconds. Returns its exit code if it ended by itself
-        before that, else None.
+        Those that it started are killed at once, the process itself after `grace_s` seconds. Returns its exit code if
+        it ended by itself before that, else None.
         """
         with self._starting:
             process, self._process = self._process, None

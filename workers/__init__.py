@@ -12,7 +12,7 @@
 - `evaluation`: tasks, prompts and scores, with lm-eval
 - `engines`: vLLM, which computes with merged weights, and transformers to check it
 - `mergekit`: mergekit's configurations, read and written
-- `training`: losses on reference answers, their derivatives by a merge's coefficients, and fine-tuning of experts
+- `training`: losses on reference answers, their derivatives with respect to coefficients, and fine-tuning of experts
 - `export`: merged models as directories
 - `serving`: replicas of engines behind Ray Serve, and a fake one
 - `tiny_family`: a base and three experts small enough for tests and the demo

@@ -89,7 +89,7 @@ class FileAccess:
         )
 
     def distrust(self, directory: str | Path) -> str | None:
-        """The reason why Python functions that task files in `directory` name must not be run; None if they may be run.
+        """The reason why Python functions named by task files in `directory` must not be run; None if they may be run.
 
         They may be run if the directory is below one of `trusted`.
         """

@@ -62,7 +62,7 @@ def is_object_url(text: str) -> bool:
 def object_url_problem(url: str) -> str | None:
     """Reason why `url` cannot be used as the URL of an object store; None if it can.
 
-    It cannot if it is no such URL, or holds credentials.
+    It cannot be used if it is not the URL of an object store, or holds credentials.
     """
     scheme, _, rest = url.partition("://")
     bucket = rest.partition("/")[0]

@@ -55,7 +55,10 @@ class Placement(StrEnum):
 
 
 class Split(StrEnum):
-    """Which data of an objective is meant: the search data, or the holdout data on which only finalists are scored."""
+    """Which data of an objective is meant: the search data, or the holdout data for the final comparison.
+
+    On holdout data only finalists and baselines are scored.
+    """
 
     SEARCH = "search"
     HOLDOUT = "holdout"
@@ -125,13 +128,15 @@ class Family:
 class TaskSpec:
     """Description of an evaluation task, from which a replica builds the task.
 
-    `task` is an lm-eval name, the absolute path of a YAML file, or an inline JSONL task ({"file": absolute path,
-    "prompt": jinja, "answer": jinja, "until": [...], "max_tokens": n}). `metric` and `filter` name one of the task's
-    metrics and filters. `split` is a split of the task's data, and `num_fewshot` the number of examples in a prompt. If
-    `filter` is None, it is the task's first; if `split` or `num_fewshot` is None, the task decides. `content` is the
-    sha256 of the data file, if there is one, so that changed data is detected. `permutation_seed` fixes the order of
-    the samples: position i is the same sample in every replica and every study. `access` limits the files that the task
-    may use, or is None if there is no limit; the digest of the description does not depend on it.
+    - `task`: an lm-eval name, the absolute path of a YAML file, or an inline JSONL task: {"file": absolute path,
+      "prompt": jinja, "answer": jinja, "until": [...], "max_tokens": n}
+    - `metric`, `filter`: one of the task's metrics and filters; with `filter` None, the task's first
+    - `split`: a split of the task's data; None leaves the choice to the task
+    - `num_fewshot`: the number of examples in a prompt; None leaves it to the task
+    - `content`: the sha256 of the data file, if there is one, so that changed data is detected
+    - `permutation_seed`: fixes the order of the samples: position i is the same sample in every replica and every study
+    - `access`: limits the files that the task may use; None is no limit. The digest of the description does not depend
+      on it.
     """
 
     task: str | Mapping[str, Any]
@@ -155,10 +160,11 @@ class TaskSpec:
 class TaskInfo:
     """Facts about a task that was built.
 
-    `num_samples` is its number of samples, and `higher_is_better` says whether larger values of its metric are better.
-    `output_type` is lm-eval's, such as "generate_until" or "multiple_choice". `num_truncated` is the number of prompts
-    that were cut to the engine's `max_model_len`. `groups` has the sizes of the groups (subtasks) by which the
-    permutation of the samples is stratified.
+    - `num_samples`: the number of samples
+    - `higher_is_better`: whether larger values of the metric are better
+    - `output_type`: lm-eval's, such as "generate_until" or "multiple_choice"
+    - `num_truncated`: the number of prompts that were cut to the engine's `max_model_len`
+    - `groups`: the sizes of the groups (subtasks) by which the permutation of the samples is stratified
     """
 
     num_samples: int
@@ -206,11 +212,13 @@ class ScoreRequest:
 class SampleResult:
     """The value and answer of one scored sample.
 
-    `document` is the sample's index in the task's data, `position` its index in the permutation, which is the order of
-    scoring. `value` is the metric on this sample. `response` is the model's answer: the completion, or the
-    log-probabilities of the options as JSON. `is_truncated` says whether the prompt was cut to the engine's
-    `max_model_len`. `tokens` has the token ids of each completion, including the token that ended it; it is None for
-    options, and where ids were not stored.
+    - `document`: the sample's index in the task's data
+    - `position`: its index in the permutation, which is the order of scoring
+    - `value`: the metric on this sample
+    - `response`: the model's answer: the completion, or the log-probabilities of the options as JSON
+    - `is_truncated`: whether the prompt was cut to the engine's `max_model_len`
+    - `tokens`: the token ids of each completion, including the token that ended it; None for options, and where ids
+      were not stored
     """
 
     objective: str
@@ -226,12 +234,14 @@ class SampleResult:
 class Evidence:
     """What an engine held while it scored a chunk of samples, as the engine itself reports it.
 
-    `recipe_digest` is the digest of the recipe that the engine holds, not the requested one. `bank_fingerprint` is the
-    fingerprint of the family whose source weights it holds. `prompts` maps an objective to the sha256 of the token ids
-    of every prompt of its span, in order. `weights_checksum` is the checksum of the engine's parameters after the swap.
-    `replica` and `swap_count` identify the engine and the swap, and `engine` describes the engine: program, dtype, size
-    and placement of the source weights. `canaries` is the number of canaries (comparisons with transformers) that the
-    engine had passed before it scored; the samples count as checked once the engine has passed another.
+    - `recipe_digest`: the digest of the recipe that the engine holds, not the requested one
+    - `bank_fingerprint`: the fingerprint of the family whose source weights the engine holds
+    - `prompts`: for each objective, the sha256 of the token ids of every prompt of its span, in order
+    - `weights_checksum`: the checksum of the engine's parameters after the swap
+    - `replica`, `swap_count`: names of the engine and of the swap
+    - `engine`: description of the engine: program, dtype, size and placement of the source weights
+    - `canaries`: the number of canaries (comparisons with transformers) that the engine had passed before it scored;
+      the samples count as checked once the engine has passed another
     """
 
     recipe_digest: str
@@ -261,8 +271,12 @@ class CanaryReport:
 class ScoreResult:
     """The scored samples of one request, with their evidence and timings.
 
-    `timings_s` has the seconds for waiting until the replica was free for the recipe (its lock, "wait"), for computing
-    the merge ("materialise"), for writing it into the engine ("swap"), and for scoring ("score").
+    `timings_s` has seconds by name:
+
+    - "wait": waiting until the replica was free for the recipe (its lock)
+    - "materialise": computing the merge
+    - "swap": writing the merge into the engine
+    - "score": scoring
     """
 
     samples: tuple[SampleResult, ...]
@@ -282,10 +296,12 @@ class ScoreResult:
 class SampleDifference:
     """A sample for which the engine and transformers, which is the reference, give different results.
 
-    `engine` and `reference` are the two values of the metric. `what` says what differs: "tokens" or "text" of the
-    completion, "log-probabilities" by more than the tolerance, or only the "value". `top2_gap` is the largest gap
-    between the reference's best log-probability and that of the token that the engine took; for options, it is the
-    difference of their log-probabilities. `is_beyond` is true if rounding does not explain the difference.
+    - `engine`, `reference`: the two values of the metric
+    - `what`: what differs: "tokens" or "text" of the completion, "log-probabilities" by more than the tolerance, or
+      only the "value"
+    - `top2_gap`: the largest gap between the reference's best log-probability and that of the token that the engine
+      took; for options, the difference of their log-probabilities
+    - `is_beyond`: true if rounding does not explain the difference
     """
 
     objective: str
@@ -299,15 +315,18 @@ class SampleDifference:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """Comparison of stored samples of one recipe with plain transformers on the exported weights.
+    """Comparison of a recipe's stored samples with those that plain transformers computes on the exported weights.
 
-    `num_equal` of the `num_samples` compared samples are equal. `differences` lists the others: every sample that is
-    not equal in value and completion, or whose log-probabilities differ by more than `tolerance`. `num_beyond` is the
-    number of differences that rounding does not explain. `max_logprob_difference` is the largest difference over the
-    `num_logprobs` compared log-probabilities: those of options, and those of the tokens of prompts and completions as
-    the engine and transformers read them. `num_tokens` is the number of completion tokens compared.
-    `num_without_tokens` is the number of samples that are stored without tokens, whose texts were compared. `reason`
-    says why samples were left out. Nothing was verified if `num_samples` is 0.
+    - `num_samples`: the number of samples that were compared; 0 if nothing was verified
+    - `num_equal`: the number of compared samples that are equal
+    - `differences`: the samples that are not equal: in the metric's value, in the completion, or in a log-probability
+      by more than `tolerance`
+    - `num_beyond`: the number of differences that rounding does not explain
+    - `num_logprobs`: the number of compared log-probabilities: of options, and of the tokens of prompts and completions
+    - `max_logprob_difference`: the largest difference between two compared log-probabilities
+    - `num_tokens`: the number of compared completion tokens
+    - `num_without_tokens`: the number of samples that are stored without tokens; their texts were compared
+    - `reason`: why samples were left out
     """
 
     recipe_digest: str
@@ -330,15 +349,21 @@ class VerificationReport:
 
 @dataclass(frozen=True)
 class GradientResult:
-    """Losses of a merge on a minibatch, and the derivatives of the total loss by the merge's coefficients.
+    """Losses of a merge on a minibatch, and the derivatives of their sum with respect to the merge's coefficients.
 
-    `losses` are means over the minibatch by objective, each divided by its task's unit (`evaluation.references`), which
-    makes them comparable. The total loss is the sum of the losses times given weights. `num_samples` is the size of the
-    minibatch, and `seconds` the time of the computation. The derivatives are in three mappings. `by_source` maps a
-    tensor and the alias of a source to the derivative by this source's coefficient (`lambda` or `weight`). `shared`
-    maps a tensor and a coefficient to the derivative by a coefficient that a merge has once for all sources.
-    `layer_scales` maps a layer to the derivative by its scale, if requested. Tensors of merges without such
-    coefficients are not listed.
+    In the sum, each objective's loss has a given weight.
+
+    - `losses`: the mean loss of each objective over the minibatch, divided by the task's unit
+      (`evaluation.references`), which makes losses comparable
+    - `num_samples`: the size of the minibatch
+    - `seconds`: the time of the computation
+    - `by_source`: the derivatives with respect to coefficients of single sources (`lambda` or `weight`), by tensor and
+      alias of the source
+    - `shared`: the derivatives with respect to coefficients that all sources of a merge share, by tensor and name of
+      the coefficient
+    - `layer_scales`: the derivatives with respect to the scales of layers, by layer, if requested
+
+    Tensors of merges without such coefficients are not listed.
     """
 
     losses: Mapping[str, float]
@@ -385,7 +410,7 @@ class Scorer(Protocol):
         ...
 
     def check(self) -> tuple[CanaryReport, ...]:
-        """Compare every engine that has scored since its last comparison with transformers: let it compute a canary.
+        """Let every engine that has scored since its last canary compute a canary, a comparison with transformers.
 
         Raises EngineFault if an engine does not reproduce the log-probabilities of transformers.
         """

@@ -38,8 +38,8 @@ class Range:
     """The range [low, high] in which a coefficient is searched.
 
     With `per_expert` there is one parameter for each expert that is merged, otherwise one for all. With `on_simplex`
-    the numbers are divided by their sum before they are stored in a recipe. In a space in which configurations do not
-    select experts one by one, there is no parameter per expert, and each number is `default`.
+    the numbers are divided by their sum before they are stored in a recipe. A configuration that selects no experts
+    merges all of them and has no parameter for a single expert; each number is `default` then.
     """
 
     low: float
@@ -170,7 +170,7 @@ class MergeMethod:
 
     @property
     def gradients_by(self) -> tuple[Coefficient, ...]:
-        """The coefficients by which tensors merged by this method are differentiable; there may be none."""
+        """The coefficients with respect to which tensors merged by this method are differentiable; may be empty."""
         return tuple(coefficient for coefficient in self.coefficients if coefficient.has_gradient)
 
     def range_of(self, name: str) -> Range:

@@ -107,12 +107,13 @@ def generalized(
     exact_at: Mapping[str, float] | None = None,
     settings: Mapping[str, bool] | None = None,
 ) -> Counterpart:
-    """The counterpart of a method that is one of mergekit's variants of task arithmetic, which share their parameters.
+    """The counterpart of a method that mergekit has as a variant of its task arithmetic.
 
-    `method` is mergekit's name of the variant, `settings` its flags, and `others` are parameters of this variant alone.
-    `coefficients` converts mergekit's parameters to coefficients. `exact_at` has the values of coefficients at which
-    the two methods agree, if they do not always agree. `normalize` and `rescale` are the defaults of these parameters.
-    For variants without a sparse mask, the parameters `density` and `rescale` have no effect.
+    `method` is mergekit's name of the variant, and `settings` its flags. All variants have the parameters weight,
+    density, lambda, normalize and rescale; `others` are parameters of this variant alone. `coefficients` converts
+    mergekit's parameters to coefficients. `exact_at` has the values of coefficients at which the two methods agree, if
+    they do not always agree. `normalize` and `rescale` are the defaults of these two parameters. For variants without a
+    sparse mask, the parameters `density` and `rescale` have no effect.
     """
     parameters = (
         Parameter("weight", "expert"),
@@ -177,8 +178,8 @@ def _sparsity(values: Values, names: tuple[str, ...]) -> dict[str, CoefficientVa
     """The coefficients of a method's sparse mask, from mergekit's parameters with the names `names`.
 
     At density 1 or more no element is dropped, so the mask's other numbers are set to zero. At density 0 no element is
-    kept; the weight of the task vector is zero then, so density can be set to 1. If there are no names there is no
-    mask, and no coefficient.
+    kept. Such a task vector has the weight zero, so its density may be any number, and is set to 1. If there are no
+    names, there is no mask and no coefficient.
     """
     if not names:
         return {}

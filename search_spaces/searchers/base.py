@@ -35,8 +35,8 @@ class SearcherDeclaration:
       only with such a searcher
     - `trains_policy`: the searcher trains a policy that builds layer paths; it needs a space of layer paths and a
       single rung, because an episode is a trial with one reward
-    - `version`: raised when the searcher proposes something else for the same results; a study keeps the version with
-      which it was created
+    - `version`: a number that is raised when the searcher no longer proposes the same for the same results; a study
+      keeps the version with which it was created
     """
 
     learns: bool

@@ -1,4 +1,4 @@
-"""Declaration of the searcher `moead`: MOEA/D-DE, a population over weight vectors of the objectives."""
+"""Declaration of the searcher `moead`: MOEA/D-DE, a population whose members weight the objectives differently."""
 
 from search_spaces.searchers.base import Feature, SearcherDeclaration
 

@@ -53,10 +53,10 @@ class SearchedModels:
 
     `fingerprints` are the content fingerprints of `base` and `experts`. `tensors` are the merged model's tensors, by
     name and in the order in which they are merged: embedding, layer by layer, head. An output head that is tied to the
-    embedding is not in `tensors`; `tied` maps its name, if the base's files have it, to the embedding's. `tokenizer` is
-    the tokenizer of every recipe. `max_layers` is the largest number of layers that a merge may have, or None if the
-    study states no limit. `preferences` are the study's preference vectors: weights by objective, at least 0, that sum
-    to one. A study without preference vectors has a single one of equal weights.
+    embedding is not in `tensors`. If the base's files have such a head, `tied` maps its name to the embedding's.
+    `tokenizer` is the tokenizer of every recipe. `max_layers` is the largest number of layers that a merge may have, or
+    None if the study states no limit. `preferences` are the study's preference vectors: weights by objective, at least
+    0, that sum to one. A study without preference vectors has a single one of equal weights.
     """
 
     base: str
@@ -88,9 +88,10 @@ class LayerGroup:
 class SpaceDescription:
     """How a space divides the model into parts with coefficients of their own, for reports.
 
-    `layer_groups` cover the layers in order. `component_groups` are the parts of a layer that have coefficients of
-    their own, by name: groups of components, or single tensors. Each name has the components of the part, or the
-    component of the tensor. `text` says in words what is searched.
+    - `layer_groups`: groups of adjacent layers, which cover the layers in order
+    - `component_groups`: the parts of a layer, by name, each with its components; a part that is a single tensor has
+      the tensor's component
+    - `text`: what is searched, in words
     """
 
     kind: str
@@ -153,7 +154,7 @@ class AlignedSpace(LayeredSpace, Protocol):
 
     @property
     def pool(self) -> Mapping[str, Recipe]:
-        """The models whose layers are used in paths, as recipes by name. `pairs` uses the same names."""
+        """The models whose layers are used in paths, each as a recipe, by the names that `pairs` uses."""
         ...
 
     @property
@@ -242,9 +243,9 @@ class SpaceSection(Section, ABC):
 
     @property
     def scaled_by(self) -> str | None:
-        """The option that gives layers scales (`LayerRecipe.scale`), or None if layers have no scales.
+        """The option that gives layers scales of the stream (`LayerRecipe.scale`), or None if no option does.
 
-        Not every model type supports layer scales.
+        Not every model type supports them.
         """
         return None
 

@@ -5,13 +5,18 @@ Su and Geiping, "Fine, I'll Merge It Myself: A Multi-Fidelity Framework for Auto
 
 The base's L layers are divided into L / D blocks of D adjacent layers. Each block of the merge is any choice of the D
 layers of that block in M models, each up to R times, in any order. A block that uses none keeps the base's layers
-(layer retention) or, as an option, is left out. The output of a block's last layer is multiplied by the block's scale.
-The last block has no scale, because the final norm would cancel it. The embedding is that of the first layer's model;
-the final norm and the output head are those of the last layer's.
+(layer retention) or, as an option, is left out. The embedding is that of the first layer's model; the final norm and
+the output head are those of the last layer's.
 
-The scales are in [0.5, 1.5], where the published code has 0 to 2. In the published search, paths may be too deep, and
-these trials are lost (56 % and 20 % of them in Table 10). Here every configuration describes a path within the limit.
-The published code runs with D = 1 and R = 1 only. `dis_paths` has the configurations of paths.
+Section 3.2.2 has scales "to normalize the output of each block". By default a block's scale multiplies the residual
+stream after the block's last layer, as in the published class for transformers. The published class for vLLM, on which
+Tables 12 to 14 rest, multiplies only what the MLP of that layer adds to the stream; this is `scale_of: mlp`. A scale of
+the stream has no influence after the last block, because the final norm cancels it; the last block has none then.
+
+Two more defaults differ from the published code, and are options. Scales are in [0.5, 1.5], where it has 0 to 2.
+Random paths are near one source, where it draws every parameter uniformly. In the published search, paths may be too
+deep, and these trials are lost (56 % and 20 % of them in Table 10). Here every configuration describes a path within
+the limit. The published code runs with D = 1 and R = 1 only. `dis_paths` has the configurations of paths.
 """
 
 from __future__ import annotations
@@ -26,8 +31,8 @@ from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.parameters import Configuration, Parameters
 from search_spaces.recipe import COMPONENTS, Recipe
 from search_spaces.spaces.base import SearchedModels, SpaceDescription, SpaceSection, repeated
-from search_spaces.spaces.dis_paths import DisPaths
-from search_spaces.spaces.layers import path_of_recipe, recipe_of_path, split_layers, with_own_aliases
+from search_spaces.spaces.dis_paths import SCALES, DisPaths
+from search_spaces.spaces.layers import ScaleOf, path_of_recipe, recipe_of_path, split_layers, with_own_aliases
 
 __all__ = ["DEPTH_FACTOR", "PRESETS", "SPACE", "DisSection", "DisSpace"]
 
@@ -49,8 +54,22 @@ class DisSection(SpaceSection):
     """The models whose layers blocks choose from: experts' aliases, or base. Default: all experts."""
     layer_retention: bool = True
     """Whether a block that uses no layer keeps the base's layers; false: it is left out."""
+    permutations: bool = True
+    """Whether a block may use its layers in any order; false: in their own order, those of one layer in the order of
+    `models`.
+    """
     scales: bool = True
-    """Whether each block has a scale of its own, 0.5 to 1.5; false: all are 1."""
+    """Whether each block has a scale of its own; false: all are 1."""
+    scale_of: ScaleOf = "stream"
+    """What the scale of a block multiplies: stream, the residual stream after the block's last layer (the last block
+    has no scale then); mlp, only what the MLP of that layer adds to the stream.
+    """
+    scale_range: tuple[float, float] = SCALES
+    """The lowest and highest scale; it contains 1. The lowest is above 0 or, with scale_of: mlp, at least 0."""
+    sampling: Literal["near_sources", "uniform"] = "near_sources"
+    """How random configurations are drawn: near_sources, paths near the own order of one source, most scales 1;
+    uniform, every parameter by itself.
+    """
     preset: Literal["d1m3r1", "d1m1r2"] | None = None
     """The published configurations: d1m3r1, a layer of each of three models; d1m1r2, a layer of one model up to twice.
     Options that contradict the preset are refused.
@@ -75,10 +94,11 @@ class DisSection(SpaceSection):
 
     @property
     def scaled_by(self) -> str | None:
-        return "scales" if self.scales else None
+        return "scales" if self.scales and self.scale_of == "stream" else None
 
     def contradictions(self) -> Iterator[Problem]:
         yield from repeated("models", self.models or ())
+        yield from self._scale_problems()
         if self.preset is None:
             return
         granularity, num_models, repeats = PRESETS[self.preset]
@@ -92,10 +112,29 @@ class DisSection(SpaceSection):
                 text = f"{published} models" if option == "models" else f"{option}={published}"
                 message = f"preset: {self.preset} means {text}, but {own} is given; leave out one of the two"
                 yield Problem(f"search_space.{option}", message)
-        if not (self.layer_retention and self.scales):
-            option = "scales" if self.layer_retention else "layer_retention"
+        for option in ("layer_retention", "permutations", "scales"):
+            if getattr(self, option):
+                continue
             message = f"preset: {self.preset} means {option}: true, but false is given; leave out one of the two"
             yield Problem(f"search_space.{option}", message)
+
+    def _scale_problems(self) -> Iterator[Problem]:
+        low, high = self.scale_range
+        given = list(self.scale_range)
+        if not low <= 1 <= high or low == high:
+            message = f"{given} is not accepted; give [lowest, highest] with 1, the scale of the sources, between them"
+            yield Problem("search_space.scale_range", message)
+        elif low < 0:
+            yield Problem("search_space.scale_range", f"{given} is not accepted; give a lowest scale of at least 0")
+        elif low == 0 and self.scale_of == "stream":
+            message = (
+                f"{given} contains 0, which as a scale of the residual stream cannot be folded into the weights of an "
+                "ordinary checkpoint; give a lowest scale above 0, or write scale_of: mlp"
+            )
+            yield Problem("search_space.scale_range", message)
+        for option, default in (("scale_of", "stream"), ("scale_range", SCALES)):
+            if not self.scales and getattr(self, option) != default:
+                yield Problem(f"search_space.{option}", "has no effect with scales: false; leave it out")
 
     def build(self, models: SearchedModels) -> DisSpace:
         return DisSpace(models, self)
@@ -131,16 +170,22 @@ class DisSpace:
             repeats=section.num_repeats,
             retains=section.layer_retention,
             has_scales=section.scales,
+            permutes=section.permutations,
+            scale_of=section.scale_of,
+            scale_range=section.scale_range,
+            draws_uniformly=section.sampling == "uniform",
         )
         self.parameters = Parameters(self.paths.parameters(), structure=self.paths)
 
     def describe(self) -> SpaceDescription:
         paths = self.paths
+        scale = ", and a scale" if paths.scale_of == "stream" else ", and a scale of its last MLP"
         again = f", each up to {paths.repeats} times" if paths.repeats > 1 else ""
+        order = "any" if paths.permutes else "their own"
         text = (
             f"a path of at most {self.max_layers} layers: in each of {paths.num_blocks} blocks, any of "
-            f"{paths.depth_granularity} x {len(paths.models)} layers{again}, in any order"
-            f"{', and a scale' if paths.has_scales else ''}"
+            f"{paths.depth_granularity} x {len(paths.models)} layers{again}, in {order} order"
+            f"{scale if paths.has_scales else ''}"
         )
         return SpaceDescription(
             self.kind, split_layers(self._models.num_layers, paths.num_blocks), {"layer": COMPONENTS}, text
@@ -148,12 +193,13 @@ class DisSpace:
 
     def to_recipe(self, configuration: Configuration) -> Recipe:
         self.parameters.check(configuration)
-        return recipe_of_path(self._models, self.paths.layers(self.paths.blocks(configuration)))
+        layers = self.paths.layers(self.paths.blocks(configuration))
+        return recipe_of_path(self._models, layers, scale_of=self.paths.scale_of)
 
     def from_recipe(self, recipe: Recipe) -> dict[str, Any] | None:
         models = self._models
         renamed = with_own_aliases(recipe.canonical(), base=models.base, fingerprints=models.fingerprints)
-        layers = None if renamed is None else path_of_recipe(renamed)
+        layers = None if renamed is None else path_of_recipe(renamed, scale_of=self.paths.scale_of)
         blocks = None if layers is None else self.paths.blocks_of(layers)
         if blocks is None or self.paths.depth(blocks) > self.max_layers:
             return None

@@ -23,14 +23,15 @@ import numpy as np
 
 from search_spaces.parameters import Categorical, Configuration, Float, Integer, Parameter
 from search_spaces.recipe import COEFFICIENT_DECIMALS
+from search_spaces.spaces.layers import ScaleOf
 
 __all__ = ["MAX_ORDERS", "SCALES", "Block", "DisPaths", "first_order", "num_orders", "order_at", "place_of"]
 
 # The largest number of orders of a block's candidates that are searched as one whole number.
 MAX_ORDERS = 1_000_000
 
-# The lowest and highest scale of a block. The published code has 0 to 2; the 280 scales of the published merges are
-# between 0.73 and 1.32 (Tables 12 to 14).
+# The lowest and highest scale of a block by default. The published code has 0 to 2; the 280 scales of the published
+# merges, which are scales of MLPs, are between 0.73 and 1.32 (Tables 12 to 14).
 SCALES = (0.5, 1.5)
 
 # In Tables 12 to 14, a third of the scales differs from 1, with a standard deviation of 0.11. Scales of changed blocks
@@ -41,7 +42,7 @@ SCALE_DEVIATION = 0.11
 
 @dataclass(frozen=True)
 class Block:
-    """The layers that a merge uses in one block, and the factor on the block's output.
+    """The layers that a merge uses in one block, and the scale of the last one (`DisPaths.scale_of`).
 
     A candidate is a layer that the block may use. `path` has the numbers of the candidates that the merge uses, in
     order.
@@ -57,7 +58,11 @@ class DisPaths:
 
     `base` is the alias of the base model. `models` are the models whose layers blocks use, in order. A block has
     `depth_granularity` adjacent layers of each model, each up to `repeats` times; these are its candidates. With
-    `retains`, a block that uses no candidate has the base's layers; otherwise it has no layers.
+    `retains`, a block that uses no candidate has the base's layers; otherwise it has no layers. With `permutes`, a
+    block may have its candidates in any order; otherwise they are in the order of their numbers. With `has_scales`, a
+    block has a scale within `scale_range`, by which `scale_of` is multiplied at the block's last layer. With
+    `draws_uniformly`, each parameter of a random configuration is drawn by itself; otherwise random paths are near one
+    source.
     """
 
     base: str
@@ -68,6 +73,10 @@ class DisPaths:
     repeats: int = 1
     retains: bool = True
     has_scales: bool = True
+    permutes: bool = True
+    scale_of: ScaleOf = "stream"
+    scale_range: tuple[float, float] = SCALES
+    draws_uniformly: bool = False
 
     # Candidates of a block.
 
@@ -96,9 +105,9 @@ class DisPaths:
     def num_orders(self) -> int:
         """The number of different orders of a block's candidates, which are the layers that the block may use.
 
-        Each candidate occurs in an order as often as the block may use it.
+        Each candidate occurs in an order as often as the block may use it. Without `permutes` there is one order.
         """
-        return num_orders(self.num_candidates, self.repeats)
+        return num_orders(self.num_candidates, self.repeats) if self.permutes else 1
 
     def model_of(self, candidate: int) -> str:
         """The alias of the model that a candidate comes from. A candidate is a layer that a block may use."""
@@ -137,7 +146,7 @@ class DisPaths:
                 Float(name, 0.0, 1.0, default=(place + 0.5) / self.num_copies) for place, name in enumerate(names.keys)
             )
             if names.scale is not None:
-                yield Float(names.scale, *SCALES, default=1.0)
+                yield Float(names.scale, *self.scale_range, default=1.0)
 
     @cached_property
     def _names(self) -> tuple[_Names, ...]:
@@ -151,12 +160,13 @@ class DisPaths:
             for copy in range(self.repeats)
         ]
         has_keys = self.num_orders > MAX_ORDERS
+        # The final norm would cancel a scale of the stream after the last block.
+        is_scaled = self.has_scales and (self.scale_of == "mlp" or block + 1 < self.num_blocks)
         return _Names(
             bits=tuple(f"{prefix}.use.{copy}" for copy in copies),
             order=f"{prefix}.order" if not has_keys and self.num_orders > 1 else None,
             keys=tuple(f"{prefix}.key.{copy}" for copy in copies) if has_keys else (),
-            # The last block has no scale: the final norm would cancel it.
-            scale=f"{prefix}.scale" if self.has_scales and block + 1 < self.num_blocks else None,
+            scale=f"{prefix}.scale" if is_scaled else None,
         )
 
     # From configurations to blocks and back.
@@ -234,9 +244,10 @@ class DisPaths:
                 path = ()
             found.append(Block(path, scale))
         blocks = self._tidy(found)
-        has_room = all(block.path.count(number) <= self.repeats for block in blocks for number in block.path)
-        in_range = all(SCALES[0] <= block.scale <= SCALES[1] for block in blocks)
-        return blocks if has_room and in_range and self.layers(blocks) == list(layers) else None
+        is_possible = all(block.path.count(number) <= self.repeats for block in blocks for number in block.path)
+        is_possible &= self.permutes or all(list(block.path) == sorted(block.path) for block in blocks)
+        in_range = all(self.scale_range[0] <= block.scale <= self.scale_range[1] for block in blocks)
+        return blocks if is_possible and in_range and self.layers(blocks) == list(layers) else None
 
     def depth(self, blocks: Sequence[Block]) -> int:
         """The number of layers of the merge that consists of these blocks."""
@@ -266,16 +277,22 @@ class DisPaths:
         """The blocks in the form in which they are stored, of several that give the same merge.
 
         Scales without influence become 1. A block without layers has such a scale, and so has the last block with
-        layers, because the final norm cancels its scale. With `retains`, a path that is the base's own layers becomes
-        the empty one, which means the same.
+        layers if scales multiply the stream, because the final norm cancels its scale. With `retains`, a path that is
+        the base's own layers becomes the empty one, which means the same.
         """
         base = self.own(self.base) if self.retains and self.base in self.models else None
         paths = [() if block.path == base else block.path for block in blocks]
-        last = max((index for index, path in enumerate(paths) if path or self.retains), default=0)
+        end = len(paths)
+        if self.scale_of == "stream":
+            end = max((index for index, path in enumerate(paths) if path or self.retains), default=0)
         return tuple(
-            Block(path, round(block.scale, COEFFICIENT_DECIMALS) if index < last and (path or self.retains) else 1.0)
+            Block(path, self._rounded(block.scale) if index < end and (path or self.retains) else 1.0)
             for index, (path, block) in enumerate(zip(paths, blocks, strict=True))
         )
+
+    def _rounded(self, scale: float) -> float:
+        low, high = self.scale_range
+        return min(max(round(scale, COEFFICIENT_DECIMALS), low), high)
 
     def _fitted(self, blocks: Sequence[Block]) -> list[Block]:
         """The blocks, shortened so that the merge has at most `max_layers` layers.
@@ -306,12 +323,17 @@ class DisPaths:
     # Paths drawn at random.
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
-        """The configuration of a random path near one source's own order.
+        """The configuration of a random path, by default near one source's own order.
 
         Between one and all blocks are changed; few changed blocks are likelier than many. First the total number of
         layers is drawn, then how the changed blocks share it, then the layers that each block uses. Blocks that are not
         changed have scale 1. The published search starts from the source models too (section 4.1).
+
+        With `draws_uniformly`, each parameter is drawn uniformly, as in the published code, and the configuration is
+        repaired.
         """
+        if self.draws_uniformly:
+            return self.repair({parameter.name: parameter.sample(rng) for parameter in self._drawn})
         source = int(rng.integers(len(self.models) + self.retains))
         own = self.own(self.models[source]) if source < len(self.models) else ()
         blocks = [Block(own)] * self.num_blocks
@@ -321,6 +343,10 @@ class DisPaths:
         for index, size in zip(changed, self._sizes(num_changed, rng), strict=True):
             blocks[index] = Block(self._drawn_path(size, rng), self._drawn_scale(rng))
         return self.configuration(self._tidy(self._fitted(blocks)))
+
+    @cached_property
+    def _drawn(self) -> tuple[Parameter, ...]:
+        return tuple(self.parameters())
 
     def _sizes(self, num_changed: int, rng: np.random.Generator) -> list[int]:
         """The number of layers of each of the `num_changed` blocks that a random configuration changes.
@@ -347,12 +373,13 @@ class DisPaths:
         """
         if self.retains and size == self.depth_granularity and rng.integers(len(self.models) + 1) == 0:
             return ()
-        return tuple((rng.permutation(self.num_copies)[:size] // self.repeats).tolist())
+        path = (rng.permutation(self.num_copies)[:size] // self.repeats).tolist()
+        return tuple(path if self.permutes else sorted(path))
 
     def _drawn_scale(self, rng: np.random.Generator) -> float:
         if not self.has_scales or rng.random() >= SCALED_SHARE:
             return 1.0
-        return float(np.clip(rng.normal(1.0, SCALE_DEVIATION), *SCALES))
+        return float(np.clip(rng.normal(1.0, SCALE_DEVIATION), *self.scale_range))
 
 
 @dataclass(frozen=True)

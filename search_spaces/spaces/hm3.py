@@ -11,7 +11,8 @@ a different model for each preference vector: its coefficients follow from the v
 and the path says which of its layers are merged.
 
 The authors let any layer follow any other. Hardly any random path of that kind is a usable model, so there would be no
-reward to learn from. Here a step is at most `max_jump` layers away from the next one in order; null removes the limit.
+reward to learn from. Here the layer that follows layer l is at most `max_jump` layers away from layer l + 1; null
+removes the limit.
 """
 
 from __future__ import annotations
@@ -288,10 +289,10 @@ class Hm3Space:
 
     @cached_property
     def _names(self) -> dict[str, tuple[str, int | None]]:
-        """The models whose layers are used in paths, by name: each is an alias and the index of a preference vector.
+        """The models whose layers are used in paths, by name: (alias, index of a preference vector).
 
-        The alias MERGED stands for the merge of several models by that vector; there is one for each vector. The index
-        is None for a model of the study.
+        The index is None for a model of the study. The alias MERGED stands for a merge of several models by a
+        preference vector; there is one such model for each vector.
         """
         found: dict[str, tuple[str, int | None]] = {}
         for model in self.paths.models:
@@ -335,7 +336,7 @@ class Hm3Space:
         return self._wholes[key]
 
     def _steps(self, number: int) -> dict[LayerRecipe, int]:
-        """A mapping from the recipe of each layer that paths may use to the number of the step that is this layer.
+        """The step that stands for each layer that paths may use, by the layer's recipe.
 
         The layers of the merged model are those merged by the preference vector with index `number`. If several models
         have an equal layer, its step is that of the first of them.
@@ -349,7 +350,7 @@ class Hm3Space:
 
 
 def _merges(models: SearchedModels, options: MergedOptions) -> Iterator[Merge]:
-    """For each preference vector, the merge that the layers of the merged model have.
+    """The merge by which the merged model's layers are made, for each preference vector.
 
     The weight of an objective is the weight of its expert; every objective must have one. Without preference vectors
     there is one merge, in which all experts have equal weights.

@@ -69,7 +69,7 @@ class LayerPaths:
 
     @property
     def shortest(self) -> int:
-        """The number of layers of the shortest path that the limits of lengths and jumps allow."""
+        """The number of layers in the shortest path that the space's limits allow."""
         if self.max_jump is None:
             return self.min_length
         # The distance from the last layer at which a path may begin to the first at which it may end.
@@ -78,7 +78,7 @@ class LayerPaths:
 
     @property
     def longest(self) -> int:
-        """The number of layers of the longest path that the limits of lengths and jumps allow."""
+        """The number of layers in the longest path that the space's limits allow."""
         return self.num_layers if self.max_jump == 0 else self.max_length
 
     def step(self, model: int, layer: int) -> int:
@@ -89,7 +89,7 @@ class LayerPaths:
         return model * self.num_layers + layer
 
     def model_of(self, step: int) -> int:
-        """The index, in the field `models`, of the model to which the layer of a step of a path belongs."""
+        """The model, as an index in the field `models`, that a step of a path takes its layer from."""
         return step // self.num_layers
 
     def layer_of(self, step: int) -> int:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe, Source
 from search_spaces.spaces.base import LayerGroup, SearchedModels
 
-__all__ = ["path_of_recipe", "recipe_of_path", "shared_merges", "split_layers", "with_own_aliases"]
+__all__ = ["ScaleOf", "path_of_recipe", "recipe_of_path", "shared_merges", "split_layers", "with_own_aliases"]
+
+# What the scale of a layer multiplies: the residual stream after the layer (`LayerRecipe.scale`), or only what the
+# layer's MLP adds to it (`LayerRecipe.mlp_scale`).
+ScaleOf = Literal["stream", "mlp"]
 
 
 def split_layers(num_layers: int, num_groups: int) -> tuple[LayerGroup, ...]:
@@ -32,49 +37,52 @@ def shared_merges(layers: Sequence[LayerRecipe], *, start: int) -> dict[Componen
         merges = {component: recipe.component(component) for component in COMPONENTS}
         own = all(source.layer == layer for merge in merges.values() for source in merge.sources)
         usual = all(merge.base is None for merge in merges.values())
-        if not (own and usual) or recipe.scale != 1 or recipe.alignment is not None:
+        if not (own and usual) or (recipe.scale, recipe.mlp_scale, recipe.alignment) != (1, 1, None):
             return None
         stripped.append({component: merge.at_layer(None) for component, merge in merges.items()})
     return stripped[0] if all(merges == stripped[0] for merges in stripped) else None
 
 
-def recipe_of_path(models: SearchedModels, layers: Sequence[tuple[str, int, float]]) -> Recipe:
+def recipe_of_path(models: SearchedModels, layers: Sequence[tuple[str, int, float]], *, scale_of: ScaleOf) -> Recipe:
     """The recipe of a path of whole layers, each given as model, layer number and scale.
 
-    The embedding is that of the first layer's model. The final norm and the output head are those of the last layer's
-    model.
+    `scale_of` says what the scales multiply. The embedding is that of the first layer's model. The final norm and the
+    output head are those of the last layer's model.
     """
     return Recipe(
         models.fingerprints,
         models.base,
-        tuple(_whole_layer(model, layer, scale) for model, layer, scale in layers),
+        tuple(_whole_layer(model, layer, scale, scale_of) for model, layer, scale in layers),
         embedding=Merge("passthrough", (Source(layers[0][0]),)),
         head=Merge("passthrough", (Source(layers[-1][0]),)),
         tokenizer=models.tokenizer,
     ).canonical()
 
 
-def path_of_recipe(recipe: Recipe) -> list[tuple[str, int, float]] | None:
+def path_of_recipe(recipe: Recipe, *, scale_of: ScaleOf) -> list[tuple[str, int, float]] | None:
     """The path that a recipe's layers form, each given as model, layer number and scale.
 
-    Returns None if a layer is merged from several models or has an alignment.
+    `scale_of` says which of a layer's scales is given. Returns None if the other one is not 1 in a layer, or if a layer
+    is merged from several models or has an alignment.
     """
-    layers = [_step(layer) for layer in recipe.layers]
+    layers = [_step(layer, scale_of) for layer in recipe.layers]
     found = [step for step in layers if step is not None]
     return found if found and len(found) == len(layers) else None
 
 
-def _whole_layer(model: str, layer: int, scale: float) -> LayerRecipe:
+def _whole_layer(model: str, layer: int, scale: float, scale_of: ScaleOf) -> LayerRecipe:
     merge = Merge("passthrough", (Source(model, layer),))
-    return LayerRecipe(merge, merge, merge, scale=scale)
+    whole = LayerRecipe(merge, merge, merge)
+    return replace(whole, scale=scale) if scale_of == "stream" else replace(whole, mlp_scale=scale)
 
 
-def _step(layer: LayerRecipe) -> tuple[str, int, float] | None:
+def _step(layer: LayerRecipe, scale_of: ScaleOf) -> tuple[str, int, float] | None:
     merges = {layer.component(component) for component in COMPONENTS}
     merge = merges.pop()
     (source, *others) = merge.sources
     is_one = not (merges or others or merge.coefficients) and merge.method == "passthrough" and layer.alignment is None
-    return (source.model, source.layer, layer.scale) if is_one and source.layer is not None else None
+    scale, other = (layer.scale, layer.mlp_scale) if scale_of == "stream" else (layer.mlp_scale, layer.scale)
+    return (source.model, source.layer, scale) if is_one and source.layer is not None and other == 1 else None
 
 
 def with_own_aliases(recipe: Recipe, *, base: str, fingerprints: Mapping[str, str]) -> Recipe | None:

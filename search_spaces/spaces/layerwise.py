@@ -1,11 +1,12 @@
-"""Layerwise: one coefficient for each expert's task vector in each part of the model.
+"""Layerwise: a search space with one coefficient for each expert's task vector in each part of the model.
 
-Task arithmetic (Ilharco et al., "Editing Models with Task Arithmetic", 2022) with a coefficient per expert and tensor,
-component of a layer, layer or group of layers. With learned coefficients per layer it is AdaMerging's layer-wise form
-(Yang et al., 2023). The embedding and the head (final norm and untied output head) are parts of their own.
+Its merges are task arithmetic (Ilharco et al., "Editing Models with Task Arithmetic", 2022). A part of the model is a
+tensor, a component of a layer, a layer or a group of layers. With learned coefficients for each layer this is
+AdaMerging's layer-wise form (Yang et al., 2023). The embedding and the head (final norm and untied output head) are
+parts of their own.
 
-With TIES or DARE, only some elements of the task vectors are added. Their masks depend neither on the coefficients nor
-on the candidate, so merged tensors are linear in the coefficients with every method.
+With TIES or DARE, only some elements of the task vectors are added. All configurations have the same masks, which do
+not depend on the coefficients. Therefore merged tensors are linear in the coefficients with every method.
 """
 
 from __future__ import annotations

@@ -13,12 +13,14 @@ configuration is a merge of at least one expert. None has to be repaired or reje
 exactly what was proposed. All experts together, the most promising choice, are slightly more likely than each smaller
 set.
 
-SLERP merges two models, so it chooses a pair instead: two experts, or one expert and the base. Bits would be redundant
-there and do not exist (with `method_per: component` they exist for the component groups that use another method). The
-same holds for all other methods of two models or of one.
+SLERP merges two models, so it chooses a pair instead: two experts, or one expert and the base. The same holds for all
+other methods of two models or of one. Bits would be redundant there and do not exist. With `method_per: component` they
+exist whatever the methods are, because another component group may need them.
 
-Departures from the published code: parameters exist only under the method that uses them, and `t` is the interpolation
-parameter itself.
+With `selection: all`, as in the published code, every group merges all experts. There are no bits, and the pairs of
+SLERP and of other methods of two models are of two experts, never with the base.
+
+docs/reference/departures.md lists how the defaults differ from the paper and from the published code.
 """
 
 from __future__ import annotations
@@ -45,12 +47,13 @@ COMPONENT_GROUPS: dict[int, dict[str, tuple[Component, ...]]] = {
     3: {"mlp": ("mlp",), "attention": ("attention",), "norm": ("norm",)},
 }
 
-# `preset: paper`: section 4.1 and A.6.
+# `preset: paper`: section 4.1 and A.6. Every value that the paper or its code leaves open is allowed: selections of
+# experts as in section 3.2.1 or all experts as in the code, and a method for each layer group (Table 11) or component
+# group (the dimensions G x C x (1 + H) of section 3.2.1).
 PAPER: dict[str, Any] = {
     "layer_groups": 4,
     "component_groups": 3,
     "methods": tuple(PUBLISHED),
-    "method_per": "layer_group",
     "lambdas": "shared",
 }
 
@@ -72,13 +75,17 @@ class LfsSection(SpaceSection):
     methods: Annotated[tuple[LfsMethod, ...], Field(min_length=1)] = tuple(PUBLISHED)
     method_per: Literal["layer_group", "component"] = "layer_group"
     """The unit that chooses a method: each layer group, or each component group in it."""
+    selection: Literal["subset", "all"] = "subset"
+    """The experts that a group merges. subset: the search selects them, for SLERP a pair of experts or one with the
+    base; all: every group merges all experts, SLERP any pair of them.
+    """
     lambdas: Literal["shared", "per_model"] = "shared"
     """Task arithmetic's lambda: one for the selected experts, or one for each, searched as a direction and a scale."""
     trim: Trimming = "tensor"
     """What methods that trim task vectors keep a share of: each tensor, or the whole model's task vector."""
     preset: Literal["paper"] | None = None
-    """A published configuration of the space. paper: exactly the published space. Options that contradict it are
-    refused.
+    """A published configuration of the space. paper: the published methods, groups and ranges. Options that contradict
+    it are refused.
     """
 
     @property
@@ -125,6 +132,7 @@ class LfsSpace:
         component_groups: int = 3,
         methods: Sequence[str] = tuple(PUBLISHED),
         method_per: Literal["layer_group", "component"] = "layer_group",
+        selection: Literal["subset", "all"] = "subset",
         lambdas: Literal["shared", "per_model"] = "shared",
         trim: Trimming = "tensor",
         preset: Literal["paper"] | None = None,
@@ -141,6 +149,7 @@ class LfsSpace:
             "component_groups": component_groups,
             "methods": tuple(methods),
             "method_per": method_per,
+            "selection": selection,
             "lambdas": lambdas,
         }
         if problems := tuple(_problems(given, num_layers=num_layers, num_experts=len(experts), preset=preset)):
@@ -154,6 +163,8 @@ class LfsSpace:
         self._components = COMPONENT_GROUPS[component_groups]
         self._methods = tuple(name for name in SEARCHED_METHODS if name in methods)
         self._is_directed = lambdas == "per_model" and DIRECTED.name in methods
+        self._selects = selection == "subset" and len(experts) > 1
+        self._pairs_with_base = selection == "subset"
         self._is_per_component = method_per == "component" and component_groups > 1
         self._choices = {
             name: self._operand_choices(name) for name in self._methods if METHODS[name].source_choice != "experts"
@@ -233,7 +244,7 @@ class LfsSpace:
 
     def _cell(self, group: str, components: str, method: str) -> ComponentGroup:
         bits = {
-            expert: (Condition(self._bit_key(group, expert), (True,)),) if len(self._experts) > 1 else ()
+            expert: (Condition(self._bit_key(group, expert), (True,)),) if self._selects else ()
             for expert in self._experts
         }
         uses = self._uses(group, components, method)
@@ -257,7 +268,7 @@ class LfsSpace:
             for components in searched:
                 yield Categorical(self._method_key(group, components), self._methods)
         with_bits = tuple(method for method in self._methods if method not in self._choices)
-        if len(self._experts) > 1 and with_bits:
+        if self._selects and with_bits:
             conditions = () if self._is_per_component else self._uses(group, searched[0], *with_bits)
             for expert in self._experts:
                 yield Categorical(self._bit_key(group, expert), (True, False), conditions=conditions)
@@ -298,9 +309,9 @@ class LfsSpace:
         """The operands among which a search chooses for a method of one or two models: models or pairs, by name.
 
         Pairs are of two experts, or of the base and an expert; for an ordered method, pairs of experts are in both
-        orders. A name consists of the aliases, joined by "+".
+        orders. With `selection: all` there are no pairs with the base. A name consists of the aliases, joined by "+".
         """
-        with_base = tuple((self._base, expert) for expert in self._experts)
+        with_base = tuple((self._base, expert) for expert in self._experts if self._pairs_with_base)
         choices: dict[str, tuple[tuple[str, ...], ...]] = {
             "pair": (*itertools.combinations(self._experts, 2), *with_base),
             "ordered pair": (*itertools.permutations(self._experts, 2), *with_base),
@@ -336,6 +347,8 @@ class LfsSpace:
         return tuple(name for name in self._methods if is_model or merge.method == name)
 
     def _possible_selections(self, merges: Sequence[Merge]) -> list[tuple[str, ...]]:
+        if not self._selects:
+            return [self._experts]
         named = {source.model for merge in merges for source in merge.sources} - {self._base}
         if named:
             others = [expert for expert in self._experts if expert not in named] if self._is_directed else []
@@ -350,7 +363,7 @@ class LfsSpace:
         configuration: dict[str, Any] = {}
         # Where each component group has its own method, the bits exist whatever the methods are.
         others = self._methods if self._is_per_component else methods.values()
-        if len(self._experts) > 1 and not set(others) <= set(self._choices):
+        if self._selects and not set(others) <= set(self._choices):
             configuration = {self._bit_key(group, expert): expert in experts for expert in self._experts}
         for components, merge in merges.items():
             method = methods[components]
@@ -403,6 +416,11 @@ def _problems(given: Mapping[str, Any], *, num_layers: int, num_experts: int, pr
         yield Problem("search_space.methods", f"unknown methods {unknown}; available: {', '.join(SEARCHED_METHODS)}")
     if not given["methods"]:
         yield Problem("search_space.methods", f"there are no methods; name some of {', '.join(SEARCHED_METHODS)}")
+    of_pairs = [name for name in given["methods"] if name in METHODS and "pair" in METHODS[name].source_choice]
+    if given["selection"] == "all" and num_experts == 1 and of_pairs:
+        names = ", ".join(of_pairs)
+        message = f"all needs two experts for methods of two models ({names}); name another, or use subset"
+        yield Problem("search_space.selection", message)
     if preset == "paper":
         yield from _paper_contradictions(given)
 

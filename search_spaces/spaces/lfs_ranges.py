@@ -1,7 +1,7 @@
 """The methods that LFS was not published with, as LFS searches them: coefficients in the ranges that methods declare.
 
 Weights are searched as one number per selected expert. For methods that divide by the sum of the weights, a recipe has
-the numbers already divided by their sum. All random masks have the same seed, so that candidates differ in their
+the numbers already divided by their sum. All random masks have the same seed, so that configurations differ in their
 coefficients only.
 """
 

@@ -42,7 +42,6 @@ __all__ = ["MAX_ORDERED", "SPACE", "M3Section", "M3Space"]
 
 ALPHAS = (0.2, 0.4, 0.5, 1.0, 2.0, 3.0, 5.0)
 EXPONENTS = (0.0, 1.0, 2.0, 3.0)
-SCALES = (0.5, 2.0)
 TIES_SHARES = (0.5, 0.7, 0.9)
 DARE_DENSITY = 0.8
 SEED = 0
@@ -78,7 +77,7 @@ class M3Section(SpaceSection):
     """The orders of the experts that p-series use, each with all experts, such as "math>text>code". Default: all orders
     of up to five experts.
     """
-    scale: tuple[float, float] = SCALES
+    scale: tuple[float, float] = (0.5, 2.0)
     """The lowest and highest scale of the task vectors. If both are equal, the scale is not searched."""
     k: Shares = TIES_SHARES
     """The share of each task vector's elements that TIES keeps, or several to choose from."""

@@ -68,7 +68,7 @@ NOT_OF_ONE_ENGINE = frozenset({"replicas", "verify"})
 class EngineOptions(Engine):
     """The options with which one engine is started: those of the section `engine`, and those that only programs set.
 
-    A field that is added to the section is an option of engines without any other declaration.
+    A field that is added to the section becomes an option of engines without any further declaration.
     """
 
     threads: int = 0

@@ -247,7 +247,7 @@ def _run(value: Chained, directory: Path) -> Chained:
 
 
 def resolved_objective(spec: ObjectiveSpec, directory: Path) -> ObjectiveSpec:
-    """The objective with absolute paths, or unchanged URLs, of the files that its task consists of.
+    """A copy of the objective in which the paths of its task's files are absolute; URLs are unchanged.
 
     Relative paths are relative to `directory`.
     """

@@ -47,9 +47,9 @@ MAX_PROBLEMS = 100
 class MessageHints:
     """Texts for error messages that a JSON Schema cannot supply.
 
-    Keys are paths of fields, in which "*" stands for any position in a list ("objectives.*.cost"). `later_values` are
-    values that are not available yet. `later_keys` are messages about keys that are not accepted. `patterns` say in
-    words what a regular expression accepts, by the expression.
+    `later_values` has, for the path of a field, the values that are planned but not accepted yet. `later_keys` has, for
+    the path of a key that is not accepted, the message about it. In a path, "*" stands for any position in a list, as
+    in "objectives.*.cost". `patterns` has, for a regular expression, a description of what it accepts.
     """
 
     later_values: Mapping[str, tuple[str, ...]]

@@ -28,7 +28,7 @@ async def answer(
     media_type: str = "application/json",
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """Respond with what `function` makes of the study's record, or with status 304 if the client has it already.
+    """Respond with the result of `function` for the study's record, or with status 304 if the client has it already.
 
     The client has it if the request's header If-None-Match names the study's present version. The result is cached, by
     study and `function`, until the study changes. `headers` are further headers of the response. Raises NotFound if

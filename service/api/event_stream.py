@@ -1,9 +1,9 @@
 """Streams events to any number of watchers, with one reader of the database per watched job, not per watcher.
 
-PostgreSQL announces new events, which are then read at once; otherwise, and on SQLite, they are polled for. Every
-watcher has its own cursor, the id of the last event it was sent. The events of a job are stored in the order of
-their ids (they are written under the job's row lock), so no event can appear behind a cursor. A watcher that keeps up
-is served from a shared window of recent frames; a slower one reads from the database in batches, so that no backlog is
+If PostgreSQL announces new events, they are read at once; otherwise, and on SQLite, the server polls for them. Every
+watcher has its own cursor, the id of the last event it was sent. The events of a job are stored in the order of their
+ids (they are written under the job's row lock), so no event can appear behind a cursor. A watcher that keeps up is
+served from a shared window of recent frames; a slower one reads from the database in batches, so that no backlog is
 held in memory.
 """
 
@@ -80,9 +80,9 @@ class EventHub:
         self._notifications.stop()
 
     def _announced(self, job_id: str) -> None:
-        """Have the events of the job read at once, if clients watch it, because the database has announced a new one.
+        """Let the new events of a job be read at once, if clients watch the job.
 
-        Another thread than that of the event loop calls this method.
+        It is called when the database announces an event, in another thread than that of the event loop.
         """
 
         def announce() -> None:

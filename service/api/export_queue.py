@@ -312,9 +312,10 @@ class Exports:
             await anyio.to_thread.run_sync(self._store.set_export_state, name, state, reason)
 
     def _alignments(self, record: ExportRecord) -> str | Path:
-        """Place of the alignments of the exported trial's study.
+        """Place of the alignments that the exported trial's study uses.
 
-        It is their directory, or the URL of the object store that has them if there is no such directory.
+        It is the study's directory of alignments or, if there is no such directory, the URL of the object store that
+        has them.
         """
         directory = alignments_dir(job_dir(self._data_dir, record.study))
         return directory if self._remote is None or directory.is_dir() else self._remote
@@ -333,7 +334,11 @@ def _unwritten(record: ExportRecord) -> KeptExport:
 def _export(
     url: str, export: ExportRecord, directory: Path, *, alignments_in: str | Path, artifacts_in: str | None
 ) -> None:
-    """Write the model of an export to `directory`, or to the object store `artifacts_in` if there is one."""
+    """Write the model of an export to `directory`, or to the object store `artifacts_in` if there is one.
+
+    `url` is that of the database. `alignments_in` is the directory or the object store with the alignments of the
+    export's study.
+    """
     store = Store(url)
     try:
         job = store.job(export.study)

@@ -106,7 +106,10 @@ def prometheus_text(scrape: Scrape) -> str:
 
 
 def _last_heard_at(job: JobRecord) -> float:
-    """Time of the last sign of a job, in seconds since the epoch: of a driver, or that it was created."""
+    """Time of a job's latest sign of life, in seconds since the epoch.
+
+    It is the last heartbeat, the last submission of a driver, or the job's creation.
+    """
     return max(job.heartbeat_at or 0.0, job.submitted_at, job.created_at)
 
 
@@ -139,7 +142,10 @@ def _of_job(job: JobRecord) -> dict[str, str]:
 
 
 def _each_job(value: Callable[[JobRecord], float | None]) -> Callable[[Scrape], Samples]:
-    """Reader of a value of each shown job; None leaves the job out."""
+    """Make a function that reads a value of each shown job.
+
+    `value` returns a job's value; jobs for which it returns None are left out.
+    """
 
     def read(scrape: Scrape) -> Samples:
         for job in scrape.stored.shown if scrape.stored is not None else ():
@@ -150,7 +156,7 @@ def _each_job(value: Callable[[JobRecord], float | None]) -> Callable[[Scrape], 
 
 
 def _progress(key: str) -> Callable[[Scrape], Samples]:
-    """Reader of a number in the progress of each shown study that has it."""
+    """Make a function that reads the number `key` from the progress of each shown study that has it."""
     return _each_job(lambda job: job.progress.get(key) if job.kind == SEARCH.name and job.progress else None)
 
 

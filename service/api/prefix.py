@@ -14,9 +14,10 @@ __all__ = ["BelowPrefix", "prefix_problem"]
 
 
 class BelowPrefix:
-    """ASGI middleware for which a request below `prefix` is one of the application with that root path.
+    """ASGI middleware that serves the application also below the path `prefix`.
 
-    `prefix` is accepted by `prefix_problem`. The header Location of responses to such requests has the prefix, too.
+    A request below `prefix` reaches the application with `prefix` as its root path. A path in the header Location of
+    the response gets the prefix, too. `prefix` is one that `prefix_problem` accepts.
     """
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:

@@ -89,12 +89,14 @@ class Preflight(Protocol):
 
 
 class PreflightProcess:
-    """Preflight that checks jobs in separate processes, each request within `limits`; None means those of Limits().
+    """Preflight that checks jobs in separate processes.
 
-    `context` says which files jobs may read and which earlier jobs they may refer to; None means all files and no jobs.
-    `cluster` calls functions on nodes of the cluster; None if jobs run on this machine. At most `num_validators`
-    processes do the checks. At most `num_validators - 1` of them work for one client at the
-    same time, but at least one.
+    - `context`: the files that jobs may read, and the earlier jobs that they may refer to; None means all files and no
+      jobs
+    - `cluster`: calls functions on nodes of the cluster; None if jobs run on this machine
+    - `limits`: the limits of the checks of one request; None means those of Limits()
+    - `num_validators`: the number of processes that do the checks; at a time, at most `num_validators` - 1 of them, but
+      at least one, work for one client
     """
 
     def __init__(
@@ -224,7 +226,10 @@ def check_request(content: bytes, noun: str, accept: Accept, context: RequestCon
 
 
 def check_on_node(content: bytes, kind: str, context: RequestContext, *, is_json: bool) -> Accepted:
-    """Check a request's body as `check_request` does, on a node, which finds the database of the server itself."""
+    """Check a request's body as `check_request` does, but on a node of the cluster.
+
+    The node finds the URL of the server's database itself, because the URL may hold a password.
+    """
     assert context.data_dir is not None
     url = database_url(context.data_dir).render_as_string(hide_password=False)
     declared = kind_of(kind)

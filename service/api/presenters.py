@@ -54,7 +54,7 @@ def event_document(event: EventRecord) -> EventDocument:
 
 
 def export_document(record: ExportRecord, num_bytes: int | None) -> ExportDocument:
-    """JSON document that describes an export, whose files take `num_bytes`; None if there are none.
+    """JSON document that describes an export; `num_bytes` is the size of its files, None if there are none.
 
     The document has the model's size and a download link only if the export is COMPLETE and its files still exist.
     """

@@ -1,4 +1,4 @@
-"""Moves samples that earlier versions stored one per database row to the present form, while the server runs."""
+"""Converts samples of earlier versions, stored one per database row, to the present form while the server runs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ RETRY_S = 30.0
 async def move_old_samples(store: Store) -> None:
     """Convert all samples that earlier versions stored in `store` to the form in which this version stores samples.
 
-    The samples of one recipe are converted at a time, with pauses for other writers. Returns when none is left. If the
-    database does not answer, another attempt follows.
+    They are converted one recipe at a time, with pauses for other writers. Returns when none is left. If the database
+    does not answer, another attempt follows.
     """
     number = 0
     while True:

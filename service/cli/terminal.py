@@ -39,7 +39,7 @@ def print_json_line(document: Any) -> None:
 
 
 def print_export(directory: Path, chosen: PreferredDocument | None, *, as_json: bool) -> None:
-    """Print where a merged model was written, and which trial weights of the objectives picked.
+    """Print where a merged model was written, and which trial was picked by the user's weights of the objectives.
 
     `chosen` is that trial; None if no weights were given.
     """

@@ -5,7 +5,7 @@ Importing this package loads neither httpx nor anything heavy.
 - `blocking`: the client that blocks
 - `awaited`: the client for asyncio
 - `methods`: turns flows into methods of a client
-- `job_flows`: flows of the calls about jobs of any kind; a flow is a generator of requests, without input or output
+- `job_flows`: flows of the calls about jobs of any kind; a flow is a generator of requests that sends nothing itself
 - `flows`: flows of the calls about studies
 - `finetune_flows`: flows of the calls about fine-tunings
 - `requests`: one request: retries, responses, refusals

@@ -1,4 +1,4 @@
-"""Server-sent events of a job (WHATWG HTML, section 9.2), parsed without input or output.
+"""Parser of a job's server-sent events (WHATWG HTML, section 9.2); the caller sends and receives.
 
 After a lost connection the stream is resumed from the last event received.
 """

@@ -1,4 +1,4 @@
-"""Flows of the calls about fine-tunings."""
+"""Flows of the calls about fine-tunings: each call of a client as a generator of requests (see `flows`)."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def finetunes(*, state: str | None = None, name: str | None = None) -> Flow[list
     """List the fine-tunings, oldest first.
 
     Args:
-        state: Only fine-tunings in this state, such as "RUNNING".
-        name: Only fine-tunings with this name.
+        state: State of the fine-tunings to list, such as "RUNNING"; None lists fine-tunings in any state.
+        name: Name of the fine-tunings to list; None lists fine-tunings with any name.
 
     Returns:
         The server's documents of the fine-tunings.

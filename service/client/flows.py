@@ -1,7 +1,7 @@
-"""Flows of the calls about studies: each call of a client as a generator without input or output.
+"""Flows of the calls about studies: each call of a client as a generator of requests.
 
-A flow yields requests, and pauses in seconds. It is sent the responses, and returns a typed document. A client runs a
-flow, either blocking or with asyncio.
+A flow sends nothing itself. It yields requests, and pauses in seconds; it receives the responses, and returns a typed
+document. So a client can run a flow either blocking or with asyncio.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def studies(*, state: str | None = None, name: str | None = None) -> Flow[list[S
     """List the studies, oldest first.
 
     Args:
-        state: Only studies in this state, such as "RUNNING".
-        name: Only studies with this name.
+        state: State of the studies to list, such as "RUNNING"; None lists studies in any state.
+        name: Name of the studies to list; None lists studies with any name.
 
     Returns:
         The server's documents of the studies.
@@ -171,7 +171,7 @@ def trials(study: str, *, state: str | None = None) -> Flow[list[TrialDocument]]
 
     Args:
         study: Id of the study.
-        state: Only trials in this state, such as "COMPLETE".
+        state: State of the trials to list, such as "COMPLETE"; None lists trials in any state.
 
     Returns:
         All trials, from all pages of the server's list.

@@ -1,4 +1,4 @@
-"""Flows of the calls about jobs of any kind."""
+"""Flows of the calls about jobs of any kind: each call of a client as a generator of requests (see `flows`)."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def jobs(kind: str, *, state: str | None = None, name: str | None = None) -> Flo
 
     Args:
         kind: Name of the kind: "search" for studies, "finetune" for fine-tunings.
-        state: Only jobs in this state, such as "RUNNING".
-        name: Only jobs with this name.
+        state: State of the jobs to list, such as "RUNNING"; None lists jobs in any state.
+        name: Name of the jobs to list; None lists jobs with any name.
 
     Returns:
         The server's documents of the jobs.

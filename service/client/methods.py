@@ -46,9 +46,9 @@ def awaited(flow: Callable[P, Flow[T]]) -> Callable[Concatenate[AwaitedRunner, P
 
 
 def named(client: type[C]) -> type[C]:
-    """Class decorator for clients, for the API pages: methods made from flows receive the module and name of `client`.
+    """Class decorator that gives the methods made from flows the module and the name of the class `client`.
 
-    A flow is a generator of requests that `blocking` or `awaited` makes a method from.
+    API pages show both. A flow is a generator of requests; `blocking` and `awaited` make methods from flows.
     """
     for name, method in vars(client).items():
         if inspect.isfunction(method) and method.__module__ == __name__:

@@ -49,14 +49,14 @@ def request(url: str, call: Call) -> dict[str, Any]:
 
 
 def timeout(timeout_s: float) -> httpx.Timeout:
-    """Timeouts in httpx's form of a request whose response may take `timeout_s` seconds."""
+    """Timeouts, in httpx's form, of a request whose response may take `timeout_s` seconds."""
     import httpx
 
     return httpx.Timeout(timeout_s, connect=CONNECT_S)
 
 
 def listening() -> httpx.Timeout:
-    """Timeouts in httpx's form of an event stream, whose connection counts as lost after 45 s without data."""
+    """Timeouts, in httpx's form, of an event stream, whose connection counts as lost after 45 s without data."""
     return timeout(SILENCE_S)
 
 

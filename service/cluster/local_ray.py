@@ -86,9 +86,14 @@ def read_host(data_dir: Path) -> HostRecord | None:
 def stop_processes(record: HostRecord) -> None:
     """Kill every process of the Ray cluster that `record` describes.
 
-    Killed are the cluster's main process, Ray's programs whose command names the cluster's session directory, Ray's
-    workers with open files in that directory, and all processes that any of these started, such as jobs. Other
-    processes that read files of the session, such as a user's `tail -f`, are not killed.
+    These processes are killed:
+
+    - the cluster's main process
+    - Ray's programs whose command names the cluster's session directory
+    - Ray's workers with open files in the session directory
+    - all processes that any of these started, such as jobs
+
+    Other processes that read files of the session, such as a user's `tail -f`, are not killed.
     """
     doomed = [
         process

@@ -1,8 +1,8 @@
 """Calls of functions on a node of the cluster, each as a Ray Job.
 
 A server on another machine may not see the files that nodes see, such as models, and has another amount of memory. A
-call and its result are stored with the artifacts, each by its sha256, since servers and nodes reach these. Ray
-receives the sha256 of the call, and the job's log has that of the result.
+call and its result are stored among the artifacts, each by its sha256, because both servers and nodes can reach the
+artifacts. Ray receives the sha256 of the call, and the job's log has that of the result.
 """
 
 from __future__ import annotations
@@ -100,12 +100,16 @@ class NodeCalls:
         self._files = files
 
     def place(self) -> tuple[Node | None, int]:
-        """The node that jobs are to be checked on, None for this process, and the number of machines for engines.
+        """The node that jobs are to be checked on, None for this process; and the number of machines for engines.
 
-        With artifacts in an object store, it is a node that can run engines: one with GPUs, or one with CPUs if none
-        has GPUs. Otherwise only the head is sure to share the directory of artifacts with this process. Jobs are
-        checked in this process if the node is on its machine. Raises ConnectionError if artifacts are in an object
-        store and the cluster does not answer.
+        Jobs are checked in this process if all nodes are on its machine. Otherwise the place of the artifacts decides:
+
+        - In an object store, every node can read them. The node is drawn from those that can run engines: nodes with
+          GPUs, or nodes with CPUs if none has GPUs.
+        - In a directory, only the head is sure to share the directory with this process. The node is the head, or this
+          process if the head is on its machine or the cluster does not answer.
+
+        Raises ConnectionError if artifacts are in an object store and the cluster does not answer.
         """
         is_remote = self._files is not None and is_object_url(str(self._files))
         try:

@@ -452,7 +452,7 @@ class RayCluster:
         return True
 
     def _lose_driver(self, job: JobRecord, because: str | None) -> None:
-        """Remember the reason `because` why the job's last driver is replaced, for the command line of the next one.
+        """Remember the reason `because` why the job's last driver is replaced, for the command line of the next driver.
 
         Later reasons for the same driver are ignored. Nothing is remembered if `because` is None.
         """

@@ -35,12 +35,14 @@ def _nothing(*_: object) -> None:
 class RequestContext:
     """Context in which a submitted job is checked: the files it may read, the server's other jobs, and limits.
 
-    `access` limits the files that the job may read; None is no limit. `store_url` and `data_dir` are the server's
-    database and data directory, where other jobs are found that the job refers to. If they are None, a job cannot refer
-    to others. `files` is the location of the server's artifacts: a directory or the URL of an object store. None is a
-    directory in `data_dir`. `num_machines` is the number of machines that can run engines. `lift_limits` removes the
-    limits of memory and processor time from the checks that follow. It is called before large files are read or
-    written.
+    - `access`: limits the files that the job may read; None is no limit
+    - `store_url`, `data_dir`: the server's database and data directory, where other jobs are found that the job refers
+      to; if they are None, a job cannot refer to others
+    - `files`: the location of the server's artifacts, a directory or the URL of an object store; None is a directory in
+      `data_dir`
+    - `num_machines`: the number of machines that can run engines
+    - `lift_limits`: removes the limits of memory and processor time from the checks that follow; called before large
+      files are read or written
     """
 
     access: FileAccess | None = None
@@ -75,7 +77,7 @@ Accept: TypeAlias = Callable[[Mapping[str, Any], RequestContext], Accepted]
 
 @dataclass(frozen=True)
 class View:
-    """Additions of a kind of job to the server's document of a job: fields and links, both by name."""
+    """What a kind of job adds to the server's document of a job: fields and links, both by name."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict)

@@ -286,11 +286,11 @@ def _check(recipe: Recipe, bank: Bank) -> None:
 def _of_recipe(
     document: Any, directories: Mapping[str, Path], problems: Problems, **fetching: Any
 ) -> _PreparedMerge | None:
-    """Prepare the merge that the recipe in `document` describes.
+    """Prepare a merge that is described by a recipe.
 
-    `directories` has the directories of the models by alias. Problems that are found are added to `problems`. The
-    result is None if models cannot be opened because of them. `fetching` are further arguments of `_bank`, which opens
-    the weights.
+    `document` is the recipe. `directories` has the directories of the models by alias. Problems that are found are
+    added to `problems`. The result is None if models cannot be opened because of them. `fetching` are further arguments
+    of `_bank`, which opens the weights.
     """
     recipe = Recipe.from_json(document)
     template = document.get("chat_template")
@@ -333,11 +333,11 @@ def _of_recipe(
 def _of_configuration(
     document: Any, file: Path, directories: Mapping[str, Path], problems: Problems, **fetching: Any
 ) -> _PreparedMerge | None:
-    """Prepare the merge that the mergekit configuration in `document`, from `file`, describes.
+    """Prepare a merge that is described by a mergekit configuration.
 
-    `directories` has directories of models by name. If problems are found, they are added to `problems`, and the result
-    is None. The models are checked even if other parts of the configuration are wrong. `fetching` are further arguments
-    of `_bank`, which opens the weights.
+    `document` is the configuration, and `file` the file that it is from. `directories` has directories of models by
+    name. If problems are found, they are added to `problems`, and the result is None. The models are checked even if
+    other parts of the configuration are wrong. `fetching` are further arguments of `_bank`, which opens the weights.
     """
     warn = problems.warnings.append
     configuration = read_configuration(document, warn=warn, problems=problems.of_file)

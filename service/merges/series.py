@@ -55,9 +55,10 @@ def check_merges(
 ) -> dict[str, MergePlan | tuple[str, ...]]:
     """Check all merges of a file without writing anything, and return their plans by name, in the order of merging.
 
-    The name of the final merge is "". A merge is not checked if named merges that it needs as sources are not written
-    yet; the names of these merges replace its plan. `directories` has directories of models by name. The other
-    arguments and the errors are those of `merge_file`. Problems of several merges are raised as one error.
+    The name of the final merge is "". A merge cannot be checked if it has named merges as sources that are not written
+    yet; instead of its plan, the result then has the names of these sources. `directories` has directories of models by
+    name. The other arguments and the errors are those of `merge_file`. Problems of several merges are raised as one
+    error.
     """
     place = intermediate_dir(out)
     checked: dict[str, MergePlan | tuple[str, ...]] = {}

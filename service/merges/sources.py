@@ -29,9 +29,14 @@ __all__ = [
 def place_of(name: str, directories: Mapping[str, Path], file: Path, warn: Callable[[str], None]) -> str | Path:
     """Directory, hub id or URL of the model or adapter that a mergekit configuration calls `name`.
 
-    The result is the entry in `directories`, else `name` if it is the URL of a folder in an object store, else an
-    existing directory with the path `name`, relative to the folder of `file` or to the current directory, else `name`
-    as a hub id. `warn` is called if a revision in the name has no effect. Raises InvalidRecipe if none of these fits.
+    It is the first of these that applies:
+
+    - the entry in `directories`
+    - `name`, if it is the URL of a folder in an object store
+    - the directory with the path `name`, relative to the folder of `file` or to the current directory
+    - `name` as a hub id
+
+    `warn` is called if a revision in the name has no effect. Raises InvalidRecipe if none of these fits.
     """
     if name in directories:
         return directories[name]

@@ -52,7 +52,10 @@ class ChunkTimes:
                 self._holdout_s[row.recipe_digest] += row.timings_s.get("score", 0.0)
 
     def engine_figures(self, *, num_replicas: int, canaries: Canaries) -> EngineFigures:
-        """Describe the engines of the study, of which `num_replicas` work at the same time."""
+        """Describe the engines of the study, of which `num_replicas` work at the same time.
+
+        `canaries` are the results of the last canary of each engine.
+        """
         span = self._span_s()
         return EngineFigures(
             starts=len(self._replicas),  # engines that were killed count too

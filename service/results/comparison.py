@@ -1,4 +1,4 @@
-"""Rows of the held-out table: estimates of one candidate and its differences from a reference."""
+"""Rows of the held-out table: the estimates of one trial, and its differences from a reference."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def compare(
         trial: Number of the trial.
         samples: Values by objective [num_samples], in the metric's unit.
         reference: Values of the best finalist on the same samples in the same order; None for no comparison.
-        mean_over: Objectives of which the row has the unweighted mean, those without samples left out.
+        mean_over: Objectives whose unweighted mean the row has; objectives without samples are left out.
         documents: Name of the data of each objective. Objectives with equal names were scored on the same documents,
-        position by position; an objective without a name has data of its own.
-        bounds: Range of each objective that no sample leaves, where it is known.
+            position by position; an objective without a name has data of its own.
+        bounds: Lowest and highest value that a sample of an objective can have, where they are known.
 
     Returns:
         The estimates (`estimate`) and their mean (`mean_of`), which is None without objectives to average. With

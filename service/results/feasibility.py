@@ -1,6 +1,6 @@
 """Violations of the constraints of a study's objectives.
 
-A bound that is relative to a source model is compared on the same samples, so it follows that model's value there.
+A bound may be relative to a source model. It then uses that model's value on the samples on which a trial is compared.
 """
 
 from __future__ import annotations

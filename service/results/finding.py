@@ -1,9 +1,9 @@
 """Tests of whether a merge that the search proposed is better than the best source model and published recipe.
 
-Every finalist that the search proposed is compared with both, sample by sample, in the value that names the best trial.
-The more finalists there are, the likelier one of them is lucky. Therefore the intervals of their differences hold
-together: each is at the level 1 - 0.05 / finalists. A merge counts as better where its interval is above 0. If none is
-better than a rival, the probability of claiming one is at most 5 %.
+Every finalist that the search proposed is compared with both, sample by sample, in the value by which the best trial is
+selected. The more finalists there are, the likelier one of them is lucky. Therefore the intervals of their differences
+hold jointly: each is at the level 1 - 0.05 / finalists. A merge counts as better if its interval is above 0. If no
+merge is better than a rival, the probability of claiming one is at most 5 %.
 
 Sources:
     Dunn 1961, "Multiple comparisons among means", JASA 56 (Bonferroni's correction of intervals).
@@ -81,9 +81,9 @@ def rival_tests(
         finalists: The finalists, the best on search data first.
         trials: Trials of the study, or at least its baselines.
         objectives: Objectives that are scored on samples.
-        rows: Values of each trial on the holdout data by trial number and objective, of the same samples for all.
+        rows: Values on the holdout data by trial number and objective; all trials have the same samples.
         documents: Name of the data of each objective; equal names mean the same documents, position by position.
-        bounds: Range of each objective that no sample leaves, where it is known.
+        bounds: Lowest and highest value that a sample of an objective can have, where they are known.
 
     Returns:
         One test for each kind of baseline that was scored; none if no finalist was proposed by the search.

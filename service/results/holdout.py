@@ -179,7 +179,7 @@ def _exactly(value: float) -> Estimate:
 def _complete(
     trials: Iterable[TrialResult], samples: Mapping[str, Samples], names: Sequence[str]
 ) -> dict[int, Samples]:
-    """Sample values of the trials that have as many samples as any other trial, by trial number.
+    """Values of the samples of each trial that has been scored completely, by trial number.
 
     `samples` has the values by recipe digest and objective, `names` are the objectives. A trial with fewer samples than
     another trial in some objective is not scored yet, or has failed; it is left out.
@@ -200,11 +200,12 @@ def _are_equal(samples: Samples, others: Samples) -> bool:
 
 
 def _bounds(objectives: Sequence[Objective], samples: Collection[Samples]) -> dict[str, tuple[float, float]]:
-    """The bounds between which the values of each objective lie, for the computation of intervals, by objective.
+    """The lowest and highest value that samples of each objective can have, from which intervals are computed.
 
-    If all `samples` are in the objective's range, the bounds are this range. Otherwise the objective has no bounds and
-    is left out, because its intervals can be computed without them, unless a trial has a single value. Then the bounds
-    are the lowest and the highest value or end of the range, moved outwards by their difference.
+    The result is by objective. If all `samples` are in the objective's range, the bounds are this range. Otherwise the
+    range is not valid. The objective is then left out, because most intervals need no bounds: only that of a single
+    value does. If a trial has a single value, the bounds are the lowest and the highest number among all values and the
+    ends of the range, each moved outwards by the distance between the two.
     """
     found = {}
     for objective in objectives:

@@ -61,9 +61,9 @@ def run_record(store: Store, study_id: str) -> RunRecord:
 class RunReader:
     """A reader of one study's record, which reads again only what has changed since the last call.
 
-    A trial is read again if an event names it, and as long as it is not finished. With `is_whole`, every trial has its
-    recipe and configuration. Otherwise only the best trial and those of the held-out table have them, because these two
-    are most of a trial's data, and a study may have tens of thousands of trials.
+    A trial is read again if an event names it, and as long as it is not finished. Recipes and configurations are most
+    of a trial's data, and a study may have tens of thousands of trials. Therefore they are read only for the best trial
+    and the trials of the held-out table, or with `is_whole` for every trial.
     """
 
     def __init__(self, store: Store, study_id: str, *, is_whole: bool = False) -> None:
@@ -163,7 +163,7 @@ class RunReader:
     def _with_recipes(
         self, store: Store, trials: tuple[TrialResult, ...], stage: _HeldOut, *, has_directions: bool
     ) -> tuple[TrialResult, ...]:
-        """Read the recipes and configurations of those of `trials` that the results describe, and put them in.
+        """Return `trials` with the recipes and configurations of those that the results describe.
 
         The results describe the best trial, the trials of the held-out table and, if merges have directions, all trials
         at full budget, whose recipes are read once. All other trials are returned as they are.
@@ -251,7 +251,11 @@ def _held_out(
     failures: Iterable[EventRecord],
     last: _HeldOut | None = None,
 ) -> _HeldOut:
-    """Read the held-out stage of a study and compute its results, unless those of `last` are of the same inputs."""
+    """Read the held-out stage of a study and compute its results.
+
+    `failures` are the events of trials that failed on holdout data. `last` is the stage as it was read before; it is
+    returned if nothing has changed from which results are computed.
+    """
     final, best = finalists(trials, objectives), best_trial(trials, objectives)
     compared = compared_with(final, trials)
     digests = [trial.recipe.digest for trial in compared]

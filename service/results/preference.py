@@ -1,8 +1,8 @@
 """The trial of a study's Pareto front that a user's weights of the objectives pick.
 
 Each objective counts as the gap to its best value on the front, as a share of the objective's range (0 to 1 where the
-study states none). Shares of the front's own range would count noise as much as a large difference where the front
-varies little. Gaps are joined by the augmented Chebyshev function, as in ParEGO.
+study states none). The front's own range is not used: on a front that varies little, noise would then count as much as
+a large difference elsewhere. Gaps are joined by the augmented Chebyshev function, as in ParEGO.
 """
 
 from __future__ import annotations

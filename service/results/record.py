@@ -153,7 +153,7 @@ class RunRecord:
 
     @cached_property
     def rung_sizes(self) -> Mapping[int, Mapping[str, int]]:
-        """The number of samples of each objective at each rung, as the last trial that finished the rung has it."""
+        """The number of samples of each objective at each rung that a trial has finished, by rung."""
         return {rung.rung: rung.num_samples for trial in self.trials for rung in trial.rungs}
 
     @cached_property

@@ -134,9 +134,9 @@ def front_of(candidates: Sequence[tuple[Trial, Candidate]]) -> tuple[Trial, ...]
 
 
 def candidates(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[tuple[Trial, Candidate], ...]:
-    """Describe the trials at full budget as candidates for the Pareto front: pairs of a trial and its candidate.
+    """Describe the trials at full budget as candidates for the Pareto front, in the order of their numbers.
 
-    They are in the order of trial numbers. A candidate has the trial's costs and constraint violation. Of trials with
+    Each is a pair of the trial and its candidate, which has the trial's costs and constraint violation. Of trials with
     the same recipe only the first is a candidate.
     """
     trials = full_budget_trials(trials)

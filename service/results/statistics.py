@@ -103,7 +103,7 @@ def paired_difference(
         reference: Values of the reference on the same samples in the same order.
         bounds: The range that the metric cannot leave. Without it, (0, 1) is assumed if every value is 0 or 1.
         level: Coverage of the interval. At 1 - 0.05 / m, the intervals of m differences all contain the true
-        differences with a probability of at least 95 % (Bonferroni).
+            differences with a probability of at least 95 % (Bonferroni).
 
     Returns:
         The mean difference, in the metric's unit.
@@ -175,11 +175,11 @@ def mean_of(estimates: Sequence[Estimate], *, correlation: ArrayLike | None = No
 def correlations(samples: Sequence[ArrayLike], documents: Sequence[str]) -> Samples:
     """Correlation matrix of the means of several lists of samples.
 
-    Means over the same documents have correlated errors. The correlation of two means is Pearson's correlation of their
-    values on the shared documents, times the number of shared documents over the geometric mean of the two numbers of
-    samples. Pearson's correlation is not defined for values that do not vary, or for fewer than two; 1 is assumed for
-    them, which gives the widest confidence interval of the average of the means. Means over different data are
-    independent.
+    Means over the same documents have correlated errors; means over different data are independent. The correlation of
+    two means is Pearson's correlation of their values on the shared documents, times a factor. The factor is the number
+    of shared documents, divided by the geometric mean of the two numbers of samples. Pearson's correlation is not
+    defined for values that do not vary, or for fewer than two. It is then assumed to be 1, which gives the widest
+    confidence interval of the average of the means.
 
     Args:
         samples: Values of each mean [num_means][num_samples]. For means with the same name in `documents`, values at
@@ -218,13 +218,13 @@ def bootstrap(
 ) -> Estimate:
     """Estimate a statistic of means, with its basic bootstrap interval.
 
-    Whole documents are drawn with replacement: together for all candidates, which are the compared merges, and for all
-    objectives with equal `documents` and as many samples. The basic interval, 2 * value - quantile, also corrects for a
-    statistic that chance can only raise, such as the maximum of several values.
+    The means are those of several merges. Whole documents are drawn with replacement: together for all merges, and for
+    all objectives with equal `documents` and as many samples. The basic interval, 2 * value - quantile, also corrects
+    for a statistic that chance can only raise, such as the maximum of several values.
 
     Args:
-        statistic: Computes the statistic from the candidates' means by objective [num_candidates].
-        samples: Values by objective [num_candidates, num_samples].
+        statistic: Computes the statistic from the merges' means by objective [num_merges].
+        samples: Values by objective [num_merges, num_samples].
         documents: Name of the data of each objective.
         seed: The same seed gives the same interval.
 

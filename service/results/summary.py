@@ -201,9 +201,9 @@ def _search_minus_holdout(run: RunRecord, best: TrialResult | None) -> dict[str,
 
 
 def _verification_document(reports: Sequence[VerificationReport], reason: str | None) -> VerificationDocument:
-    """Describe as JSON how samples agree with those that plain transformers gave when trials were verified.
+    """Describe as JSON how many of the verified trials' samples plain transformers reproduced.
 
-    There is one of `reports` for each trial chosen for verification; one without samples counts as not verified.
+    `reports` has a report for each trial chosen for verification; a report without samples counts as not verified.
     `reason` says why no trial was verified. The document's `reason` is that of the first trial of which samples were
     left out.
     """

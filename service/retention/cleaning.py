@@ -1,7 +1,7 @@
 """Removal of what exceeds the limits of retention, from jobs that have ended.
 
-Nothing is removed from a job that has not ended, or to which another job refers: as a source, as the start of policies
-or searcher, or as the training of its experts. A failed job keeps its responses and files, because it may be resumed.
+Nothing is removed from a job that has not ended, or from one that another job uses: its models as sources, its policies
+or results as a start, or its experts. A failed job keeps its responses and files, because it may be resumed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NAMES = re.compile(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
 
 @dataclass(frozen=True)
 class Removal:
-    """Something that is to be removed: its kind, the job's id and name, how many there are, and their bytes.
+    """Data to remove: their `kind`, the id and name of the job that they belong to, their count, and their bytes.
 
     `count` is the number of samples for responses, of files for files, and 1 for a job. For files of artifacts that no
     job uses, `job` and `name` are empty, and `count` is None.
@@ -175,7 +175,11 @@ class Cleaner:
         return stored + texts.get(job.id, (0, 0))[1] + _sizes(f for f in root.rglob("*") if f.is_file())[1]
 
     def _referred_to(self, jobs: Sequence[JobRecord]) -> set[str]:
-        """Ids of the jobs to which another job refers, by its id or by the digest of one of its artifacts."""
+        """Ids of the jobs that must be kept because another job uses their results.
+
+        A job uses another one if its document or the findings of its checks name the other job's id, or the digest of
+        one of the other job's artifacts. A fine-tuning is also used if a study was created from its experts.
+        """
         owners = {job.id: job.id for job in jobs}
         for job in jobs:
             owners |= {artifact.digest: job.id for artifact in self._artifacts.of(job.id)}
@@ -188,9 +192,9 @@ class Cleaner:
 
 
 def _exceeding(kind: str, kept: Sequence[_Kept], limit: Limit) -> Iterator[Removal]:
-    """Yield the removals of what exceeds `limit` by age or total size, of the jobs that ended first before others.
+    """Yield the removals that bring stored data of one kind back within `limit`, from the jobs that ended first.
 
-    `kept` has what is kept of each job. A protected one counts towards the total size and is not removed.
+    `kept` has the stored data of each job. Protected data count towards the total size and are not removed.
     """
     total = sum(each.num_bytes for each in kept)
     for each in sorted(kept, key=lambda each: -each.age_s):

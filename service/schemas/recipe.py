@@ -36,7 +36,8 @@ class LayerDocument(TypedDict):
     attention: MergeDocument
     mlp: MergeDocument
     norm: MergeDocument
-    scale: NotRequired[float]
+    scale: NotRequired[Annotated[float, Field(description="Factor of the residual stream after the layer.")]]
+    mlp_scale: NotRequired[Annotated[float, Field(description="Factor of what the layer's MLP adds to the stream.")]]
     alignment: NotRequired[str]
 
 

@@ -168,10 +168,10 @@ def _code(error: BaseException | None) -> str:
 def repeated(cls: Class) -> Class:
     """Class decorator that repeats public methods while the database does not answer, if the object waits for it.
 
-    The object waits if `is_waiting` is true of its `_engine`. A method is then called again, with growing pauses, as
-    long as its transaction fails because the database does not answer, or rolled the transaction back because of
-    another one. Each public method must therefore be one transaction. It may call other public methods, which are
-    repeated by themselves.
+    The object waits if `is_waiting` is true of its `_engine`. A method is called again, with growing pauses, as long as
+    its transaction fails for one of two reasons: the database does not answer, or it rolled the transaction back
+    because of another transaction. Each public method must therefore be one transaction. It may call other public
+    methods, which are repeated by themselves.
     """
     for name, method in list(vars(cls).items()):
         if isfunction(method) and not name.startswith("_"):

@@ -243,8 +243,8 @@ class ObjectBlobs:
     """Store of files in an object store. URL/blobs/ab/cdef... is the file with the digest abcdef....
 
     An object store has no locks. Unused files are therefore deleted only `GRACE_S` (24 h) after they were written. If a
-    process stores a file again that was written more than half of that time ago, the file is written again, so that it
-    is not deleted before the process has named it in the database.
+    process stores a file that is there already, and was written more than half of `GRACE_S` ago, the file is written
+    again. So it is not deleted before the process has named it in the database.
     """
 
     def __init__(self, objects: ObjectStore) -> None:

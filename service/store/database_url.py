@@ -95,8 +95,12 @@ def has_password(url: sa.URL) -> bool:
 def database_url(data_dir: Path, given: str | None = None) -> sa.URL:
     """URL of the database of the server with the data directory `data_dir`.
 
-    It is `given`, else that of the environment variable MERGESEARCH_DATABASE, else the one that `remember` stored in
-    the data directory, else that of an SQLite file in the data directory.
+    It is the first of these that is stated:
+
+    - `given`
+    - the environment variable MERGESEARCH_DATABASE
+    - the URL that `remember` stored in the data directory
+    - the URL of an SQLite file in the data directory
 
     Raises:
         Conflict: What is given, or found, is not the URL of a database.

@@ -1,4 +1,4 @@
-"""Conversion of the store's rows to records, and records that only the store has."""
+"""Conversion of the store's rows to records, and the records that only the store's modules use."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
     sample_documents   lists of documents; recipes that are scored on the same data share them
     sample_texts       responses and tokens, which are most of the bytes, as JSON compressed by zlib
 
-Earlier versions stored a row for each sample, in the table `samples`. Its rows are read where they are. They are moved
-to the other tables a recipe at a time: when a driver writes to their recipe, and by the server.
+Earlier versions stored a row for each sample, in the table `samples`. This module can read these rows. The server moves
+them to the other tables, a recipe at a time; a driver moves those of a recipe to which it writes.
 
 All functions work inside the caller's transaction. Those that write need the lock of the job's row.
 """
@@ -74,9 +74,10 @@ class SampleChunk:
 
 @dataclass(frozen=True)
 class VoidSample:
-    """A void sample: the engine of `replica` scored it after the last canary that it passed, and later failed a check.
+    """A void sample: one that an engine scored after the last canary that it passed, before it failed a check.
 
-    `position` is the sample's index in the order in which the objective's samples are scored.
+    `replica` is the engine's replica. `position` is the sample's index in the order in which the objective's samples
+    are scored.
     """
 
     recipe_digest: str
@@ -139,7 +140,7 @@ def read_chunks(
 ) -> Iterator[SampleChunk]:
     """Yield the values of all scored samples of a study and split, in chunks of adjacent samples.
 
-    They are those of all recipes, or of the recipes whose digests `recipes` has, if it is not None.
+    `recipes` has the digests of the recipes whose samples are read; None reads the samples of all recipes.
     """
     table = schema.sample_chunks
     where = (table.c.study == study) & (table.c.split == Split(split).value)
@@ -214,7 +215,7 @@ def num_tokens(connection: sa.Connection, study: str, split: Split) -> dict[str,
 
 
 def holdings() -> sa.Subquery:
-    """Subquery with rows (study, evidence, num_samples): how many of a study's samples belong to which evidence.
+    """Subquery that counts the samples that belong to each stored evidence: rows (study, evidence, num_samples).
 
     `evidence` is the id of a row in the table `evidence`. The same study and evidence may have several rows, whose
     numbers add up.
@@ -340,7 +341,8 @@ def remove_samples(
 def text_sizes(connection: sa.Connection) -> dict[str, tuple[int, int]]:
     """For each study, the number of samples whose responses are stored, and the bytes that their responses take.
 
-    The keys are ids of studies. A study is left out as long as it has samples where an earlier version stored them.
+    The keys are ids of studies. A study is left out as long as some of its samples are in the table of earlier
+    versions.
     """
     chunks, texts, old = schema.sample_chunks, schema.sample_texts, schema.samples
     same = sa.and_(*(texts.c[column.name] == column for column in chunks.primary_key))
@@ -356,7 +358,7 @@ def text_sizes(connection: sa.Connection) -> dict[str, tuple[int, int]]:
 def remove_texts(connection: sa.Connection, study: str) -> int:
     """Remove the responses and tokens of one recipe of a study, and return the number of rows removed.
 
-    It is any recipe that has some. The number is 0 if the study has no responses and tokens left.
+    The recipe is any one that still has responses or tokens. The number is 0 if the study has none left.
     """
     texts = schema.sample_texts
     digest = sa.select(texts.c.recipe_digest).where(texts.c.study == study).limit(1).scalar_subquery()
@@ -422,7 +424,7 @@ def _old_samples(
 ) -> Iterator[tuple[Split, int, SampleResult]]:
     """Yield the split, the evidence's id and the result of each sample of a recipe that an earlier version stored.
 
-    They are those of both splits if `split` is None.
+    If `split` is None, the samples of both splits are read.
     """
     table = schema.samples
     where = (table.c.study == study) & (table.c.recipe_digest == digest)

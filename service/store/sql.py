@@ -381,10 +381,10 @@ class Store:
         return self.job(job_id)
 
     def consecutive_failures(self, job_id: str) -> int:
-        """Number of a job's latest drivers that ended, or failed to start, without a result, since the last result.
+        """Number of a job's drivers in a row, up to the latest, that ended or failed to start without a result.
 
-        A result is a finished rung or trial, a stored chunk or step, or what else is in RESULT_EVENTS. A request to
-        resume the job counts as one. Drivers that ended to wait for something are counted by the method
+        A result is a finished rung or trial, a stored chunk or step, or another event in RESULT_EVENTS. A request to
+        resume the job counts as a result. Drivers that ended to wait for something are counted by the method
         `consecutive_waits` instead.
         """
         setbacks = self._setbacks(job_id)
@@ -393,19 +393,18 @@ class Store:
         return max(len(failures), job.submissions - job.attempt)
 
     def consecutive_waits(self, job_id: str) -> int:
-        """Number of a job's drivers since the last result that ended because something that they needed was missing.
+        """Number of a job's drivers since its last result that ended to wait for something that was missing.
 
-        A result is what `consecutive_failures` counts from. The number is 0 if the last driver ended for another
-        reason.
+        Results are those of `consecutive_failures`. The number is 0 if the last driver ended for another reason.
         """
         setbacks = self._setbacks(job_id)
         return setbacks.count(EventKind.WAITING) if setbacks[-1:] == [EventKind.WAITING] else 0
 
     def _setbacks(self, job_id: str) -> list[str]:
-        """Kinds of a job's events since its last result that say that a driver ended or failed to start, oldest first.
+        """Kinds of the events which say that a driver of a job ended or failed to start, since the job's last result.
 
-        SETBACK_EVENTS lists these kinds. A result is an event of a kind in RESULT_EVENTS, a stored chunk or a stored
-        step.
+        They are in the order of the events, oldest first. SETBACK_EVENTS lists these kinds. A result is an event of a
+        kind in RESULT_EVENTS, a stored chunk or a stored step.
         """
         events, evidence, steps = schema.events, schema.evidence, schema.search_steps
         of_job = events.c.study == job_id
@@ -425,7 +424,7 @@ class Store:
     def trial_counts(self, study_id: str | None = None) -> dict[str, dict[str, int]]:
         """Numbers of trials in each state, as study id -> state -> number.
 
-        They are those of the study `study_id`, or of all studies if it is None.
+        With `study_id` None, the trials of all studies are counted.
         """
         table = schema.trials
         counts: dict[str, dict[str, int]] = defaultdict(dict)
@@ -549,9 +548,9 @@ class Store:
     ) -> dict[str, dict[str, NDArray[np.float64]]]:
         """Values of the scored samples of a study, by recipe digest and objective, as arrays [last position + 1].
 
-        They are those of all recipes, or of the recipes whose digests `recipes` has, if it is not None. An array has
-        the value of the sample at each position, and NaN where none is stored. A position is a sample's index in the
-        order in which the objective's samples are scored.
+        `recipes` has the digests of the recipes to read; None reads all. An array has the value of the sample at each
+        position, and NaN where none is stored. A position is a sample's index in the order in which the objective's
+        samples are scored.
         """
         found: dict[str, dict[str, NDArray[np.float64]]] = defaultdict(dict)
         with self._reads.connect() as connection:
@@ -592,7 +591,8 @@ class Store:
     def text_sizes(self) -> dict[str, tuple[int, int]]:
         """For each study, the number of samples whose responses are stored, and the bytes that their responses take.
 
-        The keys are ids of studies. A study is left out as long as it has samples where an earlier version stored them.
+        The keys are ids of studies. A study is left out as long as some of its samples are in the table of earlier
+        versions.
         """
         with self._reads.connect() as connection:
             return text_sizes(connection)
@@ -702,7 +702,7 @@ class Store:
     ) -> tuple[EventRecord, ...]:
         """Events of a job with an id above `after`, in the order of their ids, and at most `limit` (None: all).
 
-        They are those whose kind is in `kinds`, or those of every kind if it is None.
+        `kinds` has the kinds of events to read; None reads all kinds.
         """
         table = schema.events
         where = (table.c.study == job_id) & (table.c.id > after)

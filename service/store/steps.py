@@ -5,7 +5,7 @@ before the searcher sees its result, and never computed again: a search that con
 There are five kinds:
 
     losses        the loss of each objective at a point: a forward pass over reference answers
-    gradient      the losses, and the derivatives of their weighted sum by every parameter: with a backward pass
+    gradient      the losses, and the derivatives of their weighted sum for every parameter: with a backward pass
     completions   which samples a source answered correctly; read from the stored samples
     note          a decision of the searcher; nothing is computed
     update        a policy learns from the trials of one iteration
@@ -95,8 +95,8 @@ class LossesRequest(_Measurement):
 class GradientRequest(_Measurement):
     """Request for the losses at a point, and for the derivatives of their sum weighted by `weights`.
 
-    `descent` is the number of the descent that the gradient belongs to, from 0. `preference` is the preference vector
-    of that descent by objective; empty if the study has none.
+    The derivatives are with respect to all parameters. `descent` is the number of the descent that the gradient belongs
+    to, from 0. `preference` is the preference vector of that descent by objective; empty if the study has none.
     """
 
     descent: int
@@ -167,7 +167,8 @@ class LossesResult:
 class GradientResult(LossesResult):
     """Mean losses at the requested point, and the derivatives of their weighted sum.
 
-    The derivatives in `gradient` are by the point's values, in their order. Computing the step took `seconds`.
+    `gradient` has a derivative with respect to each of the point's values, in their order. Computing the step took
+    `seconds`.
     """
 
     gradient: tuple[float, ...] = ()
@@ -209,7 +210,10 @@ StepResult: TypeAlias = LossesResult | GradientResult | CompletionsResult | Note
 
 @dataclass(frozen=True)
 class _Step:
-    """Step with the number `number` in its study, from 0, computed before trial `proposal` was proposed."""
+    """Place of a step (a gradient, for example) in its study.
+
+    `number` counts the study's steps from 0. `proposal` is the number of the trial that was proposed after the step.
+    """
 
     number: int
     proposal: int

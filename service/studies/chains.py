@@ -66,10 +66,11 @@ class _Places:
     artifacts_in: str | Path
 
     def written(self, store: Store, job_id: str, name: str, write: Callable[[Path], object]) -> str:
-        """Return the directory or URL of a checkpoint after writing it with `write`, unless it is there already.
+        """Return the directory or URL of a checkpoint, which `write` writes unless it is there already.
 
-        `store` and `job_id` are the study that the checkpoint comes from. `name` is the same for the same content. On
-        its way to an object store, the checkpoint is below `directory`, where an interrupted one is continued.
+        `store` and `job_id` are the study that the checkpoint comes from. `name` is the same for the same content. A
+        checkpoint for an object store is written below `directory` first; if writing is interrupted, the next call
+        continues there.
         """
         out = self.directory.resolve() / SOURCES / name
         if not is_object_url(str(self.artifacts_in)):
@@ -95,11 +96,16 @@ def with_exported_sources(
 ) -> tuple[Study, dict[str, ChainedSource]]:
     """Export the sources of a study that are merges of other studies.
 
-    `open_study` opens the study that a source names. Returns the study with directories or URLs in place of these
-    sources, and the sources by alias. The directories are below `directory`; the URLs are in the object store
-    `artifacts_in`, if that is one, while None is a directory. A merge that is there already is not written again.
-    `before` is what was stored about the study's sources, if the study is resumed, else None. `note` receives lines of
-    progress. Raises InvalidStudy with every source that cannot be exported.
+    Returns the study with directories or URLs in place of these sources, and the exported sources by alias.
+
+    - `open_study`: opens the study that a source names
+    - `directory`: the directory below which merges are written
+    - `artifacts_in`: the location of the server's artifacts; if it is an object store, the merges are stored there;
+      None is a directory in `directory`
+    - `before`: what is stored about the sources, for a study that is resumed; None for a new study
+    - `note`: receives lines of progress
+
+    A merge that is there already is not written again. Raises InvalidStudy with every source that cannot be exported.
     """
     places = _Places(directory, artifacts_in or artifacts_dir(directory))
     found: dict[str, ChainedSource] = {}
@@ -126,10 +132,11 @@ def with_exported_sources(
 
 
 def keep_sources(artifacts: ArtifactStore, job_id: str, models: Iterable[str]) -> None:
-    """Make those models of a study that are artifacts of other jobs also artifacts of the study.
+    """Add the artifacts of other jobs that a study merges to the study's own artifacts.
 
-    They then stay when the other jobs are deleted. `job_id` is the study. `models` are directories, hub ids and URLs;
-    those that are no artifacts in the object store are left out. Raises Conflict if the files of an artifact are gone.
+    They then stay when the other jobs are deleted. `job_id` is the study. `models` are directories, hub ids and URLs of
+    its models; those that are no artifacts in the object store are left out. Raises Conflict if the files of an
+    artifact are gone.
     """
     for model in models:
         for store, digest in blobs_in(model):
@@ -247,6 +254,9 @@ def _path(recipe: Recipe, where: str) -> tuple[dict[Component, int], ...]:
         if layer.alignment is not None or layer.scale != 1:
             what = "an alignment" if layer.alignment is not None else f"the scale {layer.scale:g}"
             raise Conflict(f"{where}: {what} follows layer {index}, which merges along this path cannot have")
+        if layer.mlp_scale != 1:
+            what = f"the MLP of layer {index} has the scale {layer.mlp_scale:g}"
+            raise Conflict(f"{where}: {what}, which merges along this path cannot have")
         found: dict[Component, int] = {}
         for name in COMPONENTS:
             layers = {index if each.layer is None else each.layer for each in layer.component(name).sources}

@@ -1,8 +1,8 @@
 """Warm starts: studies whose searcher knows the results of an earlier study from its first proposal on.
 
 The observations are those that the earlier study has when the new one first runs. They are stored as an artifact of the
-new study, and their origin as one of its documents, so that it can be resumed whatever happens to the earlier study.
-They are no trials: only what the new study scores itself is among its results.
+new study, and their origin as one of its documents. So the new study can be resumed whatever happens to the earlier
+one. The observations are no trials: only what the new study scores itself is among its results.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def with_warm_start(
     artifacts: ArtifactStore,
     open_study: OpenStudy,
 ) -> PreflightResult:
-    """Add to the preflight result of a study the observations of its warm start.
+    """Add the observations of a study's warm start to the study's preflight result.
 
     The observations are copied to the study's own artifacts when it first runs. If the study has no warm start, the
     result is unchanged. Raises StudyFailed if the observations cannot be used; the study's state is then FAILED, with

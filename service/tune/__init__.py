@@ -10,7 +10,7 @@
 - `sample_limit`: the limit of a study's samples: how many are used, and what may still start
 - `holdout_stage`: after the search, finalists and baselines on the holdout data
 - `trials`: the trials of one study, in memory and in the store
-- `crashes`: how often engines crashed with a chunk, and when its candidate is the cause
+- `crashes`: how often engines crashed with a chunk of samples, and when the merge is the cause
 - `feasibility`: whether trials satisfy the constraints, rung by rung
 - `evaluation`: the unit of work
 - `ray_tune`: runs evaluations on Ray Tune

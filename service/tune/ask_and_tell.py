@@ -32,12 +32,15 @@ __all__ = ["AskAndTell"]
 class AskAndTell:
     """The search of one study: its rung table, which promotes trials, and its searcher, which proposes them.
 
-    `brackets` are the brackets that earlier attempts have stored. From them and the stored trials, all decisions on
-    promotion are made again, in the constructor; decisions that a crash kept from being stored are stored then.
-    `observer` is called with a word for what has just happened or follows next ("ask", "rung", "promotion"), so that
-    tests can stop the process there. `is_out_of_budget` is called before a new trial starts, and returns the study's
-    limit that is exhausted as a text, or None. `num_charged` is the number of samples that the searcher's stored steps,
-    such as gradients, count as.
+    - `brackets`: the brackets that earlier attempts have stored
+    - `observer`: called with a word for what has just happened or follows next ("ask", "rung", "promotion"), so that
+      tests can stop the process there
+    - `is_out_of_budget`: called before a new trial starts; returns the study's limit that is exhausted as a text, or
+      None
+    - `num_charged`: the number of samples that the searcher's stored steps, such as gradients, count as
+
+    The constructor makes all decisions on promotion again, from the brackets and the stored trials. Decisions that a
+    crash kept from being stored are stored then.
     """
 
     def __init__(
@@ -179,11 +182,11 @@ class AskAndTell:
             self.finish(number, rung)
 
     def _may_start(self, proposal: Proposal, *, num_charged: int = 0) -> bool:
-        """Whether a trial may start without exceeding the study's limit of samples.
+        """Whether a trial, or a step that its proposal needs, may start within the study's limit of samples.
 
-        With `num_charged` above 0, the question is about a step that the proposal needs and that counts as so many
-        samples. If the limit would be exceeded, this method ends the search and returns False. It also returns False as
-        long as running evaluations may still decide the answer.
+        With `num_charged` above 0, the question is about a step, which counts as this number of samples. If the limit
+        would be exceeded, this method ends the search and returns False. It also returns False as long as the answer
+        depends on running evaluations.
         """
         fits = self._limit.admits(proposal, num_charged=num_charged)
         if fits is False:

@@ -129,7 +129,7 @@ class Coordinator:
     # -- evaluations to run ----------------------------------------------------------------------------------------
 
     def next_evaluation(self, *, timeout_s: float = 0.0) -> Evaluation | None:
-        """The next evaluation to run, or None if there is none until one that is running has finished.
+        """The next evaluation to run, or None if no evaluation can start before a running one has finished.
 
         Waits up to `timeout_s` for the searcher if there is nothing else to do. Samples of an engine that failed a
         check are scored again first; nothing new starts before.

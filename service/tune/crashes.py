@@ -1,9 +1,9 @@
-"""Crashes of engines, counted by chunk, and when a candidate is their cause.
+"""Crashes of engines, counted by chunk of samples, and the decision whether a trial's merge is their cause.
 
-If an engine raises an error (or dies of a fatal signal such as SIGSEGV) twice with the same chunk, the second time
-after another recipe was scored, the candidate is the cause. Other crashes are weaker evidence, so more are needed:
-three if the engine made no progress; six if its process ended without a trace, because a kill from outside looks the
-same. A chunk whose replica was killed is scored again first, so random kills do hit the same chunk several times.
+The merge is the cause if an engine raises an error (or dies of a fatal signal such as SIGSEGV) twice with the same
+chunk, the second time after another recipe was scored. Other crashes are weaker evidence, so more are needed: three if
+the engine made no progress; six if its process ended without a trace, because a kill from outside looks the same. A
+chunk whose replica was killed is scored again first, so random kills do hit the same chunk several times.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Crashes"]
 
 log = logging.getLogger(__name__)
 
-# The number of crashes with the same chunk from which the candidate counts as their cause, by kind of crash. Crashes of
+# The number of crashes with the same chunk from which the merge counts as their cause, by kind of crash. Crashes of
 # several kinds count as shares of these numbers, which are added.
 ENOUGH: Mapping[CrashKind, int] = {CrashKind.ERROR: 2, CrashKind.HANG: 3, CrashKind.EXIT: 6}
 
@@ -49,7 +49,8 @@ class Crashes:
     def add(self, evaluation: Evaluation, failed: ChunkFailed) -> tuple[dict[str, Any], ChunkFailed | None]:
         """Count a crash of an engine, and return the event to store and the failure to report for the evaluation.
 
-        The failure says that the candidate failed, or that there is no engine. It is None if the chunk is scored again.
+        The failure says that the trial failed, because its merge crashes engines, or that there is no engine. It is
+        None if the chunk is scored again.
         """
         crash = failed.crash
         assert crash is not None
@@ -68,7 +69,7 @@ class Crashes:
         return {**event, "crashes": count}, _consequence(self._of(evaluation, crash.chunk), failed.reason)
 
     def count(self, evaluation: Evaluation) -> int:
-        """The number of crashes with one chunk of the evaluation, for the chunk with the most crashes."""
+        """The largest number of crashes that any one chunk of the evaluation has had."""
         return max((len(self._of(evaluation, chunk)) for chunk in evaluation.chunks), default=0)
 
     def _add(self, payload: Mapping[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""The unit of work that the coordinator hands to Ray Tune: the samples to score of one trial at one rung."""
+"""The unit of work that the coordinator hands to Ray Tune: a trial, a rung, and the samples to score there."""
 
 from __future__ import annotations
 

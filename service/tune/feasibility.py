@@ -81,7 +81,7 @@ class Feasibility:
 
     @cached_property
     def _references(self) -> dict[Constraint, int]:
-        """A mapping from each constraint whose bound is relative to a source model to the number of that model's trial.
+        """The number of the source model's trial to which each constraint's bound is relative.
 
         If the bound is relative to the best expert, that is the trial of the expert with the best value. The mapping
         may be read only once all source models are scored. Constraints with a number as bound are not in it.

@@ -26,15 +26,20 @@ Baseline: TypeAlias = tuple[Origin, str, Recipe]
 class Plan:
     """What the driver of a study evaluates, the same in all attempts at the study.
 
-    `rung_samples` has, for each rung, the number of samples to score by objective, and `holdout_samples` the number of
-    holdout samples. `tasks` and `holdout_tasks` are their tasks by objective. The scheduler repeats the brackets of
-    `cycle`. With `waits_for_baselines`, the searcher is asked for its first proposal once all `baselines` have ended.
-    Proposals may run `max_staleness` trials ahead of evaluations; `batch` proposals in a row are made from the same
-    results. Under Hyperband, `open_brackets` brackets may be open at a time. If `error_rate` is a number, racing stops
-    trials by a bound with this error rate; if it is None, racing stops trials as soon as they are behind. The search
-    ends after `max_duplicates` proposals in a row with recipes of earlier trials, and at `max_samples` samples; None is
-    no limit. From `size`, costs of recipes in parameters are computed; it is None if all merges have the same number of
-    layers.
+    - `rung_samples`: for each rung, the number of samples to score by objective
+    - `holdout_samples`: the number of holdout samples by objective
+    - `tasks`, `holdout_tasks`: the tasks of search and holdout data by objective
+    - `cycle`: the brackets that the scheduler repeats
+    - `waits_for_baselines`: the searcher is asked for its first proposal once all `baselines` have ended
+    - `max_staleness`: how many trials proposals may run ahead of evaluations
+    - `batch`: how many proposals in a row are made from the same results
+    - `open_brackets`: how many brackets of Hyperband may be open at a time
+    - `error_rate`: racing stops trials by a bound with this error rate; with None it stops them as soon as they are
+      behind
+    - `max_duplicates`: the search ends after this number of proposals in a row with recipes of earlier trials
+    - `max_samples`: the search ends at this number of samples; None is no limit
+    - `size`: sizes of models, from which costs of recipes in parameters are computed; None if all merges have the same
+      number of layers
     """
 
     study_id: str
@@ -99,8 +104,8 @@ def baselines_of(trials: Sequence[TrialRecord], known: Sequence[Baseline], *, ha
     """The baselines of a study that has the stored `trials`, in the order of their trial numbers.
 
     `known` are the baselines that a new study would have. A study whose search has begun (`has_begun`) keeps the
-    baselines that it began with, because the numbers of all other trials follow from the number of baselines. A version
-    of this program with other baselines changes nothing for it.
+    baselines that it began with, because the numbers of all other trials follow from the number of baselines. So a
+    version of this program with other baselines does not change such a study.
     """
     stored = sorted((t for t in trials if t.origin in (Origin.SOURCE, Origin.PUBLISHED)), key=lambda t: t.number)
     found = tuple((trial.origin, trial.label, trial.read_recipe()) for trial in stored)

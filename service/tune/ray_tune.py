@@ -184,11 +184,11 @@ class _EvaluationSource(_NotPickled, Searcher):
 class _ChunkScheduler(_NotPickled, FIFOScheduler):
     """A scheduler for Tune that hands every result of a chunk to the coordinator.
 
-    An evaluation stops when the coordinator has all its samples. The scheduler also keeps Tune from starting and
-    killing a process for almost every evaluation. By itself, Tune ends an idle actor unless a trial waits for one. It
-    also gives an idle actor to a trial whose own actor is still starting, and then kills that one. Therefore idle
-    actors are kept, and chunks wait until all actors run, or until no further actor can be expected soon: on a busy
-    cluster, an actor may never start.
+    An evaluation stops when the coordinator has all its samples. The scheduler also prevents that Tune starts and kills
+    a process for almost every evaluation. By itself, Tune ends an idle actor unless a trial waits for one. It also
+    gives an idle actor to a trial whose own actor is still starting, and then kills the starting one. Therefore the
+    scheduler keeps idle actors. It lets chunks wait until all actors run, or until no further actor can be expected
+    soon: on a busy cluster, an actor may never start.
     """
 
     def __init__(
@@ -305,7 +305,7 @@ def _missing_actors(running: int, wanted: int) -> str:
 
 
 class _Observer(_NotPickled, tune.Callback):
-    """A callback for Tune that removes samples from the results that Tune keeps, which saves memory.
+    """A callback for Tune that saves memory: it removes samples from the results that Tune keeps.
 
     It also calls the function `tick` at every step of Tune's loop.
     """

@@ -1,11 +1,11 @@
 """The limit of a study's samples, `limits.max_samples`: how many are used, and what may still start.
 
-A study uses a sample for each one that is scored in its search, baselines included. A step of its searcher, such as a
-gradient, uses as many samples as it counts as. Samples of the held-out stage and of the verification are not counted.
+Each sample that is scored in the search uses one, baselines included. A step of the searcher, such as a gradient, uses
+as many samples as it counts as. Samples of the held-out stage and of the verification are not counted.
 
 Nothing starts that could exceed the limit. Whether a trial starts depends on the samples that the trials before it have
-used when all of them have ended, so that it is the same with any number of replicas and after any interruption. The
-answer is known earlier if the trial fits even when each of them takes as many samples as it possibly can.
+used when all of them have ended. So the answer is the same with any number of replicas and after any interruption. It
+is known earlier if the trial fits even when each trial before it takes as many samples as it possibly can.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class SampleLimit:
     def admits(self, proposal: Proposal, *, num_charged: int = 0) -> bool | None:
         """Whether the trial of `proposal` may start, or a step for it that counts as `num_charged` samples.
 
-        It may if the samples used, the most that the trials in the rung table can still take, and the most that this
-        adds are within the limit together. If they are not, the result is None while evaluations are left, which may
-        use fewer samples than expected, and else False.
+        The worst case is the sum of three numbers: the samples used so far, the most that the trials in the rung table
+        can still take, and the most that the new trial or step can take. The result is True if this sum is within the
+        limit. Otherwise it is None while evaluations are left, because these may use fewer samples than expected. It is
+        False if none are left.
         """
         if self._max_samples is None:
             return True

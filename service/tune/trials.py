@@ -54,7 +54,10 @@ class Trials(Mapping[int, TrialRecord]):
         self._first.setdefault(trial.recipe.digest, trial.number)
 
     def count_chunk(self, number: int, timings_s: Mapping[str, float], *, num_scored: int | None) -> None:
-        """Add a stored chunk's timings to a trial and, if the chunk is of search data, its number of samples."""
+        """Add to a trial the timings of a chunk that was stored for it.
+
+        If the chunk is of search data, its number of samples, `num_scored`, is added too; for holdout data it is None.
+        """
         self._trials[number] = self._trials[number].after_chunk(timings_s, num_scored)
 
     def finish_rung(self, number: int, rung: RungRecord, *, is_last: bool) -> None:

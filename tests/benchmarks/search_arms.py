@@ -45,14 +45,17 @@ class Front:
     answers: NDArray[np.bool_]
 
 
-def best_of(spec: SearchSpec, *, cut: int | None = None) -> Best:
-    """Best trial of a search, or with `cut` of what it had scored after that many samples' worth."""
+def best_of(spec: SearchSpec, *, cut: int | None = None, proposed: bool = False) -> Best:
+    """Best trial of a search, or with `cut` of what it had scored after that many samples' worth.
+
+    With `proposed` baselines do not count.
+    """
 
     def measure() -> dict[str, Any]:
         bench = Bench.of(spec.family)
         run = done(bench, spec)
         run = run if cut is None else run.cut(cut)
-        best = run.best()
+        best = (run.proposed() if proposed else run).best()
         return {
             "search": best.mean,
             "origin": best.origin,
@@ -62,8 +65,9 @@ def best_of(spec: SearchSpec, *, cut: int | None = None) -> Best:
             "answers": packed(judged(bench, run, best)),
         }
 
-    name = f"best/{slug(spec)}" + ("" if cut is None else f"-after-{cut}")
-    found = kept("search", name, {"spec": asdict(spec), "cut": cut}, measure, depends=depends_on(spec))
+    name = f"best/{slug(spec)}" + ("" if cut is None else f"-after-{cut}") + ("-proposed" if proposed else "")
+    settings = {"spec": asdict(spec), "cut": cut, **({"proposed": True} if proposed else {})}
+    found = kept("search", name, settings, measure, depends=depends_on(spec))
     return Best(**{**found, "answers": unpacked(found["answers"])})
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -91,6 +92,15 @@ def test_a_bracket_promotes_at_least_one() -> None:
 def test_brackets_need_a_rung_and_an_eta(arguments: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="at least one rung and eta 2"):
         hyperband_brackets(*arguments)
+
+
+def test_plan_has_the_published_numbers_of_evaluations() -> None:
+    """385 configurations take the 500 evaluations of GEN-LFS in Table 10 of the LFS paper, at each budget as many."""
+    evaluations = Counter[int]()
+    for bracket in bracket_plan(hyperband_brackets(3, 3), 385):
+        evaluations.update(dict(enumerate(bracket.sizes, start=bracket.first_rung)))
+    assert rungs(100, 1000, 3) == (100, 300, 1000)
+    assert evaluations == {0: 207, 1: 181, 2: 112}
 
 
 @given(st.integers(1, 5), st.integers(2, 4), st.integers(1, 300))

@@ -150,6 +150,45 @@ def test_scale_and_alignment_are_part_of_the_digest_and_of_json() -> None:
     assert Recipe.from_json(json.loads(json.dumps(scaled.to_json()))) == scaled
 
 
+def test_the_scale_of_an_mlp_is_part_of_the_digest_and_of_json() -> None:
+    plain, scaled = recipe(merge("passthrough", "math")), recipe(merge("passthrough", "math"), mlp_scale=0.0)
+    assert len({plain.digest, scaled.digest, recipe(merge("passthrough", "math"), scale=0.0).digest}) == 3
+    assert scaled.to_json()["layers"][0]["mlp_scale"] == 0.0
+    again = Recipe.from_json(json.loads(json.dumps(scaled.to_json())))
+    assert again == scaled
+    assert again.canonical().layers == scaled.layers
+    with pytest.raises(InvalidRecipe, match="layer: not a layer recipe"):
+        Recipe.from_json({**scaled.to_json(), "layers": [{**scaled.to_json()["layers"][0], "mlp_scale": "half"}]})
+
+
+@pytest.mark.parametrize(
+    ("given", "layer", "digest"),
+    [
+        (merge("passthrough", "math"), {}, "4437a7511831cb38e815d52abad2316c54363937a4879e8d2f6aed413c731727"),
+        (
+            merge("passthrough", "math"),
+            {"scale": 1.5},
+            "6dc07cbb1df13dd072c340ae1a4f39a118822315a31b81b3b65da1d7f4ba507d",
+        ),
+        (
+            merge("passthrough", "math"),
+            {"scale": 0.75, "alignment": "rotation"},
+            "45eb45952e34ae315192dce8a2132f28080c6c9431a26b3d957ad125379438b7",
+        ),
+        (
+            merge("task_arithmetic", "math", "text", **{"lambda": (0.3, 0.4)}),
+            {"scale": 0.5},
+            "d3466b57eb09acf5335568ee67fdbbf6aa7c0f7c5957c6477dd0603ce693064d",
+        ),
+    ],
+)
+def test_digests_are_those_of_earlier_releases(given: Merge, layer: Mapping[str, Any], digest: str) -> None:
+    """Digests name stored results; they were written before layers had a scale of the MLP, and do not change."""
+    assert recipe(given, **layer).digest == digest
+    assert recipe(given, **layer, mlp_scale=1.0).digest == digest
+    assert "mlp_scale" not in recipe(given, **layer).to_json()["layers"][0]
+
+
 def test_rank_cuts_have_their_own_format() -> None:
     """Recipes that cut at a rank have a format of their own; those of format 1 are unchanged."""
     linear = recipe(merge("linear", "math", "text", weight=0.5))

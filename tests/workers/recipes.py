@@ -57,10 +57,18 @@ def copied(model: str, layer: int | None) -> Merge:
     return Merge("passthrough", (Source(model, layer),))
 
 
-def path(family: Family, steps: Sequence[tuple[str, int] | Merge], scales: Sequence[float] = (1.0,)) -> Recipe:
+def path(
+    family: Family,
+    steps: Sequence[tuple[str, int] | Merge],
+    scales: Sequence[float] = (1.0,),
+    mlp_scales: Sequence[float] = (1.0,),
+) -> Recipe:
     """Whole layers of models, or layers with one merge, and the scales in turn; embedding and head are the base's."""
     merges = [step if isinstance(step, Merge) else copied(*step) for step in steps]
-    layers = tuple(LayerRecipe(m, m, m, scale=scales[i % len(scales)]) for i, m in enumerate(merges))
+    layers = tuple(
+        LayerRecipe(m, m, m, scale=scales[i % len(scales)], mlp_scale=mlp_scales[i % len(mlp_scales)])
+        for i, m in enumerate(merges)
+    )
     base = family.base.alias
     return Recipe(family.fingerprints, base, layers, copied(base, None), copied(base, None))
 

@@ -75,10 +75,10 @@ def read_activations(model: Any, prompts: Sequence[Sequence[int]]) -> Activation
 
 
 def _batches(texts: Sequence[int], prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Yield batches of the indices `texts` of prompts of similar length.
+    """Yield batches of prompts of similar length; a batch is a list of indices of prompts.
 
-    A batch has at most MAX_TOKENS tokens after all its prompts are padded to the longest one. A prompt that is longer
-    than MAX_TOKENS is a batch of its own.
+    Only the prompts with the indices `texts` are used. A batch has at most MAX_TOKENS tokens after all its prompts are
+    padded to the longest one. A prompt that is longer than MAX_TOKENS is a batch of its own.
     """
     batch: list[int] = []
     for index in sorted(texts, key=lambda each: (len(prompts[each]), each)):

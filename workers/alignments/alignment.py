@@ -8,11 +8,11 @@ The output of layer t, h, is mapped to the input of layer t + 1:
 b is optional. The paper "HM3: Hierarchical Multi-Objective Model Merging for Pretrained Models" fits such modules
 between layers of different models.
 
-With scales, engines and transformers compute with g = h / c (`workers.merging.residual_scales`), where an alignment is
-W g + b / c: its shift is divided as the branches of the next layer are. The weights of an ordinary checkpoint cannot
-contain an alignment: a norm divides by the length of its input, and W and a change this length in a way that depends on
-h. Therefore `residual_scales.branch_factors` refuses alignments, and exports contain a model class of their own
-(`workers.alignments.export`).
+If layers have scales, engines and transformers compute with g = h / c (`workers.merging.residual_scales`). On g, a
+projection is W g + b / c: its shift is divided by c, as the branches of the next layer are. The weights of an ordinary
+checkpoint cannot contain an alignment. A norm divides by the length of its input, and both `W` and `a` change this
+length in a way that depends on h. Therefore `residual_scales.branch_factors` refuses alignments, and exports contain a
+model class of their own (`workers.alignments.export`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = ["Alignment"]
 class Alignment:
     """Map of the residual stream between two layers: a linear map or a scale for each channel, and optionally a shift.
 
-    Has either a `projection` [hidden, hidden] or a `scale` [hidden]; the `shift` [hidden] is optional. Raises
-    ValueError for other tensors or shapes, and for values that are NaN or infinite.
+    An alignment has either a `projection` [hidden, hidden] or a `scale` [hidden]; the `shift` [hidden] is optional.
+    Raises ValueError for other tensors or shapes, and for values that are NaN or infinite.
     """
 
     projection: torch.Tensor | None = None

@@ -26,7 +26,7 @@ CLASSES = {"llama": "AlignedLlama", "mistral": "AlignedMistral", "qwen2": "Align
 
 
 class AlignedParts:
-    """What an exported checkpoint has because of alignments: their tensors, and entries of config.json.
+    """The tensors of alignments, and the entries in config.json, that an export with alignments has in addition.
 
     `placed` has the alignments, in the dtype of the export, by the index of the layer that follows each of them.
     `model_type` is that of the base model in transformers, such as "llama".
@@ -45,10 +45,10 @@ class AlignedParts:
         }
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Add to the configuration of a model without alignments what the model class with alignments needs.
+        """The config.json of the export with alignments, made from `config`, that of the same model without alignments.
 
-        `config` is the content of config.json that the merge would have without alignments. The result has other values
-        for architectures and model_type, and also auto_map and alignments.
+        The result has other values for architectures and model_type, and also auto_map and alignments. The model class
+        with alignments needs these.
         """
         name = CLASSES[self._model_type]
         module = MODELING_FILE.stem

@@ -96,8 +96,7 @@ def _read(directory: str | Path, digest: str, hidden_size: int) -> Alignment:
 def _downloaded(url: str, digest: str) -> Path:
     """The path of an alignment's file in this machine's cache.
 
-    If the cache does not have the file, or has it damaged, it is downloaded from the artifacts of the object store at
-    `url`.
+    If the file is missing there, or damaged, it is downloaded from the artifacts of the object store at `url`.
     """
     directory = cache_dir() / "alignments"
     if not is_stored(directory, digest):

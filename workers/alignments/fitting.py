@@ -52,9 +52,9 @@ SMALLEST_DEVIATION = 1e-3
 class FittedAlignment:
     """An alignment, and how well it matches the activations of held-out texts.
 
-    Three numbers are values of `discrepancy` on held-out rows of activations, 0 being best: `before` without an
-    alignment, `moments` with an alignment of kind `moments`, and `after` with this alignment. `epochs` is the number of
-    epochs of training, 0 for an alignment of kind `moments`.
+    - `before`, `moments`, `after`: the `discrepancy` of held-out rows of activations without an alignment, with an
+      alignment of kind `moments`, and with this alignment; 0 is best
+    - `epochs`: the number of epochs of training; 0 for an alignment of kind `moments`
     """
 
     alignment: Alignment

@@ -33,9 +33,12 @@ PROMPT_OPTIONS = ("add_bos_token", "chat_template", "max_model_len")
 class AlignmentInputs:
     """What alignments are learned from: models, texts, and the kind of alignment.
 
-    `pool` has the recipe of each model that a pair of layers may name, by this name; all are merges of `family`. The
-    texts are the prompts of each objective's samples at `positions`, built from `tasks` with the engine's `options`.
-    `kind` is "moments" or "mlp".
+    - `family`: the models that are merged
+    - `pool`: the recipe of each model that a pair of layers may name, by the name used there; all are merges of
+      `family`
+    - `tasks`, `positions`, `options`: the texts are the prompts of each objective's samples at `positions`, built from
+      `tasks` with the engine's `options`
+    - `kind`: "moments" or "mlp"
     """
 
     family: Family
@@ -46,7 +49,7 @@ class AlignmentInputs:
     kind: Kind
 
     def key(self, pair: LayerPair) -> str:
-        """Key under which the cache has the digest of the alignment of a pair of layers.
+        """Key in the cache for the digest of a pair's alignment.
 
         `pair` is (layer before the alignment, layer after it), each as (name of a model in `pool`, index). The key
         depends on the models' weights, the texts and the kind, but not on the names of the models.

@@ -92,10 +92,10 @@ def read_alignments(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> Mapping[i
     before, config = alignments_before(recipe), bank.base.config
     factors = branch_factors(unaligned(recipe).layers, model_type=str(config.get("model_type")))
     found = {}
-    for index, (digest, factor) in enumerate(zip(before, factors, strict=True)):
+    for index, (digest, of_layer) in enumerate(zip(before, factors, strict=True)):
         if digest is not None:
             stored = read_alignment(
                 bank.alignments_dir, digest, layer=index - 1, hidden_size=int(config["hidden_size"])
             )
-            found[index] = PlacedAlignment(digest, stored.to(dtype=dtype), factor)
+            found[index] = PlacedAlignment(digest, stored.to(dtype=dtype), of_layer.stream)
     return found

@@ -1,7 +1,8 @@
 """lm-eval's filters and metrics, applied to the answers to one sample.
 
 Metrics may set timers (SIGALRM), which Python allows only in the main thread of a process. In other threads they raise,
-or score 0 without a message. A replica, whose engine needs a thread, asks a `metric_process.MetricProcess`.
+or score 0 without a message. A replica scores in another thread, so it has metrics computed by a process of their own
+(`metric_process.MetricProcess`).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ CHECKED = 100  # documents of each subtask whose targets are checked
 class Reading:
     """A text for a model to read: the tokens of a prompt followed by an answer.
 
-    The log-likelihood is that of the tokens after the first `num_context`. If `ends` is not empty, the text is followed
+    Its log-likelihood is that of the tokens after the first `num_context`. If `ends` is not empty, the text is followed
     by any one of these tokens, whose likelihood counts too.
     """
 
@@ -100,7 +100,7 @@ class References:
         return known
 
     def of_completion(self, spec: TaskSpec, position: int, tokens: Sequence[int]) -> Target:
-        """What a loss is computed from if a model's own completion of a sample takes the place of the right answer.
+        """The `Target` of a sample with a model's own completion in place of the right answer.
 
         `tokens` include the token that ended the completion. Raises InvalidTask if the sample is a multiple choice.
         """
@@ -248,10 +248,10 @@ def _alternatives(readings: Sequence[Reading]) -> Target:
 
 
 def _delimiter(task: Any, *, has_template: bool) -> str:
-    """The text that lm-eval puts between a prompt and its answer.
+    """The text that lm-eval puts between a prompt and its answer: the task's delimiter, or "" after a chat template.
 
-    It is "" after a chat template (`has_template`), unless the task begins the answer itself and this beginning does
-    not end in white space.
+    `has_template` says whether the prompt is rendered by a chat template. The delimiter is also used after a chat
+    template if the task itself begins the answer (`gen_prefix`) with a text that does not end in white space.
     """
     prefix = task.config.gen_prefix
     if has_template and not (prefix and not str(prefix)[-1:].isspace()):

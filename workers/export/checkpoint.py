@@ -1,7 +1,7 @@
 """Export of a recipe as a Hugging Face checkpoint with exactly the tensors that the engine scored.
 
-The directory has its name only once it is complete. Until then the files are in a hidden directory next to it, together
-with the checksums of the finished ones, so that an export that was killed continues from them.
+The directory has its name only once it is complete. Until then its files are in a hidden directory next to it, together
+with the checksums of the finished files. An export that was killed continues from them.
 """
 
 from __future__ import annotations

@@ -105,14 +105,14 @@ def model_card(
 def recipe_rows(recipe: Recipe) -> list[tuple[str, ...]]:
     """The rows of a table that describes a recipe: (layers, component, method, sources, coefficients).
 
-    Adjacent layers with equal merges form one group, with a row for each component, and one for the scale if it is not
-    1. Merges of single tensors come last.
+    Adjacent layers with equal merges form one group, with a row for each component, and one for each scale that is
+    not 1. Merges of single tensors come last.
     """
     recipe = recipe.canonical()
     rows = [("embedding", "embedding", *_described(recipe.embedding))]
     groups: list[tuple[object, list[int]]] = []
     for index, layer in enumerate(recipe.layers):
-        key = layer.scale, *(_relative(layer.component(name), index) for name in COMPONENTS)
+        key = layer.scale, layer.mlp_scale, *(_relative(layer.component(name), index) for name in COMPONENTS)
         if groups and groups[-1][0] == key:
             groups[-1][1].append(index)
         else:
@@ -123,6 +123,8 @@ def recipe_rows(recipe: Recipe) -> list[tuple[str, ...]]:
         rows += [(layers, name, *_described(layer.component(name), first, last - first + 1)) for name in COMPONENTS]
         if layer.scale != 1:
             rows.append((layers, "output", "scale", "", f"{layer.scale:g}"))
+        if layer.mlp_scale != 1:
+            rows.append((layers, "output of the MLP", "scale", "", f"{layer.mlp_scale:g}"))
     rows.append(("head", "final norm, output head", *_described(recipe.head)))
     return [*rows, *(("tensor", name, *_described(merge)) for name, merge in recipe.tensors.items())]
 
@@ -185,9 +187,9 @@ def _merge_name(directory: Path) -> str | None:
 
 
 def _relative(merge: Merge, index: int) -> object:
-    """What a merge of the layer with index `index` does, with the layers of its sources counted from `index`.
+    """A form of a merge that is equal for adjacent layers which merge their sources in the same way.
 
-    The result is comparable: it is equal for adjacent layers that merge their sources in the same way.
+    Layers of sources are counted from `index`, the index of the merged layer.
     """
     offsets = tuple((source.model, (source.layer or 0) - index) for source in merge.sources)
     base = merge.base and (merge.base.model, (merge.base.layer or 0) - index)

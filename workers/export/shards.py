@@ -127,8 +127,8 @@ def write_shards(
 def _complete_shards(shards: Sequence[Shard], directory: Path, state: Path) -> dict[str, str]:
     """The checksums, by file name, of the files that an earlier, killed export completed.
 
-    They are those in the file `state` that are still the checksums of the files in `directory`. The result is empty if
-    `state` is missing or damaged.
+    The file `state` lists checksums. A file counts as complete if its checksum in `directory` is still the listed one.
+    The result is empty if `state` is missing or damaged.
     """
     try:
         checksums = dict(json.loads(state.read_text()))

@@ -99,13 +99,17 @@ class TokenSource:
 class MergekitConfig:
     """A validated mergekit configuration.
 
-    Models are named as in the file: directories or hub ids, MODEL+LORA for an adapter to a model. `settings` are the
-    parameters for the whole file, and `module_settings` those for its only module, which have precedence. `dtype` is
-    that of the written merge, or None if the file states none. `tokenizer_source` is "base", "union", a model, or None
-    for the base; `tokenizer_place` is the key in the file that names it. `tokens` has the tokens whose embedding rows
-    the file chooses. `own_tokens` are tokens listed without a source: every model has a row of its own for them. The
-    vocabulary is padded to a multiple of `pad_to_multiple_of`, unless that is None. With `stacks_experts`, the experts
-    of a layer's mixture of experts are merged as one tensor.
+    Models are named as in the file: directories or hub ids, MODEL+LORA for an adapter to a model.
+
+    - `settings`: the parameters for the whole file
+    - `module_settings`: the parameters for the file's only module, which have precedence
+    - `dtype`: the dtype of the written merge, or None if the file states none
+    - `tokenizer_source`: "base", "union", a model, or None for the base
+    - `tokenizer_place`: the key in the file that names the source of the tokenizer
+    - `tokens`: the tokens whose embedding rows the file chooses
+    - `own_tokens`: tokens listed without a source; every model has a row of its own for them
+    - `pad_to_multiple_of`: the vocabulary is padded to a multiple of this number, unless it is None
+    - `stacks_experts`: whether the experts of a layer's mixture of experts are merged as one tensor
     """
 
     method: str

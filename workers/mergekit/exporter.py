@@ -1,21 +1,22 @@
 """Recipes as mergekit configurations, where mergekit computes the same tensors up to float32 rounding.
 
-A configuration has one merge method, so the recipe's merges must share one: weighted sums of models (passthrough,
-linear, task_arithmetic, in any mixture), SLERP (with passthrough), or one method with a counterpart everywhere. What
-mergekit computes differently is never written: masks among equal magnitudes, random masks, differing corner cases. The
-functions here know mergekit's configuration format, not its code.
+A configuration has one merge method, so the merges of a recipe must share a method: a weighted sum of models
+(passthrough, linear, task_arithmetic, in any mixture), SLERP (with passthrough), or another method that has a
+counterpart in mergekit. What mergekit computes differently is never written: masks among equal magnitudes, random
+masks, differing corner cases. The functions here know mergekit's configuration format, not its code.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from search_spaces.methods import METHODS
 from search_spaces.methods.base import MergeMethod
 from search_spaces.recipe import COMPONENTS, Merge, Recipe
+from workers.merging.residual_scales import BranchFactors
 from workers.models.components import Layout
 
 __all__ = ["Inexpressible", "mergekit_config"]
@@ -35,10 +36,12 @@ class Inexpressible(ValueError):
 class _Slice:
     """Adjacent merged layers with equal settings, which become one slice of a mergekit file.
 
-    `models` are the models that the slice lists, by their aliases in the recipe. `layers` maps each to its first layer;
-    the slice has `length` layers. `settings` maps a parameter, as (owner, name), to its values; the owner is a model,
-    or "" for all. The values are by piece: a component, or a tensor by its name within the layer. `base` is the base
-    model that the slice names, or None if it names none.
+    - `models`: the models that the slice lists, by their aliases in the recipe
+    - `layers`: the first layer of each model
+    - `length`: the number of layers of the slice
+    - `settings`: the values of each parameter, by (owner, name); the owner is a model, or "" for all models. The values
+      are by piece: a component, or a tensor by its name within the layer.
+    - `base`: the base model that the slice names, or None if it names none
     """
 
     models: tuple[str, ...]
@@ -57,7 +60,7 @@ def mergekit_config(
     merged in float32; the merge is stored in `dtype`. `layout` has the names of the models' tensors. Raises
     Inexpressible if mergekit would compute other tensors.
     """
-    recipe = recipe.canonical()
+    recipe = _with_scaled_mlps(recipe.canonical(), layout)
     merges = recipe.merges()
     if any(layer.scale != 1 or layer.alignment is not None for layer in recipe.layers):
         raise Inexpressible("layers are scaled or aligned")
@@ -101,6 +104,27 @@ def mergekit_config(
         document["base_model"] = directories[recipe.base]
         document["parameters"] = {"normalize": False, "lambda": 1.0}
     return document
+
+
+def _with_scaled_mlps(recipe: Recipe, layout: Layout) -> Recipe:
+    """The recipe with the scales of MLPs as merges of single tensors, the last ones of these MLPs.
+
+    Raises Inexpressible for an MLP that is merged from several models.
+    """
+    if all(layer.mlp_scale == 1 for layer in recipe.layers):
+        return recipe
+    layers, tensors = list(recipe.layers), dict(recipe.tensors)
+    for index, layer in enumerate(recipe.layers):
+        layers[index], factors = replace(layer, mlp_scale=1.0), BranchFactors(mlp=layer.mlp_scale)
+        for suffix in layout.suffixes("mlp", layer.mlp.sources[0].layer):
+            if factors.of(suffix) != 1:
+                name = layout.name(suffix, index)
+                merge = tensors.get(name, layer.mlp)
+                if merge.method != "passthrough":
+                    raise Inexpressible(f"layer {index}: the output of a merged MLP is scaled")
+                scale = float(merge.number("scale")) * factors.of(suffix)
+                tensors[name] = replace(merge, coefficients={"scale": scale})
+    return replace(recipe, layers=tuple(layers), tensors=tensors).canonical()
 
 
 def _always_differs(method: MergeMethod) -> bool:
@@ -163,7 +187,7 @@ def _counterpart_slice(recipe: Recipe, index: int, method: MergeMethod, layout: 
 
 
 def _pieces(recipe: Recipe, index: int, layout: Layout) -> dict[str, Merge]:
-    """The merges that the slice with the merged layer `index` must state in a mergekit file, by piece.
+    """The merges that a slice must state in a mergekit file, by piece; `index` is the slice's merged layer.
 
     A piece is a component; if single tensors of the recipe have merges of their own, it is a tensor by its name within
     the layer. The first layer also has the embedding and the last layer the head, because mergekit takes their
@@ -249,8 +273,8 @@ def _weights(merge: Merge, base: str) -> dict[str, float]:
 def _path_slices(recipe: Recipe) -> list[_Slice] | None:
     """The slices, one per layer, of a recipe that copies whole layers, some of them moved or repeated.
 
-    Returns None for any other recipe, and for one whose embedding or head is not that of the model of its first or last
-    layer, because mergekit takes them from there.
+    Returns None for any other recipe. It also returns None unless the embedding is that of the first layer's model and
+    the head is that of the last layer's model, because mergekit takes them from these models.
     """
     merges = [layer.component(name) for layer in recipe.layers for name in COMPONENTS]
     is_copy = all(each.method == "passthrough" and each.number("scale") == 1 for each in recipe.merges())
@@ -310,7 +334,7 @@ def _compatible(
     """The settings of two slices of a mergekit file joined into one; None if the two contradict each other.
 
     A setting is a parameter with a value for each piece: a component or a single tensor. The slices contradict each
-    other if they set different parameters, or give a piece that both have different values.
+    other if they set different parameters, or different values for the same piece.
     """
     if first.keys() != second.keys():
         return None

@@ -1,9 +1,11 @@
 """mergekit's configurations as recipes that give the same tensors.
 
-Slices of layers, gradients over them and filters on tensor names have mergekit's meaning. Differences: arithmetic is in
-float32 whatever `dtype` says, and rounded once, to `out_dtype` or `dtype`; random masks are drawn by tensor name from
-one seed; embeddings are aligned by token even without `tokenizer_source`, and rows that represent no token are kept.
-Models are not located here.
+Slices of layers, gradients over them and filters on tensor names have mergekit's meaning. Models are not located here.
+There are differences from mergekit:
+
+- Arithmetic is in float32 whatever `dtype` says, and rounded once, to `out_dtype` or `dtype`.
+- Random masks are drawn by tensor name from one seed.
+- Embeddings are aligned by token even without `tokenizer_source`, and rows that represent no token are kept.
 """
 
 from __future__ import annotations
@@ -115,11 +117,11 @@ class _Builder:
         return tuple(layers), embedding, head, self._tensors
 
     def _with_all_inputs(self, slice_: Slice) -> Slice:
-        """A copy of the slice that states its base model, which is also an input if the file lists `models`.
+        """A copy of the slice with its base model, which becomes an input of the merge if the file lists `models`.
 
-        The base of a slice is its own, else that of the file. If the file lists `slices`, and the method uses a base,
-        each slice itself must have the base among its sources. What is wrong with the slice's models and layer ranges
-        is added to `problems`.
+        The base is that of the slice, else that of the file. If the file lists `slices`, the base is not added: with a
+        method that uses a base, each slice must have it among its sources. Problems with the slice's models and layer
+        ranges are added to `problems`.
         """
         where = f"{slice_.place}.base_model" if slice_.base else "base_model"
         base = slice_.base or self._configuration.base_model
@@ -227,11 +229,12 @@ class _Builder:
         return merge
 
     def _value(self, parameter: Parameter, scopes: Sequence[Settings], name: str, t: float, place: str) -> Scalar:
-        """The value of a parameter for the tensor `name` at the fraction `t` of the way through the layers of a slice.
+        """The value that a mergekit file gives a parameter for the tensor `name`.
 
-        `scopes` are the settings from the narrowest scope to the widest: of the model, the slice, the module, the whole
-        file. The first value that fits the tensor is taken, else the parameter's default. If there is none, the problem
-        is reported at `place`, the key of the slice or model, and the result is 0.
+        `t` is the place of the tensor's layer in its slice: 0 for the first layer, 1 for the last. `scopes` are the
+        settings from the narrowest scope to the widest: of the model, the slice, the module, the whole file. The first
+        value that fits the tensor is taken, else the parameter's default. If there is none, the problem is reported at
+        `place`, the key of the slice or model, and the result is 0.
         """
         for settings in scopes:
             fitting = (c for c in settings.get(parameter.name, ()) if c.filter in name)

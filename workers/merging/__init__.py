@@ -11,7 +11,7 @@ Each module imports only modules below it:
 - `kernels`: fused kernels for CPU (Numba) and CUDA (Triton), bit for bit the plain methods.
 - `methods`: the merge methods in plain torch, the reference for the kernels.
 - `merged_tensor`: one tensor to merge, and the stacks of experts.
-- `residual_scales`: scales of layers, folded into weights.
+- `residual_scales`: scales of layers and of their MLPs, folded into weights.
 - `recent`: a cache for statistics of several sources.
 - `order_statistics`: the order of elements by magnitude, and tables that narrow any rank to a few elements.
 - `masks`: counter-based random masks.

@@ -68,14 +68,14 @@ class Bank:
     `device`. For an engine's bank this is the engine's device. For other banks it is the CPU, because an engine leaves
     no GPU memory to other processes.
 
-    Statistics of the sources, such as tables of magnitudes, are cached once computed; those of several sources only
-    within a share of memory (`recent`). With `keeps_statistics=False` none are cached, which is right for a single
-    merge, as it needs each of them once.
+    Statistics of the sources, such as tables of magnitudes, are cached once computed. Statistics of several sources
+    together are cached only within a share of memory (`recent`). With `keeps_statistics=False` nothing is cached. That
+    is right for a single merge, which needs each statistic once.
 
-    `sources` are models that are already opened, or their description. The models of a description are opened here and
-    must have the fingerprints that it states. `cache` is the directory of the cache for this, or None for the default
-    one. Weights are searched for NaN and infinity once for each content. Raises InvalidModel if models cannot be
-    opened, have changed, or have such values.
+    `sources` are models that are already opened, or a description of models. Described models are opened here and must
+    have the fingerprints that the description states. Weights are searched for NaN and infinity once for each content.
+    The results are in the cache in the directory `cache`, or in the default one if `cache` is None. Raises InvalidModel
+    if models cannot be opened, have changed, or have such values.
     """
 
     def __init__(
@@ -191,8 +191,8 @@ class Bank:
     def products(self, sources: Sequence[Key], base: Key | None) -> Products:
         """The inner products of all pairs of the N tensors `sources`, [N, N].
 
-        With `base` they are those of the tensors' differences from the base. Each product is computed once and then
-        cached. Tensors are given as (alias, name).
+        With `base`, each tensor's difference from the base takes the place of the tensor. Each product is computed once
+        and then cached. Tensors are given as (alias, name).
         """
         keys = [[(frozenset((first, second)), base) for second in sources] for first in sources]
         known = [[self._products.get(key) for key in row] for row in keys]
@@ -482,8 +482,8 @@ def _content_problems(sources: ResolvedFamily, stated: Family) -> tuple[str, ...
 def _placing(placement: Placement, device: torch.device, num_bytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Make the function that copies a stored tensor to its placement.
 
-    For mapped files the function returns the tensor as it is; otherwise it copies it to host memory, pinned if `device`
-    is a GPU, or to `device`. `num_bytes` is the size of all tensors together.
+    For mapped files the function returns the tensor as it is. Otherwise the function copies the tensor to host memory,
+    pinned if `device` is a GPU, or to `device`. `num_bytes` is the size of all tensors together.
     """
     if placement is Placement.MAPPED:
         return lambda tensor: tensor

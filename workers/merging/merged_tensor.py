@@ -18,9 +18,9 @@ __all__ = ["MergedTensor", "Piece", "pieces_of"]
 class Piece:
     """One tensor of the merged model that is a part of a stack.
 
-    It has the rows `start` to `stop` - 1 of the matrix of the expert `expert`. A stack joins the matrices of all
-    experts of a layer's mixture of experts in one tensor; `expert` is an index of these, not an expert that is merged.
-    `name` is the tensor's name in the merged model.
+    A stack joins the matrices of all experts of a layer's mixture of experts in one tensor. The piece is rows `start`
+    to `stop` - 1 of the matrix of one of them, the one with the index `expert`. `name` is the tensor's name in the
+    merged model.
     """
 
     name: str
@@ -34,8 +34,8 @@ class MergedTensor:
     """Description of one tensor of the merged model before it is computed.
 
     `merge` says how it is computed. `suffix` is its name within merged layer `layer`; outside layers, `layer` is None
-    and `suffix` is the whole name. The result is multiplied by `factor`, which folds the scales of earlier layers into
-    weights (`residual_scales`). The tensor may be a stack: the matrices of all experts of a layer's mixture of experts.
+    and `suffix` is the whole name. The result is multiplied by `factor`, which folds scales of layers into weights
+    (`residual_scales`). The tensor may be a stack: the matrices of all experts of a layer's mixture of experts.
     The merged model does not have the stack itself but its `pieces`.
     """
 

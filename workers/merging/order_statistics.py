@@ -65,7 +65,7 @@ class Threshold:
 
     @property
     def key(self) -> int:
-        """The threshold as one integer, which can be compared with those that `magnitude_keys` gives elements."""
+        """The threshold as one integer, to compare with the integers that `magnitude_keys` computes for elements."""
         return int(np.float32(self.magnitude).view(np.uint32)) << 32 | self.mark
 
     def reached_by(self, magnitudes: torch.Tensor, order: TieOrder) -> torch.Tensor:
@@ -215,7 +215,7 @@ class Selection:
 
 
 class MagnitudeTable:
-    """Table of a tensor's magnitudes that narrows the n-th largest to a few elements.
+    """Table of a tensor's magnitudes, which narrows the search for the n-th largest to a few elements.
 
     It has the `magnitudes` and the tie-breaking `marks` of every 128th element in ascending order, and of the largest.
     The tensor has `num_elements` elements, of which `num_zeros` are zero.

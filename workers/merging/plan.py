@@ -14,7 +14,7 @@ from search_spaces.recipe import COMPONENTS, Merge, Recipe, Source
 from workers.errors import InvalidModel
 from workers.merging.bank import Bank
 from workers.merging.merged_tensor import MergedTensor, pieces_of
-from workers.merging.residual_scales import branch_factors, ends_a_branch
+from workers.merging.residual_scales import UNSCALED, branch_factors
 from workers.models.components import first_few
 from workers.models.vocabulary import BASE, UNION
 
@@ -94,15 +94,15 @@ def _plan(given: Recipe, recipe: Recipe, bank: Bank) -> TensorPlan:
     bank.sources.check_unchanged()
     aliases = _bank_aliases(recipe, bank)
     plan = _part(recipe, recipe.embedding, "embedding", None, bank, aliases)
-    factors = branch_factors(recipe.layers, model_type=str(bank.base.config.get("model_type")))
-    for index, (layer, factor) in enumerate(zip(recipe.layers, factors, strict=True)):
+    scaled = branch_factors(recipe.layers, model_type=str(bank.base.config.get("model_type")))
+    for index, (layer, factors) in enumerate(zip(recipe.layers, scaled, strict=True)):
         of_layer = [
             tensor
             for component in COMPONENTS
             for tensor in _part(recipe, layer.component(component), component, index, bank, aliases)
         ]
-        if factor != 1:
-            of_layer = [replace(each, factor=factor) if ends_a_branch(each.suffix) else each for each in of_layer]
+        if factors != UNSCALED:
+            of_layer = [replace(each, factor=factors.of(each.suffix)) for each in of_layer]
         plan += of_layer
     plan += _part(recipe, recipe.head, "head", None, bank, aliases)
     if unknown := recipe.tensors.keys() - {tensor.name for tensor in plan}:

@@ -1,5 +1,7 @@
 """Scales of layers, folded into the weights of an ordinary checkpoint.
 
+A layer has two kinds of scales: of the residual stream after it, and of what its MLP adds to the stream.
+
 A recipe's scale s_t multiplies the residual stream after layer t. A layer has two branches, A (attention) and M (MLP),
 each preceded by a norm of its own, so that the stream h is
 
@@ -19,6 +21,11 @@ over eight layers, in log-probability: 9e-6 on the shipped family; 0.007 on a Ll
 of 1e-5 and scales of 0.5; with an eps of 1e-12 at most 1e-6, which is rounding.
 
 There is no such form for models that normalise what a branch adds (Gemma-2, OLMo-2), nor for scales of zero or below.
+
+A recipe's MLP scale m_t multiplies only what layer t's MLP adds: u_t + m_t M_t(norm(u_t)). The MLP's last weight and
+bias are multiplied by it. This is exact up to rounding, needs nothing of the norms before or after, and holds for all
+numbers, 0 too. It is possible wherever the MLP ends in a linear map whose output reaches the stream without a norm, in
+a mixture of experts if those of all experts are multiplied. With scales of the stream, m_t / c_t multiplies them.
 """
 
 from __future__ import annotations
@@ -26,26 +33,57 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import LayerRecipe
 
-__all__ = ["SCALABLE", "branch_factors", "ends_a_branch"]
+__all__ = ["MLP_SCALABLE", "SCALABLE", "UNSCALED", "BranchFactors", "branch_factors", "ends_a_branch"]
 
 # Model types whose layers have two branches, each preceded by an RMSNorm and followed by no other module.
 SCALABLE = ("gemma", "llama", "mistral", "phi3", "qwen2", "qwen3")
 
-# The last module of each branch in those models.
-BRANCH_END = re.compile(r"^(?:self_attn\.o_proj|mlp\.down_proj)\.(?:weight|bias)$")
+# Model types whose MLPs, or mixtures of experts, end in linear maps that are added to the stream as they are.
+MLP_SCALABLE = (*SCALABLE, "gpt2", "gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe")
+
+# The last module of each branch in those models. Only scales of the stream change attention, so only the name that it
+# has in `SCALABLE` is needed. Experts of a mixture are named one by one, or as the stack of all.
+ATTENTION_END = re.compile(r"self_attn\.o_proj\.(?:weight|bias)")
+MLP_END = re.compile(
+    r"(?:mlp|block_sparse_moe)\.(?:experts\.(?:\d+\.)?|shared_expert\.)?"
+    r"(?:down_proj|w2|c_proj|dense_4h_to_h)(?:\.weight|\.bias)?"
+)
 
 
-def branch_factors(layers: Sequence[LayerRecipe], *, model_type: str) -> tuple[float, ...]:
-    """For each layer, the factor that its branches (attention, MLP) are multiplied by to fold scales into the weights.
+@dataclass(frozen=True)
+class BranchFactors:
+    """The factors by which the scales of layers change one layer of a merge.
 
-    A layer's scale multiplies the residual stream after the layer. The factor is one over the product of the scales of
-    all earlier layers. It multiplies the last weights of the layer's branches. Raises InvalidRecipe, with the layer,
+    `stream` is one over the product of the scales of all earlier layers: the residual stream before the layer, and what
+    its attention adds, are multiplied by it. `mlp` multiplies what its MLP adds.
+    """
+
+    stream: float = 1.0
+    mlp: float = 1.0
+
+    def of(self, suffix: str) -> float:
+        """The factor of the layer's tensor `suffix`, a name within the layer; 1 if the tensor is not changed."""
+        if MLP_END.fullmatch(suffix):
+            return self.mlp
+        return self.stream if ATTENTION_END.fullmatch(suffix) else 1.0
+
+
+UNSCALED = BranchFactors()
+
+
+def branch_factors(layers: Sequence[LayerRecipe], *, model_type: str) -> tuple[BranchFactors, ...]:
+    """For each layer, the factors that its branches (attention, MLP) are multiplied by to fold scales into the weights.
+
+    A layer's scale multiplies the residual stream after the layer. It divides the last weights of the branches of all
+    later layers. A layer's MLP scale multiplies the last weights of its own MLP. Raises InvalidRecipe, with the layer,
     for scales that cannot be folded (not above 0, with a product that float64 cannot represent, or in a model of a type
-    that is not in `SCALABLE`) and for alignments.
+    that is not in `SCALABLE`), for MLP scales that are not finite or are in a model of a type that is not in
+    `MLP_SCALABLE`, and for alignments.
     """
     factors = []
     cumulative = 1.0
@@ -65,7 +103,14 @@ def branch_factors(layers: Sequence[LayerRecipe], *, model_type: str) -> tuple[f
                 f"layer {index}: scale {layer.scale:g}: in a model of type {model_type!r} scales cannot be folded into "
                 f"weights; expected scale 1, or one of the types {', '.join(SCALABLE)}"
             )
-        factors.append(1 / cumulative)
+        if not math.isfinite(layer.mlp_scale):
+            raise InvalidRecipe(f"layer {index}: mlp_scale {layer.mlp_scale:g}; expected a finite number")
+        if layer.mlp_scale != 1 and model_type not in MLP_SCALABLE:
+            raise InvalidRecipe(
+                f"layer {index}: mlp_scale {layer.mlp_scale:g}: in a model of type {model_type!r} it cannot be folded "
+                f"into weights; expected mlp_scale 1, or one of the types {', '.join(MLP_SCALABLE)}"
+            )
+        factors.append(BranchFactors(stream=1 / cumulative, mlp=layer.mlp_scale / cumulative))
         cumulative *= layer.scale
         if not (math.isfinite(cumulative) and math.isfinite(1 / cumulative if cumulative else math.inf)):
             raise InvalidRecipe(f"layer {index}: the product of the scales up to here is {cumulative:g}")
@@ -77,4 +122,4 @@ def ends_a_branch(suffix: str) -> bool:
 
     `suffix` is the tensor's name within the layer.
     """
-    return BRANCH_END.match(suffix) is not None
+    return ATTENTION_END.fullmatch(suffix) is not None or MLP_END.fullmatch(suffix) is not None

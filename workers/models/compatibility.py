@@ -45,9 +45,9 @@ MAX_SHAPES = 5
 def foreign_adapters(opened: Mapping[str, Checkpoint], given: Mapping[str, str]) -> Iterator[str]:
     """Yield the problems of adapters that were trained on another model of the family than the base.
 
-    They must be found by what an adapter's configuration says, because the shapes of such an adapter fit the base as
-    well. `opened` are the models by alias, the base first. `given` has the directory or hub id by which the caller
-    named each model, with which the configuration's statement is compared.
+    Only the configuration of such an adapter shows this, because its shapes fit the base as well. `opened` are the
+    models by alias, the base first. `given` has the directory or hub id by which the caller named each model; the model
+    that an adapter's configuration states is compared with these names.
     """
     base_alias = next(iter(opened))
     for alias, adapter in opened.items():
@@ -118,10 +118,11 @@ def _structure(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _comparable(found: Layout, depth: int | None) -> set[str]:
-    """The names of the tensors whose presence and shapes are compared between models.
+    """The names of the tensors of a model that are compared with those of another model, by presence and shape.
 
-    They are the tensors outside layers and those of the first `depth` layers, or of all layers if `depth` is None.
-    Output heads are left out, because `differences` reports a difference between them separately.
+    `found` is the model's layout. The names are those of the tensors outside layers and of the first `depth` layers, or
+    of all layers if `depth` is None. Output heads are left out, because `differences` reports a difference between them
+    separately.
     """
     return {
         name

@@ -1,7 +1,7 @@
 """Tensors of a model that no file holds, computed from stored tensors whenever they are read.
 
 A low-rank adapter's weights are its base's plus a product of two small matrices; the embedding of a model with other
-tokens is its rows in another order. They take only the memory of the tensors that they are computed from.
+tokens is its rows in another order. Such tensors take only the memory of the tensors that they are computed from.
 """
 
 from __future__ import annotations
@@ -104,10 +104,13 @@ class LowRank(_Changed):
 class LowRankExpert(_Changed):
     """A matrix of one expert of a mixture that a LoRA adapter changes: weight + scaling x B_e A_e, in float32.
 
-    Experts are here those of a layer's mixture of experts. The adapter's two matrices are for all `num_experts` of
-    them; A_e and B_e are the parts for expert e = `number`. `a` is [experts x rank, inputs], ordered by expert. `b` is
-    [outputs, rank x experts]; the experts are the fastest index of its columns. The weight is stored on its own; it is
-    the rows from `first_row` on of the expert's whole matrix [outputs, inputs].
+    Experts are here those of a layer's mixture of experts. The adapter has two matrices for all `num_experts` of them
+    together; A_e and B_e are the parts for expert e = `number`.
+
+    - `a`: [experts x rank, inputs], ordered by expert
+    - `b`: [outputs, rank x experts]; the experts are the fastest index of the columns
+    - `first_row`: the first row of the expert's whole matrix [outputs, inputs] that the weight has; a weight may be
+      stored as a part of this matrix
     """
 
     number: int

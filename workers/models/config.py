@@ -1,7 +1,7 @@
 """A model's config.json in the names that all of transformers' models share, with defaults filled in.
 
 GPT-2 calls its number of layers n_layer, and many files leave out the defaults of their model type; transformers'
-configuration classes know both. Only that transformers knows the model type is checked here.
+configuration classes know both. The only check here is whether transformers knows the model type.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def _with_all_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache
 def _known(model_type: str) -> tuple[Mapping[str, str], Mapping[str, Any]]:
-    """For a model type, its own name of each common configuration key, and the defaults of its configuration.
+    """The names that a model type has for the common configuration keys, and the defaults of its configuration.
 
-    The names are by common key. Both are cached on disk, because importing transformers' configurations takes longer
-    than merging a small model. Raises InvalidModel if transformers does not know the model type.
+    The names are by common key. Both results are cached on disk, because importing transformers' configurations takes
+    longer than merging a small model. Raises InvalidModel if transformers does not know the model type.
     """
     release = version("transformers")
     key = f"names and defaults of {model_type!r} in transformers {release}"

@@ -46,12 +46,18 @@ log = logging.getLogger(__name__)
 class ResolvedFamily:
     """Models that can be merged, located, opened and checked. All mappings are by alias, the base first.
 
-    A single model is a base without experts. `checkpoints` are the models as they are stored. `views` are the same
-    models with embeddings and output heads in the vocabulary that `tokenizer` selects, changed as `token_alignment`
-    says. `vocabulary` are the options of this vocabulary as a recipe states them. `given` has the directory or hub id
-    by which the caller named each model. `adapted` has, for adapters of other models than the base, the directory of
-    that model. With `any_depth` the numbers of layers may differ. Fingerprints, which need the contents, are computed
-    when first used; `cache` is the directory of the cache for them, or None for the default one.
+    A single model is a base without experts.
+
+    - `checkpoints`: the models as they are stored
+    - `views`: the same models with embeddings and output heads in the vocabulary that `tokenizer` selects, changed as
+      `token_alignment` says
+    - `vocabulary`: the options of this vocabulary as a recipe states them
+    - `given`: the directory or hub id by which the caller named each model
+    - `adapted`: for adapters of other models than the base, the directory of that model
+    - `any_depth`: whether the numbers of layers may differ
+    - `cache`: the directory of the cache for fingerprints, or None for the default one
+
+    Fingerprints need the contents of the models, and are computed when first used.
     """
 
     given: Mapping[str, str]
@@ -269,7 +275,8 @@ class LocatedFamily:
     """The directories of a family's models, by alias, the base first.
 
     `problems` has the reasons why models were not found, by alias. `given` has the directory or hub id by which the
-    caller named each model. `adapted` has, for adapters of other models than the base, the directory of that model.
+    caller named each model. An adapter may change another model than the base; `adapted` then has the directory of this
+    model, by the adapter's alias.
     """
 
     given: Mapping[str, str]
@@ -363,8 +370,8 @@ def locate_family(
 ) -> LocatedFamily:
     """Find the directories of a family's models, which are given as directories or hub ids.
 
-    Models that are not found are listed in `problems` of the result. `adapted` has, for adapters of other models than
-    the base, that model, by the adapter's alias.
+    Models that are not found are listed in `problems` of the result. An adapter may change another model than the base;
+    `adapted` then has this model, by the adapter's alias.
     """
     directories: dict[str, Path] = {}
     wholes: dict[str, Path] = {}
@@ -398,9 +405,9 @@ def resolve_family(
     alignable to the vocabulary `tokenizer` with the details in `vocabulary`, as in a recipe. Only configurations,
     headers and tokenizers are read, and of hub models downloaded; weights are not.
 
-    `adapted` has, for adapters of other models than the base, that model, by the adapter's alias. With `any_depth` the
-    models may have different numbers of layers, and recipes must name layers that exist. `names` has what messages call
-    models that are not experts. Raises InvalidModel with every problem of every model.
+    An adapter may change another model than the base; `adapted` then has this model, by the adapter's alias. With
+    `any_depth` the models may have different numbers of layers, and recipes must name layers that exist. `names` has
+    what messages call models that are not experts. Raises InvalidModel with every problem of every model.
     """
     if not experts:
         raise InvalidModel(("models.experts: there are none; name at least one model fine-tuned from the base",))

@@ -68,9 +68,9 @@ def fingerprint(checkpoint: Checkpoint, *, base: str | None = None, cache: str |
     """The fingerprint of a checkpoint: sha256 (hex) of the names and contents of the files that define the model.
 
     The directory does not matter. The files of a whole model are its safetensors files, config.json,
-    generation_config.json and tokenizer files. Those of an adapter are its safetensors files, adapter_config.json and
-    tokenizer files, to which the fingerprint of its base is added. This is `base`, or is computed if `base` is None.
-    `cache` is the directory of the cache, or None for the default one. Raises InvalidModel.
+    generation_config.json and tokenizer files. The files of an adapter are its safetensors files, adapter_config.json
+    and tokenizer files; the fingerprint of its base is added to them. `base` is this fingerprint; if it is None, it is
+    computed. `cache` is the directory of the cache, or None for the default one. Raises InvalidModel.
     """
     hashes = [(file.name, _file_hash(file, cache)) for file in _defining_files(checkpoint)]
     if checkpoint.base is not None:

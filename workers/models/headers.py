@@ -100,9 +100,9 @@ def read_headers(path: Path, problems: list[str], *, stem: str = "model") -> dic
 
 
 def _shards(path: Path, stem: str, problems: list[str]) -> tuple[list[Path], Mapping[str, str] | None]:
-    """The safetensors files of a model, and the map from tensor to file of its index, or None without an index.
+    """The safetensors files of a model, and the index that maps tensors to files, or None if there is only one file.
 
-    `stem` is the beginning of the files' names. What is wrong, for example a model of pickles only, is appended to
+    `stem` is the beginning of the files' names. Problems, for example that there are only pickles, are appended to
     `problems`.
     """
     single, index = path / f"{stem}.safetensors", path / f"{stem}.safetensors.index.json"

@@ -1,10 +1,10 @@
 """Alignment of vocabularies: the token of each row of a model's embedding and output head.
 
 The rows of all models follow one vocabulary: the base's, the base's with the tokens that others have added (union), or
-one expert's. Rows are found by the token's string. Where a model has none for a token, it gets the base's row, and
-where the base has none either, the mean of the others' rows; the base itself then gets that row too, so that the task
-vectors of models without the token are zero. Rows without a token are, in all models, those of the model whose
-vocabulary it is.
+one expert's. Rows are found by the token's string. A model without a row for a token gets the base's row. If the base
+has no row for the token either, both get the mean of the rows of the models that have one. So the task vectors of
+models without the token are zero. Some rows represent no token; all models take these from the model whose vocabulary
+is used.
 """
 
 from __future__ import annotations
@@ -293,9 +293,11 @@ def _added_by_others(
 class _Plan:
     """Where each row of one model's aligned embedding and output head comes from.
 
-    The model `alias` is aligned to the vocabulary `target`, token ids by token. Rows without a token are those of the
-    model `owner`. `tokens` has the ids of each model's tokens by alias. `chosen` has the rows that options choose
-    (`_chosen_rows`).
+    - `alias`: the model that is aligned
+    - `target`: the vocabulary that it is aligned to, as the ids by token
+    - `owner`: the model that gives the rows without a token
+    - `tokens`: the ids of each model's tokens, by alias
+    - `chosen`: the rows that options choose (`_chosen_rows`)
     """
 
     def __init__(

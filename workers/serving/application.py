@@ -66,8 +66,8 @@ def is_deployed(name: str) -> bool:
 def application_state(name: str) -> str:
     """The state of a Serve application, such as "RUNNING".
 
-    Raises EngineUnavailable if there is no application, if its deployment failed, or if no replica runs because its
-    models cannot be used any more, in which case Serve would try to start replicas without end. Raises
+    Raises EngineUnavailable if there is no application, or if its deployment failed. It is also raised if no replica
+    runs because its models cannot be used any more: Serve would try to start replicas without end. Raises
     ServeUnavailable, a subclass, if Serve's controller does not answer; the application may be running.
     """
     application = _applications().get(name)

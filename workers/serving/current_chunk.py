@@ -24,9 +24,11 @@ KEY = "chunk of replica "
 class CurrentChunk:
     """The chunk of samples that a replica began last, as it is noted for the replica's callers.
 
-    `chunk` is the chunk's id. `replica` is the replica's name, `log_file` its log. `scored_others` says whether the
-    replica had scored another recipe before. `overdue` is the reason why the replica counts as hung (`watchdog`), or
-    None. `error_log` is a file of the Ray node `node` (hex); both are "" if unknown.
+    - `chunk`: the chunk's id
+    - `replica`, `log_file`: the replica's name, and its log
+    - `scored_others`: whether the replica had scored another recipe before
+    - `overdue`: the reason why the replica counts as hung (`watchdog`), or None
+    - `error_log`, `node`: a file with the process's errors, and the Ray node (hex) that has it; both are "" if unknown
     """
 
     chunk: str

@@ -70,9 +70,9 @@ def deploy_scorer(
     A running application of the same name is used as it is. With `keep_idle_s` studies share the application: it has as
     many replicas as their requests keep busy and the GPUs allow. Replicas that are idle for `keep_idle_s` seconds are
     stopped, down to none, and the next request starts them again. `make_worker` replaces the engine (tests). Serve
-    replaces a replica after three failed health checks in a row: by default one that was stopped after at most two
-    minutes, and one whose work is overdue (`time_limits`) within a quarter of a minute. Raises EngineUnavailable, with
-    the reason and the replica's log file, as soon as a replica fails to start.
+    replaces a replica after three failed health checks in a row. By default this takes at most two minutes for a
+    process that does not answer, and a quarter of a minute for one whose work is overdue (`time_limits`). Raises
+    EngineUnavailable, with the reason and the replica's log file, as soon as a replica fails to start.
     """
     from ray import serve
 
@@ -156,8 +156,8 @@ def _num_gpus() -> int:
 def _scaling(replicas: int, options: EngineOptions, keep_idle_s: float | None) -> dict[str, Any]:
     """Serve's settings for the number of replicas: fixed, or adapted to the load.
 
-    If `keep_idle_s` is None, there are always `replicas` replicas. Otherwise there are at first as many, then as many
-    as requests keep busy and GPUs allow, down to none after `keep_idle_s` idle seconds.
+    If `keep_idle_s` is None, there are always `replicas` replicas. Otherwise there are `replicas` at first. Later there
+    are as many as requests keep busy and GPUs allow, down to none after `keep_idle_s` idle seconds.
     """
     if keep_idle_s is None:
         return {"num_replicas": replicas}

@@ -43,19 +43,25 @@ __all__ = ["FakeScorer", "expected_value"]
 class FakeScorer:
     """A scorer without models, for tests: implements `workers.types.Scorer` with made-up answers, delays and failures.
 
-    It is picklable. Counters that must outlive a process are lines of `log_file`. It sleeps `sample_delay_s` for each
-    sample, and `swap_delay_s` for each swap. `failing` has digests of recipes for which TrialFailed is raised, as for
-    every recipe with a coefficient above `fails_above`. `exits_at_call` ends the process, without clean-up, on this
-    call of `score` (1-based, counted over all processes that share `log_file`, if there is one). `unavailable_calls` is
-    the number of calls that raise EngineUnavailable before the first success. `crashing` has digests of recipes that
-    crash the engine, and `crash_by` says how: an error, the end of the process, or a hang. Every finished or failed
-    call appends one JSON line to `log_file`: {call, recipe, spans: [[objective, start, stop], ...], outcome, process}.
-    With `garbles` the values are right and the responses and tokens are wrong, which `verify` detects.
+    It is picklable. Counters that must outlive a process are lines of `log_file`. Every finished or failed call appends
+    one JSON line: {call, recipe, spans: [[objective, start, stop], ...], outcome, process}.
 
-    At swap `fails_canary_at` the engine fails a canary, a comparison with transformers, and refuses all later calls.
-    Since swap `wrong_since` the engine gives wrong values, and `check` fails. Both happen only in the first of the
-    processes that share `log_file`. `skips_canaries` is the reason why `check` compares nothing, if it should not.
-    `replica` is the name in the evidence; the default is a name for each process.
+    - `sample_delay_s`, `swap_delay_s`: seconds that it sleeps for each sample and for each swap
+    - `failing`: digests of recipes for which TrialFailed is raised
+    - `fails_above`: TrialFailed is also raised for every recipe with a coefficient above this number
+    - `exits_at_call`: the call of `score` that ends the process without clean-up, counted from 1 over all processes
+      that share `log_file`, if there is one
+    - `unavailable_calls`: the number of calls that raise EngineUnavailable before the first success
+    - `crashing`, `crash_by`: digests of recipes that crash the engine, and how: by an error, the end of the process, or
+      a hang
+    - `garbles`: the values are right, but the responses and tokens are wrong, which `verify` detects
+    - `fails_canary_at`: the swap at which the engine fails a canary, a comparison with transformers; it refuses all
+      later calls
+    - `wrong_since`: the swap since which the engine gives wrong values, and `check` fails
+    - `skips_canaries`: the reason why `check` compares nothing, if it should not
+    - `replica`: the name in the evidence; the default is a name for each process
+
+    Only the first of the processes that share `log_file` fails a canary or gives wrong values.
     """
 
     num_samples: int = 1000

@@ -97,10 +97,10 @@ class ServeScorer:
         return tuple(report for reports in answers.values() for report in reports)
 
     def _ask_each(self, method: str, name_of: Callable[[Any], Any]) -> dict[Any, Any]:
-        """Call the method `method` of each running replica; returns the answers by the replica's name.
+        """Call the method `method` of each running replica, and return the answers by the replica's name.
 
-        `name_of` reads the name from an answer. Serve chooses the replica for a call, so that calls are repeated until
-        each has answered, or 8 times as often as there are replicas.
+        `name_of` reads the name from an answer. Serve chooses the replica for a call. Therefore calls are repeated
+        until each replica has answered, but at most 8 times as often as there are replicas.
         """
         running = self._known_replicas()["RUNNING"]
         found: dict[Any, Any] = {}
@@ -114,8 +114,8 @@ class ServeScorer:
     def _known_replicas(self) -> Counter[str]:
         """The number of replicas by state ("RUNNING", ...), as soon as Serve's controller knows it.
 
-        A controller that was restarted must find its replicas again first. It is waited for, at most `deadline_s`
-        seconds. Raises ServeUnavailable if it does not answer within that time.
+        A controller that was restarted must find its replicas again first. This method waits for it, at most
+        `deadline_s` seconds. Raises ServeUnavailable if the controller does not answer within that time.
         """
         deadline = time.monotonic() + self.deadline_s
         while True:

@@ -20,10 +20,12 @@ __all__ = ["TIME_LIMITS", "TimeLimits", "Watchdog"]
 class TimeLimits:
     """Limits, in seconds, for the work of a replica.
 
-    `start_s` is for the start of its worker, with downloads and compilation. `first_chunk_s` is for scoring a chunk of
-    samples with a task or a merge method that is new to the replica, because data are prepared and kernels compiled.
-    Any other chunk may take `chunk_factor` times the time expected from the chunks measured so far, and at least
-    `chunk_s`. `other_s` is for other work, such as describing tasks and verification.
+    - `start_s`: the start of its worker, with downloads and compilation
+    - `first_chunk_s`: scoring a chunk of samples with a task or a merge method that is new to the replica, for which
+      data are prepared and kernels compiled
+    - `chunk_factor`, `chunk_s`: any other chunk may take `chunk_factor` times the time expected from the chunks
+      measured so far, and at least `chunk_s`
+    - `other_s`: other work, such as describing tasks and verification
     """
 
     start_s: float = 1800.0
@@ -40,8 +42,8 @@ class Watchdog:
     """Measures how long the work of one replica takes, and tells whether it is overdue.
 
     The engine's thread enters the contexts `chunk` (scoring a chunk of samples) and `work`; any thread may call the
-    method `overdue`. `start_s` is the number of seconds that the start of the replica's worker took. A start includes a
-    comparison with transformers, as some later swaps do; therefore no chunk is overdue before that time.
+    method `overdue`. `start_s` is the number of seconds that the start of the replica's worker took. A chunk may always
+    take at least this long, because it may include a comparison with transformers, as the start does.
     """
 
     def __init__(self, limits: TimeLimits, *, start_s: float) -> None:

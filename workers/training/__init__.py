@@ -1,6 +1,6 @@
-"""Training: derivatives of losses on right answers by the coefficients of a merge, and experts made to be merged.
+"""Training: derivatives of losses with respect to the coefficients of a merge, and experts made to be merged.
 
-- `gradients`: the losses of a recipe on a minibatch, and their derivatives by its coefficients
+- `gradients`: the losses of a recipe on a minibatch, and their derivatives with respect to its coefficients
 - `model`: a transformers model that merges are written into
 - `memory`: freed memory that a process keeps for its next step
 - `losses`: minibatches, and their losses by teacher forcing

@@ -1,4 +1,4 @@
-"""Coefficient gradients: derivatives of the loss on reference answers by the coefficients of a merge.
+"""Coefficient gradients: derivatives of the loss on reference answers with respect to the coefficients of a merge.
 
 The merge is written into a transformers model by the code that writes it into engines, and one backward pass gives the
 gradient of each merged tensor. Each gradient is reduced to one number per coefficient as it appears and then freed, so
@@ -46,7 +46,7 @@ Batch = Mapping[str, Sequence[int]]
 
 
 class CoefficientGradients:
-    """Computes losses of merges, and their derivatives by the merges' coefficients, for the models of one family.
+    """Computes losses of merges of one family, and their derivatives with respect to the merges' coefficients.
 
     Merges are written, one at a time, into a transformers model. `tasks` has the task of each objective; all tasks have
     right answers to read (`references.lack_of_references`). `options` are those of the study's engines, which define
@@ -113,11 +113,11 @@ class CoefficientGradients:
     ) -> GradientResult:
         """The mean loss of each objective over its samples in `batch`, and the derivatives of their weighted sum.
 
-        The sum is sum_o weights[o] loss_o over the objectives o. The derivatives are by every coefficient that a merge
-        of `recipe` states and its method is differentiable by; with `by_scales` also by the scale of every layer. A
-        scale s_i of layer i is folded into the last weights of the branches of later layers
-        (`workers.merging.residual_scales`). These weights are proportional to 1 / s_i, so that the derivative by s_i is
-        -1 / s_i times the sum of <gradient, tensor> over them.
+        The sum is sum_o weights[o] loss_o over the objectives o. The derivatives are with respect to every coefficient
+        that a merge of `recipe` states and for which its method is differentiable. With `by_scales` there is also one
+        for the scale of every layer. A scale s_i of layer i is folded into the last weights of the branches of later
+        layers (`workers.merging.residual_scales`). These weights are proportional to 1 / s_i, so the derivative with
+        respect to s_i is -1 / s_i times the sum of <gradient, tensor> over them.
 
         The objectives named in `completions` are measured on the completions given to `set_completions`, the others on
         the right answers. Raises InvalidRecipe for a merge that has no gradients or cannot be made, and TrialFailed if
@@ -168,10 +168,11 @@ class CoefficientGradients:
             return _by_objective(batch, self._read(_samples(batch, targets), None), targets)
 
     def _targets(self, batch: Batch, completions: Collection[str]) -> dict[str, _Targets]:
-        """What the loss of each sample in `batch` is computed from, by objective.
+        """The targets from which the losses of the samples in `batch` are computed, by objective.
 
-        It is a completion given to `set_completions` for the objectives in `completions`, and the task's right answer
-        for others. Raises ValueError for an unknown objective, and for a position without a completion or right answer.
+        For the objectives in `completions`, a target is a completion given to `set_completions`; for the others it is
+        the task's right answer. Raises ValueError for an unknown objective, and for a position without a completion or
+        right answer.
         """
         found = {}
         for name, positions in batch.items():
@@ -223,8 +224,8 @@ class CoefficientGradients:
     def _reduced_by(self, reducers: Mapping[str, _Reducer]) -> Iterator[None]:
         """Context manager in which each gradient is passed to one of `reducers` as it appears, and then freed.
 
-        A reducer adds up the derivatives by the coefficients of one merged tensor; `reducers` are by the tensor's name.
-        Parameters without a reducer get no gradients.
+        A reducer adds up the derivatives with respect to the coefficients of one merged tensor; `reducers` are by the
+        tensor's name. Parameters without a reducer get no gradients.
         """
         hooks = []
         leaf: Any  # torch's hooks have no types
@@ -244,9 +245,10 @@ class CoefficientGradients:
 
 @dataclass(frozen=True)
 class _Targets:
-    """What the losses of one objective's samples are computed from, by position, and what they are divided by.
+    """The targets of one objective's samples, by position, and the number by which their losses are divided.
 
-    `unit` is the mean size of the task's samples (`References.unit`), or of the completions that replace right answers.
+    A target has the texts from which a loss is computed. The number, `unit`, is the mean size of the task's samples
+    (`References.unit`), or of the completions that replace right answers.
     """
 
     at: Mapping[int, Target]
@@ -269,11 +271,11 @@ def _by_objective(
 
 
 class _Reducer:
-    """Adds up the derivatives by the coefficients of one merged tensor, from gradients of the loss by the tensor.
+    """Adds up the derivatives of the loss with respect to the coefficients of one merged tensor.
 
-    `stated` are the coefficients by which derivatives are computed. `merged` is the computed tensor, or None. If it is
-    given, the inner products of gradient and tensor are added up too, in `along`; derivatives by layer scales follow
-    from them.
+    They are computed from gradients of the loss with respect to the tensor. `stated` are the coefficients. `merged` is
+    the computed tensor, or None. If it is given, the inner products of gradient and tensor are added up too, in
+    `along`; the derivatives with respect to layer scales follow from them.
     """
 
     def __init__(
@@ -304,10 +306,10 @@ class _Reducer:
 
 
 def _reduce(wanted: Sequence[tuple[ParameterPart, _Reducer]], leaf: torch.Tensor) -> None:
-    """Add each part of a parameter's gradient to the derivatives that follow from it, and free the gradient.
+    """Pass each part of a parameter's gradient to its reducer, and free the gradient.
 
-    `leaf` is the parameter. `wanted` has the parts of it that are merged tensors, each with the object that adds up its
-    derivatives.
+    `leaf` is the parameter. `wanted` has its parts that are merged tensors, each with the reducer that adds up the
+    tensor's derivatives.
     """
     assert leaf.grad is not None
     gradient, leaf.grad = leaf.grad, None
@@ -335,10 +337,10 @@ def _by_coefficient(reducers: Any) -> tuple[Slopes, Slopes]:
 
 
 def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
-    """The derivative of the loss by each layer's scale, by the layer's index.
+    """The derivative of the loss with respect to each layer's scale, by the layer's index.
 
-    A layer's scale s divides the last weights of the branches of all later layers. The derivative by it is therefore -1
-    / s times the sum, over these weights, of the inner product of gradient and weight, which the reducers have.
+    A layer's scale s divides the last weights of the branches of all later layers. The derivative is therefore -1 / s
+    times the sum, over these weights, of the inner product of gradient and weight, which the reducers have.
     """
     after = [0.0] * len(recipe.layers)
     for reducer in reducers:

@@ -52,9 +52,9 @@ def sample_losses(model: TrainableModel, targets: Sequence[Target]) -> torch.Ten
 class _ScoredPositions:
     """The positions in a batch of texts at which a token's log-probability counts for the loss.
 
-    Logits are [rows, num_columns, vocabulary], those of the last `num_columns` columns of the texts. `index` has the
-    positions in the flattened rows and columns of the logits, and `row` the row of each. `accepted` has the tokens that
-    count as right at each position.
+    Logits are [rows, num_columns, vocabulary], those of the last `num_columns` columns of the texts. The lists have an
+    entry for each position: `index` its index in the flattened rows and columns of the logits, `row` its row, and
+    `accepted` the tokens that count as right there.
     """
 
     num_columns: int

@@ -36,7 +36,7 @@ class ParameterPart:
     stop: int = 0
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The same part of another tensor with the parameter's shape, such as its gradient."""
+        """The same part of the tensor `whole`, which has the parameter's shape, such as the parameter's gradient."""
         return whole if self.expert is None else whole[self.expert, self.start : self.stop]
 
 
@@ -67,7 +67,8 @@ class TrainableModel:
     def logits(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
         """The logits [rows, last, vocabulary] after the last `last` columns of `tokens` [rows, columns].
 
-        Rows are padded at their ends, where causal attention never looks from an earlier token.
+        Rows may be padded at their ends. This does not change the logits of earlier tokens, because attention is
+        causal.
         """
         output = self.module(input_ids=tokens, use_cache=False, logits_to_keep=last)
         logits: torch.Tensor = output.logits[:, -last:]  # some models do not know `logits_to_keep`
@@ -98,7 +99,7 @@ def _loaded(bank: Bank, dtype: torch.dtype) -> Any:
 
 
 def _settled(config: Any) -> Any:
-    """Set dropout and other settings of `config` to 0 that make a forward pass random in training mode."""
+    """Set to 0 the settings of `config` that make a forward pass random in training mode, such as dropout."""
     for name, value in config.to_dict().items():
         if isinstance(value, float) and any(word in name for word in RANDOM):
             setattr(config, name, 0.0)
@@ -151,9 +152,9 @@ def _layer(name: str) -> str | None:
 def _with_content(tensor: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> Iterator[ParameterPart]:
     """Yield the parts of `parameters` whose values equal those of a tensor.
 
-    A part is a whole parameter, or the rows of one expert of a mixture of experts. It is needed where transformers
-    gives a parameter another name than the stored tensor, or joins the matrices of a mixture's experts in one
-    parameter.
+    A part is a whole parameter, or the rows of one expert of a mixture of experts. This search is needed if
+    transformers gives a parameter another name than the stored tensor has, or joins the matrices of a mixture's experts
+    in one parameter.
     """
     for leaf in parameters:
         if leaf.shape == tensor.shape and torch.equal(leaf, tensor):

@@ -1,4 +1,4 @@
-"""Conversion of the gradient of one merged tensor into its derivatives by the coefficients of its merge.
+"""Conversion of a merged tensor's gradient into derivatives with respect to the coefficients of its merge.
 
 For a sum of task vectors a derivative is the inner product of gradient and task vector, computed without holding the
 task vector. Other methods are differentiated through their plain function, which needs the memory of a few such
@@ -34,10 +34,10 @@ CHUNK = 1 << 22  # elements of a difference at a time, where no kernel computes
 
 
 def stated_coefficients(tensor: MergedTensor) -> tuple[Coefficient, ...]:
-    """The coefficients that a tensor's merge states and by which its method is differentiable.
+    """The coefficients that a tensor's merge states and with respect to which its method is differentiable.
 
     The result is empty for an unchanged source, which is constant. Raises InvalidRecipe, naming the method, if the
-    method is not differentiable by any coefficient, or has several layers of one model among its sources.
+    method is differentiable with respect to no coefficient, or has several layers of one model among its sources.
     """
     merge, declared = tensor.merge, METHODS[tensor.merge.method]
     if not declared.gradients_by:
@@ -56,10 +56,10 @@ def stated_coefficients(tensor: MergedTensor) -> tuple[Coefficient, ...]:
 
 
 def derivatives(tensor: MergedTensor, plan: TensorPlan, bank: Bank, gradient: torch.Tensor) -> Derivatives:
-    """The derivatives of the loss by the coefficients of one merged tensor, by the coefficient's name.
+    """The derivatives of the loss with respect to the coefficients of one merged tensor, by the coefficient's name.
 
-    Each is in float64, with one number or one for each source. The coefficients are those of `stated_coefficients`;
-    `gradient` is the gradient of the loss by the merged tensor.
+    Each is in float64, with one number or one for each source. The coefficients are those of `stated_coefficients`.
+    `gradient` is the gradient of the loss with respect to the merged tensor.
     """
     fused = FUSED.get(tensor.merge.method)
     if fused is not None:
@@ -70,17 +70,17 @@ def derivatives(tensor: MergedTensor, plan: TensorPlan, bank: Bank, gradient: to
 
 
 def inner_product(first: torch.Tensor, second: torch.Tensor) -> float:
-    """The inner product of two tensors, in chunks: a chunk's in float32, the sum over chunks in float64."""
+    """The inner product of two tensors, computed in float32 for each chunk and added over the chunks in float64."""
     parts = zip(torch.split(first.flatten(), CHUNK), torch.split(second.flatten(), CHUNK), strict=True)
     return math.fsum(float(one.float() @ other.float()) for one, other in parts)
 
 
 def _linear(tensors: Tensors, base: torch.Tensor | None, merge: Merge, gradient: torch.Tensor) -> Derivatives:
-    """The derivatives of a loss by the weights of the method `linear`.
+    """The derivatives of a loss with respect to the weights of the method `linear`.
 
-    The merge is m = sum_t w_t theta_t / W with the sources theta_t, their weights w_t, and W = sum_t w_t. By w_j the
-    derivative is <G, theta_j - m> / W, where G is the gradient of the loss by m. Differences from the first source are
-    used instead of whole tensors, whose inner products would cancel.
+    The merge is m = sum_t w_t theta_t / W with the sources theta_t, their weights w_t, and W = sum_t w_t. With respect
+    to w_j, the derivative is <G, theta_j - m> / W, where G is the gradient of the loss with respect to m. Differences
+    from the first source are used instead of whole tensors, whose inner products would cancel.
     """
     weights = merge.per_source("weight")
     products = _projections(gradient, tensors, tensors[0])
@@ -117,10 +117,10 @@ def _projections(gradient: torch.Tensor, tensors: Tensors, base: torch.Tensor) -
 def _through_the_function(
     operands: Operands, merge: Merge, gradient: torch.Tensor, per_model: Mapping[str, bool]
 ) -> Derivatives:
-    """The derivatives of the loss by the coefficients of a merge, by automatic differentiation.
+    """The derivatives of the loss with respect to the coefficients of a merge, by automatic differentiation.
 
-    The merge is computed by the method's plain function. `gradient` is the gradient of the loss by the merged tensor.
-    `per_model` has the coefficients by name, and says of each whether it has a value for each source.
+    The merge is computed by the method's plain function. `gradient` is the gradient of the loss with respect to the
+    merged tensor. `per_model` has the coefficients by name, and says of each whether it has a value for each source.
     """
     leaves = {
         name: [

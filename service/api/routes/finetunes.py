@@ -36,8 +36,8 @@ def get_curves(finetune: Finetune, services: Context) -> Response:
 def get_analysis(finetune: Finetune, services: Context, against: Against) -> Response:
     """The distributions of the experts' task vectors and the losses of their merges, for comparison.
 
-    They are computed if the specification has `analysis`. With `against`, the document also has the distributions and
-    losses of the same experts as other fine-tunings trained them.
+    They are computed if the specification has `analysis`. With `against`, the document also has those of other
+    fine-tunings, whose experts must have the same names and tasks.
     """
     return Json(_analysis(services, [finetune, *against]))
 
@@ -50,8 +50,8 @@ def get_analysis(finetune: Finetune, services: Context, against: Against) -> Res
 def get_training_report(finetune: Finetune, services: Context, against: Against) -> Response:
     """The fine-tuning's losses, evaluations and analysis as charts, on one page that works offline.
 
-    With `against`, the analysis also has the distributions and losses of the same experts as other fine-tunings trained
-    them.
+    With `against`, the analysis also has the distributions and losses of other fine-tunings, which trained the same
+    experts.
     """
     pipeline = parse_pipeline(finetune.document)
     analysis = _analysis(services, [finetune, *against]) if against else stored_analysis(services.store, finetune.id)

@@ -1,4 +1,4 @@
-"""Routes that every kind of job has: create, list, show, the submitted document, events, log, verbs, delete."""
+"""Routes that every kind of job has: create, list, show, document, events, log, cancel, resume, delete."""
 
 from __future__ import annotations
 
@@ -290,7 +290,8 @@ def _resume(services: Services, job_id: str) -> JobRecord:
 
     The job continues from its stored results or its last checkpoint. Stored samples are not scored again, unless the
     engine that scored them failed a check afterwards. A COMPLETE study with such samples can be resumed too. A job that
-    is running or about to start is not changed. Raises Conflict (409) if the job is CANCELLED or otherwise COMPLETE.
+    is running or about to start is not changed. Raises Conflict (409) if the job is CANCELLED, or COMPLETE without such
+    samples.
     """
     record = services.store.resume(job_id, reason=RESUMED_BY_REQUEST)
     if record.state in (JobState.COMPLETE, JobState.CANCELLED):

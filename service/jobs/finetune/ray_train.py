@@ -99,9 +99,9 @@ def train_here(
 ) -> None:
     """Train an expert in the current process, which may be one of several that train the expert together.
 
-    One of them has `is_writer`. It waits until workers of an earlier driver have ended, and writes the summary, or the
-    reason why the training failed, to `directory`. `report` receives the numbers of updates and evaluations. `device`
-    is the torch device. `access` limits the files that evaluation tasks may read; None is no limit.
+    The one process with `is_writer` first waits until workers of an earlier driver have ended. It writes the summary,
+    or the reason why the training failed, to `directory`. `report` receives the numbers of updates and evaluations.
+    `device` is the torch device. `access` limits the files that evaluation tasks may read; None is no limit.
     """
     from workers.training.finetuning.trainer import train
 

@@ -120,7 +120,7 @@ def _ray(resources: Resources, note: Callable[[str], None]) -> Iterator[None]:
 
 
 def _check(spec: FinetuneSpec) -> None:
-    """Check an expert's specification as far as the weights of the base model are not needed.
+    """Check everything in an expert's specification that does not need the weights of the base model.
 
     Raises InvalidModel if the base model cannot be trained, and InvalidTask if the data cannot be used.
     """

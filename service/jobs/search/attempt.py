@@ -267,7 +267,7 @@ def _baselines(store: Store, study_id: str, preflight: PreflightResult) -> tuple
 
 
 class _EngineWatch:
-    """While an engine is starting, reports to the driver's heartbeat that the driver waits for it and makes progress.
+    """Reports to the driver's heartbeat, while an engine starts, that the driver waits for it and makes progress.
 
     Without these reports, the driver would be replaced if a start takes long.
     """
@@ -335,10 +335,11 @@ class _Snapshots:
 def _reason_to_fail(error: Exception, record: JobRecord, preflight: PreflightResult) -> str | None:
     """Reason why a study cannot continue after `error`; None if another attempt may succeed later.
 
-    After StudyFailed and EvidenceMismatch it cannot continue. After another error, its models and tasks are checked
-    again. It cannot continue if they have changed since the study was created, or may no longer be read. Another
-    attempt may succeed if they cannot be used at the moment, or if they are unchanged and the error is
-    EngineUnavailable. The study cannot continue after other errors.
+    - After StudyFailed and EvidenceMismatch the study cannot continue.
+    - After any other error the study's models and tasks are checked again. The study cannot continue if they have
+      changed since it was created, or may no longer be read. Another attempt may succeed if they cannot be used at the
+      moment.
+    - If models and tasks are unchanged, another attempt may succeed only after EngineUnavailable.
     """
     if isinstance(error, (StudyFailed, EvidenceMismatch)):
         return str(error)

@@ -36,17 +36,17 @@ BOUNDS = {"asha": ("at least ", "at most "), "racing": ("at most ", "at least ")
 class CheckedPlan:
     """Expected costs of running a study: samples, time, memory and disk space.
 
-    - `step_samples`: the samples that the searcher's gradients count as; 0 for searchers without gradients.
-    - `rungs`: for each rung, the samples by objective.
-    - `trials`: the numbers of baselines ("extras") and of proposed trials ("search").
-    - `max_samples`: the limit of samples of the search; None if there is none.
-    - `samples_used`: the samples that count towards the limit and are used already, by earlier runs.
+    - `step_samples`: the samples that the searcher's gradients count as; 0 for searchers without gradients
+    - `rungs`: for each rung, the samples by objective
+    - `trials`: the numbers of baselines ("extras") and of proposed trials ("search")
+    - `max_samples`: the limit of samples of the search; None if there is none
+    - `samples_used`: the samples that earlier runs have used and that count towards the limit
     - `samples_planned`: the samples that count towards the limit if nothing ends the search early, those of steps
-      included.
-    - `tokens`: the least and the most tokens that a sample is expected to have. `hours` and `most_hours` are rough
-      estimates of the running time for them.
-    - `memory_bytes`, `disk_bytes`: bytes needed for each use, and bytes available.
-    - `absent_models`: models whose weights must be downloaded first.
+      included
+    - `tokens`: the least and the most tokens that a sample is expected to have
+    - `hours`, `most_hours`: rough estimates of the running time for these two numbers of tokens
+    - `memory_bytes`, `disk_bytes`: bytes needed for each use, and bytes available
+    - `absent_models`: models whose weights must be downloaded first
     """
 
     study: str
@@ -112,8 +112,8 @@ class CheckedPlan:
     def _limit(self) -> tuple[str, ...]:
         """Line of the printed plan about the limit of samples: how many are used, and whether the planned ones fit.
 
-        The line is returned as a tuple of one text. Without a limit, it has the samples that earlier runs used. The
-        tuple is empty if there are none either.
+        The line is returned as a tuple of one text. If the study has no limit, the line says only how many samples
+        earlier runs used. If there were no earlier runs either, the tuple is empty.
         """
         if self.max_samples is None:
             return (f"used      {self.samples_used:,} samples in earlier runs",) if self.samples_used else ()

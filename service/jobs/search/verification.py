@@ -80,10 +80,10 @@ def _store(writer: JobWriter, verification: Verification) -> None:
 def _chosen(
     preflight: PreflightResult, options: Verify, trials: Sequence[TrialRecord], known: Mapping[int, TrialVerification]
 ) -> list[TrialRecord]:
-    """Trials to verify: those whose samples differed before, the best trial, and others drawn at random.
+    """Trials to verify: those whose samples differed before, the best trial, and trials drawn at random.
 
-    The others are drawn, with the study's seed, from the trials at full budget: so many that they and the best one are
-    `options.trials` trials together. `known` has the stored reports of earlier verifications by trial number.
+    The best trial and the drawn trials are `options.trials` trials together. The study's seed determines which trials
+    at full budget are drawn. `known` has the stored reports of earlier verifications by trial number.
     """
     candidates = full_budget_trials(trials)
     winner = best_trial(trials, preflight.tasks.objectives)

@@ -112,8 +112,9 @@ def _settings(run: RunRecord, constraints: Sequence[ConstraintDocument]) -> list
 def _savings(run: RunRecord) -> dict[str, Any]:
     """The data from which the report's template draws how many samples low rungs saved.
 
-    They are the scored samples, as a share of the samples that scoring every recipe in full takes (None if these are
-    not known), and the number of trials that reached each rung, both with bars.
+    It has a number with a bar: the scored samples divided by the samples that scoring every recipe in full takes, or
+    None if the divisor is not known. It also has, for each rung, the number of trials that reached the rung, with a
+    bar.
     """
     plot = budget(run)
     searched = (trial for trial in run.trials if trial.origin is Origin.SEARCH)

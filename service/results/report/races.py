@@ -86,10 +86,11 @@ def _chart(shown: Sequence[RaceEntry], samples: Sequence[int], colours: dict[str
 
 
 def _rows(entries: Sequence[RaceEntry], samples: Sequence[int]) -> list[dict[str, Any]]:
-    """Build a table row for each rung.
+    """Build a table row for each rung, from the races of the trials.
 
-    It has the number of samples of each objective at the rung (from `samples`), the number of trials that were scored
-    there, how many of them were stopped, and how many by each of the scheduler's stopping rules.
+    `entries` has the race of each proposed trial: the rungs that it reached, and what stopped it. `samples` has the
+    number of samples of each objective at each rung. A row has this number, the number of trials that were scored at
+    the rung, how many of them were stopped, and how many by each of the scheduler's stopping rules.
     """
     rows = []
     for rung, count in enumerate(samples):

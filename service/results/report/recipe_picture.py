@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from search_spaces.recipe import COMPONENTS, Component, Merge, Recipe
+from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe
 from service.results.report.charts import Bar, Legend, legend, stacked_bar
 from service.results.report.marks import NUM_COLOURS
 from service.results.series.recipe import layer_runs, model_shares
@@ -53,7 +53,7 @@ def recipe_picture(recipe: Recipe, *, experts: Sequence[str] = ()) -> dict[str, 
             {
                 "name": f"layer {start}" if stop == start + 1 else f"layers {start} to {stop - 1}",
                 "cells": [cell(merge) for merge in (merges[:1] if len(set(merges)) == 1 else merges)],
-                "note": "" if layer.scale == 1 else f"scale {layer.scale:.3f}",
+                "note": ", ".join(_notes(layer)),
             }
         )
     used = [alias for alias in models if any(alias in model_shares(merge) for merge in recipe.merges())]
@@ -77,12 +77,19 @@ def recipe_picture(recipe: Recipe, *, experts: Sequence[str] = ()) -> dict[str, 
     }
 
 
+def _notes(layer: LayerRecipe) -> Iterator[str]:
+    if layer.scale != 1:
+        yield f"scale {layer.scale:.3f}"
+    if layer.mlp_scale != 1:
+        yield f"scale of the MLP {layer.mlp_scale:.3f}"
+
+
 def _symbol(name: str) -> str:
     return {"lambda": "λ"}.get(name, name)
 
 
 def _source_texts(merge: Merge) -> Iterator[tuple[str, str]]:
-    """The alias of each source of a merge, with those of its coefficients that the source has alone, as text.
+    """The alias of each source of a merge, with a text of the coefficients that belong to this source alone.
 
     The text is "" if all sources share the coefficients. For SLERP it is the weight of the source, 1 - t or t.
     """
@@ -96,7 +103,7 @@ def _source_texts(merge: Merge) -> Iterator[tuple[str, str]]:
 
 
 def _contributions(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """The mean share of each model in parts of a recipe, each as the part's name and the shares by alias.
+    """The mean share of each model in each part of a recipe: pairs of the part's name and the shares by alias.
 
     The parts are all layers together, each component, the embedding, the head, and the single tensors that differ from
     their component. The shares of a part sum to 1; they follow from the coefficients (`model_shares`).

@@ -23,6 +23,7 @@ class PathStep:
     layer: Annotated[int | None, Field(description="Number of the layer in its model, from 0.")]
     scale: Annotated[float, Field(description="Factor of the layer's output.")]
     weights: Annotated[float, Field(description="Factor of the weights of attention and MLP.")]
+    mlp_scale: Annotated[float, Field(description="Factor of what the layer's MLP adds to the residual stream.")]
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,10 @@ def _step(position: int, layer: LayerRecipe) -> PathStep:
     sources = {source for merge in merges for source in merge.sources}
     is_one = len(sources) == 1 and all(merge.method == "passthrough" for merge in merges)
     if not is_one:
-        return PathStep(position, None, None, layer.scale, 1.0)
+        return PathStep(position, None, None, layer.scale, 1.0, layer.mlp_scale)
     (source,) = sources
-    return PathStep(position, source.model, source.layer, layer.scale, layer.attention.number("scale"))
+    weights = layer.attention.number("scale")
+    return PathStep(position, source.model, source.layer, layer.scale, weights, layer.mlp_scale)
 
 
 def _is_plain(steps: Sequence[PathStep], layers: Sequence[LayerRecipe]) -> bool:
@@ -81,4 +83,4 @@ def _is_plain(steps: Sequence[PathStep], layers: Sequence[LayerRecipe]) -> bool:
         for source in layer.component(component).sources
     )
     models = {step.model for step in steps}
-    return at_home and len(models) <= 1 and all(step.scale == step.weights == 1 for step in steps)
+    return at_home and len(models) <= 1 and all(step.scale == step.weights == step.mlp_scale == 1 for step in steps)

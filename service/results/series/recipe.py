@@ -92,7 +92,7 @@ def layer_runs(layers: Sequence[LayerRecipe]) -> Iterator[tuple[int, int, LayerR
             )
             for merge in (layer.component(component) for component in COMPONENTS)
         )
-        return (merges, layer.scale, layer.alignment)
+        return (merges, layer.scale, layer.mlp_scale, layer.alignment)
 
     start = 0
     for index in range(1, len(layers) + 1):

@@ -1,4 +1,4 @@
-"""Pictures and rows of tables of the analysis of trained fleets."""
+"""The analysis of trained fleets as pictures and rows of tables."""
 
 from __future__ import annotations
 

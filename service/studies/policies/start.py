@@ -1,7 +1,7 @@
 """Studies that begin with the policies of another study.
 
 The policies are those that the other study has when the new one first runs. They are stored as artifacts of the new
-study, and their digests as one of its documents, so that it can be resumed whatever happens to the other study.
+study, and their digests as one of its documents. So the new study can be resumed whatever happens to the other study.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def with_start(
     artifacts: ArtifactStore,
     open_study: OpenStudy,
 ) -> PreflightResult:
-    """Add to the preflight result of a study the policies with which the study begins.
+    """The study's preflight result with the policies that the study starts with (`search.hm3.start`).
 
     The policies are copied to the study's own artifacts when it first runs. If the study names no policies, the result
     is unchanged. Raises StudyFailed if the policies cannot be used; the study's state is then FAILED, with the reason.
@@ -110,9 +110,9 @@ def _iterations(
 ) -> list[int]:
     """For each policy of the study, the iteration of the other study from which its checkpoint is taken.
 
-    It is the latest one of the other study's policy for the same preference vector; a single policy for all vectors
-    takes the latest of all. `other` is the other study's setting, `checkpoints` has its checkpoints by iteration.
-    Raises Conflict if the other study has no policy for one of the vectors.
+    A policy for one preference vector takes the latest checkpoint of the other study's policy for this vector. A single
+    policy for all vectors takes the latest checkpoint of all. `other` is the other study's setting, `checkpoints` has
+    its checkpoints by iteration. Raises Conflict if the other study has no policy for one of the vectors.
     """
     if preflight.study.search.hm3.policy == "conditioned":
         return [max(checkpoints)]

@@ -61,8 +61,8 @@ def algorithm_of(
 def _warning_of_policy(study: Study, space: SearchSpace) -> str:
     """Warning about a length penalty so large that the shortest paths win whatever they score.
 
-    The penalty is too large if the longest path loses more by it than scores can differ, which is 1. Returns "" if it
-    is not, or if the space has no layer paths.
+    The penalty is too large if it costs the longest path at least 1 more than the shortest, because scores differ by at
+    most 1. Returns "" if the penalty is not too large, or if the space has no layer paths.
     """
     penalty, paths = study.search.hm3.length_penalty, space.parameters.structure
     if not isinstance(paths, LayerPaths) or penalty * (paths.longest - paths.shortest) < 1:

@@ -1,7 +1,7 @@
 """Expected duration of a study, computed before an engine starts from the samples' tokens and this machine's speed.
 
-It does not know how often equal merges are proposed, how long merging takes (of small models, less than scoring), and
-what else the machine does.
+The estimate does not include how often equal merges are proposed, how long merging takes (of small models, less than
+scoring), and what else the machine does.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def operations_per_s(threads: int) -> float:
 
 
 def _lengths(preflight: PreflightResult) -> dict[str, dict[str, Lengths]]:
-    """Mean lengths of the samples of each task, in tokens, by section of the study file and name of the objective."""
+    """Mean length of a sample of each task, in tokens, by section of the study file and objective."""
     prompts = Prompts(open_sources(preflight.models.family).result_dir, preflight.engine_options)
     specs = {"objectives": preflight.tasks.search, "holdout": preflight.tasks.holdout}
     found: dict[str, dict[str, Lengths]] = {section: {} for section in specs}
@@ -117,7 +117,10 @@ def _lengths(preflight: PreflightResult) -> dict[str, dict[str, Lengths]]:
 
 
 def _mean(lengths: Mapping[str, Lengths], num_samples: Mapping[str, int]) -> Lengths:
-    """Mean of the lengths of several tasks, weighted by the number of samples of each, by the objective's name."""
+    """Mean of the lengths of several tasks, each weighted by its number of samples.
+
+    `lengths` and `num_samples` are by the objective's name.
+    """
     total = sum(num_samples[name] for name in lengths)
     shares = {name: num_samples[name] / total for name in lengths}
     return Lengths(

@@ -1,7 +1,7 @@
 """Everything that can be checked before an engine starts, in order, and the plan that follows from it.
 
-All problems of a study are reported together: first those in headers, configurations and task data, and only where
-there are none those in the weights, because reading large models takes minutes (and is cached by content).
+All problems of a study are reported together. Weights are read only if there are no problems in headers, configurations
+and task data, because reading large models takes minutes (and is cached by content).
 """
 
 from __future__ import annotations

@@ -30,15 +30,15 @@ __all__ = [
 class FilesRefused(InvalidStudy):
     """A study names files that it may not read.
 
-    To retry does not help, because the list of files that a study may read is stored with the study.
+    Retrying does not help, because the list of files that a study may read is stored with the study.
     """
 
 
 def check_files(study: Study, access: FileAccess | None) -> None:
     """Check that a study names only files, directories and hub models that `access` allows.
 
-    With `access` None all are allowed. Raises FilesRefused with every one that is not. Files that task files lead to,
-    such as included ones, are checked when they are read (`workers.evaluation`).
+    With `access` None all are allowed. Raises FilesRefused with each file, directory and hub model that is not allowed.
+    Files that task files lead to, such as included ones, are checked when they are read (`workers.evaluation`).
     """
     if access is not None and (problems := tuple(_problems(study, access))):
         raise FilesRefused(problems)

@@ -109,9 +109,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan the memory of the bank of source weights, of the engines and, if there is one, of the gradient actor.
 
-    It is that of one machine, which has its share of the replicas if there are several machines (`num_machines`). With
-    `available_bytes` None, all memory of this machine is available. `max_layers` is the number of layers of the
-    longest merge if merges have any number of layers, else 0. With `aligns`, merges may have alignments between layers.
+    The plan is for one machine; with several machines (`num_machines`), it has only its share of the replicas. With
+    `available_bytes` None, all memory of this machine is available. `max_layers` is the number of layers of the longest
+    merge if merges have any number of layers, else 0. With `aligns`, merges may have alignments between layers.
     """
     import torch
 
@@ -148,9 +148,9 @@ def plan_memory(
 def _pool_size(sources: ResolvedFamily, max_layers: int, available: int, bytes_of_value: int) -> int:
     """Number of layers that an engine holds in host memory to build layer paths from, at least `max_layers`.
 
-    It is enough for all layers of all sources and, in addition, the `max_layers` layers of the longest path. If these
-    do not fit into HOST_SHARE of the `available` bytes, together with the tensors outside layers, it is as many as fit.
-    A number takes `bytes_of_value` bytes; 0 means that memory is not limited.
+    If there is room, the pool holds all layers of all sources and, in addition, the `max_layers` layers of the longest
+    path. Otherwise it holds as many layers as fit, together with the tensors outside layers, into HOST_SHARE of the
+    `available` bytes. A number takes `bytes_of_value` bytes. With 0 the pool takes no host memory, so there is room.
     """
     every = len(sources.checkpoints) * sources.layout.num_layers + max_layers
     if not bytes_of_value:

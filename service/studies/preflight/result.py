@@ -42,8 +42,8 @@ class ExpectedSamples:
     """Numbers of samples that a study is expected to score.
 
     `search` is for the search, `holdout` for the held-out stage, and `full_budget` for a search that scores every trial
-    at full budget. Under asha the search scores at least `search` samples, because it also promotes trials that are
-    among the best of a rung only for a while.
+    at full budget. Under asha `search` is the least number: asha decides early, so it also promotes trials that later
+    results show not to be among the best of their rung.
     """
 
     search: int
@@ -165,10 +165,10 @@ class PreflightResult:
     def _max_staleness(self) -> int:
         """The largest number of trials that proposals may run ahead of results.
 
-        It is the one that the study file states, else a default by the number of replicas. A searcher that trains a
-        policy learns from whole iterations. By default it proposes at least half an iteration ahead, so that engines do
-        not wait while it learns or proposes repeated paths, which need no scoring. It proposes at most as many
-        iterations ahead as there are replicas, and at most `iterations_ahead`.
+        The study file may state it; the default depends on the number of replicas. A searcher that trains a policy
+        learns from whole iterations. By default it proposes at least half an iteration ahead, so that engines do not
+        wait while it learns or proposes repeated paths, which need no scoring. It proposes at most as many iterations
+        ahead as there are replicas, and at most `iterations_ahead`.
         """
         if self.study.search.max_staleness is not None:
             return self.study.search.max_staleness
@@ -213,10 +213,10 @@ class PreflightResult:
 
     @property
     def _num_repeated(self) -> int:
-        """Number of repeated proposals in a row that end a search by policies, which is two iterations of every policy.
+        """Number of repeated proposals in a row that end a search by policies.
 
-        A proposal is repeated if an earlier trial has its recipe. If all paths proposed in two iterations are known,
-        nothing is left to learn. The number is at least two for each preference vector.
+        A proposal is repeated if an earlier trial has its recipe. The number is that of two iterations of every policy:
+        if all paths proposed there are known, nothing is left to learn. It is at least two for each preference vector.
         """
         search = self.study.search
         num_vectors = 1 if search.preferences is None else search.preferences.size(len(self.tasks.search))
@@ -274,7 +274,7 @@ class PreflightResult:
     def expected_samples(self) -> ExpectedSamples:
         """Numbers of samples that the study will score if no trial fails and no two recipes are equal.
 
-        They are those of the whole plan, which `limits.max_samples` may cut short (`within_limit`).
+        The whole plan is counted, even if `limits.max_samples` may cut it short (`within_limit`).
         """
         totals = [sum(samples.values()) for samples in self.budget.rung_samples]
         brackets = bracket_plan(self.budget.cycle, self.study.search.max_trials)

@@ -126,10 +126,10 @@ def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[La
 
 
 def _read(inputs: AlignmentInputs, alias: str, before: Sequence[int]) -> list[Any]:
-    """Read the activations of the model `alias` of the pool before each of the layers `before`, as a Ray task.
+    """Read the activations before certain layers of one model of the pool, as a Ray task.
 
-    Returns a NumPy array for each of these layers, and then one array that says of each row of activations whether it
-    is held out from fitting.
+    `alias` names the model, `before` has the indices of the layers. Returns a NumPy array for each of these layers, and
+    then one array that says of each row of activations whether it is held out from fitting.
     """
     torch.set_num_threads(TASK_CPUS)  # equal bits on every machine
     family = on_this_machine(inputs.family)

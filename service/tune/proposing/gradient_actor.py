@@ -49,10 +49,10 @@ class GradientActor:
         self._completions = completions
 
     def run(self, request: LossesRequest | GradientRequest) -> LossesResult | GradientResult:
-        """Compute the mean loss of each objective and, for a GradientRequest, its derivatives by all parameters.
+        """Compute the mean loss of each objective and, for a GradientRequest, the derivatives of their weighted sum.
 
-        If a loss is not finite, the result has a failure. Raises InvalidModel and InvalidTask if models or task data
-        cannot be used.
+        The derivatives are with respect to all parameters of the search space. If a loss is not finite, the result has
+        a failure. Raises InvalidModel and InvalidTask if models or task data cannot be used.
         """
         return self._losses(request) if isinstance(request, LossesRequest) else self._gradient(request)
 
@@ -90,9 +90,9 @@ class GradientActor:
     def _gradients(self) -> CoefficientGradients:
         """The trainable model, which is opened at the first call and computes losses and gradients.
 
-        Completions that `use_completions` has set since the last call are given to it. It is not opened in the
-        constructor, because Ray reports an error there as the death of the process, nor in `use_completions`, because
-        nobody reads the result of that call.
+        Completions that `use_completions` has set since the last call are passed on to the model. The constructor does
+        not open the model, because Ray reports an error there as the death of the process. `use_completions` does not
+        open it either, because nobody reads the result of that call.
         """
         if self._opened is None:
             import torch
@@ -109,10 +109,10 @@ class GradientActor:
         return self._opened
 
     def _by_parameter(self, result: CoefficientDerivatives) -> dict[str, float]:
-        """The derivatives of a loss by each parameter of the search space, by the parameter's name.
+        """The derivatives of a loss with respect to the parameters of the search space, by the parameter's name.
 
-        `result` has the derivatives by the coefficients of the merge. Several coefficients may have the value of one
-        parameter; its derivative is the sum of theirs.
+        `result` has the derivatives with respect to the coefficients of the merge. Several coefficients may have the
+        value of one parameter. The parameter's derivative is the sum of theirs.
         """
         space = self._inputs.space
         slopes: dict[str, float] = {}
@@ -130,9 +130,9 @@ class GradientActor:
 def _with_stated_coefficients(space: DifferentiableSpace, point: tuple[float, ...]) -> tuple[float, ...]:
     """Move `point` as little as needed so that its recipe states every coefficient, and return the new point.
 
-    A loss has derivatives by stated coefficients only. A point has a value for each parameter of `space`. A recipe in
-    canonical form leaves out a source whose coefficient is 0, and a shared coefficient that has its default. A value of
-    `point` that is this number is changed by the smallest step that recipes can express, upwards if the range allows.
+    A loss has derivatives with respect to stated coefficients only. A point has a value for each parameter of `space`.
+    A recipe in canonical form does not state a source's coefficient of 0, or a shared coefficient that has its default.
+    Such a value of `point` is changed by the smallest step that recipes can express, upwards if the range allows.
     """
     declared = METHODS[space.method].coefficient(space.coefficient)
     left_out = 0.0

@@ -33,9 +33,9 @@ class Proposer(Protocol):
     def result(self, *, timeout_s: float) -> Step | ChargedRequest | dict[str, Any] | None:
         """The configuration that was proposed, a step that was computed for the proposal, or a request for a step.
 
-        Returns None if none of them is ready within `timeout_s`. After a step, the caller stores it and calls `stored`;
-        after a request, whose step counts against the limit of samples, the caller calls `compute` if the limit allows
-        it. The computation then continues.
+        Returns None if none of them is ready within `timeout_s`. The caller stores a step and then calls `stored`. A
+        requested step counts against the limit of samples: the caller calls `compute` if the limit allows it. After
+        either call the computation continues.
         """
         ...
 
@@ -116,7 +116,7 @@ class Observations:
         """The observations that a proposal may use: the results that its field `visible` lists, and the failed trials.
 
         `trials` are the study's trials by number. Trials whose recipe has no configuration in the search space are left
-        out. A result has the same object in every call.
+        out. Every call returns the same object for the same result.
         """
         for seen in proposal.visible:
             if seen not in self._built:

@@ -115,8 +115,8 @@ class RayProposer:
     def _follows(self, call: Mapping[str, Any]) -> bool:
         """Whether `call`, the arguments of `submit`, is for the proposal that the actor has computed ahead.
 
-        It is if its number follows that of the last proposal, its observations are the same, and its pending
-        configurations are those of the last proposal and the last proposal itself.
+        This is so if three things hold: its number follows that of the last proposal, its observations are the same,
+        and its pending configurations are those of the last proposal with the last proposal added.
         """
         last = self._call
         pending = (*last["pending"], self._answered)
@@ -167,9 +167,9 @@ class RayProposer:
         return options.remote(self._algorithm, self._parameters, self._setting, self._steps, saved)
 
     def _message(self) -> dict[str, Any]:
-        """The arguments of the present call for the searcher's actor, with the indices of observations in their place.
+        """The arguments of the present call as the searcher's actor receives them, with indices for observations.
 
-        Observations that the actor does not have are sent to it first.
+        Observations that the actor does not have yet are sent to it first.
         """
         new, indices = self._sent.add(self._call["observations"])
         if new:
@@ -216,7 +216,7 @@ class RayProposer:
         self._searcher = self._new_searcher()
 
     def _updated(self, request: UpdateRequest) -> Step | None:
-        """The step of the update of a policy that the searcher's actor has computed.
+        """The update of a policy, which the searcher's actor has computed, as a step.
 
         Stores the policy's checkpoint if the actor returned one. Returns None if the actor died; this method has then
         started a new actor, which computes the update again.
@@ -264,7 +264,7 @@ class RayProposer:
             self._gradients.use_completions.remote(self._completions.read(self._chosen))
 
     def _measured(self, request: LossesRequest | GradientRequest) -> Step | None:
-        """The step of the losses or the gradient that the gradient actor has computed.
+        """The losses or the gradient that the gradient actor has computed, as a step.
 
         Returns None if the gradient actor died; this method has then started a new actor, which computes the step
         again. Raises InvalidModel and InvalidTask if the actor cannot use its models or task data, EngineUnavailable if

@@ -19,8 +19,8 @@ class SearcherState:
     """A searcher with the state of its study: parameters, setting, steps, and checkpoints by iteration.
 
     It runs in the process that proposes. In its methods, `call` has the fields of `ProposalContext` that differ between
-    proposals: `number`, `seed`, `observations` and `pending`. In place of an observation, it may have the index of one
-    among those that the method `receive` was given.
+    proposals: `number`, `seed`, `observations` and `pending`. `observations` may have an index in place of an
+    observation: the index of one of the observations that the method `receive` was given.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class SearcherState:
     def propose_next(self) -> StepRequest | dict[str, Any]:
         """The configuration of the trial after the last proposal, or a request for a step that must be computed first.
 
-        The proposal is made from the same results as the last one, whose configuration counts as pending.
+        It uses the same results as the previous proposal did; the previous proposal's configuration counts as pending.
         """
         assert isinstance(self._last_answer, dict), "the last proposal has no configuration"
         call = dict(self._last_call)
@@ -138,14 +138,17 @@ class SearcherState:
 class SentObservations:
     """The observations that a `SearcherState` in another process has received, with their indices there.
 
-    An observation is known by its identity.
+    An observation is recognised as the same Python object, not by its content.
     """
 
     def __init__(self) -> None:
         self._indices: dict[int, tuple[int, Observation]] = {}  # by id; observations are kept so that ids stay theirs
 
     def add(self, observations: Sequence[Observation]) -> tuple[list[Observation], list[int]]:
-        """The observations that must be sent before a call, in order, and the indices of all for the call."""
+        """The observations that must be sent before a call, and the indices by which the call names its observations.
+
+        Observations to send are those that were not sent before, in order.
+        """
         new = []
         for observation in observations:
             if id(observation) not in self._indices:

@@ -30,11 +30,10 @@ class ProvenanceCheck:
             self._prompts.update(row.prompts)
 
     def check(self, evaluation: Evaluation, result: ScoreResult) -> ScoreResult:
-        """Check the evidence of a result, and return the result with its prompt hashes under other names.
+        """Check the evidence of a result, and return the result with the split in the names of its prompt hashes.
 
-        An engine names them by objective and positions; the returned name also has the split, "split
-        objective[start:stop]". Raises EvidenceMismatch if the evidence does not agree with the request or with earlier
-        evidence.
+        An engine names a prompt hash by objective and positions. The returned name is "split objective[start:stop]".
+        Raises EvidenceMismatch if the evidence does not agree with the request or with earlier evidence.
         """
         evidence, digest = result.evidence, evaluation.recipe.digest
         where = f"trial {evaluation.trial}, replica {evidence.replica}"

@@ -106,9 +106,10 @@ class SampleCache:
         return RungRecord(rung, dict(samples), values | exact, standard_errors | dict.fromkeys(exact, 0.0))
 
     def differences_of(self, trials: Mapping[int, TrialRecord]) -> Callable[[int, int, int], Sequence[NDArray[Any]]]:
-        """The method `cost_differences` as a function of three numbers: a trial, its rival, and the rung.
+        """A function that returns the cost differences between two trials: `cost_differences` with numbers for recipes.
 
-        `trials` are the trials by number, whose recipes are looked up when the function is called.
+        Its arguments are a trial's number, its rival's number and a rung. `trials` has the trials by number; their
+        recipes are looked up when the function is called.
         """
         return lambda trial, rival, rung: self.cost_differences(trials[trial].recipe, trials[rival].recipe, rung=rung)
 

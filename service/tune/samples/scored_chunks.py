@@ -56,9 +56,10 @@ class ScoredChunks:
         return self._rescoring.is_pending
 
     def next_rescoring(self, in_flight: Iterable[Evaluation]) -> Evaluation | None:
-        """An evaluation that scores void samples of one recipe again: those of an engine that failed a check.
+        """An evaluation that scores the void samples of one recipe again.
 
-        Returns None if there are none, or if all their recipes are those of evaluations `in_flight`, which are running.
+        Void samples are those of an engine that failed a check. Returns None if there are none, or if all their recipes
+        are being scored by evaluations that are running (`in_flight`).
         """
         return self._rescoring.next_evaluation(in_flight, trial_of=self._trials.first_with)
 

@@ -4,12 +4,12 @@ The table is rebuilt from the stored trials, rungs and brackets at every start, 
 scheduler is a subclass, which decides when a rung promotes and which results a proposal may know.
 
 A search gives the same trials for any number of replicas and after any interruption, because nothing depends on the
-order in which results arrive. The members of a rung have a fixed order, that of their promotion, and decisions are made
-on the first k members once these k are evaluated. A proposal depends on a fixed prefix of the schedule. Evaluations may
-still overlap, so engines have work while a rung waits for a result.
+order in which results arrive. The members of a rung have a fixed order, that of their promotion. Decisions are made on
+the first k members once all k are evaluated. A proposal uses the results of a fixed set of earlier evaluations.
+Evaluations may still overlap, so engines have work while a rung waits for a result.
 
 The table is updated with each result and never computed anew. This is possible because results become visible to
-proposals in a fixed order and stay visible. So a result or a proposal takes no longer in a long search.
+proposals in a fixed order and stay visible. So handling a result or a proposal takes no longer in a long search.
 """
 
 from __future__ import annotations
@@ -49,12 +49,14 @@ class Entry:
 
 @dataclass
 class Rung:
-    """A rung of one bracket.
+    """A rung of one bracket, with its members: the trials that have arrived at the rung.
 
-    `order` has the members, which are the trials that have arrived at the rung, in the order of their arrival.
-    `members` maps each of them to the newest trial whose first result was needed to promote it, which never decreases
-    along `order`. Decisions have been made on the first `num_decided` members; `ranking` has those of them that did not
-    fail. The rung is closed (`is_closed`) once no further decision is made there.
+    - `order`: the members in the order of their arrival
+    - `members`: for each member, the number of the newest trial whose first result was needed to promote the member to
+      this rung; it never decreases along `order`
+    - `num_decided`: decisions have been made on this number of first members
+    - `ranking`: the members on which decisions have been made, without those that failed
+    - `is_closed`: no further decision is made at this rung
     """
 
     index: int
@@ -74,9 +76,12 @@ class Rung:
 class Proposal:
     """The next configuration to request from the searcher, and the results that the searcher may use for it.
 
-    `number` is the trial's number, `bracket` that of its bracket. `visible` are the results that may be used, as
-    (trial, rung). `failed` are trials known to have failed, and `pending` trials whose results must not be used.
-    `opens` is the bracket if the trial is the first in it; the bracket is then stored before the trial.
+    - `number`: the trial's number
+    - `bracket`: the number of its bracket
+    - `visible`: the results that may be used, as (trial, rung)
+    - `failed`: trials that are known to have failed
+    - `pending`: trials whose results must not be used
+    - `opens`: the bracket if the trial is the first in it; the bracket is then stored before the trial
     """
 
     number: int
@@ -104,13 +109,15 @@ class Decision:
 class RungTable(ABC):
     """The rungs and brackets of one study; each scheduler is a subclass.
 
-    The brackets in `cycle` repeat until `max_trials` configurations are proposed. The first `num_baselines` trials are
-    baselines, which are evaluated once, at the last rung. Proposals may run `max_staleness` trials ahead of
-    evaluations, which keeps replicas busy. They are made in batches of `batch` trials, at most `max_staleness`: all
-    proposals of a batch are made from the same results, those that its last one must know. With `waits_for_baselines`,
-    each proposal knows the results of all baselines. `open_brackets` is the number of brackets of Hyperband that may be
-    open at a time. `violation(trial, rung)` is the trial's violation of constraints at a rung for which it has a
-    result; it is called when a decision is made on a proposed trial.
+    - `cycle`: the brackets, which repeat until `max_trials` configurations are proposed
+    - `num_baselines`: the number of baselines, which are the first trials and are evaluated once, at the last rung
+    - `max_staleness`: how many trials proposals may run ahead of evaluations, which keeps replicas busy
+    - `batch`: how many proposals in a row are made from the same results, at most `max_staleness`; these are the
+      results that the last of them must know
+    - `waits_for_baselines`: whether each proposal knows the results of all baselines
+    - `open_brackets`: the number of brackets of Hyperband that may be open at a time
+    - `violation(trial, rung)`: the trial's violation of constraints at a rung for which it has a result; called when a
+      decision is made on a proposed trial
     """
 
     def __init__(
@@ -165,9 +172,9 @@ class RungTable(ABC):
 
     @abstractmethod
     def _see_later(self, number: int, bracket: int) -> bool:
-        """Let proposals use those later results that proposal `number`, in bracket number `bracket`, must know.
+        """Let proposals use the results at higher rungs that proposal `number`, in bracket number `bracket`, must know.
 
-        A later result is one of a trial at a rung after its first. A subclass decides which ones these are, and calls
+        A higher rung is any after a trial's first. A subclass decides which results the proposal must know, and calls
         the method `_see` for each. Returns False while one of them is missing; the proposal then waits. A result that
         was made visible stays visible for all later proposals.
         """
@@ -222,8 +229,9 @@ class RungTable(ABC):
     def end_search(self) -> tuple[int, ...]:
         """Stop proposals, because a limit is reached or the searcher repeats known configurations.
 
-        Open rungs still finish. Returns the brackets of several rungs that were not full. Their size is now the number
-        of their members. A bracket of one rung promotes nothing, and keeps its size for a search that continues.
+        Open rungs still finish. A bracket of several rungs that is not full gets the number of its members as its size;
+        the indices of these brackets are returned. A bracket of one rung promotes nothing, and keeps its size for a
+        search that continues.
         """
         self._is_search_over = True
         short = [
@@ -241,18 +249,16 @@ class RungTable(ABC):
     # -- samples ---------------------------------------------------------------------------------------------------
 
     def most_samples_left(self, totals: Sequence[int]) -> int:
-        """The most samples that the trials in the table can still take.
+        """The most samples that the trials in the table can still take, if each is evaluated up to the last rung.
 
-        `totals` has each rung's number of samples, of all objectives together. Here every unfinished trial may be
-        evaluated up to the last rung.
+        `totals` has each rung's number of samples, of all objectives together. Subclasses may know a lower number.
         """
         return sum(self._most_of(self._entries[number], totals) for number in self._runnable | self._waiting)
 
     def most_samples_of(self, proposal: Proposal, totals: Sequence[int]) -> int:
-        """The most samples that a new proposal adds to those that the trials so far can still take.
+        """The most samples that a new proposal adds to the result of `most_samples_left`.
 
-        The latter are counted by `most_samples_left`. `totals` has each rung's number of samples, of all objectives
-        together.
+        `totals` has each rung's number of samples, of all objectives together.
         """
         return totals[-1]
 
@@ -423,8 +429,8 @@ class RungTable(ABC):
     def _promote_early(self, rung: Rung, above: Rung) -> tuple[int, ...]:
         """Promote trials of `rung` to the rung `above` while more trials may still arrive at `rung`.
 
-        Decisions are made on one member of the rung after the other, in the order of their arrival, up to the first one
-        that is not evaluated. Returns the numbers of the trials that are promoted.
+        The members of the rung are decided on one by one, in the order of their arrival, up to the first member that is
+        not evaluated. Returns the numbers of the trials that are promoted.
         """
         promoted: list[int] = []
         while rung.num_decided < len(rung.order):
@@ -454,8 +460,8 @@ class RungTable(ABC):
     def _promote(self, rung: Rung, above: Rung, num_best: int, cause: int) -> list[int]:
         """Promote the best `num_best` of the members of `rung` on which decisions have been made, to the rung `above`.
 
-        Returns those of them that were not promoted before. `cause` is the number of the newest trial whose first
-        result was needed for this decision.
+        Returns the trials that were not promoted before. `cause` is the number of the newest trial whose first result
+        was needed for this decision.
         """
         promoted = rung.ranking.take(num_best)
         for number in promoted:

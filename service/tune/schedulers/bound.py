@@ -1,10 +1,10 @@
 """A bound on paired differences that holds at all rungs at once, for samples drawn without replacement.
 
 Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting" (JRSS B 86, 2024), section 5, and
-"Confidence sequences for sampling without replacement" (NeurIPS 2020). A gambler bets that a candidate is worse than a
-rival: each sample multiplies the gambler's capital by a factor. If the candidate is not worse on all samples, the
-expectation of this factor is at most 1, so the capital is a nonnegative supermartingale, and by Ville's inequality the
-probability that it ever reaches 1 / alpha is at most alpha. On paired differences of right and wrong answers, this
+"Confidence sequences for sampling without replacement" (NeurIPS 2020). A gambler bets that a trial is worse than a
+rival: each sample multiplies the gambler's capital by a factor. If the trial is not worse on all samples together, the
+expectation of this factor is at most 1, so the capital is a nonnegative supermartingale. By Ville's inequality, the
+probability that it ever reaches 1 / alpha is then at most alpha. On paired differences of right and wrong answers, this
 needs far fewer samples than the bounds of Hoeffding and Serfling.
 """
 
@@ -26,11 +26,11 @@ BETS = (np.arange(20) + 0.5) / 20
 
 
 def largest_capital(differences: Differences, *, population: int) -> float:
-    """The largest capital reached by betting, from a capital of 1, that the sum of a population is positive.
+    """Bet that the numbers of a population have a positive sum, from a capital of 1, and return the largest capital.
 
-    It is evidence for a positive sum: if the sum is not positive, the capital reaches c with a probability of at most 1
-    / c. `differences` [n], in [-1, 1], are the first n of the `population` numbers in a random order. The capital is
-    infinite if the sum is positive whatever the remaining numbers are.
+    A large capital is evidence for a positive sum: if the sum is not positive, the capital reaches c with a probability
+    of at most 1 / c. `differences` [n], in [-1, 1], are the first n of the `population` numbers in a random order. The
+    capital is infinite if the sum is positive whatever the remaining numbers are.
     """
     drawn = np.arange(len(differences))
     sums = np.concatenate(([0.0], np.cumsum(differences)[:-1]))
@@ -46,14 +46,14 @@ def largest_capital(differences: Differences, *, population: int) -> float:
 
 @dataclass(frozen=True)
 class Bound:
-    """A test that stops candidates which are behind a rival in every objective, with one error rate for a whole study.
+    """A test that stops a trial if it is behind a rival in every objective, with one error rate for a whole study.
 
-    A candidate is a trial that may be stopped. With a probability of at least 1 - `error_rate`, every candidate that is
-    stopped would have been worse than its rival on all samples. The k-th candidate's share of the error rate is 1 / (k
-    (k + 1)), for any number of candidates; its rivals share it equally. Rungs need no shares, because the bound holds
-    at all of them. Objectives need none either: a candidate that is not worse in one of them is stopped only if the
-    bound of that objective is wrong. The candidate is assumed not to depend on which samples come first. A searcher
-    that learns from the lower rungs of earlier trials makes the rate approximate.
+    With a probability of at least 1 - `error_rate`, every trial that is stopped would have been worse than its rival on
+    all samples. The k-th trial that may be stopped, called candidate k, has the share 1 / (k (k + 1)) of the error
+    rate, for any number of candidates. Its rivals share this equally. Rungs need no shares, because the bound holds at
+    all of them. Objectives need none either: a trial that is not worse in one of them is stopped only if the bound of
+    that objective is wrong. The trial is assumed not to depend on which samples come first. A searcher that learns from
+    the lower rungs of earlier trials makes the rate approximate.
 
     `differences(trial, rival, rung)` has an array for each objective: the cost of the trial minus that of the rival on
     each sample of the rung, in [-1, 1], in the order of the samples. `populations` are the numbers of all samples, in

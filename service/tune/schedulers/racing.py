@@ -1,9 +1,9 @@
-"""Racing: a candidate is compared with the best trials on the same samples, and stopped when it is behind.
+"""Racing: a trial is compared with the best trials on the same samples, and stopped when it is behind.
 
-Candidates are compared at each rung, which is a fixed number of samples of every objective. Birattari et al., "A racing
-algorithm for configuring metaheuristics" (2002), stop a candidate by a statistical test. Here it is stopped as soon as
-it is behind: a worse candidate costs few samples, at the risk of losing a better one that starts badly. With a `Bound`,
-a candidate is stopped when that risk is known to be small.
+Trials are compared at each rung, which is a fixed number of samples of every objective. Birattari et al., "A racing
+algorithm for configuring metaheuristics" (2002), stop a trial by a statistical test. Here it is stopped as soon as it
+is behind: a worse trial costs few samples, at the risk of losing a better one that starts badly. With a `Bound`, a
+trial is stopped when that risk is known to be small.
 """
 
 from __future__ import annotations
@@ -73,16 +73,16 @@ class RacingTable(RungTable):
         return tuple(decisions)
 
     def _are_known(self, number: int) -> bool:
-        """Whether all trials up to `number` - `max_staleness` have ended.
+        """Whether all trials that may be rivals of trial `number` have ended.
 
-        Only these may be rivals of trial `number`.
+        These are the trials up to `number` - `max_staleness`.
         """
         return self._num_ended > number - self._max_staleness
 
     def _rivals(self, number: int, rung: int) -> Iterator[Candidate]:
         """The rivals of trial `number` that have costs at the rung, each with these costs.
 
-        They are the front of the trials up to `number` - `max_staleness`.
+        Rivals are the trials on the front of all trials up to `number` - `max_staleness`.
         """
         for rival in self._front_of(max(0, number - self._max_staleness + 1)):
             entry = self._entries[rival.number]

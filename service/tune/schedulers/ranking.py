@@ -3,8 +3,8 @@
 The order is that of `search_spaces.objectives.promotion_order`, which sorts all candidates anew. Here, a candidate is
 inserted into the fronts that exist, as in Li et al., "Efficient Nondomination Level Update Method for Steady-State
 Evolutionary Multiobjective Optimization" (IEEE Transactions on Cybernetics 47, 2017): a point that dominates others
-moves them one front back. Only the first fronts, as far as they were asked for, are separated from the other
-candidates.
+moves them one front back. Only the fronts that were asked for are separated; all other candidates are kept together,
+unsorted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Points: TypeAlias = NDArray[np.float64]
 
 
 class Ranking:
-    """The trials at one rung, as candidates for promotion, in the order in which they are promoted.
+    """The order in which the trials at one rung are promoted; the trials are its candidates.
 
     Trials that meet all constraints come first, then those that violate constraints. Trials that failed must not be
     added.
@@ -88,10 +88,10 @@ class _Line:
 class _Fronts:
     """Candidates for promotion with several costs, ordered by front, then crowding distance, then trial number.
 
-    The first front consists of the candidates that no other one dominates; the second is the first front of the other
-    candidates, and so on. Within a front, a larger crowding distance comes first. A candidate is known by its index in
-    the order of arrival. `_fronts` are the first fronts, `_rest` are the candidates behind them, not yet divided into
-    fronts.
+    The first front consists of the candidates that no other one dominates. The second front is the first front of the
+    remaining candidates, and so on. Within a front, a larger crowding distance comes first. Candidates are numbered in
+    the order of arrival, and named by these numbers. `_fronts` has the first fronts. `_rest` has the candidates behind
+    them, which are not divided into fronts yet.
     """
 
     def __init__(self, num_costs: int) -> None:
@@ -143,8 +143,8 @@ class _Fronts:
     def _num_fronts(self, rank: int) -> int:
         """Make sure that the front with index `rank` is known, if there is one, and return the number of known fronts.
 
-        If it would be the next front, it is taken from the candidates in `_rest`, which are not yet divided into
-        fronts: it has those of them that no other one dominates.
+        If this front is the next after the known ones, it is computed: it has the candidates in `_rest` that no other
+        candidate there dominates.
         """
         if rank == len(self._fronts) and len(self._rest):
             is_first = np.array(non_dominated([tuple(costs) for costs in self._costs[self._rest].tolist()]))
@@ -155,7 +155,7 @@ class _Fronts:
     def _first_undominated(self, costs: Costs) -> int:
         """The index of the first separated front in which no candidate dominates `costs`.
 
-        It is the number of separated fronts if each has a candidate that dominates `costs`.
+        If every separated front has a candidate that dominates `costs`, this is the number of separated fronts.
         """
         low, high = 0, len(self._fronts)
         while low < high:

@@ -15,16 +15,17 @@ __all__ = ["AshaTable", "HyperbandTable"]
 
 
 class HyperbandTable(RungTable):
-    """Rung table with synchronous promotion: a rung promotes once, when no further member can arrive from its bracket.
+    """Rung table of Hyperband: a rung promotes once, when no further trial can arrive there from its bracket.
 
-    Proposal n in bracket b uses
-        - the results at every rung of the trials in brackets up to b - open_brackets; bracket b opens when these
-          brackets are closed
-        - the results at the first rung of all trials up to n - max_staleness; the proposal waits for these
+    Proposal n, in bracket b, uses these results:
 
-    Other results are not used even if they are known, so the evaluations of `open_brackets` brackets may overlap. For a
-    batch, n is its last proposal, and b the bracket of its first one. With one open bracket, brackets follow each other
-    as in the paper.
+    - the first result of each trial up to n - max_staleness; the proposal waits for these results
+    - all other results of those trials up to n - max_staleness that are in brackets up to b - open_brackets; bracket b
+      opens when those brackets are closed
+
+    No other results are used, even if they are known, so the evaluations of `open_brackets` brackets may overlap. In a
+    batch, all proposals use the same results: n is the last proposal of the batch, and b the bracket of its first one.
+    With one open bracket, brackets follow each other as in the paper.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -47,9 +48,9 @@ class HyperbandTable(RungTable):
     def most_samples_left(self, totals: Sequence[int]) -> int:
         """The most samples that the search can still take for brackets that are open.
 
-        These are the samples of the trials in the table, and of the trials that open brackets of several rungs still
-        lack, because such a bracket is completed once it is open. `totals` has each rung's number of samples, of all
-        objectives together.
+        This counts the trials in the table, and the trials that are still to be proposed in open brackets, because a
+        bracket is completed once it is open. Brackets of a single rung need not be completed. `totals` has each rung's
+        number of samples, of all objectives together.
         """
         alone = (self._entries[number].bracket for number in self._runnable)
         left = totals[-1] * sum(index is None or len(self._rungs[index]) == 1 for index in alone)
@@ -64,11 +65,11 @@ class HyperbandTable(RungTable):
         return left
 
     def most_samples_of(self, proposal: Proposal, totals: Sequence[int]) -> int:
-        """The most samples that a new proposal adds to those that the trials so far can still take.
+        """The most samples that a new proposal adds to the result of `most_samples_left`.
 
-        The latter are counted by `most_samples_left`. It adds those of a whole bracket if it opens one, else none. In a
-        bracket of one rung, where nothing is promoted, each proposal adds its own samples. `totals` has each rung's
-        number of samples, of all objectives together.
+        A proposal that opens a bracket adds those of the whole bracket; other proposals add none. In a bracket of one
+        rung, where nothing is promoted, each proposal adds its own samples. `totals` has each rung's number of samples,
+        of all objectives together.
         """
         shape = proposal.opens or self._brackets[proposal.bracket]
         if shape.first_rung == self.last_rung:
@@ -90,18 +91,19 @@ class HyperbandTable(RungTable):
 class AshaTable(RungTable):
     """A rung table for ASHA: with every result, a rung promotes the trials of its best 1/eta that are not promoted yet.
 
-    Departures from the paper, which make the search independent of the order of results:
-        - A rung counts its members in the order of their arrival, not of their evaluation: decisions on the first k are
-          made when all k are evaluated. A slow member delays the promotions after it (and, `max_staleness` trials
-          later, proposals), but nothing waits for a bracket. Promotions are those of the paper with one worker.
-        - The paper's search never ends. When this one ends, a rung that has promoted no trial promotes its best, so
-          that the full budget is reached, and the remaining trials are pruned. Trials added to a search that had ended
-          form another bracket.
+    The search departs from the paper's in two ways, which make it independent of the order of results:
 
-    Which results a proposal uses is fixed, too. Proposal n uses a trial's result at its first rung if the trial is not
-    after trial n - max_staleness. It uses the result at the i-th rung, and waits for it, if the newest trial that was
-    needed for the promotion to this rung is not after trial n - i * max_staleness; the factor is i because later
-    evaluations take longer.
+    - A rung counts its members in the order of their arrival, not of their evaluation: decisions on the first k are
+      made when all k are evaluated. A slow member delays the promotions after it (and, `max_staleness` trials later,
+      proposals), but nothing waits for a bracket. Promotions are those of the paper with one worker.
+    - The paper's search never ends. When this one ends, a rung that has promoted no trial promotes its best, so that
+      the full budget is reached, and the remaining trials are pruned. Trials added to a search that had ended form
+      another bracket.
+
+    The results that a proposal uses are fixed, too. Proposal n uses the first results of the trials up to n -
+    max_staleness. For the result of a trial at its i-th rung (i > 1), let m be the newest trial whose first result was
+    needed to promote the trial to this rung. Proposal n uses the result, and waits for it, if m is at most n - i *
+    max_staleness. The factor is i because later evaluations take longer.
     """
 
     def _num_promoted_early(self, num_decided: int) -> int:

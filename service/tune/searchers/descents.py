@@ -80,9 +80,9 @@ def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
 def _order(vectors: np.ndarray) -> list[tuple[int, tuple[int, ...]]]:
     """The order in which descents are made for the preference vectors [num_vectors, num_objectives].
 
-    For each descent, it has the index of its vector and the numbers of the earlier descents, the nearest first and the
-    earlier one of two at the same distance. The first descent is for the vector nearest to equal weights; the next is
-    always for the vector nearest to those before it.
+    The first descent is for the vector nearest to equal weights. Each later one is for the vector nearest to the
+    vectors before it. For each descent, the result has the index of its vector and the numbers of all earlier descents,
+    sorted by the distance of their vectors from this one. At equal distances the earlier descent comes first.
     """
     apart = np.linalg.norm(vectors[:, None] - vectors[None], axis=2).round(DECIMALS)
     equal = equal_preference(vectors.shape[1])

@@ -100,7 +100,8 @@ class Encoding:
     def sample(self, num_rows: int, rng: np.random.Generator) -> Rows:
         """Random rows, each the encoding of a random configuration.
 
-        They are drawn as the space draws configurations if it has a structure, such as layer paths, else uniformly.
+        If the space has a structure, such as layer paths, the configurations are drawn as the space draws them.
+        Otherwise the rows are drawn uniformly.
         """
         if self._space.structure is not None:
             return self.encode(self._space.sample(rng) for _ in range(num_rows))
@@ -139,11 +140,11 @@ class Encoding:
         return [key in seen for key in self.keys(rows)]
 
     def values_by_role(self, num_levels: int) -> list[Rows]:
-        """A few encoded values for each role, that is, for all parameters that share it.
+        """A few encoded values for each role. All parameters that share a role share these values.
 
-        A role of categorical parameters, or of few whole numbers, has all its values. Any other role has `num_levels`
-        numbers from one end of the range to the other. Roles are in the order of the columns that the method `tied`
-        takes.
+        A role of categorical parameters, or of numbers with at most `num_levels` values, has all its values. Any other
+        role has `num_levels` numbers from one end of the range to the other. Roles are in the order of the columns that
+        the method `tied` takes.
         """
         levels = np.linspace(0.0, 1.0, num_levels)
         first = [column for column, role in enumerate(self._role) if column == role]
@@ -186,8 +187,9 @@ class Encoding:
     def normalise(self, rows: Rows) -> Rows:
         """Rows of any numbers in [0, 1] as valid rows of this encoding; `rows` is not changed.
 
-        A whole number or a choice is moved to the middle of the interval that stands for it, inactive parameters get
-        the number INACTIVE, and configurations that the space does not allow are repaired.
+        - A whole number or a choice is moved to the middle of the interval that stands for it.
+        - Inactive parameters get the number INACTIVE.
+        - Configurations that the space does not allow are repaired.
         """
         cells = np.where(self._is_discrete, self._num_cells, 1.0)
         middles = (np.minimum(np.floor(rows * cells), cells - 1) + 0.5) / cells

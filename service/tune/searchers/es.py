@@ -1,8 +1,8 @@
 """A (1+1) evolution strategy: mutants of the best trial, with a step size that follows their success.
 
 Rechenberg's one-fifth rule in the form of Kern et al., "Learning probability distributions in continuous evolutionary
-algorithms" (Natural Computing 3, 2004), section 4. Half of the numbers move in each mutant. The trials are replayed in
-their order for every proposal; each counts with its result at the highest rung that it has reached.
+algorithms" (Natural Computing 3, 2004), section 4. In a mutant, each number moves with probability 0.5. The trials are
+replayed in their order for every proposal; each counts with its result at the highest rung that it has reached.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class EvolutionStrategy:
     def _replay(self, trials: Iterable[Observation]) -> tuple[Observation | None, float]:
         """The best trial, or None if all have failed, and the step size of the next random change.
 
-        The step size is computed from `trials` in order: it grows by `success_factor` when a proposed trial is better
-        than all before it, and falls by the fourth root of that when it is not, within the smallest and the largest
-        step.
+        The step size is computed from `trials` in order. It is multiplied by `success_factor` when a proposed trial is
+        better than all before it. Otherwise it is divided by the fourth root of `success_factor`. It stays between the
+        smallest and the largest step.
         """
         parent: Observation | None = None
         step = self.first_step

@@ -1,7 +1,8 @@
-"""Optuna's Gaussian process with expected improvement; of the hypervolume where there are several objectives.
+"""Optuna's Gaussian process: it proposes the configuration with the largest expected improvement.
 
-Jones et al., J. Global Optimization 13, 1998; Ament et al., "Unexpected improvements to expected improvement" (NeurIPS
-2023). A process is fitted for every proposal, which takes long with hundreds of parameters.
+With several objectives, this is the expected improvement of the hypervolume. Jones et al., J. Global Optimization 13,
+1998; Ament et al., "Unexpected improvements to expected improvement" (NeurIPS 2023). A process is fitted for every
+proposal, which takes long with hundreds of parameters.
 """
 
 from __future__ import annotations

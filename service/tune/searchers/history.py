@@ -30,14 +30,18 @@ def by_trial(observations: Iterable[Observation]) -> tuple[Observation, ...]:
 
 
 def thinned(context: ProposalContext, *, max_numbers: int, max_rows: int = 10**9, group: int = 1) -> ProposalContext:
-    """The context without the observations that a searcher's model has no time to learn from.
+    """The context with only as many observations as a searcher's model has time to learn from.
 
-    Models are fitted anew for every proposal, which takes too long with many observations of many parameters. If the
-    table of observations [num_observations, num_parameters] has more than `max_numbers` numbers or `max_rows` rows,
-    only as many trials are kept as fit: half of them are the newest, the others the best of the trials before these.
-    The best are those at the highest rungs, and at one rung the first in the order of promotion. Trials stay in their
-    order. The numbers of best trials and of trials before the newest ones are multiples of `group`. A study that was
-    created with version 1 of its searcher keeps all observations.
+    Models are fitted anew for every proposal, which takes too long with many observations of many parameters. The table
+    of observations [num_observations, num_parameters] may have `max_numbers` numbers and `max_rows` rows. If it has
+    more, trials are left out:
+
+    - Half of the trials that are kept are the newest.
+    - The other half are the best of the earlier trials: those at the highest rungs, and at one rung the first in the
+      order of promotion.
+    - The number of best trials and the number of earlier trials are multiples of `group`.
+
+    Trials stay in their order. A study that was created with version 1 of its searcher keeps all observations.
     """
     rows = min(max_rows, max_numbers // max(1, len(context.parameters)))
     if context.setting.version == 1 or len(context.observations) <= rows:
@@ -62,9 +66,9 @@ def violation(observation: Observation) -> float:
 def merit(observation: Observation, cost: float | None = None) -> Merit:
     """A sort key of observations; a smaller key is better.
 
-    Observations that meet all constraints come first, by `cost`; then those that violate constraints, by their
-    violation; then failures. If `cost` is None, it is the cost of the first objective. Deb, "An efficient constraint
-    handling method for genetic algorithms" (2000).
+    First come the observations that meet all constraints, sorted by `cost`. Then come those that violate constraints,
+    sorted by their violation, and then failures. If `cost` is None, it is the cost of the first objective. Deb, "An
+    efficient constraint handling method for genetic algorithms" (2000).
     """
     if observation.costs is None:
         return (2, 0.0, 0.0)

@@ -1,13 +1,20 @@
 """HM3: a policy that builds layer paths, learned from the trials' results (`workers.training.hm3`).
 
-Every trial is an episode, and an update follows each iteration. Policies are read from checkpoints, so that the
-searcher keeps no state that matters; the training of the last call is cached, because the episodes of an iteration are
-played together. The outcome of an episode is R = sum_k lambda_k f_k - beta_1 T, where f_k is 1 - the cost of objective
-k (the metric itself, if it is in [0, 1]) and T the number of layers. A candidate that failed counts with the worst
-known result of each objective.
+Every trial is an episode, and an update follows each iteration. Policies are read from checkpoints, so the searcher
+keeps no state that matters. The training of the last call is cached, because the episodes of an iteration are played
+together.
 
-An iteration learns from its own trials and from those that earlier iterations of its policy learned from, and from no
-other results, so a search is the same with any number of replicas.
+The outcome of an episode is R = sum_k lambda_k f_k - beta_1 T:
+
+- f_k: 1 - the cost of objective k (the metric itself, if it is in [0, 1])
+- lambda_k: the weight of objective k
+- T: the number of layers
+- beta_1: the price of a layer
+
+A trial that failed counts with the worst known result of each objective.
+
+An iteration learns from its own trials, from those that earlier iterations of its policy learned from, and from no
+other results. So a search is the same with any number of replicas.
 """
 
 from __future__ import annotations
@@ -204,8 +211,8 @@ def training_of(
 def _descriptors(family: Family, paths: LayerPaths) -> Tensor:
     """The descriptors of the layers of all models from which paths are built: statistics of their weights.
 
-    The layers of the model that is merged from several models are described by the mean over the other models, because
-    a policy knows the preference vector by which they are merged as its own preference.
+    One of these models may itself be merged from several models, with weights that follow from a preference vector. Its
+    layers are described by the mean over the other models, because a policy is given the preference vector anyway.
     """
     import torch
 
@@ -229,8 +236,8 @@ def _results(
 ) -> list[tuple[Mapping[str, Any], tuple[float, ...]]]:
     """The configuration of each trial in `numbers`, with its value in each objective, for a policy to learn from.
 
-    A value is 1 minus the cost, so larger is better. A trial that failed has the worst value of each objective that a
-    trial up to the last of `numbers` has.
+    A value is 1 minus the cost, so larger is better. A failed trial gets, in each objective, the worst value of all
+    trials up to the last of `numbers`.
     """
     known = {observation.number: observation for observation in observations if observation.number <= numbers[-1]}
     scored = [tuple(1 - cost for cost in o.costs) for o in known.values() if o.costs is not None]

@@ -46,8 +46,8 @@ Correlations = Mapping[str, float]
 def compare(context: ProposalContext) -> LossesRequest | CompletionsRequest | NoteRequest:
     """The request for the next step towards the decision whether a search uses gradients, or the decision itself.
 
-    First the losses of the baselines are computed on the tasks' reference answers. For objectives whose losses do not
-    rank the baselines as their scores do, the losses are then computed on the correct completions of the source models.
+    First the losses of the baselines are computed on the tasks' reference answers. For some objectives these losses may
+    not rank the baselines as their scores do. Their losses are then computed on the source models' correct completions.
     The decision is a NoteRequest, whose step states it.
     """
     setting, steps = context.setting, context.steps
@@ -109,7 +109,10 @@ def reference_completions(steps: Sequence[Step]) -> Mapping[str, Sequence[int]] 
 
 
 def mean_loss(name: str, steps: Sequence[Step]) -> float:
-    """The mean loss of an objective over the baselines, on the references that gradients use; 1 if it is not known."""
+    """The mean loss of the objective `name` over the baselines, on the references that gradients use.
+
+    It is read from the computed `steps`; if they have no loss of a baseline, it is 1.
+    """
     on_completions = name in (reference_completions(steps) or {})
     compared = [s for s in _comparisons(steps, on_completions=on_completions) if s.result.failure is None]
     return fmean(step.result.losses[name] for step in compared) if compared else 1.0
@@ -136,8 +139,8 @@ def _losses_of(
 ) -> LossesRequest:
     """A request for the losses of a baseline's merge on the first samples of each objective.
 
-    These are the first NUM_COMPARED of the objective's `positions`. `completions` names the objectives whose references
-    are the source models' own correct completions; those of the others are the tasks' answers.
+    These are the first NUM_COMPARED of the objective's `positions`. The references of the objectives in `completions`
+    are the source models' own correct completions. All other objectives have the tasks' answers as references.
     """
     return LossesRequest(
         label=f"trial {baseline.number}",

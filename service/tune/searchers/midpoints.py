@@ -1,9 +1,9 @@
-"""Points halfway between two trials of a front.
+"""Proposals halfway between two trials of a front.
 
-Coefficients halfway between those of two good compromises mostly give a good compromise between the two: merges are
-averages of models, and losses of models that were fine-tuned from one base change smoothly along the line between them
-(linear mode connectivity: Frankle et al., ICML 2020; for fronts: Rame et al., "Rewarded soups", NeurIPS 2023). So a
-trial in the middle of a gap of the front costs one evaluation and no gradient.
+Coefficients halfway between those of two good compromises mostly give another good compromise. Merges are averages of
+models, and losses of models that were fine-tuned from one base change smoothly along the line between them (linear mode
+connectivity: Frankle et al., ICML 2020; for fronts: Rame et al., "Rewarded soups", NeurIPS 2023). So a trial in the
+middle of a gap of the front costs one evaluation and no gradient.
 """
 
 from __future__ import annotations

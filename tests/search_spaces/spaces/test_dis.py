@@ -20,6 +20,7 @@ from search_spaces.recipe import Recipe
 from search_spaces.spaces.base import SearchedModels, SearchSpace
 from search_spaces.spaces.dis import DisSection
 from search_spaces.spaces.dis_paths import MAX_ORDERS, SCALES, first_order, num_orders, order_at, place_of
+from search_spaces.spaces.layers import path_of_recipe
 from tests.search_spaces.spaces.families import models, space
 
 ORDERS = [(1, 1), (1, 3), (3, 1), (2, 2), (3, 2), (4, 1), (2, 3)]
@@ -32,6 +33,12 @@ def dis(family: SearchedModels | None = None, **options: Any) -> Any:
 def path(recipe: Recipe) -> list[tuple[Any, ...]]:
     """The model, layer and scale of each layer."""
     return [(*layer.mlp.sources[0].__dict__.values(), layer.scale) for layer in recipe.layers]
+
+
+def mlp_path(recipe: Recipe) -> list[tuple[Any, ...]]:
+    """The model and layer of each layer, and the scale of its MLP; no layer scales the stream."""
+    assert {layer.scale for layer in recipe.layers} == {1.0}
+    return [(*layer.mlp.sources[0].__dict__.values(), layer.mlp_scale) for layer in recipe.layers]
 
 
 def uniform(space: SearchSpace, seed: int) -> dict[str, Any]:
@@ -147,6 +154,22 @@ def test_empty_block_is_left_out() -> None:
     assert path(own.to_recipe(none)) == [("math", 0, 1.0)]  # at least one layer is left
 
 
+@pytest.mark.parametrize("options", [{}, {"depth_granularity": 2, "repeats": 2}])
+def test_without_permutations_layers_keep_their_order(options: dict[str, Any]) -> None:
+    """Without permutations the layers of a block follow each other as in their models; other paths are not found."""
+    family = models(num_layers=8, max_layers=16)
+    ordered, free = dis(family, permutations=False, **options), dis(family, **options)
+    assert not any(".order" in name or ".key" in name for name in ordered.parameters.names)
+    found = [free.to_recipe(free.parameters.sample(np.random.default_rng(seed))) for seed in range(60)]
+    kept = [recipe for recipe in found if ordered.from_recipe(recipe) is not None]
+    assert 0 < len(kept) < len(found)
+    for seed in range(60):
+        recipe = ordered.to_recipe(ordered.parameters.sample(np.random.default_rng(seed)))
+        layers = [layer for _, layer, _ in path(recipe)]
+        assert layers == sorted(layers)
+        assert free.from_recipe(recipe) is not None
+
+
 @pytest.mark.parametrize("options", [{}, {"layer_retention": False}, {"depth_granularity": 2, "repeats": 2}])
 def test_deep_path_is_shortened(options: dict[str, Any]) -> None:
     """The repair of a path that is too deep leaves out layers."""
@@ -236,6 +259,121 @@ def test_without_scales_none_is_searched() -> None:
     assert own.from_recipe(dis().to_recipe(uniform(dis(), 0))) is None
 
 
+# Scales of MLPs, and the range of scales.
+
+
+def test_the_scale_of_an_mlp_is_that_of_the_last_layer_of_each_block() -> None:
+    own = dis(models(num_layers=2, max_layers=3), scale_of="mlp")
+    chosen = dict.fromkeys(own.parameters.names, False) | {"b1.order": 0, "b2.order": 0, "b1.scale": 1.25}
+    chosen |= {"b1.use.0.math": True, "b1.use.0.text": True, "b2.use.1.code": True, "b2.scale": 0.5}
+    recipe = own.to_recipe(chosen)
+    # The final norm does not cancel the last one.
+    assert mlp_path(recipe) == [("math", 0, 1.0), ("text", 0, 1.25), ("code", 1, 0.5)]
+    assert own.from_recipe(recipe) == own.parameters.repair(chosen)
+    assert own.parameters.repair(chosen)["b2.scale"] == 0.5
+    scaled = [layer.get("mlp_scale") for layer in recipe.to_json()["layers"]]
+    assert scaled == [None, 1.25, 0.5]
+
+
+def test_a_block_without_layers_has_no_scale_of_an_mlp() -> None:
+    own = dis(models(num_layers=3), layer_retention=False, scale_of="mlp")
+    chosen: dict[str, Any] = dict.fromkeys(own.parameters.names, False) | {f"b{b}.order": 0 for b in (1, 2, 3)}
+    chosen |= {f"b{b}.scale": 0.75 for b in (1, 2, 3)} | {"b2.use.1.code": True}
+    assert mlp_path(own.to_recipe(chosen)) == [("code", 1, 0.75)]
+    assert [own.parameters.repair(chosen)[f"b{b}.scale"] for b in (1, 2, 3)] == [1.0, 0.75, 1.0]
+
+
+def test_a_merge_with_scales_of_the_other_kind_is_not_contained() -> None:
+    stream, mlp = dis(), dis(scale_of="mlp")
+    chosen = uniform(stream, 0)
+    assert stream.from_recipe(stream.to_recipe(chosen)) is not None
+    assert mlp.from_recipe(stream.to_recipe(chosen)) is None
+    chosen = uniform(mlp, 0)
+    assert mlp.from_recipe(mlp.to_recipe(chosen)) is not None
+    assert stream.from_recipe(mlp.to_recipe(chosen)) is None
+    recipe = stream.to_recipe(uniform(stream, 0))
+    assert path_of_recipe(recipe, scale_of="stream") == path(recipe)
+    assert path_of_recipe(recipe, scale_of="mlp") is None
+    ones = {name: 1.0 if name.endswith("scale") else value for name, value in uniform(mlp, 1).items()}
+    of_stream = {name: value for name, value in ones.items() if name != "b4.scale"}
+    assert mlp.to_recipe(ones) == stream.to_recipe(of_stream), "without scales there is no difference"
+
+
+@pytest.mark.parametrize("scale_of", ["stream", "mlp"])
+def test_the_range_of_scales_is_an_option(scale_of: str) -> None:
+    own = dis(models(num_layers=40), scale_of=scale_of, scale_range=(0.95, 1.02))
+    assert own.parameters["b1.scale"] == Float("b1.scale", 0.95, 1.02, default=1.0)
+    drawn = [own.parameters.sample(np.random.default_rng(seed)) for seed in range(50)]
+    scales = {value for each in drawn for name, value in each.items() if name.endswith(".scale")}
+    assert (min(scales), max(scales)) == (0.95, 1.02)
+    wide = dis(scale_of=scale_of)
+    assert own.paths.scale_range != wide.paths.scale_range == SCALES
+    assert dis(scale_of=scale_of, scale_range=(0.9, 1.1)).from_recipe(wide.to_recipe(uniform(wide, 0))) is None
+
+
+def test_an_end_of_the_range_is_not_rounded_out_of_it() -> None:
+    own = dis(scale_range=(1 / 3, 1.25))
+    found = own.parameters.repair(uniform(own, 0) | {"b1.scale": 1 / 3, "b2.scale": 0.12345678 + 1})
+    own.parameters.check(found)
+    assert (found["b1.scale"], found["b2.scale"]) == (1 / 3, 1.123457)
+
+
+# Uniform draws.
+
+
+@settings(max_examples=50)
+@given(seed=st.integers(0, 2**32 - 1), num_layers=st.sampled_from((1, 2, 6)), room=st.integers(0, 4))
+@pytest.mark.parametrize(
+    "options", [{}, {"layer_retention": False}, {"scale_of": "mlp", "scale_range": (0.0, 2.0)}, {"scales": False}]
+)
+def test_a_uniform_draw_is_the_repaired_one_of_each_parameter_by_itself(
+    options: dict[str, Any], seed: int, num_layers: int, room: int
+) -> None:
+    family = models(num_layers=num_layers, max_layers=num_layers + room)
+    own = dis(family, sampling="uniform", **options)
+    drawn = own.parameters.sample(np.random.default_rng(seed))
+    assert drawn == own.parameters.repair(uniform(own, seed)) == own.parameters.repair(drawn)
+    recipe = own.to_recipe(drawn)
+    assert 1 <= len(recipe.layers) <= num_layers + room
+    assert own.from_recipe(recipe) == drawn
+
+
+def test_uniform_draws_have_every_path_of_a_block_and_every_scale() -> None:
+    """The paths of a block of three models have the shares that uniform bits and orders give them.
+
+    A set of layers has the probability 1/8, and each of its orders an equal share of that.
+    """
+    own = dis(models(num_layers=400, max_layers=1200), sampling="uniform", scale_range=(0.5, 2.0))
+    blocks = [
+        block
+        for seed in range(10)
+        for block in own.paths.blocks(own.parameters.sample(np.random.default_rng(seed)))[:-1]
+    ]
+    counts = Counter(block.path for block in blocks)
+    assert len(counts) == 1 + 3 + 6 + 6
+    for used, count in counts.items():
+        expected = len(blocks) / 8 / math.factorial(len(used))
+        assert abs(count - expected) < 5 * math.sqrt(expected), used
+    scales = np.sort([block.scale for block in blocks])
+    quantiles = (np.arange(len(scales)) + 0.5) / len(scales)
+    distance = np.abs((scales - 0.5) / 1.5 - quantiles).max()
+    assert distance < 2 / math.sqrt(len(scales))  # Kolmogorov and Smirnov: exceeded with probability 0.0007
+
+
+def test_uniform_draws_of_a_deep_model_end_at_the_limit() -> None:
+    own = dis(models(num_layers=40), preset="d1m3r1", sampling="uniform")
+    depths = [own.paths.depth(own.paths.blocks(own.parameters.sample(np.random.default_rng(s)))) for s in range(50)]
+    assert set(depths) == {own.max_layers} == {50}
+
+
+@pytest.mark.parametrize(("preset", "names", "share"), [("d1m3r1", None, 1.0), ("d1m1r2", ("math",), 0.44)])
+def test_share_of_uniform_draws_that_are_too_deep(preset: str, names: tuple[str, ...] | None, share: float) -> None:
+    """The shares that docs/reference/spaces.md states, of draws in 40 layers that have more than 50."""
+    own = dis(models(num_layers=40, max_layers=400), preset=preset, models=names, sampling="uniform")
+    depths = [own.paths.depth(own.paths.blocks(own.parameters.sample(np.random.default_rng(s)))) for s in range(1000)]
+    assert np.mean(np.array(depths) > 50) == pytest.approx(share, abs=0.005)
+
+
 def test_an_order_that_does_not_exist_is_refused() -> None:
     own = dis()
     with pytest.raises(InvalidConfiguration, match=r"b1.order=6 is not accepted; give a whole number in \[0, 5\]"):
@@ -282,10 +420,30 @@ def test_what_does_not_fit_the_models_is_refused(options: dict[str, Any], family
         ({"preset": "d1m1r2", "depth_granularity": 2}, "search_space.depth_granularity", "but 2 is given"),
         ({"preset": "d1m3r1", "models": ("a",)}, "search_space.models", "means 3 models, but 1 is given"),
         ({"preset": "d1m3r1", "layer_retention": False}, "search_space.layer_retention", "means layer_retention: true"),
+        ({"preset": "d1m3r1", "permutations": False}, "search_space.permutations", "means permutations: true"),
         ({"preset": "d1m3r1", "scales": False}, "search_space.scales", "means scales: true, but false is given"),
+        (
+            {"scale_range": (0, 2)},
+            "search_space.scale_range",
+            "[0.0, 2.0] contains 0, which as a scale of the residual stream cannot be folded into the weights of an "
+            "ordinary checkpoint; give a lowest scale above 0, or write scale_of: mlp",
+        ),
+        ({"scale_range": (-1, 2)}, "search_space.scale_range", "[-1.0, 2.0] is not accepted; give a lowest scale of"),
+        ({"scale_range": (1.1, 2)}, "search_space.scale_range", "[1.1, 2.0] is not accepted; give [lowest, highest]"),
+        ({"scale_range": (1, 1)}, "search_space.scale_range", "[1.0, 1.0] is not accepted; give [lowest, highest]"),
+        ({"scale_range": (1.5, 0.5)}, "search_space.scale_range", "with 1, the scale of the sources, between them"),
+        ({"scales": False, "scale_of": "mlp"}, "search_space.scale_of", "has no effect with scales: false"),
+        ({"scales": False, "scale_range": (0.9, 1.1)}, "search_space.scale_range", "has no effect with scales: false"),
     ],
 )
 def test_contradictions_are_told(options: dict[str, Any], field: str, message: str) -> None:
     (problem,) = DisSection(kind="dis", **options).contradictions()
     assert problem.field == field
     assert message in problem.message
+
+
+def test_options_as_released_do_not_contradict_each_other() -> None:
+    section = DisSection(kind="dis", preset="d1m3r1", scale_of="mlp", scale_range=(0, 2), sampling="uniform")
+    assert list(section.contradictions()) == []
+    assert DisSection(kind="dis").scaled_by == "scales"
+    assert section.scaled_by is None, "MLPs can be scaled in all models whose layers paths may reorder"

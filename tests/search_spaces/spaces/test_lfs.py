@@ -90,10 +90,6 @@ def test_paper_preset_is_the_published_space() -> None:
         ({"layer_groups": 2, "component_groups": 3}, "preset: paper means layer_groups=4, but 2 is given"),
         ({"layer_groups": 4, "component_groups": 1}, "preset: paper means component_groups=3, but 1 is given"),
         ({"layer_groups": 4, "component_groups": 3, "methods": ("ties",)}, r"methods=\[.*\], but \[ties\] is given"),
-        (
-            {"layer_groups": 4, "component_groups": 3, "method_per": "component"},
-            "method_per=layer_group, but component",
-        ),
     ],
 )
 def test_what_contradicts_the_paper_preset_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -110,6 +106,10 @@ def test_what_contradicts_the_paper_preset_is_refused(arguments: dict[str, Any],
         ({"methods": ("ties", "dare")}, r"unknown methods \['dare'\]; available: task_arithmetic, ties, slerp, linear"),
         ({"methods": ()}, "there are no methods"),
         ({"experts": ()}, "models.experts: there are no experts"),
+        (
+            {"experts": ("math",), "selection": "all"},
+            r"search_space.selection: all needs two experts for methods of two models \(slerp\)",
+        ),
     ],
 )
 def test_a_space_that_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -225,6 +225,39 @@ def test_method_per_component() -> None:
     assert [merge.method for merge in (layer.mlp, layer.attention, layer.norm)] == ["ties", "slerp", "task_arithmetic"]
 
 
+def merges_of(lfs: LfsSpace, number: int) -> list[Merge]:
+    """The MLP merges of all layers in so many random draws."""
+    configurations = (lfs.parameters.sample(np.random.default_rng(seed)) for seed in range(number))
+    return [layer.mlp for configuration in configurations for layer in lfs.to_recipe(configuration).layers]
+
+
+@pytest.mark.parametrize("method_per", ["layer_group", "component"])
+def test_all_experts_are_selected(method_per: str) -> None:
+    """With `selection: all` every group merges all experts, and SLERP two of them: the base is never merged."""
+    lfs = space(num_layers=4, component_groups=3, layer_groups=4, method_per=method_per, selection="all")
+    used = {method: Counter[frozenset[str]]() for method in ("task_arithmetic", "ties", "slerp", "linear")}
+    for merge in merges_of(lfs, 100):
+        used[merge.method][frozenset(source.model for source in merge.sources)] += 1
+    pairs = {frozenset(pair) for pair in (("math", "code"), ("math", "text"), ("code", "text"))}
+    assert set(used.pop("slerp")) == pairs
+    assert [set(found) for found in used.values()] == [{frozenset(EXPERTS)}] * 3
+    assert not any(".use." in parameter.name for parameter in lfs.parameters)
+
+
+def test_default_selection_is_of_subsets() -> None:
+    """By default a group may merge one expert, or SLERP one with the base; the published code does neither."""
+    merges = merges_of(space(num_layers=4, component_groups=3, layer_groups=4), 100)
+    assert any(len(merge.sources) == 1 for merge in merges)
+    assert any("base" in {source.model for source in merge.sources} for merge in merges if merge.method == "slerp")
+
+
+@pytest.mark.parametrize("options", [{"selection": "all"}, {"method_per": "component"}])
+def test_paper_preset_leaves_open_what_paper_and_code_differ_in(options: dict[str, str]) -> None:
+    """The selection of experts and the unit that chooses a method can be given with `preset: paper`."""
+    lfs = families.space("lfs", families.models(num_layers=8), preset="paper", **options)
+    assert lfs.parameters.names != families.space("lfs", families.models(num_layers=8), preset="paper").parameters.names
+
+
 def everywhere(merge: Merge, num_layers: int = 2) -> Recipe:
     def at(layer: int) -> Merge:
         return Merge(merge.method, tuple(Source(s.model, layer) for s in merge.sources), merge.coefficients)
@@ -251,6 +284,26 @@ def test_a_recipe_the_space_contains_is_found(merge: Merge, method_per: str) -> 
     configuration = lfs.from_recipe(recipe)
     assert configuration is not None
     assert lfs.to_recipe(configuration).digest == recipe.digest
+
+
+@pytest.mark.parametrize(
+    ("merge", "is_found"),
+    [
+        (Merge("passthrough", (Source("base"),)), True),
+        (Merge("passthrough", (Source("text"),)), True),
+        (Merge("task_arithmetic", tuple(map(Source, EXPERTS)), {"lambda": (0.4,) * 3}), True),
+        (Merge("linear", (Source("text"), Source("math")), {"weight": (0.1, 0.9)}), True),
+        (Merge("slerp", (Source("text"), Source("math")), {"t": 0.123456}), True),
+        (Merge("slerp", (Source("text"), Source("base")), {"t": 0.123456}), False),
+        (Merge("task_arithmetic", (Source("text"), Source("math")), {"lambda": (0.5, 0.5)}), False),
+    ],
+)
+def test_recipes_of_all_experts_are_found(merge: Merge, is_found: bool) -> None:
+    """With `selection: all` the sources and merges of all experts are configurations, merges of some are not."""
+    lfs, recipe = space(component_groups=3, selection="all"), everywhere(merge)
+    configuration = lfs.from_recipe(recipe)
+    assert (configuration is not None) == is_found
+    assert configuration is None or lfs.to_recipe(configuration).digest == recipe.digest
 
 
 @pytest.mark.parametrize(

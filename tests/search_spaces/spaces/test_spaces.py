@@ -41,6 +41,8 @@ EXAMPLES = {
     "lfs, two experts, whole layers": described("lfs", models(("math", "code"), 5), layer_groups=2, component_groups=1),
     "lfs, method per component": described("lfs", models(tuple("abcde"), 6), layer_groups=2, method_per="component"),
     "lfs, whole layers": described("lfs", models(tuple("abc")), component_groups=1, method_per="component"),
+    "lfs, all experts": described("lfs", selection="all"),
+    "lfs, all experts and methods": described("lfs", selection="all", method_per="component", methods=ALL),
     "lfs, lambda per model": described("lfs", lambdas="per_model"),
     "lfs, lambda per model and component": described(
         "lfs", models(tuple("abcd")), lambdas="per_model", method_per="component", layer_groups=2, methods=ALL
@@ -86,7 +88,17 @@ EXAMPLES = {
     "dis, of the base and one expert": described(
         "dis", models(num_layers=6, tokenizer="union"), models=("base", "text")
     ),
+    "dis, layers in their own order": described("dis", models(num_layers=6, max_layers=8), permutations=False),
     "dis, layers left out": described("dis", models(num_layers=6, max_layers=6), layer_retention=False),
+    "dis, scales of MLPs": described("dis", scale_of="mlp", scale_range=(0.0, 2.0)),
+    "dis, scales of MLPs of the layers that are left": described(
+        "dis", models(num_layers=6, max_layers=6), layer_retention=False, scale_of="mlp"
+    ),
+    "dis, drawn uniformly": described("dis", models(num_layers=6), scale_range=(1 / 3, 1.25), sampling="uniform"),
+    "dis, as released": described("dis", preset="d1m3r1", scale_of="mlp", scale_range=(0.0, 2.0), sampling="uniform"),
+    "dis, keys drawn uniformly": described(
+        "dis", models(max_layers=7), depth_granularity=2, repeats=2, layer_retention=False, sampling="uniform"
+    ),
     "hm3": described("hm3"),
     "hm3, of the base and one expert": described(
         "hm3", models(num_layers=6, tokenizer="union", is_tied=True), models=("base", "text"), max_jump=2

@@ -680,6 +680,28 @@ def test_limit_of_layers_identifies_a_study() -> None:
     assert same_but_limits(parse_study(DOCUMENT), parse_study(changed("limits.max_layers", 60))) == ()
 
 
+def test_a_study_of_paths_that_was_stored_before_an_option_existed_continues() -> None:
+    """The options that were added to `dis` have the values that its studies had before."""
+    stored = changed("search_space", {"kind": "dis"})
+    now = parse_study(stored)
+    before = now.canonical()
+    for option in ("scale_of", "scale_range", "sampling"):
+        del before["search_space"][option]
+    assert before["search_space"] == {
+        "kind": "dis",
+        "depth_granularity": 1,
+        "repeats": None,
+        "models": None,
+        "layer_retention": True,
+        "scales": True,
+        "preset": None,
+    }
+    assert same_but_limits(parse_study(before), now) == ()
+    for option, value in (("scale_of", "mlp"), ("scale_range", [0.5, 2]), ("sampling", "uniform")):
+        other = parse_study(changed(f"search_space.{option}", value, stored))
+        assert same_but_limits(parse_study(before), other)[0].startswith(f"search_space.{option}")
+
+
 def test_another_study_is_told_by_the_fields_that_differ() -> None:
     study = parse_study(DOCUMENT)
     document = changed("search.seed", 1, changed("search.max_trials", 59))

@@ -281,7 +281,7 @@ def test_what_is_wrong_with_a_source_is_told(finished: Finished, source: dict[st
 
 @pytest.fixture(scope="module")
 def path_study(tied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Recipe, ...]]:
-    """A run of paths, and its recipes: the layers 1, 0, 1 of several models, and three that have no plain path."""
+    """A run of paths, and its recipes: the layers 1, 0, 1 of several models, and four that have no plain path."""
     directory = tmp_path_factory.mktemp("paths")
     sources = open_sources(tied_family)
     first, second = (expert.alias for expert in tied_family.experts)
@@ -297,7 +297,13 @@ def path_study(tied_family: Family, tmp_path_factory: pytest.TempPathFactory) ->
     mixed = replace(recipe(order), layers=(LayerRecipe(merged, merged, merged),))
     hidden = int(sources.base.config["hidden_size"])
     digest = write_alignment(alignments_dir(directory), random_alignment("moments", hidden))
-    recipes = (recipe(order), recipe(order, scale=0.5), mixed, aligned(recipe(order), digest))
+    recipes = (
+        recipe(order),
+        recipe(order, scale=0.5),
+        mixed,
+        aligned(recipe(order), digest),
+        recipe(order, mlp_scale=0.5),
+    )
     store = Store(f"sqlite:///{directory / DATABASE}")
     study = store.create_job(
         kind="search",
@@ -361,6 +367,7 @@ def test_models_along_a_path_have_their_own_layers_in_its_order(
         (1, r"models\.path_of: study 'paths': trial 1: the scale 0\.5 follows layer 0"),
         (2, r"models\.path_of: study 'paths': trial 2: layer 0 merges layers \[0, 1\] of its sources; a path has one"),
         (3, r"models\.path_of: study 'paths': trial 3: an alignment follows layer 0"),
+        (4, r"models\.path_of: study 'paths': trial 4: the MLP of layer 0 has the scale 0\.5, which merges along"),
         (99, r"models\.path_of: study 'paths': has no trial 99"),
     ],
 )

@@ -11,7 +11,7 @@ import yaml
 from search_spaces.recipe import Merge, Source
 from tests.workers.recipes import arithmetic, slerp
 from workers.export.checkpoint import export
-from workers.export.model_card import licence
+from workers.export.model_card import licence, recipe_rows
 from workers.merging.bank import Bank
 from workers.types import Family
 
@@ -77,3 +77,20 @@ def test_layers_that_differ_have_rows_of_their_own(untied: Bank, tmp_path: Path)
     mixed = replace(one, layers=(*one.layers[:2], other.layers[2], *one.layers[3:]))
     card = (export(mixed, untied, tmp_path / "out") / "README.md").read_text()
     assert re.findall(r"^\| ([-\d]+) \| mlp ", card, re.MULTILINE) == ["0-1", "2", "3-4"]
+
+
+def test_scales_of_layers_and_of_mlps_have_rows(untied: Bank) -> None:
+    plain = arithmetic(untied.family, 0.3, 0.4)
+    layers = (
+        replace(plain.layers[0], mlp_scale=0.0),
+        replace(plain.layers[1], scale=1.25),
+        replace(plain.layers[2], mlp_scale=1.5),
+        replace(plain.layers[3], mlp_scale=1.5),
+        plain.layers[4],
+    )
+    rows = [row for row in recipe_rows(replace(plain, layers=layers)) if row[2] == "scale"]
+    assert rows == [
+        ("0", "output of the MLP", "scale", "", "0"),
+        ("1", "output", "scale", "", "1.25"),
+        ("2-3", "output of the MLP", "scale", "", "1.5"),
+    ]

@@ -300,6 +300,24 @@ def test_mergekit_gives_the_same_paths(
     assert all(torch.equal(ours[name], found) for name, found in merged_tensors(again, untied_bank, torch.float32))
 
 
+@pytest.mark.parametrize(("steps", "num_slices"), [("m0 m1 m2 m3 m4", 5), ("m0 t1 b2 b3 b3 t1", 6)])
+def test_mergekit_gives_the_same_scales_of_mlps(untied_bank: Bank, tmp_path: Path, steps: str, num_slices: int) -> None:
+    recipe = path_of(untied_bank.family, steps, "base", "text")
+    layers = [replace(layer, mlp_scale=(1.3, 0.0, 1.0, 0.7)[i % 4]) for i, layer in enumerate(recipe.layers)]
+    recipe = replace(recipe, layers=tuple(layers))
+    document = config_of(recipe, untied_bank)
+    assert (document["merge_method"], len(document["slices"])) == ("linear", num_slices)  # type: ignore[arg-type]
+    compare(recipe, untied_bank, document, tmp_path)
+
+
+def test_mergekit_has_no_scales_of_merged_mlps(untied_bank: Bank) -> None:
+    make = arithmetic(0.3, 0.4)
+    recipe = recipe_of(untied_bank.family, [(make,) * 3] * 5, make, make)
+    layers = (*recipe.layers[:2], replace(recipe.layers[2], mlp_scale=0.5), *recipe.layers[3:])
+    with pytest.raises(Inexpressible, match="layer 2: the output of a merged MLP is scaled"):
+        config_of(replace(recipe, layers=layers), untied_bank)
+
+
 def test_mergekit_has_no_scale_of_the_stream(untied_bank: Bank) -> None:
     recipe = path_of(untied_bank.family, "b0 b1", "base", "base")
     scaled = replace(recipe, layers=(replace(recipe.layers[0], scale=1.5), recipe.layers[1]))

@@ -1,7 +1,12 @@
-"""Scales of layers: the folded weights are the scaled model, by the scale invariance of RMSNorm."""
+"""Scales of layers: the folded weights are the scaled model.
+
+For scales of the stream by the scale invariance of RMSNorm, for those of MLPs up to rounding.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,45 +16,67 @@ import torch
 
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import LayerRecipe, Recipe
+from tests.benchmarks.family_training import Item, exact_match
 from tests.builders import tiny_family, tiny_llama, tiny_qwen2
 from tests.layouts import LAYOUTS, layout_family
-from tests.workers.recipes import arithmetic, copied, path
+from tests.workers.recipes import arithmetic, copied, path, whole_model
 from workers.engines.transformers.backend import logprobs
 from workers.engines.transformers.merged_models import merged_model
+from workers.engines.vllm.paths.geometry import PATH_TYPES
+from workers.export.checkpoint import export
 from workers.merging.bank import Bank
 from workers.merging.materialize import merge_into, merged_tensors
 from workers.merging.plan import check_recipe, computations, merged_names
-from workers.merging.residual_scales import SCALABLE, branch_factors, ends_a_branch
+from workers.merging.residual_scales import MLP_SCALABLE, SCALABLE, UNSCALED, branch_factors, ends_a_branch
 from workers.models.family import open_family
 from workers.types import Family
 
 SCALES = (0.5, 1.5, 0.8, 1.3, 0.6, 1.4)
+MLP_SCALES = (1.7, 0.0, 0.4, 1.3)
+ROUNDING = 1e-5  # of log-probabilities of some 5, in float32
+MLP = re.compile(r"(?:layers|h)\.\d+\.(?:mlp|block_sparse_moe)$")
 SHIPPED = Path(__file__).parents[3] / "workers" / "tiny_family"
 
 
-def scaled_stream(recipe: Recipe, bank: Bank) -> Any:
-    """The model as the recipe states it: every layer's output, the stream, is multiplied by the layer's scale."""
-    plain = replace(recipe, layers=tuple(replace(layer, scale=1.0) for layer in recipe.layers))
-    model = merged_model(plain, bank, dtype="float32")
-    for module, layer in zip(model.model.layers, recipe.layers, strict=True):
+def unscaled(recipe: Recipe) -> Recipe:
+    return replace(recipe, layers=tuple(replace(layer, scale=1.0, mlp_scale=1.0) for layer in recipe.layers))
 
-        def scale(_: Any, __: Any, output: torch.Tensor, by: float = layer.scale) -> torch.Tensor:
+
+def scaled_model(recipe: Recipe, bank: Bank) -> Any:
+    """The model as the recipe states it.
+
+    Every layer's output, the stream, is multiplied by the layer's scale, and the output of its MLP by the MLP's scale.
+    """
+    model = merged_model(unscaled(recipe), bank, dtype="float32")
+
+    def scale(by: float) -> Any:
+        def hook(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
             assert isinstance(output, torch.Tensor)
             return output * by
 
-        module.register_forward_hook(scale)
+        return hook
+
+    mlps = [module for name, module in model.named_modules() if MLP.search(name)]
+    for module, layer in zip(mlps, recipe.layers, strict=True):
+        module.register_forward_hook(scale(layer.mlp_scale))
+    if any(layer.scale != 1 for layer in recipe.layers):
+        for module, layer in zip(model.model.layers, recipe.layers, strict=True):
+            module.register_forward_hook(scale(layer.scale))
     return model
 
 
 def apart(recipe: Recipe, bank: Bank) -> float:
     """The largest difference in log-probability between the scaled model and the folded one."""
+    return difference(merged_model(recipe, bank, dtype="float32"), recipe, bank)
+
+
+def difference(folded: Any, recipe: Recipe, bank: Bank) -> float:
+    """The largest difference in log-probability between the model that the recipe states and `folded`."""
     tokens = [7919 * i % int(bank.base.config["vocab_size"]) for i in range(40)]
-    ours = logprobs(merged_model(recipe, bank, dtype="float32"), tokens)
-    theirs = logprobs(scaled_stream(recipe, bank), tokens)
-    plain = replace(recipe, layers=tuple(replace(layer, scale=1.0) for layer in recipe.layers))
-    unscaled = logprobs(merged_model(plain, bank, dtype="float32"), tokens)
-    assert max(abs(a - b) for a, b in zip(theirs, unscaled, strict=True)) > 0.01, "the scales matter"
-    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    theirs = logprobs(scaled_model(recipe, bank), tokens)
+    plain = logprobs(merged_model(unscaled(recipe), bank, dtype="float32"), tokens)
+    assert max(abs(a - b) for a, b in zip(theirs, plain, strict=True)) > 0.01, "the scales matter"
+    return max(abs(a - b) for a, b in zip(logprobs(folded, tokens), theirs, strict=True))
 
 
 STEPS = [("math", 0), ("base", 2), ("math", 1), ("math", 1), ("text", 0), ("base", 1), ("text", 2), ("math", 2)]
@@ -134,7 +161,7 @@ def test_models_whose_scales_cannot_be_folded_are_named(model_type: str) -> None
     layers = [LayerRecipe(*(copied("base", 0),) * 3, scale=1.5)]
     with pytest.raises(InvalidRecipe, match=rf"in a model of type '{model_type}' scales cannot be folded .* llama"):
         branch_factors(layers, model_type=model_type)
-    assert branch_factors([replace(layers[0], scale=1.0)], model_type=model_type) == (1.0,)
+    assert branch_factors([replace(layers[0], scale=1.0)], model_type=model_type) == (UNSCALED,)
 
 
 @pytest.mark.slow
@@ -146,3 +173,108 @@ def test_every_type_that_is_folded_is_exact(model_type: str, tmp_path: Path) -> 
     suffixes = {place.suffix for place in bank.layout.places.values() if place.layer is not None}
     assert len({suffix.split(".")[1] for suffix in suffixes if ends_a_branch(suffix)}) == 2
     assert apart(path(family, STEPS, SCALES), bank) < 2e-5
+
+
+# Scales of what MLPs add.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", MLP_SCALABLE)
+def test_scales_of_mlps_are_exact_for_every_type(model_type: str, tmp_path: Path) -> None:
+    family = layout_family(tmp_path, model_type)
+    bank = Bank(family, cache=tmp_path)
+    steps = [("math", 0), ("text", 1), ("math", 2)]
+    assert apart(path(family, steps, mlp_scales=MLP_SCALES), bank) < ROUNDING
+    last = path(family, steps, mlp_scales=(1.0, 1.0, 0.5))
+    assert apart(last, bank) < ROUNDING, "no norm cancels the scale of the last layer's MLP"
+
+
+@pytest.mark.slow
+def test_both_kinds_of_scales_are_folded_together(tmp_path: Path) -> None:
+    settings = {**LLAMA, "attention_bias": True, "mlp_bias": True}
+    family = tiny_family(tmp_path, experts=("math", "text"), tied=False, noise=0.05, rms_norm_eps=1e-12, **settings)
+    assert apart(path(family, STEPS, SCALES, MLP_SCALES), Bank(family, cache=tmp_path)) < 2e-5
+
+
+@pytest.mark.parametrize("stored", ["tied_family", "untied_family"])
+def test_an_export_with_scales_of_mlps_is_read_by_transformers(
+    stored: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    bank = Bank(request.getfixturevalue(stored), cache=tmp_path)
+    recipe = path(bank.family, [("math", 1), ("base", 0), ("text", 2), ("text", 2)], mlp_scales=MLP_SCALES)
+    out = export(recipe, bank, tmp_path / "out", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    assert difference(model, recipe, bank) < ROUNDING
+
+
+def test_only_the_end_of_the_own_mlp_is_multiplied(untied_family: Family, tmp_path: Path) -> None:
+    bank = Bank(untied_family, cache=tmp_path)
+    for plain in (arithmetic(untied_family, 0.3, 0.4), whole_model(untied_family, "math")):
+        layers = [replace(layer, mlp_scale=0.7) if i == 1 else layer for i, layer in enumerate(plain.layers)]
+        scaled = replace(plain, layers=tuple(layers))
+        name = "model.layers.1.mlp.down_proj.weight"
+        before = dict(merged_tensors(plain, bank, torch.float32))
+        for each, tensor in merged_tensors(scaled, bank, torch.float32):
+            assert torch.equal(tensor, before[each] * 0.7 if each == name else before[each]), each
+        keys = computations(plain, bank), computations(scaled, bank)
+        assert {each for each in keys[0] if keys[0][each] != keys[1][each]} == {name}
+        # The compiled kernels, the memory of an engine and plain torch have the same bits.
+        memory = {each: torch.empty(shape, dtype=torch.bfloat16) for each, shape in merged_names(scaled, bank).items()}
+        merge_into(scaled, bank, memory)
+        for compiles in (True, False):
+            found = merged_tensors(scaled, bank, torch.bfloat16, compiles=compiles)
+            assert all(torch.equal(memory[each], tensor) for each, tensor in found)
+        assert torch.equal(memory[name], (before[name] * 0.7).to(torch.bfloat16))
+
+
+def test_experts_of_a_mixture_are_multiplied_as_stacks_too(tmp_path: Path) -> None:
+    family = layout_family(tmp_path, "qwen2_moe")
+    bank = Bank(family, cache=tmp_path)
+    recipe = path(family, [("math", 0), ("text", 1), ("math", 2)], mlp_scales=(0.7,))
+    each = dict(merged_tensors(recipe, bank, torch.float32))
+    plain = dict(merged_tensors(unscaled(recipe), bank, torch.float32))
+    changed = {name for name in each if not torch.equal(each[name], plain[name])}
+    assert changed == {name for name in each if "down_proj" in name}
+    assert len(changed) == 3 * (6 + 1)
+    stacked = merged_tensors(replace(recipe, stacks_experts=True), bank, torch.float32)
+    assert all(torch.equal(each[name], tensor) for name, tensor in stacked)
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_scales_of_mlps_that_are_no_numbers_are_refused(scale: float) -> None:
+    layer = LayerRecipe(*(copied("base", 0),) * 3, mlp_scale=scale)
+    with pytest.raises(InvalidRecipe, match=r"layer 0: mlp_scale (nan|inf); expected a finite number"):
+        branch_factors([layer], model_type="llama")
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text", "granitemoehybrid"])
+def test_models_whose_mlps_cannot_be_scaled_are_named(model_type: str) -> None:
+    layers = [LayerRecipe(*(copied("base", 0),) * 3, mlp_scale=0.5)]
+    message = rf"layer 0: mlp_scale 0.5: in a model of type '{model_type}' it cannot be folded .* llama"
+    with pytest.raises(InvalidRecipe, match=message):
+        branch_factors(layers, model_type=model_type)
+    assert branch_factors([replace(layers[0], mlp_scale=1.0)], model_type=model_type) == (UNSCALED,)
+
+
+def test_paths_are_of_types_whose_layers_and_mlps_can_be_scaled() -> None:
+    assert set(PATH_TYPES) <= set(SCALABLE) <= set(MLP_SCALABLE) <= set(LAYOUTS)
+
+
+@pytest.mark.slow
+def test_a_scale_of_an_mlp_costs_the_shipped_expert_less_than_one_of_the_stream(tmp_path: Path) -> None:
+    family = open_family(SHIPPED / "base", {"math": SHIPPED / "experts" / "math"}, cache=tmp_path)
+    bank = Bank(family, cache=tmp_path)
+    lines = (SHIPPED / "tasks" / "math_search.jsonl").read_text().splitlines()[:200]
+    items = [Item(each["prompt"], each["answer"]) for each in map(json.loads, lines)]
+
+    def accuracy(*, scale: float = 1.0, mlp_scale: float = 1.0) -> float:
+        plain = whole_model(family, "math")
+        layers = list(plain.layers)
+        layers[3] = replace(layers[3], scale=scale, mlp_scale=mlp_scale)
+        model = merged_model(replace(plain, layers=tuple(layers)), bank, dtype="float32")
+        return sum(exact_match(model, items)) / len(items)
+
+    assert accuracy(scale=1.2) == pytest.approx(0.905, abs=0.01)
+    assert accuracy(mlp_scale=1.2) == pytest.approx(0.940, abs=0.01)

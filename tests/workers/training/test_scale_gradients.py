@@ -24,12 +24,12 @@ def trained(tied_family: Family, sums: TaskSpec) -> CoefficientGradients:
 
 @pytest.fixture(scope="module")
 def scaled(tied_family: Family) -> Recipe:
-    """One expert with factors on its weights and outputs."""
+    """One expert with factors on its weights and outputs, and on the output of one MLP."""
 
     def layer(index: int) -> LayerRecipe:
         norm = Merge("passthrough", (Source("math", index),))
         own = replace(norm, coefficients={"scale": 0.9 + 0.15 * index})
-        return LayerRecipe(own, own, norm, scale=1.2 - 0.3 * index)
+        return LayerRecipe(own, own, norm, scale=1.2 - 0.3 * index, mlp_scale=0.6 if index == 1 else 1.0)
 
     whole = Merge("passthrough", (Source("math"),))
     layers = tuple(layer(index) for index in range(num_layers(tied_family)))

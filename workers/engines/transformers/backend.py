@@ -25,11 +25,11 @@ ATTENTION = "eager"
 
 
 class Reference:
-    """A transformers model in float32 that generates completions, and records how close each choice of a token was.
+    """A transformers model in float32 that completes prompts greedily, and records how clear each choice was.
 
-    `gaps` maps the token ids of a prompt to one (text so far, gap) for each generated token. The gap is the difference
-    between the two largest log-probabilities in the token's place. `model`, if given, is used instead of the model in
-    `directory`, which then has only the tokenizer and the configuration.
+    `gaps` has these records: it maps the token ids of a prompt to one (text so far, gap) for each generated token. The
+    gap is the difference between the two largest log-probabilities in the token's place. `model`, if given, is used
+    instead of the model in `directory`, which then has only the tokenizer and the configuration.
     """
 
     def __init__(self, directory: str, options: EngineOptions, *, model: Any = None) -> None:
@@ -124,7 +124,7 @@ def logprobs(model: Any, tokens: Sequence[int]) -> list[float]:
 
 @torch.inference_mode()
 def choice_gaps(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
-    """How far the log-probability of each token of `completion` is below that of the most likely token in its place."""
+    """The gap of each token of `completion`: the largest log-probability in its place, minus that of the token."""
     scores = _log_softmax(model, [*prompt, *completion])[len(prompt) - 1 : -1]
     chosen = scores.gather(-1, torch.tensor(completion)[:, None])[:, 0]
     return [float(gap) for gap in scores.amax(-1) - chosen]
@@ -159,8 +159,8 @@ def _log_softmax(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 def _checked(logits: torch.Tensor, num_prompts: int) -> torch.Tensor:
     """Return `logits` unchanged. Raises EvidenceMismatch if they contain NaN or are infinite.
 
-    Nothing is scored by an engine whose logits are not finite. If transformers' are not, for a merge that the engine
-    scored, the two contradict each other. `num_prompts` is for the message.
+    An engine scores nothing with logits that are not finite. If transformers computes such logits for a merge that the
+    engine has scored, engine and transformers contradict each other. `num_prompts` is for the message.
     """
     if any(rows := bad_rows(logits).tolist()):
         raise EvidenceMismatch(

@@ -1,9 +1,9 @@
 """Verification: plain transformers scores an exported checkpoint again, and the samples are compared.
 
-The checkpoint is what users get, so that the comparison covers everything behind a score: merge, swap, scoring and
-export. Equal means equal metric values and equal completions, token by token; log-probabilities agree within the
-tolerance for rounding. Completions may differ only from a token that transformers finds, within the tolerance, as
-likely as its own.
+The checkpoint is what users get, so the comparison covers everything behind a score: merge, swap, scoring and export.
+Samples are equal if three things agree: the metric values, the tokens of the completions, and the log-probabilities
+within the tolerance for rounding. A completion may still differ from its first unclear token on. A token is unclear if
+transformers finds the engine's choice as likely as its own, within the tolerance.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class _Comparison:
         self._dtype = dtype
 
     def read(self, pairs: Sequence[_Pair], engine_logprobs: Mapping[Tokens, Sequence[float]]) -> None:
-        """Compare log-probabilities by the engine and by transformers, and record how far each sample's are apart.
+        """Compare log-probabilities by the engine and by transformers, and record the difference for each sample.
 
         Compared are the tokens of all texts in `engine_logprobs`, and the options of the samples in `pairs` that are
         multiple choices.
@@ -224,11 +224,11 @@ class _Comparison:
         )
 
     def _parting(self, pair: _Pair) -> tuple[str, float] | None:
-        """What differs between the engine's completion and that of transformers ("tokens" or "text"), and a gap.
+        """How the completions of engine and transformers differ: in "tokens" or only in "text", and by which gap.
 
-        For "tokens" the gap is the largest, over the engine's completion, between the log-probability of its token and
-        that of the token that transformers finds most likely. For "text" it is the gap between transformers' two most
-        likely tokens where the texts begin to differ. Returns None if the completions are equal.
+        A gap is a difference of log-probabilities by transformers. For "tokens" it is the largest amount by which a
+        token of the engine's completion is less likely than the likeliest token in its place. For "text" it is the gap
+        between the two likeliest tokens where the texts begin to differ. Returns None if the completions are equal.
         """
         completions = zip(pair.requests, pair.stored.tokens or (), pair.expected.tokens or (), strict=False)
         for request, ours, theirs in completions:

@@ -48,9 +48,9 @@ MAX_STANDARD_ERRORS = 5.0
 class Calibration:
     """Measurements on the base model by which a canary decides whether an engine agrees with transformers.
 
-    `base` has the log-probabilities of the base model by transformers in float32. `rounding` is the typical change of
-    these when the weights are rounded to `dtype`, the engine's (a root mean square). It is None for "float32", and if
-    transformers cannot compute in `dtype`.
+    `base` has the log-probabilities that transformers computes in float32. `dtype` is the engine's. `rounding` is the
+    root mean square by which these log-probabilities change when the weights are rounded to `dtype`. It is None for
+    "float32", and if transformers cannot compute in `dtype`.
     """
 
     dtype: str
@@ -69,12 +69,13 @@ class Calibration:
         return max(TIMES_ROUNDING * self.rounding, LEAST_TOLERANCE[self.dtype])
 
     def base_share(self, ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
-        """Estimate how much of the base model is in an engine's log-probabilities, and the most that rounding explains.
+        """Estimate the share of the base model in an engine's log-probabilities, and the share that rounding explains.
 
         `ours` are the engine's log-probabilities, `theirs` those of the merge by transformers. The share is 0 if `ours`
         equals `theirs`, and 1 if `ours` equals the base model's. It is a least squares estimate, which averages the
         rounding of all tokens. Weights that a swap did not write show in the share long before they show in the typical
-        difference. The result is (0, infinity) if rounding was not measured or the merge equals the base model.
+        difference. The second result is the largest magnitude of the share that rounding explains. The result is (0,
+        infinity) if rounding was not measured or the merge equals the base model.
         """
         step = [base - merged for base, merged in zip(self.base, theirs, strict=True)]
         length = math.sqrt(sum(value * value for value in step))
@@ -108,8 +109,12 @@ class Canary:
     """Compares one engine with transformers from time to time, and counts the comparisons (canaries) that it passed.
 
     A comparison for which there is too little memory, or whose logits are not finite, is skipped, and the reason of the
-    last one is kept. `base` is the recipe whose merge is the base model, `replica` the name of the engine's replica,
-    `vocabulary` the number of tokens that prompts are made of, `max_length` the largest number of tokens in a text.
+    last one is kept.
+
+    - `base`: the recipe whose merge is the base model
+    - `replica`: the name of the engine's replica
+    - `vocabulary`: the number of tokens that prompts are made of
+    - `max_length`: the largest number of tokens in a text
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """The process that asks vLLM about models: `python -m workers.engines.vllm.capabilities QUESTIONS ANSWERS`.
 
-It reads a list of configurations as in config.json, and writes for each the result of `describe` by the engine's dtype.
-No weights are loaded and no device is used. The module `support` decides from these answers which models can run.
+It reads a list of configurations as in config.json. For each configuration it writes the results of `describe` for all
+dtypes of engines, by dtype. No weights are loaded and no device is used. The module `support` decides from these
+answers which models can run.
 """
 
 from __future__ import annotations
@@ -36,10 +37,20 @@ def main(questions: Path, answers: Path) -> None:
 def describe(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
     """How vLLM would run a model with the configuration `config`, in an engine of `dtype`.
 
-    The result has `asked`, the architecture in the configuration. If vLLM refuses the model it also has `error` and
-    `knows`, whether vLLM knows the architecture. Otherwise it has the class that it `runs_as`, its `runner` ("generate"
-    or "pooling"), `is_multimodal`, `is_latent` (attention as in DeepSeek), `layer_types`, `head_size`, and
-    `head_sizes`, those that attention kernels of this device support (None for any).
+    The result has `asked`, the architecture in the configuration. If vLLM refuses the model, there are two more keys:
+
+    - `error`: the reason
+    - `knows`: whether vLLM knows the architecture
+
+    Otherwise the further keys are:
+
+    - `runs_as`: vLLM's class for the model
+    - `runner`: "generate" or "pooling"
+    - `is_multimodal`: whether the model is multimodal
+    - `is_latent`: whether its attention is latent, as in DeepSeek
+    - `layer_types`: the kinds of its layers
+    - `head_size`: the size of an attention head
+    - `head_sizes`: the sizes that attention kernels of this device support; None for any size
     """
     asked = [str(name) for name in config.get("architectures") or ()]
     with tempfile.TemporaryDirectory(prefix="mergesearch-model-") as folder:

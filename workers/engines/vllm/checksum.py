@@ -25,7 +25,10 @@ def checksum(parameters: Mapping[str, torch.Tensor]) -> str:
 
 
 def combined(parameters: Mapping[str, torch.Tensor], sums: Mapping[str, int]) -> str:
-    """The same as `checksum`, from sums that are already known: `sums` has the `word_sum` of each parameter by name."""
+    """Checksum of a model's parameters, as `checksum` gives it, from sums that are known already.
+
+    `sums` has the `word_sum` of each parameter by name.
+    """
     total = hashlib.sha256()
     for name, parameter in sorted(parameters.items()):
         total.update(f"{name}:{parameter.dtype}:{tuple(parameter.shape)}:{sums[name]}\n".encode())
@@ -54,8 +57,7 @@ def word_sum(parameter: torch.Tensor) -> int:
 def _words(parameter: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor as a flat tensor of int64 words.
 
-    If the bytes do not divide into words of 64 bits, or their address is not a multiple of 8, each int64 has a shorter
-    word.
+    If the number of bytes is not a multiple of 8, or their address is not, words of fewer bytes are converted to int64.
     """
     flat = parameter.detach().contiguous().view(-1)
     num_bytes = flat.numel() * flat.element_size()

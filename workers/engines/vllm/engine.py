@@ -165,10 +165,10 @@ class Engine:
         self.sources = str(self._call("mergesearch_sources"))
 
     def _tokenizer_directory(self) -> str:
-        """The directory of the tokenizer that vLLM loads.
+        """The directory from which vLLM loads its tokenizer, which must be the same as that of the engine's `prompts`.
 
-        It is the model's directory, if vLLM loads the same tokenizer from it as the engine's `prompts` have. Otherwise
-        it is a temporary copy of this tokenizer, whose files name its class.
+        It is the model's directory, if vLLM loads the same tokenizer from there. Otherwise it is a temporary directory
+        with a copy of the tokenizer, whose files name the tokenizer's class.
         """
         self._new_tokenizer = stated_directory(self.prompts.directory, self.prompts.tokenizer)
         return self._new_tokenizer.name if self._new_tokenizer else self.prompts.directory
@@ -281,9 +281,9 @@ class Engine:
     def check(self) -> CanaryReport:
         """Compare the engine with transformers now, and return the report of its comparisons.
 
-        Nothing is compared if the engine has scored nothing since it last passed. The comparison uses the recipe that
-        the engine holds, or the base model if the engine holds none or the recipe's logits are not finite. Raises
-        EngineFault if the engine differs.
+        Nothing is compared if the engine has scored nothing since it last passed a comparison. The comparison uses the
+        recipe that the engine holds, or the base model if the engine holds none or the recipe's logits are not finite.
+        Raises EngineFault if the engine differs.
         """
         with self._failing_for_good():
             if not self._is_checked:

@@ -41,9 +41,10 @@ def not_started(family: Family, error: BaseException, log_file: str | None) -> E
 
 
 def _reason(error: BaseException) -> str:
-    """The reason of an error in one line: the first line of its message.
+    """The reason of an error in one line.
 
-    If vLLM rejects an option, it is the first complaint of pydantic, which checks vLLM's options.
+    This is the first line of the error's message. If vLLM rejects an option, it is the first problem that pydantic
+    reports, because vLLM checks its options with pydantic.
     """
     details = error.errors() if hasattr(error, "errors") else ()
     text = str(details[0]["msg"] if details else error).strip()

@@ -204,11 +204,12 @@ def _repack(
 
 
 def _comparable(packed: Mapping[str, torch.nn.Module]) -> frozenset[str]:
-    """The names of modules whose packed copies, which vLLM's CPU kernels use, can be compared with the weights.
+    """The names of the modules in `packed` whose packed copies can be compared with their weights.
 
-    The comparison is tried on the copies that vLLM has just made, which are right. The modules are those of `packed`
-    for which it finds them right. A kernel that rounds the numbers it multiplies cannot show whether a copy is right.
-    For such modules only the canary, a comparison with transformers, detects an outdated copy.
+    vLLM's CPU kernels compute with packed copies. Some kernels round the numbers that they multiply, so that a
+    comparison finds even a right copy wrong. Therefore the comparison is tried on copies that vLLM has just made, and a
+    module is comparable if its copy is found right. For all other modules only the canary, a comparison with
+    transformers, detects an outdated copy.
     """
     with torch.inference_mode():
         comparable = frozenset(
@@ -222,7 +223,7 @@ def _comparable(packed: Mapping[str, torch.nn.Module]) -> frozenset[str]:
 
 
 def _derive_of(module: torch.nn.Module) -> Any:
-    """The function of an attention module that updates copies of its weights in another dtype, in place.
+    """The function of an attention module that updates, in place, the copies of its weights in another dtype.
 
     Some attention kernels keep such copies. Returns None for modules without such a function.
     """

@@ -44,9 +44,11 @@ class Destination:
 class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives (name, tensor) pairs to vLLM's weight loader, and records where the loader writes each tensor.
 
-    `source` yields the pairs, `parameters` are the model's by name. A tensor has a destination, at which it can later
-    be written without the loader, if the loader only copied it, whole, to one part of a parameter, and nothing else
-    changed this part before loading ended. `seconds` is the time spent computing the tensors.
+    `source` yields the pairs, `parameters` are the model's by name. `seconds` is the time spent computing the tensors.
+
+    If all that the loader does with a tensor is to copy it as a whole to a part of a parameter, this part is the
+    tensor's destination. The tensor can later be written there without the loader. It has no destination if anything
+    else changes the part before loading ends.
     """
 
     def __init__(self, source: Iterator[tuple[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor]) -> None:

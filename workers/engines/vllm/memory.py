@@ -52,11 +52,12 @@ HOST_SHARE = 0.5
 class MemoryRequirements:
     """Bytes that an engine and its bank of source weights need on each GPU.
 
-    `bank` is the size of the sources as they are stored, `weights` that of the merged model, `kv_token` that of one
-    token's keys and values, and `scratch` the memory for merging the largest tensor. With several GPUs (`ranks`),
-    `weights` and `kv_token` are the part of one GPU; every GPU merges whole tensors. `max_length` is the number of
-    tokens of the longest text. `statistics` is the size of the statistics of source weights that merging caches, which
-    are always in host memory.
+    - `bank`: the size of the sources as they are stored
+    - `weights`: the size of the merged model; with several GPUs (`ranks`), the part of one GPU
+    - `kv_token`: the size of one token's keys and values; with several GPUs, the part of one GPU
+    - `scratch`: the memory for merging the largest tensor; every GPU merges whole tensors
+    - `max_length`: the number of tokens of the longest text
+    - `statistics`: the size of the statistics of source weights that merging caches, always in host memory
     """
 
     bank: int
@@ -91,10 +92,16 @@ def divide_memory(
 ) -> EngineMemory:
     """Divide the memory of GPUs and host between engine and source weights.
 
-    Each GPU has `gpu_total` bytes, of which `gpu_free` are free; the host has `host_free` bytes free. The sources are
-    on the GPU if that leaves room for an engine that serves many texts at once; otherwise in host memory, if all copies
-    fit into a part of it, or else in files mapped into memory. `copies` is the number of copies of the sources that may
-    be in host memory at once. Raises EngineUnavailable if the merged model does not fit into the GPU.
+    Each GPU has `gpu_total` bytes, of which `gpu_free` are free; the host has `host_free` bytes free. `copies` is the
+    number of copies of the sources that may be in host memory at once. The sources are kept in the first of these
+    places that suits:
+
+    - on the GPU, if that leaves room for an engine that serves many texts at once, or a few texts if the host has no
+      room
+    - in host memory, if all copies fit into a part of it
+    - in files mapped into memory
+
+    Raises EngineUnavailable if the merged model does not fit into the GPU.
     """
     usable = usable_gpu_bytes(gpu_free, gpu_total)
     if usable < needs.engine(1):
@@ -122,7 +129,7 @@ def divide_memory(
 def usable_gpu_bytes(gpu_free: int, gpu_total: int) -> int:
     """Bytes of a GPU that an engine, its source weights and merging may use together.
 
-    They are what is free of the GPU (`gpu_free`) except room for CUDA's context, but at most USABLE_SHARE of
+    They are the free bytes of the GPU, `gpu_free`, less room for CUDA's context, and at most USABLE_SHARE of
     `gpu_total`.
     """
     return min(int(USABLE_SHARE * gpu_total), gpu_free - CONTEXT_BYTES)
@@ -169,8 +176,8 @@ def kv_token_bytes(config: Mapping[str, Any], dtype: str, ranks: int = 1) -> int
 def kv_cache_bytes(config: Mapping[str, Any], max_length: int, dtype: str) -> int:
     """Bytes that an engine on CPU reserves for attention's keys and values.
 
-    They are enough for a full batch of texts of TEXT_TOKENS tokens, at most 1 GiB, and for at least one text of
-    `max_length` tokens.
+    They are enough for a full batch of texts of TEXT_TOKENS tokens, but at most 1 GiB. If one text of `max_length`
+    tokens needs more than that, they are enough for this text.
     """
     per_token = kv_token_bytes(config, dtype)
     block = 128  # tokens, vLLM's default on CPU

@@ -54,9 +54,9 @@ class MergeExtension:
         """Open the bank of source weights, and start to count rows of logits that are NaN or infinite.
 
         `family` is JSON as `family_to_json` writes it. The bank is kept in the first of `placements` that has room for
-        it; on a GPU also for `scratch_bytes`, the memory for merging a tensor. `reason` says in words why the first
-        placement was chosen. With `keeps_ranks` the bank keeps the ranks of elements by magnitude that the method DELLA
-        needs (`bank.Bank.keep_ranks`). Returns the bank's fingerprint.
+        it. A GPU must also have room for `scratch_bytes`, the memory for merging a tensor. `reason` says in words why
+        the first placement was chosen. With `keeps_ranks` the bank keeps the ranks of elements by magnitude that the
+        method DELLA needs (`bank.Bank.keep_ranks`). Returns the bank's fingerprint.
         """
         device = next(self.model_runner.get_model().parameters()).device
         self._mergesearch_bank = open_bank(family, placements, device, scratch_bytes)
@@ -104,9 +104,11 @@ class MergeExtension:
         materialise_s, repack_s, swap_s (packing included), bank (its summary)}. While weights are written, and if this
         fails, the engine holds no digest.
 
-        Expected failures are returned, because with several ranks an exception would lose its class: {refused} for a
-        recipe that cannot be merged, {changed} if files of the sources have changed, and {mismatch} if copies of
-        weights for vLLM's CPU kernels differ from the merge.
+        Expected failures are returned, because with several ranks an exception would lose its class:
+
+        - {refused}: the recipe cannot be merged
+        - {changed}: files of the sources have changed
+        - {mismatch}: copies of weights for vLLM's CPU kernels differ from the merge
         """
         try:
             recipe = Recipe.from_json(json.loads(recipe_json))
@@ -166,7 +168,7 @@ class MergeExtension:
         return self._mergesearch_weights.checksum_now()
 
     def mergesearch_bad_rows(self) -> list[int]:
-        """The numbers of rows of logits that were NaN, and of those that were infinite, since the last call.
+        """The number of rows of logits that contained NaN, and the number of infinite rows, since the last call.
 
         If there were any, all cached keys and values are set to zero: NaN in a block of the cache spreads to other
         texts that reuse the block, even where it is masked.
@@ -193,10 +195,12 @@ def open_bank(
 ) -> Bank:
     """Open the bank of source weights of a family; `family` is JSON as `family_to_json` writes it.
 
-    A process has one bank, that of the family that was opened last; if it is open already, it is returned. If the
-    engine computes in this process, it is the engine's bank. Otherwise, for example for the canary, it is a bank of
-    mapped files that merges on the CPU. The weights are kept in the first of `placements` that has room for them; on a
-    GPU also for `scratch_bytes`, the memory for merging a tensor. Raises InvalidModel.
+    A process has one bank, that of the family that was opened last; if it is open already, it is returned. In a process
+    that has an engine, it is the engine's bank. In any other process, for example one that computes a canary, it is a
+    bank of mapped files that merges on the CPU.
+
+    The weights are kept in the first of `placements` that has room for them. A GPU must also have room for
+    `scratch_bytes`, the memory for merging a tensor. Raises InvalidModel.
     """
     if family not in _opened:
         _opened.clear()

@@ -1,9 +1,8 @@
 """Fused kernels of most methods for CPU (Numba), and of those that searches use most for CUDA (Triton).
 
-They compute the same as the plain methods of `workers.merging.methods`, bit for bit on the same kind of device, but in
-one pass over the sources in their stored dtype (two if coefficients depend on what a method drops). The result is
-rounded once and written to its destination. Kernels receive the sources' statistics and do not know where these are
-kept.
+On the same kind of device, they give the same bits as the plain methods of `workers.merging.methods`. They need one
+pass over the sources in their stored dtype, or two if coefficients depend on what a method drops. The result is rounded
+once and written to its destination. Kernels receive the sources' statistics and do not know where these are kept.
 
 - `lowering`: the rule of each fused method, from its coefficients and operands.
 - `rules`: the rules, plain numbers that every backend can execute.

@@ -4,9 +4,9 @@ Numba keeps compiled code beside the file that defines a function (else in the u
 compiles again when that file changes. The code and constants of other files are compiled in too, and Numba does not
 notice a change there. So the names of the cache files contain a digest of all files in SOURCES.
 
-Numba numbers the files of a function by an index. Of two processes that compile at the same time, one overwrites the
-other's index, and may give its number to other code: a later process would run the kernel of another rule. Here files
-are named by what they were compiled for, and there is no index.
+Numba numbers the files of a function by an index. If two processes compile at the same time, one overwrites the other's
+index. A number may then stand for other code, and a later process would run the kernel of another rule. Here files are
+named by what they were compiled for, and there is no index.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class _CacheFiles(CompileResultCacheImpl):
 class _File(IndexDataCacheFile):
     """Numba's store of a function's compiled code on disk, without an index.
 
-    It has one file for each signature and processor, named by what it was compiled for, so that processes which compile
-    at the same time do not exchange files.
+    It has one file for each signature and processor, whose name says what it was compiled for. So processes that
+    compile at the same time do not exchange files.
     """
 
     def __init__(self, *, cache_path: str, filename_base: str, source_stamp: Any) -> None:

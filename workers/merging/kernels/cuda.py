@@ -1,7 +1,8 @@
 """Fused merge kernels for tensors on one CUDA device.
 
-Multiplications and additions are not contracted, and divisions are rounded correctly, so that the bits are those of the
-plain methods there. The tests marked `gpu` run them on a device; without one they run in Triton's interpreter.
+Multiplications and additions are not contracted, and divisions are rounded correctly. So the results are bit for bit
+those of the plain methods on the same device. The tests marked `gpu` run the kernels on a device; without a device they
+run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -162,12 +163,15 @@ def _ties(  # type: ignore[no-untyped-def]
     """Triton kernel of one pass of `_ties_of`: merges elements by TIES.
 
     TIES keeps the elements of each source's task vector that are at a threshold or above. The threshold is known by two
-    bounds, `lows` with `low_marks` and `highs` with `high_marks`, which have a number for each source. Elements
-    strictly between the bounds are not decided yet and count as dropped in this pass. Without `AT`, their positions are
-    written to `found`, which has room for `most` of them, and their number is added to `count`. With `AT`, only the
-    elements at the positions in `found` are merged; negative positions are skipped. `factors` give the tie-breaking
-    marks of elements, `lambdas` has the factor of the merged task vector, and `size` is the number of elements, or of
-    positions in `found`.
+    bounds. Elements strictly between the bounds are not decided yet and count as dropped in this pass.
+
+    - `lows`, `low_marks`, `highs`, `high_marks`: the two bounds, with a number for each source
+    - `found`, `count`, `most`: without `AT`, the positions of the undecided elements are written to `found`, which has
+      room for `most` of them, and their number is added to `count`
+    - `AT`: only the elements at the positions in `found` are merged; negative positions are skipped
+    - `factors`: they give the tie-breaking marks of elements
+    - `lambdas`: the factor of the merged task vector
+    - `size`: the number of elements, or with `AT` of positions in `found`
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size

@@ -71,7 +71,7 @@ def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
 
 @intrinsic
 def stores_done(typing_context: Any) -> Any:
-    """Make what was stored without the processor's caches visible to other threads (a memory fence)."""
+    """A memory fence: after it, other threads see everything that was stored past the processor's caches."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -99,7 +99,10 @@ def copied_past_caches(block: Any, out: Any, start: Any, stop: Any) -> None:
 
 @intrinsic
 def bits_of(typing_context: Any, number: Any) -> Any:
-    """The bits of a float32 number as uint32."""
+    """The bits of a float32 number as a uint32: the memory is read as another type, and no number is converted.
+
+    For numbers that are not negative, these integers have the same order.
+    """
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], context.get_value_type(types.uint32))
@@ -109,7 +112,7 @@ def bits_of(typing_context: Any, number: Any) -> Any:
 
 @intrinsic
 def _float(typing_context: Any, bits: Any) -> Any:
-    """The float32 number that has the given bits (uint32)."""
+    """The float32 number whose bits are given as a uint32: the memory is read as another type; nothing is converted."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], context.get_value_type(types.float32))

@@ -223,7 +223,7 @@ class Weighted(NamedTuple):
 
 
 class WeightedMean(NamedTuple):
-    """Rule: the base plus the weighted sum of the task vectors that have the elected sign, divided by their number.
+    """Rule: base + (weighted sum of the task vectors that have the elected sign) / (number of these task vectors).
 
     This is computed for each element of the task vectors after the sparsification `sparse`. The elected sign is that of
     the unweighted sum of all task vectors, and + where this sum is zero.
@@ -237,8 +237,8 @@ class Interpolation(NamedTuple):
     """Rule: the base plus lambda times the weighted mean of the task vectors that have the elected sign.
 
     This is computed for each element of the task vectors after the sparsification `sparse`. The elected sign is that of
-    the sum of all of them; where the sum is zero, the result is the base. The weights are divided by the sum of the
-    weights of the task vectors that have this sign. If only one has it, that one is used as it is.
+    the sum of all task vectors; where the sum is zero, the result is the base. The weights are divided by the sum of
+    the weights of the task vectors that have this sign. If only one task vector has it, this one is used as it is.
     """
 
     sparse: Sparsity
@@ -319,10 +319,10 @@ Rule = tuple[Any, ...]
 
 
 def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
-    """How elements are compared with thresholds: a kind of comparison for each list in `each`.
+    """Choose the kind of comparison of elements with thresholds, for each list in `each`.
 
-    Each list has a `Trim`, which describes a threshold, for each source. If many elements may have the magnitude of one
-    of the thresholds (`Trim.is_tied`), all comparisons use tie-breaking marks (`ByMark`), else magnitudes alone
+    A list describes one threshold for each source, as a `Trim`. If many elements may have the magnitude of one of the
+    thresholds (`Trim.is_tied`), all comparisons use tie-breaking marks (`ByMark`), else magnitudes alone
     (`ByMagnitude`).
     """
     rows = [list(trims) for trims in each]
@@ -334,8 +334,8 @@ def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
 def bounds(trims: Iterable[Trim]) -> tuple[Numbers, Words, Numbers, Words, Words]:
     """The two bounds of each source's threshold, in the form of the fields of `Trimmed`.
 
-    The result is (magnitudes and tie-breaking marks of the lower bounds, those of the upper bounds, ranks): the fields
-    lows, low_marks, highs, high_marks and ranks. Each has a number for each of `trims`, one per source.
+    The result has the values of the fields `lows`, `low_marks`, `highs`, `high_marks` and `ranks`, in this order. Each
+    has one number for each of `trims`, one per source.
     """
     rows = [
         (trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller) for trim in trims

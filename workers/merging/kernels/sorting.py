@@ -1,8 +1,9 @@
 """Sorting and selection of numbers that are computed from the elements of tensors, on CPU.
 
 Numbers are sorted in pieces, so that sorting takes bounded memory; a single rank is selected without sorting. Equal
-numbers are ordered by the marks of their elements (`workers.merging.order_statistics`). What is sorted are words of 64
-bits: the bits of a float32 above those of the mark.
+numbers are ordered by the marks of their elements (`workers.merging.order_statistics`). What is sorted are words: a
+word is an integer of 64 bits, with the bits of a float32 number in its upper half and the element's mark in its lower
+half.
 """
 
 from __future__ import annotations
@@ -286,10 +287,10 @@ def _bucket_counts(numbers: Any) -> Any:
 
 @compiled
 def _digit_counts(numbers: Any, prefix: Any, shift: Any, start: int, stop: int) -> Any:
-    """Count the words that begin with the bits `prefix` by their next LOWER bits, which are the bits above `shift`.
+    """Count the elements whose words begin with the bits `prefix`, by the next LOWER bits of their words, the digit.
 
-    The word of an element has 64 bits: its number, then its tie-breaking mark. Counted are elements from `start` to
-    `stop` - 1 of `numbers`. Returns a count for each value of the LOWER bits.
+    A word has 64 bits: an element's number, then its tie-breaking mark. `shift` is the number of bits after the digit.
+    Only the elements from `start` to `stop` - 1 of `numbers` are counted. Returns a count for each value of the digit.
     """
     counts, mask = np.zeros(1 << LOWER, np.int64), U64((1 << LOWER) - 1)
     above = shift + U64(LOWER)
@@ -303,10 +304,10 @@ def _digit_counts(numbers: Any, prefix: Any, shift: Any, start: int, stop: int) 
 
 @compiled
 def _collect(numbers: Any, prefix: Any, shift: Any, words: Any, start: int, stop: int) -> Any:
-    """Write the words that begin with the bits `prefix` to `words`, and return how many there are.
+    """Write the words that begin with the bits `prefix` to the array `words`, and return how many there are.
 
-    The word of an element has 64 bits: its number, then its tie-breaking mark. `prefix` has all bits but the last
-    `shift`. The elements are those from `start` to `stop` - 1 of `numbers`.
+    A word has 64 bits: an element's number, then its tie-breaking mark. `shift` is the number of bits after the prefix.
+    Only the elements from `start` to `stop` - 1 of `numbers` are looked at.
     """
     count = U64(0)
     for i in range(U64(start), U64(stop)):
@@ -323,10 +324,10 @@ def _word(numbers: Any, i: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def _has_prefix(numbers: Any, i: Any, prefix: Any, shift: Any) -> Any:
-    """Whether the word of element i begins with the bits `prefix`: all but its last `shift` bits, which are at most 48.
+    """Whether the word of element i begins with the bits `prefix`; `shift`, at most 48, is the number of bits after it.
 
-    The word of an element has 64 bits: its number, then its tie-breaking mark. For most words the answer is no and
-    follows from the number alone, so that the mark is not computed.
+    A word has 64 bits: an element's number, then its tie-breaking mark. For most words the answer is no and follows
+    from the number alone, so that the mark is not computed.
     """
     if shift >= U64(32):
         return U64(_bits(numbers, i)) >> (shift - U64(32)) == prefix
@@ -345,12 +346,14 @@ def _zeros(numbers: Any, start: int, stop: int) -> int:
 
 @compiled
 def _partition(numbers: Any, first: int, range_of: Any, starts: Any, words: Any) -> Any:
-    """Write the words of the elements in some adjacent buckets to `words`, and return `words`.
+    """Write the words of the elements in some adjacent buckets to `words`, grouped by ranges of buckets.
 
-    They are grouped by ranges of buckets, and not sorted within a range. A bucket has the elements whose numbers begin
-    with the same bits; the buckets are those from `first` on. The word of an element has 64 bits: its number, then its
-    tie-breaking mark. `range_of` has the range that each bucket belongs to, and `starts` the index in `words` where
-    each range begins.
+    A bucket has the elements whose numbers begin with the same bits. A word has 64 bits: an element's number, then its
+    tie-breaking mark. Words are not sorted within a range. Returns `words`.
+
+    - `first`: the first bucket
+    - `range_of`: for each bucket from `first` on, the range that it belongs to
+    - `starts`: for each range, the index in `words` where it begins
     """
     places = starts.astype(np.uint64)
     for i in range(U64(0), U64(numbers.like.size)):
@@ -368,8 +371,8 @@ def _ranks_in_rows(x: Any, b: Any, factor: Any, ranks: Any, width: int, start: i
     """Compute the ranks of magnitudes within the rows from `start` to `stop`, and write them to `ranks`.
 
     `start` and `stop` are positions of elements, multiples of the row's `width`. A magnitude is |x - b|. The positions
-    in each row are sorted by magnitude, and those of equal magnitudes by their tie-breaking marks, which `factor`
-    determines. The sort by magnitude is stable and has three passes, each by one digit.
+    in each row are sorted by magnitude, in three stable passes by one digit each. Positions of equal magnitudes are
+    sorted by their tie-breaking marks, which `factor` determines.
     """
     mask, size = U32((1 << DIGIT) - 1), U64(width)
     keys, order, other = np.empty(width, np.uint32), np.empty(width, np.uint32), np.empty(width, np.uint32)

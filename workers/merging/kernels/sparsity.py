@@ -24,10 +24,10 @@ HASHES = 2.0**32  # number of different hashes
 def is_at_or_above(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, low_mark: Any) -> Any:
     """Whether element i of source s, of magnitude `size`, is at a threshold or above.
 
-    The threshold is the magnitude `low` with the tie-breaking mark `low_mark`; `factor` determines the element's
-    mark. `by` says how it is compared: with `ByMark` by magnitude and mark; with `ByMagnitude` only the magnitude is
-    compared, with the numbers in `by`, and elements that it cannot decide count as below. Callable only in compiled
-    code.
+    The threshold is the magnitude `low` with the tie-breaking mark `low_mark`; `factor` determines the element's mark.
+    `by` says how the element is compared with the threshold: with `ByMark` by magnitude and mark; with `ByMagnitude` by
+    magnitude alone, with the numbers in `by`. Elements that `ByMagnitude` cannot decide count as below. Callable only
+    in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -35,9 +35,10 @@ def is_at_or_above(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, lo
 def is_above(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, low_mark: Any) -> Any:
     """Whether element i of source s, of magnitude `size`, is above a threshold.
 
-    The threshold is the magnitude `low` with the tie-breaking mark `low_mark`; `factor` determines the element's
-    mark. `by` says how it is compared: with `ByMark` by magnitude and mark; with `ByMagnitude` only the magnitude is
-    compared, and elements count as above from the number in `by.aboves` on. Callable only in compiled code.
+    The threshold is the magnitude `low` with the tie-breaking mark `low_mark`; `factor` determines the element's mark.
+    `by` says how the element is compared with the threshold: with `ByMark` by magnitude and mark; with `ByMagnitude` by
+    magnitude alone. With `ByMagnitude`, elements count as above from the number in `by.aboves` on. Callable only in
+    compiled code.
     """
     raise NotImplementedError("only in compiled code")
 

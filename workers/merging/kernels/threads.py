@@ -1,6 +1,6 @@
 """The threads of the CPU kernels: a pool of their own, with as many threads at work as torch uses.
 
-Kernels hold no interpreter lock.
+Kernels run without Python's interpreter lock.
 """
 
 from __future__ import annotations

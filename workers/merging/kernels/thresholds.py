@@ -65,9 +65,9 @@ def _undecided_between(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 def is_between(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
     """SOME (1) if element i of source s, of magnitude `size`, may be strictly between two thresholds, else NONE (0).
 
-    The thresholds `low` and `high` are (magnitude, tie-breaking mark); `factor` determines the element's mark. `by`
-    says how it is compared: with `ByMark` by magnitude and mark; with `ByMagnitude` by magnitude alone, and elements
-    that it cannot decide count as between. Callable only in compiled code.
+    Each threshold, `low` and `high`, is (magnitude, tie-breaking mark). `factor` determines the element's mark. `by`
+    says how the element is compared with the thresholds: `ByMark` compares magnitude and mark. `ByMagnitude` compares
+    the magnitude alone; an element that this cannot decide counts as between. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -92,8 +92,8 @@ UNDECIDED: dict[type, Callable[..., Any]] = {rules.Trimmed: _undecided_trim, rul
 def most_undecided(rule: Any) -> int:
     """The largest number of elements of a tensor for which a merge must still find out whether a rule keeps them.
 
-    They are those between the two bounds of a threshold: at most `MOST_LEFT` for each threshold of the rule, and none
-    for a rule without thresholds.
+    Only elements between the two bounds of a threshold are undecided. There are at most `MOST_LEFT` for each threshold
+    of the rule, and none for a rule without thresholds.
     """
     sparse = getattr(rule, "sparse", None)
     if isinstance(sparse, rules.Trimmed | rules.Between):
@@ -102,7 +102,7 @@ def most_undecided(rule: Any) -> int:
 
 
 def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray) -> Any:
-    """A copy of a rule in which each threshold is exact, where the rule knew two bounds of it.
+    """A copy of a rule with exact thresholds, in place of the two bounds by which the rule knew each threshold.
 
     Each threshold is found among the elements between its bounds. `positions` has the indices of all elements that are
     between the bounds of any threshold. `base` and `xs` are the elements of the base and the sources, as arrays.
@@ -126,12 +126,12 @@ def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: 
 def variance_threshold(
     trim: Trim, order: TieOrder, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray
 ) -> tuple[Threshold, bool]:
-    """Find the exact threshold of a rank among variances, and whether all elements of equal variance reach it.
+    """Find the exact threshold of a rank among variances, and whether all elements with its variance reach it.
 
-    A variance is that of an element between the task vectors of the sources `xs`; `order` orders equal ones. `trim` has
-    two bounds of the threshold. `positions` has the indices of all elements strictly between them. If variances were
-    compared without tie-breaking marks (`trim.magnitudes`), it also has those of all elements with the threshold's
-    variance.
+    A variance is that of one element between the task vectors of the sources `xs`. `order` orders equal variances by
+    tie-breaking marks. `trim` has two bounds of the threshold, and `positions` the indices of all elements strictly
+    between the bounds. If variances were compared without marks (`trim.magnitudes`), `positions` also has all elements
+    with the threshold's variance.
     """
     sizes, marks = _variances_at(base, xs, positions), _marks_at(positions, U32(order.factor))
     bounds = trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller
@@ -142,9 +142,9 @@ def variance_threshold(
 def _of_rank(sizes: np.ndarray, marks: np.ndarray, cut: tuple[float, int, float, int, int]) -> tuple[float, int]:
     """The magnitude and tie-breaking mark of the element with a given rank between two bounds.
 
-    `sizes` and `marks` are those of the elements to choose from. `cut` is (magnitude and mark of the lower bound,
-    magnitude and mark of the upper, rank); the rank counts elements strictly between the bounds, from 0 in ascending
-    order. If the bounds are equal, they are the result.
+    The elements to choose from have the magnitudes `sizes` and the marks `marks`. `cut` is (magnitude of the lower
+    bound, its mark, magnitude of the upper bound, its mark, rank). The rank counts elements strictly between the
+    bounds, from 0 in ascending order. If the bounds are equal, the result is the bound.
     """
     low, low_mark, high, high_mark, rank = cut
     if (low, low_mark) == (high, high_mark):

@@ -48,10 +48,9 @@ def weighted_sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> t
 
 
 def total(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> float:
-    """The sum over all elements of what `function` gives for the elements of tensors, in float64.
+    """Apply a function to tensors element by element, and return the sum of the results in float64.
 
-    `function` is applied element by element. It receives chunks of the tensors, converted to float64, one argument per
-    tensor.
+    `function` receives chunks of the tensors, converted to float64, one argument per tensor.
     """
     return math.fsum(_block_sums(function, *tensors))
 
@@ -77,7 +76,7 @@ def cosine(first: torch.Tensor, second: torch.Tensor) -> float:
 def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = None) -> Products:
     """The inner products of all pairs of the N tensors, [N, N], summed in float64.
 
-    With `base` they are those of the tensors' differences from the base, which are rounded to float32.
+    With `base`, each tensor's difference from the base, rounded to float32, takes the place of the tensor.
     """
     products = [[0.0] * len(tensors) for _ in tensors]
     for i, first in enumerate(tensors):

@@ -98,7 +98,8 @@ def slerp(tensors: Sequence[torch.Tensor], *, t: float, cos: float | None = None
     """Spherical interpolation of two tensors (Shoemake 1985); t = 0 gives the first, t = 1 the second.
 
     This is equation 10 of "Automated Model Merging". omega is the angle between the whole tensors; `cos` is its cosine,
-    if known, and is computed otherwise. The tensors keep their norms: their directions determine only the angle.
+    if known, and is computed otherwise. The tensors are interpolated as they are, not normalised; only the angle is
+    that of their directions.
 
     If |cos omega| > 0.9995, the interpolation is linear. The divisor sin omega then goes to zero, and an angle in
     float32 has few significant digits. For nearly equal tensors the two interpolations differ by less than 1.3e-4, and
@@ -120,8 +121,8 @@ def nuslerp(tensors: Sequence[torch.Tensor], *, weights: Sequence[float], cos: f
 
     w_1 and w_2 are the weights; if they sum to zero, both tensors have equal shares. omega is the angle between the
     whole tensors; `cos` is its cosine, if known, and is computed otherwise. Unlike `slerp`, the interpolation is on the
-    circle up to |cos omega| = 1 - 1e-7, and linear beyond. There, line and circle of nearly equal tensors agree in
-    float32, and between nearly opposite tensors rounding determines the circle.
+    circle up to |cos omega| = 1 - 1e-7, and linear beyond. For nearly equal tensors, line and circle then agree in
+    float32. For nearly opposite tensors, the circle would only follow from rounding errors.
     """
     first, second = tensors
     return weighted_sum(tensors, nuslerp_weights(weights, cosine(first, second) if cos is None else cos))
@@ -215,9 +216,9 @@ def model_stock(
 
     The factor is t = N cos / (1 + (N - 1) cos), with cos the mean cosine between the task vectors of this tensor. A
     task vector of norm at most 1e-8 counts as orthogonal to the others. If the denominator is zero, the result is the
-    base. Near this pole t is large: raises InvalidRecipe, naming the tensor by `name`, if t is not from -N to 1. At t =
-    -N the result is as far from the base as models at equal distances are. With `unbounded` a warning is logged
-    instead. `products` are the inner products of the task vectors, if known.
+    base. Near this pole t is large. Raises InvalidRecipe, naming the tensor by `name`, if t is not from -N to 1; with
+    `unbounded` a warning is logged instead. For models at equal distances from the base, the result at t = -N is as far
+    from the base as they are. `products` are the inner products of the task vectors, if known.
     """
     taus = [tensor - base for tensor in tensors]
     weights = model_stock_weights(products or inner_products(taus), unbounded=unbounded, name=name)

@@ -50,8 +50,8 @@ def sce(
 ) -> torch.Tensor:
     """SCE (FuseChat, arXiv:2408.07990): select the most variable elements, calculate weights, erase minority signs.
 
-    theta_pre is the base, and tau_t the task vectors, the differences of the models from the base. SCE selects the
-    share `select_topk` of those elements that vary at all between the task vectors: the ones of largest variance. The
+    theta_pre is the base, and tau_t the task vectors, the differences of the models from the base. Only elements that
+    vary between the task vectors count. Of these, SCE selects the share `select_topk` with the largest variance. The
     weight w_t of a model is the mean square of its selected elements over the tensor. Elements whose sign is not that
     of the sum of the task vectors are erased. The result is theta_pre + sum_t w_t tau_t / sum_t w_t over the elements
     that are left, and the base where the sum is zero or nothing is selected. `variances` is the table of the elements'
@@ -130,7 +130,8 @@ def ram(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, epsilon: float) 
     """RAM (arXiv:2601.13572): add what one model changed, average what several models changed.
 
     A model has changed an element if it differs from the base by more than epsilon. Where several models changed an
-    element, the base gets the mean of their task vectors; where one did, it gets its task vector.
+    element, the base gets the mean of their task vectors. Where one model changed an element, the base gets this
+    model's task vector.
     """
     return _ram([tensor - base for tensor in tensors], base, epsilon, None)
 
@@ -142,9 +143,9 @@ def ramplus_tl(
     """RAM+ with counts for each tensor (arXiv:2601.13572; mergekit calls it tensor-local).
 
     A model has changed an element if it differs from the base by more than epsilon. Where several models changed an
-    element, the base gets the mean of their task vectors. Where one did, it gets its task vector times 1 + r min(alpha,
-    shared / unique). Of the elements that this model changed, `shared` is the number that others changed too, and
-    `unique` the number that it changed alone.
+    element, the base gets the mean of their task vectors. Where one model changed an element, the base gets this
+    model's task vector times 1 + r min(alpha, shared / unique). Of the elements that this model changed, `shared` is
+    the number that others changed too, and `unique` the number that it changed alone.
     """
     return _ram([tensor - base for tensor in tensors], base, epsilon, (r, alpha))
 

@@ -50,9 +50,9 @@ def disjoint_majority_mean(taus: Sequence[torch.Tensor], majority: int | None = 
 
 
 def disjoint_sum(taus: Sequence[torch.Tensor]) -> torch.Tensor:
-    """For each element, the sum of the task vectors that have the elected sign, that of the sum of all (MergeBench).
+    """For each element, the sum of the task vectors that have the elected sign (MergeBench).
 
-    `taus` are the task vectors. The result is zero where their sum is zero.
+    The elected sign is that of the sum of all task vectors `taus`. Where this sum is zero, the result is zero.
     """
     elected = _sum(taus).sign_()
     merged = torch.zeros_like(elected)
@@ -99,8 +99,8 @@ def disjoint_interpolation(taus: Sequence[torch.Tensor], weights: Sequence[float
     """For each element, the weighted mean of the task vectors that have the elected sign.
 
     The elected sign is that of the sum of all task vectors `taus`; where the sum is zero, the result is zero. The
-    weights are divided by the sum of the weights of the task vectors that have this sign. If only one has it, that one
-    is used as it is. This is the interpolation of Mixup Model Merge (M3), appendix H.
+    weights are divided by the sum of the weights of the task vectors that have this sign. If only one task vector has
+    it, this one is used as it is. This is the interpolation of Mixup Model Merge (M3), appendix H.
     """
     elected = _sum(taus).sign_()
     alone, mixed = torch.zeros_like(elected), torch.zeros_like(elected)

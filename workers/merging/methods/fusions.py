@@ -86,7 +86,7 @@ def importance_of(first: torch.Tensor, second: torch.Tensor, select: Importances
 
 
 def _divergences(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The Kullback-Leibler divergence of the softmax of each row of `first` from that of the same row of `second`.
+    """For each row, the Kullback-Leibler divergence of softmax(row of `first`) from softmax(row of `second`).
 
     Rounding may make the divergence of nearly equal rows slightly negative.
     """

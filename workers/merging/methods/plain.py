@@ -1,10 +1,14 @@
 """The plain methods by name, and how they are called.
 
-A function receives the tensors, the base if its method needs one, and its coefficients by name, in the plural if there
-is one per source (`lambdas`, but `lambda_`); `keys` if it draws masks. Statistics that it has parameters for (`cos`,
-`importance`, `magnitudes`, `majority`, `norms`, `products`, `ranks`, `variances`) are passed if they are known. The
-orders of equal elements (`orders`, `order`) are passed to functions that cut at a rank, and the tensor's `name` to
-functions whose messages mention it.
+A function receives the tensors, the base if its method needs one, and the coefficients by name. The name of a
+coefficient with a number for each source is in the plural, such as `lambdas`; `lambda_` is one number for all. The
+function also receives what it has parameters for:
+
+- `keys`: the keys of random masks
+- `cos`, `importance`, `magnitudes`, `majority`, `norms`, `products`, `ranks`, `variances`: statistics, if they are
+  known
+- `orders`, `order`: the orders of equal elements, for functions that cut at a rank
+- `name`: the tensor's name, for messages
 """
 
 from __future__ import annotations
@@ -37,19 +41,26 @@ Statistic = Literal["cosine", "importance", "magnitudes", "majority", "norms", "
 class Operands:
     """The operands of one merge: the same tensor of every source, in one shape; none of them is modified.
 
-    `tensors` are in the order of the merge's sources. `base` is the base model's tensor, for methods that need it.
-    `keys` are the keys of random masks (`masks.mask_key`), one for each source, for methods that draw masks. `name` is
-    the tensor's name, for messages.
+    - `tensors`: the tensor of each source, in the order of the merge's sources
+    - `base`: the base model's tensor, for methods that need it
+    - `keys`: the keys of random masks (`masks.mask_key`), one for each source, for methods that draw masks
+    - `name`: the tensor's name, for messages
 
     The other fields are statistics, which depend only on the sources. A statistic is None if it is not known; the
-    method then computes it if it needs it. `cosine` is that of the angle between the first two tensors, and
-    `importance` the criterion by which Arcee Fusion takes elements of the second. `magnitudes` has for each source the
-    table of |source - base|. For a merge that trims whole models it has the thresholds of whole task vectors
-    instead, after the random masks for methods that draw these; the sign of `majority` is then the one elected for most
-    elements of the model. `products` are the inner products of all pairs of tensors, or with a base of task vectors.
-    `variances` is the table of the variances between task vectors. `ranks` has for each source the ranks of its
-    magnitudes in each row, and `norms` the sum of its magnitudes. `orders` order the elements of equal magnitude in
-    each source, and `order` those of equal variance; if they are None, any repeatable order is used.
+    method then computes it if it needs it.
+
+    - `cosine`: the cosine of the angle between the first two tensors
+    - `importance`: the criterion by which Arcee Fusion takes elements of the second tensor
+    - `magnitudes`: for each source the table of |source - base|; for a merge that trims whole models, the thresholds
+      of whole task vectors, after the random masks of methods that draw these
+    - `majority`: for a merge that trims whole models, a number with the sign that is elected for most of the model's
+      elements
+    - `products`: the inner products of all pairs of tensors; with a base, of all pairs of task vectors
+    - `variances`: the table of the variances between task vectors
+    - `ranks`: for each source the ranks of its magnitudes in each row
+    - `norms`: for each source the sum of its magnitudes
+    - `orders`: for each source the order of elements of equal magnitude; with None, any repeatable order is used
+    - `order`: the order of elements of equal variance; with None, any repeatable order is used
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -101,8 +112,8 @@ class PlainMethod:
     ) -> torch.Tensor:
         """Compute the merge `merge` of `operands` by this method's function, with the coefficients of the merge.
 
-        `given` may replace coefficients, by name, by tensors without dimensions; the result then has gradients by
-        these. Raises InvalidRecipe for coefficients that the method does not take.
+        `given` may replace coefficients, by name, by tensors without dimensions; the result then has gradients with
+        respect to these. Raises InvalidRecipe for coefficients that the method does not take.
         """
         replaced = given or {}
         arguments: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Arithmetic on coefficients: numbers, or tensors without dimensions where a gradient by them is wanted.
+"""Arithmetic on coefficients: on numbers, or on tensors without dimensions where gradients are wanted.
 
 Numbers are computed by `math`, so that results have its bits. `math` would detach a tensor from its gradient.
 """

@@ -86,8 +86,8 @@ class CutRanks:
 def cut_ranks(density: float, gamma: float, num_elements: int) -> CutRanks | None:
     """The ranks of the magnitudes that `cut_both_ends` keeps of `num_elements` elements; None if it keeps all.
 
-    It drops the share `gamma` of largest elements, and keeps the share `density` of largest ones among the others. If
-    the two sum to more than 1, it drops fewer of the largest.
+    It drops the largest elements, a share `gamma` of all elements, and keeps the next largest, a share `density` of all
+    elements. If the two shares sum to more than 1, it drops fewer of the largest.
     """
     count = share_of(density, num_elements)
     num_cut = min(share_of(gamma, num_elements), num_elements - count)
@@ -133,11 +133,11 @@ def magnitude_sampled(
     magnitude in its row. `key` is that of the random mask. With `rescale`, elements that are kept are divided by their
     probability.
 
-    The paper's epsilon is twice this one, and its drop probability is p_min + epsilon r / n for ranks r from 0, the
-    largest: the smallest element stays a step above density - epsilon. With `is_symmetric` the divisor is n - 1
-    (mergekit). Equal magnitudes are ranked by `order`; in recipes of format 1 by position, the earlier as the smaller.
-    A tensor with fewer than two dimensions is one row. `ranks` are the ranks of magnitudes in their rows, from 0, the
-    smallest, if known.
+    The paper's epsilon is twice this one. Its drop probability is p_min + epsilon r / n, where rank r is 0 for the
+    largest element. So the smallest element is kept with a probability one step above density - epsilon. With
+    `is_symmetric` the divisor is n - 1, as in mergekit, and this probability is density - epsilon. Equal magnitudes are
+    ranked by `order`; in recipes of format 1 by position, the earlier as the smaller. A tensor with fewer than two
+    dimensions is one row. `ranks` are the ranks of magnitudes in their rows, where 0 is the smallest, if known.
     """
     ranks = _sorted_ranks(tau, order) if ranks is None else ranks
     origin, start, step = probability_by_rank(row_width(tau), density, epsilon, is_symmetric=is_symmetric)

@@ -49,10 +49,11 @@ def multislerp(
     theta_t are the tensors and w_t their weights, divided by their sum. u_t = theta_t / |theta_t| are the directions,
     and m = sum_t w_t u_t / |sum_t w_t u_t| is their mean. The tangent vectors v = sum_t w_t (u_t - <u_t, m> m) at m
     give (m cos |v| + v sin |v| / |v|) * sum_t w_t |theta_t|. As sum_t w_t u_t has the direction of m, v is zero except
-    for rounding, and the result is m * sum_t w_t |theta_t|. If the weighted mean direction vanishes (is shorter than
-    1e-7 or `eps`, which is added to the norms as in mergekit), two tensors are interpolated linearly; for more tensors
-    InvalidRecipe is raised. A single tensor is returned as it is. `products` are the inner products of the tensors, if
-    known.
+    for rounding, and the result is m * sum_t w_t |theta_t|.
+
+    The weighted mean direction vanishes if it is shorter than 1e-7 or `eps`. Two tensors are then interpolated
+    linearly; for more tensors InvalidRecipe is raised. `eps` is also added to the norms, as in mergekit. A single
+    tensor is returned as it is. `products` are the inner products of the tensors, if known.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -69,9 +70,9 @@ def multislerp_unscaled(
 ) -> torch.Tensor:
     """Multi-SLERP (`multislerp`) with weights that are used as given (mergekit: `normalize_weights: false`).
 
-    The mean direction does not depend on this. The length of the result is the sum of the tensors' norms times their
-    weights, which need not sum to one. `eps` is a small number that is added to norms. `products` are the inner
-    products of the tensors, if known.
+    The mean direction is that of `multislerp`, because it does not depend on the sum of the weights. The length of the
+    result is the sum of the tensors' norms times their weights, which need not sum to one. `eps` is a small number that
+    is added to norms. `products` are the inner products of the tensors, if known.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -177,8 +178,8 @@ def karcher_weights(
 ) -> list[float]:
     """The factor of each tensor in `karcher`, from the weights and the inner products of the tensors.
 
-    The mean direction is found by at most `max_iter` steps, none shorter than `tol`. It and the steps are sums of the
-    tensors' directions, so that only the angles between the tensors are needed.
+    The mean direction is found by at most `max_iter` steps, none shorter than `tol`. The mean direction and the steps
+    are sums of the tensors' directions, so only the angles between the tensors are needed.
     """
     if len(products) == 1:
         return [1.0]

@@ -47,8 +47,9 @@ class AdaptedBase:
         """The name of the base's stack for `parameter`, a name in the adapted model; None if there is none.
 
         A stack is one matrix of all experts of a layer's mixture of experts, as one tensor. The result is a key of
-        `Layout.stacks`, or the name of the tensor if the stack is stored as one. If the base has no tensor of that
-        name, the stack of the same layer whose name ends in the same matrix is taken, provided that there is only one.
+        `Layout.stacks`, or the name of the tensor if the stack is stored as one. The base may have no tensor of the
+        parameter's name. Then the result is the stack of the same layer whose name ends in the same matrix, if there is
+        only one.
         """
         if (name := self.name(parameter)) is not None:
             return name if len(self.tensors[name].shape) == 3 else None

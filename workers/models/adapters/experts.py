@@ -34,9 +34,9 @@ def stack_at(module: str, base: AdaptedBase, settings: Settings) -> Stack | None
     """The stack that an adapter's matrices at `module` change; None if they change something else.
 
     A stack is one matrix of all experts of a layer's mixture of experts. An adapter may change several stacks of one
-    mixture: peft then wraps the mixture's module in one wrapper for each stack. How often "base_layer" is in the name
-    `module` tells the wrapper, and so the stack: the first stack has the innermost wrapper. Only stacks that the
-    adapter's setting `target_parameters` names are considered.
+    mixture: peft then wraps the mixture's module in one wrapper for each stack. The number of times that "base_layer"
+    occurs in the name `module` tells the wrapper, and so the stack: the first stack has the innermost wrapper. Only
+    stacks that the adapter's setting `target_parameters` names are considered.
     """
     experts = module.replace(".base_layer", "")
     depth = module.count(".base_layer")

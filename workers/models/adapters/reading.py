@@ -35,7 +35,7 @@ class Adapter:
 def is_adapter(path: Path) -> bool:
     """Whether the directory `path` contains an adapter and no whole model.
 
-    It does if there is adapter_config.json, but neither model.safetensors nor an index of such files.
+    It does if it has adapter_config.json, but neither model.safetensors nor an index of several files of weights.
     """
     models = ("model.safetensors", "model.safetensors.index.json")
     return (path / ADAPTER_CONFIG).is_file() and not any((path / name).is_file() for name in models)
@@ -164,11 +164,11 @@ def _matrix_problems(
 
 
 def _tied_problems(parts: Parts, settings: Settings) -> Iterator[str]:
-    """Yield the problems of an adapter that trained the tied embedding or output head of its base alone.
+    """Yield the problems of an adapter to a tied base that trained only the embedding or only the output head.
 
-    The adapted model would no longer be tied. If the adapter has the setting `ensure_weight_tying`, peft trained the
-    two as one tensor and stored the matrices of both, which is no problem: the adapted model is the tied one with the
-    product of the matrices added once (the merge function of peft 0.21 adds it twice).
+    In a tied base the two are one tensor; in the adapted model they would differ. An adapter with the setting
+    `ensure_weight_tying` and matrices of the embedding has no such problem, because peft trained the two as one tensor.
+    The product of the matrices is then added once to the tied tensor (the merge function of peft 0.21 adds it twice).
     """
     heads = [module for module in parts.matrices if is_output_head(f"{module}.weight")]
     embeddings = [module for module, matrices in parts.matrices.items() if matrices.is_embedding]

@@ -36,11 +36,14 @@ EMBEDDING_MODULES = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_
 class Settings:
     """The settings in adapter_config.json that merging needs, with the names of peft's options where they differ.
 
-    `r` is the rank of matrices, and `alpha` (`lora_alpha`) determines their factor. `ranks` and `alphas`
-    (`rank_pattern`, `alpha_pattern`) have other values for modules, by regular expressions for the end of a module's
-    name. `whole_modules` (`modules_to_save`) were trained as whole tensors. `tokens` (`trainable_token_indices`) has,
-    by embedding module, the ids of tokens whose rows were trained individually. `parameters` are the
-    `target_parameters`. `stated_base` is the base model as the file states it, or "".
+    - `r`: the rank of matrices
+    - `alpha` (`lora_alpha`): a number that determines the factor of matrices
+    - `ranks`, `alphas` (`rank_pattern`, `alpha_pattern`): other ranks and alphas for modules, by regular expressions
+      for the end of a module's name
+    - `whole_modules` (`modules_to_save`): modules that were trained as whole tensors
+    - `tokens` (`trainable_token_indices`): the ids of tokens whose rows were trained individually, by embedding module
+    - `parameters` (`target_parameters`): parameters, not modules, that the adapter changes
+    - `stated_base`: the base model as the file states it, or ""
     """
 
     r: int
@@ -57,7 +60,10 @@ class Settings:
     has_biases: bool
 
     def token_numbers(self, module: str) -> tuple[int, ...]:
-        """The ids of the tokens whose rows of the embedding `module` the adapter trained individually, if any."""
+        """The ids of the tokens whose rows in the embedding `module` the adapter trained; empty if it trained none.
+
+        They are peft's `trainable_token_indices`.
+        """
         fitting = (numbers for name, numbers in self.tokens.items() if f".{module}".endswith(f".{name}"))
         return next(fitting, ())
 

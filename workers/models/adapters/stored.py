@@ -79,8 +79,8 @@ def parts_of(stored: Mapping[str, TensorInfo]) -> Parts:
 def unexpected(parts: Parts, settings: Settings) -> Iterator[str]:
     """Yield the names of stored tensors that the adapter's settings exclude.
 
-    These are DoRA's magnitudes and biases of B if the settings say that there are none, and rows of single tokens of a
-    module for which the settings list no tokens.
+    These are DoRA's magnitudes and biases of B if the settings say that there are none. They are also rows of single
+    tokens if the settings list no tokens for the module.
     """
     for module, matrices in parts.matrices.items():
         if matrices.magnitude is not None and not settings.is_dora:

@@ -72,8 +72,8 @@ def cached(name: str, revision: str) -> Path | None:
 def looked_up(name: str, revision: str) -> Path:
     """Ask the hub for the present commit of the model `name` at `revision`, and return a directory for this commit.
 
-    It is the commit's directory in the cache of the hub's client if all files are there, else a metadata-only snapshot,
-    which has the files without the contents of the weights.
+    If all files are in the cache of the hub's client, it is the commit's directory there. Otherwise it is a
+    metadata-only snapshot, which has the files without the contents of the weights.
     """
     from huggingface_hub import HfApi
 

@@ -109,9 +109,9 @@ def _listed(url: str) -> tuple[ObjectStore, dict[str, ObjectFile]]:
 
 
 def _manifest(objects: ObjectStore, digest: str) -> tuple[ObjectStore, dict[str, ObjectFile]]:
-    """The store, and the files by name, of the artifact of the service whose manifest has the sha256 `digest`.
+    """Read the manifest with the sha256 `digest`: which files an artifact of the service has, by name.
 
-    Raises InvalidModel if the stored manifest has another sha256.
+    The result also has the object store with the files. Raises InvalidModel if the stored manifest has another sha256.
     """
     content = objects.read(blob_path(digest))
     if hashlib.sha256(content).hexdigest() != digest:

@@ -1,4 +1,4 @@
-"""Whether the hub answers; if it does not, its client retries every request for more than a minute."""
+"""Check whether the hub answers, because its client otherwise retries every request for more than a minute."""
 
 from __future__ import annotations
 

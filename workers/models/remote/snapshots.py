@@ -1,8 +1,8 @@
 """Metadata-only snapshots: the files of a model on the hub or in an object store, without its weights.
 
-A snapshot is a directory with the model's small files and, for each file of weights, one that begins with the real
-file's header, has its size, and is sparse after the header. Code that reads configurations and headers works on it as
-on the model. A snapshot is of one commit and never changes. The files are not interpreted here.
+A snapshot is a directory with the model's small files. For each file of weights it has a stand-in, which begins with
+the real file's header and has its size, but is sparse after the header. Code that reads configurations and headers
+works on a snapshot as on the model. A snapshot is of one commit and never changes. The files are not interpreted here.
 """
 
 from __future__ import annotations

@@ -61,7 +61,10 @@ def local_file(name: str | Path) -> Path:
 
 
 def _downloaded(folder: str, file: str, of: str) -> Path:
-    """Download the file `file` in the folder, with the whole folder if that is `of`; return its place."""
+    """Download a file of a folder in an object store, alone or with all files of the folder, and return its path here.
+
+    `folder` and `of` are URLs. `of` is the folder if all its files are downloaded, else the file.
+    """
     objects = ObjectStore(folder)
     listed = objects.list() if of == folder else {file: objects.info(file)}
     files = {path: ObjectFile(path, info.num_bytes, info.tag) for path, info in listed.items() if info is not None}

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from workers.directories import appearing
 
-__all__ = ["KEPT", "latest", "load", "save", "step_of"]
+__all__ = ["KEPT", "latest", "load", "optimizer_state", "save", "step_of"]
 
 # The number of checkpoints that are kept, the newest.
 KEPT = 2
@@ -55,6 +55,12 @@ def step_of(checkpoint: Path | None) -> int:
     return 0 if checkpoint is None else int(checkpoint.name.removeprefix(PREFIX))
 
 
+def optimizer_state(checkpoint: Path) -> Mapping[str, Any]:
+    """What a checkpoint has of the optimizer's state besides tensors, by the names of its `state_dict`."""
+    state: Mapping[str, Any] = json.loads((checkpoint / STATE).read_text())["optimizer"]
+    return state
+
+
 @torch.no_grad()
 def load(checkpoint: Path, *, trained: Mapping[str, torch.Tensor], optimizer: Optimizer) -> None:
     """Copy the trained weights of a checkpoint into `trained`, and restore the optimizer's state.
@@ -66,8 +72,7 @@ def load(checkpoint: Path, *, trained: Mapping[str, torch.Tensor], optimizer: Op
         raise ValueError(f"{checkpoint}: holds other parameters than are trained; expected those of this specification")
     for name, parameter in trained.items():
         parameter.copy_(weights[name])
-    state = json.loads((checkpoint / STATE).read_text())
-    optimizer.load_state_dict(_joined(state["optimizer"], load_file(checkpoint / MOMENTS)))
+    optimizer.load_state_dict(_joined(optimizer_state(checkpoint), load_file(checkpoint / MOMENTS)))
 
 
 def _all(directory: Path) -> list[Path]:

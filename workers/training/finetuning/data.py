@@ -17,14 +17,14 @@ from workers.errors import InvalidTask
 from workers.evaluation.inline_files import RowTemplates, parse_line
 from workers.evaluation.prompts import Prompts
 from workers.models.remote import local_file
-from workers.training.finetuning.spec import Data
+from workers.training.finetuning.spec import Data, FinetuneSpec
 
-__all__ = ["IGNORED", "Batch", "Document", "batch_rows", "pack", "read_documents", "tensors_of"]
+__all__ = ["IGNORED", "Batch", "Document", "batch_rows", "pack", "read_documents", "tensors_of", "writes_chats"]
 
 # The label of a token without loss.
 IGNORED = -100
 
-MESSAGES = "messages"
+MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,11 @@ def read_documents(data: Data, prompts: Prompts) -> list[Document]:
         refuse_null=True,
     )
     documents = []
-    for origin, fields in _lines(data) if data.file is not None else _dataset_rows(data):
+    for origin, fields in _rows(data):
         if MESSAGES in fields:
             document = _chat(fields[MESSAGES], prompts, origin)
+        elif (messages := _conversation(data, fields, origin)) is not None:
+            document = _chat(messages, prompts, origin, name=f"{PROMPT} and {COMPLETION}", first=len(fields[PROMPT]))
         else:
             row = templates.row(fields, where=origin)
             document = _completion(row.prompt, row.answer, int(eos), prompts, origin)
@@ -90,11 +92,23 @@ def read_documents(data: Data, prompts: Prompts) -> list[Document]:
     return documents
 
 
+def writes_chats(spec: FinetuneSpec) -> bool:
+    """Whether the prompts of a fine-tuning's evaluation tasks are written out by the chat template.
+
+    It is the option `evaluation.chat_template`. If that is not given, it is whether the first row of the training data
+    is a conversation. Raises InvalidTask if this row cannot be read.
+    """
+    if spec.evaluation is not None and spec.evaluation.chat_template is not None:
+        return spec.evaluation.chat_template
+    first = next(_rows(spec.data), None)
+    return first is not None and (MESSAGES in first[1] or _conversation(spec.data, first[1], first[0]) is not None)
+
+
 def pack(documents: Sequence[Document], *, length: int, packing: bool, seed: int) -> list[tuple[Document, ...]]:
     """Distribute documents over rows of at most `length` tokens, in an order given by `seed`.
 
-    With `packing` a row has as many documents as fit, otherwise one. A document goes into the row that has the least
-    room of those with enough; only the newest rows are considered.
+    With `packing` a row has as many documents as fit, otherwise one. A document goes into the fullest row that has room
+    for it; only the newest rows are considered.
     """
     order = list(documents)
     random.Random(f"documents {seed}").shuffle(order)
@@ -169,6 +183,33 @@ def _order(num_rows: int, epoch: int, seed: int) -> list[int]:
     return _orders[key]
 
 
+def _conversation(data: Data, fields: Mapping[str, Any], origin: str) -> list[Any] | None:
+    """The messages of a row whose prompt and completion are both lists of messages; None if both are other values.
+
+    Rows of this form are the conversational ones of TRL. Templates may use a key's value in any way, so only the keys
+    that the default templates would write out are looked at. Raises InvalidTask for a list or an object that would be
+    written out as Python text. `origin` says where the row comes from, for messages.
+    """
+    defaults = {PROMPT: data.prompt, COMPLETION: data.completion}
+    given = {name: fields.get(name) for name, template in defaults.items() if template == f"{{{{{name}}}}}"}
+    nested = [name for name, value in given.items() if isinstance(value, list | Mapping)]
+    if not nested:
+        return None
+    if len(nested) == len(defaults) and all(isinstance(value, list) for value in given.values()):
+        return [*fields[PROMPT], *fields[COMPLETION]]
+    name = nested[0]
+    kind = "a list" if isinstance(given[name], list) else "an object"
+    raise InvalidTask(
+        f"{origin}: {name} is {kind}: {str(given[name])[:60]!r}; expected {PROMPT} and {COMPLETION} as text, or both "
+        f"as lists of messages; a template (data.{name}) picks a key of it"
+    )
+
+
+def _rows(data: Data) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the rows of the training data, each with where it comes from, for messages."""
+    return _lines(data) if data.file is not None else _dataset_rows(data)
+
+
 def _lines(data: Data) -> Iterator[tuple[str, Mapping[str, Any]]]:
     assert data.file is not None
     try:
@@ -184,10 +225,11 @@ def _lines(data: Data) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _dataset_rows(data: Data) -> Iterator[tuple[str, Mapping[str, Any]]]:
     import datasets
 
+    name = f", configuration {data.configuration!r}" if data.configuration is not None else ""
     try:
-        rows = datasets.load_dataset(data.dataset, split=data.split)
+        rows = datasets.load_dataset(data.dataset, data.configuration, split=data.split)
     except Exception as error:  # a data set can raise any class
-        raise InvalidTask(f"dataset {data.dataset!r}, split {data.split!r}: cannot be loaded: {error}") from error
+        raise InvalidTask(f"dataset {data.dataset!r}{name}, split {data.split!r}: cannot be loaded: {error}") from error
     for number, row in enumerate(rows):
         yield f"dataset {data.dataset!r}, row {number}", row
 
@@ -209,21 +251,22 @@ def _completion(prompt: str, completion: str, eos: int, prompts: Prompts, origin
     return Document(tuple(whole), (False,) * len(context) + (True,) * (len(whole) - len(context)), origin)
 
 
-def _chat(messages: Any, prompts: Prompts, origin: str) -> Document:
+def _chat(messages: Any, prompts: Prompts, origin: str, *, name: str = MESSAGES, first: int = 0) -> Document:
     """Make a document of a conversation by the tokenizer's chat template.
 
-    `messages` should be a list of objects with role and content. The loss counts for what the assistant says, including
-    the end of each turn. `origin` says where the conversation comes from, for messages. Raises InvalidTask if it is
-    malformed, has no message of the assistant, or cannot be rendered turn by turn.
+    `messages` should be a list of objects with role and content. The loss counts for what the assistant says from
+    message number `first` on, including the end of each turn. `name` and `origin` say where the conversation comes
+    from, for messages. Raises InvalidTask if it is malformed, has no message of the assistant, or cannot be rendered
+    turn by turn.
     """
     if not isinstance(messages, list) or not all(
         isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in messages
     ):
-        raise InvalidTask(f"{origin}: {MESSAGES} is not a list of objects with role and content")
-    if not any(each["role"] == "assistant" for each in messages):
+        raise InvalidTask(f"{origin}: {name} is not a list of objects with role and content")
+    if not any(each["role"] == "assistant" for each in messages[first:]):
         raise InvalidTask(f"{origin}: no message of the assistant to learn from")
     if not prompts.tokenizer.chat_template:
-        raise InvalidTask(f"{origin}: the tokenizer of {prompts.directory} has no chat template for {MESSAGES}")
+        raise InvalidTask(f"{origin}: the tokenizer of {prompts.directory} has no chat template for {name}")
 
     def rendered(count: int, *, asks: bool) -> list[int]:
         text = prompts.tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=asks)
@@ -232,7 +275,7 @@ def _chat(messages: Any, prompts: Prompts, origin: str) -> Document:
     tokens: list[int] = []
     has_loss: list[bool] = []
     for index, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or index < first:
             continue
         before, after = rendered(index, asks=True), rendered(index + 1, asks=False)
         if after[: len(before)] != before or before[: len(tokens)] != tokens:

@@ -23,8 +23,9 @@ class Evaluator:
     """Scores the objectives of a specification's evaluation (`section`) on a model that is being trained.
 
     `base` is the directory of the base model, whose tokenizer is used. `max_length` is the largest number of tokens in
-    a text. `access` limits the files that tasks may use, or is None for no limit. Raises InvalidTask if a task cannot
-    be built.
+    a text. With `chat_template`, prompts are written out by the tokenizer's chat template. `access` limits the files
+    that tasks may use, or is None for no limit. Raises InvalidTask if a task cannot be built, and if there is no chat
+    template.
     """
 
     def __init__(
@@ -35,9 +36,12 @@ class Evaluator:
         *,
         max_length: int,
         seed: int,
+        chat_template: bool = False,
         access: FileAccess | None = None,
     ) -> None:
-        reference = Reference(str(base), EngineOptions(max_model_len=max_length), model=_OnDevice(model))
+        reference = Reference(
+            str(base), EngineOptions(max_model_len=max_length, chat_template=chat_template), model=_OnDevice(model)
+        )
         self._model = model
         # Ray Train runs a training in a thread; a metric process ends when the thread that started it ends.
         is_main = threading.current_thread() is threading.main_thread()

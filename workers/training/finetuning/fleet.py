@@ -176,6 +176,7 @@ def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -
                 experts[alias] = parse_spec({**_laid_over(shared, own), "name": alias}, directory)
             except InvalidStudy as error:
                 problems += [Problem(f"{field}.{p.field}" if p.field else field, p.message) for p in error.problems]
+    experts = _with_noise_layers(experts)
     study = document.get(STUDY)
     if study is not None and (not isinstance(study, Mapping) or "models" in study):
         problems.append(Problem(STUDY, "expected a study without models, which are those of the fleet"))
@@ -189,6 +190,23 @@ def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -
             tuple(Problem(f"{STUDY}.{p.field}" if p.field else STUDY, p.message) for p in error.problems)
         ) from error
     return pipeline
+
+
+def _with_noise_layers(experts: Mapping[str, FinetuneSpec]) -> dict[str, FinetuneSpec]:
+    """The experts with MergOPT's noise where merges of them move weights, if all of them train layers only.
+
+    These are the layers that any of them trains. An expert that names its layers with noise keeps them.
+    """
+    trained = [spec.training.layers for spec in experts.values()]
+    if any(layers is None for layers in trained) or any(spec.adapter is not None for spec in experts.values()):
+        return dict(experts)
+    moved = tuple(sorted({layer for layers in trained for layer in layers or ()}))
+    return {
+        alias: spec
+        if spec.method.noise_layers is not None
+        else spec.model_copy(update={"method": spec.method.model_copy(update={"noise_layers": moved})})
+        for alias, spec in experts.items()
+    }
 
 
 def _analysis(given: Any, problems: list[Problem]) -> Analysis | None:

@@ -2,6 +2,10 @@
 
 {"step": 1, "steps": 500, "loss": 2.3, "gradient_norm": 0.8, "learning_rate": 1e-5, "tokens": 512, "seconds": 0.4}
 {"step": 50, "values": {"math": 0.61}}
+
+`loss` is that of the batch at the weights, with MergOPT at the weights plus the offset of the update. MergOPT's lines
+also have the draw, `alpha` and `models` (K), and every tenth has `weights_loss`, the loss of the batch at the weights.
+Lines of SAM and ASAM have `offset_loss`, the loss where the loss is highest nearby.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ nats per token of an answer, in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -27,6 +27,7 @@ from workers.merging.bank import Bank
 from workers.merging.materialize import merge_into
 from workers.models.family import open_family
 from workers.models.remote import locate
+from workers.training.finetuning.data import writes_chats
 from workers.training.finetuning.spec import FinetuneSpec, task_of
 from workers.training.losses import minibatches, sample_losses
 from workers.training.model import TrainableModel
@@ -88,9 +89,10 @@ class MergeLoss:
     The losses are means over all sets of this number of experts that are merged. The best coefficient is the one with
     the lowest mean loss over the merged experts' tasks.
 
-    `losses` has, for each expert, the loss on its evaluation tasks, by the expert's alias; `mean` is the mean of the
-    losses. For each coefficient that was tried for the method there is such a mean; `spread` is their standard
-    deviation. `coefficient` is the best coefficient, or None for a method without one.
+    - `losses`: the loss on each expert's evaluation tasks, by the expert's alias
+    - `mean`: the mean of `losses`
+    - `spread`: the standard deviation of `mean` over the coefficients that were tried for the method
+    - `coefficient`: the best coefficient, or None for a method without one
     """
 
     method: str
@@ -102,10 +104,12 @@ class MergeLoss:
 
 
 class MergeLosses:
-    """Measures the losses of merges of trained experts on the first `samples` samples of each expert's tasks.
+    """Measures the losses of merges of trained experts, on each expert's tasks.
 
-    `directories` and `tasks` have each expert's directory and tasks, by alias. `max_length` is the largest number of
-    tokens in a text. Raises InvalidModel, and InvalidTask for a sample without a reference answer.
+    The first `samples` samples of each task are used. `directories` and `tasks` have each expert's directory and tasks,
+    by alias. `chats` are the aliases of the experts for whose tasks the chat template writes out the prompts.
+    `max_length` is the largest number of tokens in a text. Raises InvalidModel, and InvalidTask for a sample without a
+    reference answer.
     """
 
     def __init__(
@@ -116,6 +120,7 @@ class MergeLosses:
         *,
         samples: int,
         max_length: int,
+        chats: Container[str] = (),
     ) -> None:
         family = open_family(base, directories)
         self._bank = Bank(family, Placement.MAPPED)
@@ -123,12 +128,13 @@ class MergeLosses:
         self._base = self._bank.sources.base_alias
         self._num_layers = self._bank.view(self._base).layout.num_layers
         self._fingerprints = {model.alias: model.fingerprint for model in family.models}
-        options = EngineOptions(max_model_len=max_length)
-        references = References(TaskEvaluator(None, Prompts(self._bank.sources.result_dir, options)))
-        self._targets: dict[str, list[tuple[Target, ...]]] = {
-            alias: [references.targets(task)[:samples] for task in own] for alias, own in tasks.items()
-        }
-        self._units = {alias: [references.unit(task) for task in own] for alias, own in tasks.items()}
+        self._targets: dict[str, list[tuple[Target, ...]]] = {}
+        self._units = {}
+        for alias, own in tasks.items():
+            options = EngineOptions(max_model_len=max_length, chat_template=alias in chats)
+            references = References(TaskEvaluator(None, Prompts(self._bank.sources.result_dir, options)))
+            self._targets[alias] = [references.targets(task)[:samples] for task in own]
+            self._units[alias] = [references.unit(task) for task in own]
 
     def of(self, merge: Merge) -> dict[str, float]:
         """The mean loss of a merge on the tasks of each expert that is merged, by alias."""
@@ -198,7 +204,8 @@ def losses_of_experts(
         tasks[alias] = [task_of(each, seed=spec.seed, access=access) for each in spec.evaluation.objectives]
     first = next(iter(experts.values()))
     longest = max(spec.data.max_length for spec in experts.values())
-    return MergeLosses(locate(first.base), directories, tasks, samples=samples, max_length=longest)
+    chats = [alias for alias, spec in experts.items() if writes_chats(spec)]
+    return MergeLosses(locate(first.base), directories, tasks, samples=samples, max_length=longest, chats=chats)
 
 
 def landscape(
@@ -206,8 +213,8 @@ def landscape(
 ) -> Landscape:
     """Measure the sum of two experts' losses over a grid of their coefficients (MergOPT, figure 2).
 
-    `measure` returns a merge's loss on each expert's tasks, by alias. `grid` has the coefficients, which each of
-    the two experts has in turn.
+    `grid` has the coefficients of either expert; all pairs of them are measured. `measure` returns a merge's loss on
+    each expert's tasks, by alias.
     """
     sources = tuple(Source(alias) for alias in experts)
 

@@ -59,7 +59,7 @@ def make_optimizer(
     if method.kind == "mergopt":
         return MergOPT(
             inner,
-            noise=fitted.noise if fitted is not None else _noise(method),
+            noise=_noise(method, method.scale if fitted is None else fitted.scale),
             coefficients=method.coefficients,
             max_models=method.max_models,
             seed=seed,
@@ -69,6 +69,6 @@ def make_optimizer(
     return inner
 
 
-def _noise(method: Method) -> Noise:
-    assert method.scale != "auto"
-    return Laplace(method.scale) if method.noise == "laplace" else Gaussian(method.scale)
+def _noise(method: Method, scale: float | str) -> Noise:
+    assert not isinstance(scale, str)  # auto is fitted
+    return Laplace(scale, method.mean) if method.noise == "laplace" else Gaussian(scale, method.mean)

@@ -78,7 +78,7 @@ def _card(spec: FinetuneSpec, base: Path, *, facts: Mapping[str, Any], values: M
         f"# {spec.name}",
         f"A {kind} fine-tuned from {origin} on {data} by mergesearch, with the optimizer {spec.method.kind}: "
         f"{facts['steps']} updates of {spec.training.batch} rows, learning rate {spec.training.learning_rate:g}, seed "
-        f"{spec.seed}. The last loss was {facts['loss']:.4f}.",
+        f"{spec.seed}. The last loss was {facts.get('weights_loss', facts['loss']):.4f}.",
     ]
     if values and spec.evaluation is not None:
         rows = "\n".join(f"| {objective} | {value:.4f} |" for objective, value in values.items())

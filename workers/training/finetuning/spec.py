@@ -44,9 +44,12 @@ class Data(Section):
     """Training data: either a JSONL file (`file`) or a dataset (`dataset`)."""
 
     file: Line | None = None
-    """A JSONL file with one object on each line, which has `messages` of a chat, or the keys that the templates use."""
+    """A JSONL file with one object on each line, which has `messages` of a chat, `prompt` and `completion` as lists of
+    messages, or the keys that the templates use."""
     dataset: Line | None = None
     """A dataset's name on the hub, or its directory, as the library datasets takes it."""
+    configuration: Line | None = None
+    """The configuration (subset) of the dataset. Default: the dataset's only or default one."""
     split: Line = "train"
     """The split of the dataset that is used."""
     prompt: Annotated[str, Field(min_length=1)] = "{{prompt}}"
@@ -57,7 +60,8 @@ class Data(Section):
     max_length: Count = 1024
     """The number of tokens of a row. A longer document is an error."""
     packing: bool = True
-    """Whether a row may have several documents, none of which sees another."""
+    """Whether a row may have several documents, none of which sees another. Models with layers that carry a state from
+    document to document are refused."""
     pad_token: Line | None = None
     """The token that rows are padded with, if the tokenizer names none."""
 
@@ -72,12 +76,19 @@ class Method(Section):
     """The betas of AdamW."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The momentum of SGD."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.001
+    """The weight decay of AdamW or SGD. The default is that of the MergOPT paper."""
     noise: Literal["laplace", "gaussian"] = "laplace"
     """The distribution of the noise that mergopt adds to the weights (z in the paper)."""
     scale: Positive | Literal["auto"] = 0.0005
     """The scale of the noise: b of Laplace's distribution, or the standard deviation of Gauss'. auto: fitted to the
     task vectors of `fit_to`."""
+    mean: Annotated[float, Field(gt=-1, lt=1)] = 0.0
+    """The mean of the noise (mu in the paper)."""
+    noise_layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """The decoder layers to whose weights mergopt adds noise, which should be those that merges move. Default: all
+    weights; with an adapter, the weights that it changes; in a fleet whose experts all train layers only, the layers
+    that any of them trains."""
     fit_to: tuple[Line, ...] = ()
     """Experts of the same base, whose task vectors the noise is fitted to with scale: auto."""
     coefficients: Annotated[tuple[float, ...], Field(min_length=1)] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
@@ -132,6 +143,8 @@ class Evaluation(Section):
     """The number of updates between evaluations; there is one at the end too."""
     samples: Count = 100
     """The number of samples of each objective: its first ones in the order of a study with the same seed."""
+    chat_template: bool | None = None
+    """Whether prompts are written out by the chat template. Default: true if the training data are conversations."""
     objectives: Annotated[tuple[ObjectiveSpec, ...], Field(min_length=1)]
 
 
@@ -218,6 +231,10 @@ def _contradictions(spec: FinetuneSpec) -> list[Problem]:
         )
     if method.scale == "auto" and not method.fit_to:
         found.append(Problem("method.fit_to", "is empty; scale: auto needs experts whose task vectors it is fitted to"))
+    if method.noise_layers is not None and spec.adapter is not None:
+        found.append(
+            Problem("method.noise_layers", "with an adapter, noise is in the weights that it changes; leave it out")
+        )
     if method.kind == "tangent" and (spec.adapter is not None or method.in_layers or training.gradient_checkpointing):
         found.append(
             Problem("method.kind", "tangent works without adapter, method.in_layers and gradient_checkpointing")

@@ -7,6 +7,7 @@ continues from its last checkpoint.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -28,16 +29,29 @@ from workers.file_access import FileAccess
 from workers.models.checkpoints import open_checkpoint
 from workers.models.remote import locate
 from workers.training.finetuning import checkpoints
-from workers.training.finetuning.data import IGNORED, Document, batch_rows, pack, read_documents, tensors_of
+from workers.training.finetuning.data import (
+    IGNORED,
+    Document,
+    batch_rows,
+    pack,
+    read_documents,
+    tensors_of,
+    writes_chats,
+)
 from workers.training.finetuning.history import CHECKPOINTS, EXPERT, METRICS, History, Report
 from workers.training.finetuning.methods import fitted_scale, make_optimizer
-from workers.training.finetuning.models import TrainedModel, load_model, pad_token
+from workers.training.finetuning.models import TrainedModel, check_packing, load_model, pad_token
 from workers.training.finetuning.result import write_expert
 from workers.training.finetuning.spec import FinetuneSpec, Training, task_of
+from workers.training.mergopt.optimizer import STATE as MERGOPT_STATE
+from workers.training.mergopt.optimizer import MergOPT
 
-__all__ = ["check", "check_data", "learning_rate_at", "train"]
+__all__ = ["check", "check_data", "learning_rate_at", "noise_seed", "train"]
 
 SEEDS = 1_000_003
+
+# With MergOPT, the loss at the weights is measured at the first of so many updates, and at the last one.
+WEIGHTS_EVERY = 10
 SHOWN = 5  # documents of a failed batch that a message names
 
 
@@ -65,12 +79,14 @@ def train(
     num_steps = spec.training.steps or math.ceil(len(rows) * float(spec.training.epochs or 0) / spec.training.batch)
     torch.manual_seed(spec.seed)  # adapters begin at random
     model = load_model(spec, base, ranks.device)
+    if spec.data.packing:
+        check_packing(model.module)
     fitted = fitted_scale(spec.method, base)
     optimizer = make_optimizer(
         spec.method,
         model.trained.values(),
         learning_rate=spec.training.learning_rate,
-        seed=spec.seed,
+        seed=noise_seed(spec),
         model=model.module,
         moved=model.moved,
         fitted=fitted,
@@ -79,17 +95,23 @@ def train(
     newest = checkpoints.latest(out / CHECKPOINTS)
     start = checkpoints.step_of(newest)
     if newest is not None:
-        checkpoints.load(newest, trained=model.trained, optimizer=optimizer)
+        _load(newest, spec, model, optimizer)
     history.forget_after(start)
     evaluator = None
     if spec.evaluation is not None and ranks.rank == 0:
         from workers.training.finetuning.evaluation import Evaluator
 
         evaluator = Evaluator(
-            spec.evaluation, base, model.module, max_length=spec.data.max_length, seed=spec.seed, access=access
+            spec.evaluation,
+            base,
+            model.module,
+            max_length=spec.data.max_length,
+            seed=spec.seed,
+            chat_template=writes_chats(spec),
+            access=access,
         )
     passes = _Passes(spec, model, rows, ranks, pad=pad_token(spec, prompts.tokenizer, base))
-    loss, values = history.last("loss"), history.last("values") or {}
+    loss, weights_loss, values = history.last("loss"), history.last("weights_loss"), history.last("values") or {}
     for step in range(start, num_steps):
         began = time.perf_counter()
         rate = learning_rate_at(step, num_steps, spec.training)
@@ -98,12 +120,19 @@ def train(
         torch.manual_seed(
             ((spec.seed * SEEDS + step) * SEEDS + ranks.rank) % 2**63
         )  # the random numbers of dropout, also after a resumption
+        is_last = step + 1 == num_steps
         update = passes.update(step, optimizer, kept=newest)
+        line: dict[str, Any] = {"step": step + 1, "steps": num_steps}
+        if isinstance(optimizer, MergOPT):
+            line |= {"alpha": optimizer.draw.alpha, "models": optimizer.draw.num_models}
+            if is_last or step % WEIGHTS_EVERY == 0:
+                line["weights_loss"] = weights_loss = update.loss_at_weights()
         optimizer.step(update.gradients)
         loss = update.loss
-        line = {"step": step + 1, "steps": num_steps, "loss": loss, "gradient_norm": update.norm, "learning_rate": rate}
+        line |= {"loss": loss, "gradient_norm": update.norm, "learning_rate": rate}
+        if update.second_loss is not None:
+            line["offset_loss"] = update.second_loss
         history.add({**line, "tokens": update.num_targets, "seconds": time.perf_counter() - began})
-        is_last = step + 1 == num_steps
         if spec.evaluation is not None and (is_last or (step + 1) % spec.evaluation.every == 0):
             if evaluator is not None:
                 values = evaluator.values()
@@ -116,12 +145,42 @@ def train(
             ranks.wait()
             newest = checkpoints.latest(out / CHECKPOINTS)
     facts: dict[str, Any] = {"steps": num_steps, "loss": loss, "rows": len(rows), "values": values}
+    if weights_loss is not None:
+        facts["weights_loss"] = weights_loss
     if fitted is not None:
         facts["noise"] = asdict(fitted)
     if ranks.rank == 0:
         write_expert(spec, base, model.module, out / EXPERT, facts=facts, values=values)
     ranks.wait()
     return facts
+
+
+def noise_seed(spec: FinetuneSpec) -> int:
+    """The seed of MergOPT's draws, a function of the specification's seed and name.
+
+    Experts of a fleet have the same seed. They would share all draws, which merges of them do not.
+    """
+    digest = hashlib.blake2b(f"{spec.seed}\x1f{spec.name}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _load(checkpoint: Path, spec: FinetuneSpec, model: TrainedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Continue with a checkpoint. Raises InvalidModel if it is of a training with noise on other weights."""
+    had_noise_on_trained = (
+        isinstance(optimizer, MergOPT)
+        and spec.training.layers is not None
+        and optimizer.num_moved != sum(p.numel() for p in model.trained.values())
+        and "moved" not in checkpoints.optimizer_state(checkpoint).get(MERGOPT_STATE, {})
+    )
+    if had_noise_on_trained:
+        layers = list(spec.training.layers or ())
+        raise InvalidModel(
+            (
+                f"{checkpoint}: was written by a version that adds noise to the trained layers alone; expected "
+                f"method.noise_layers: {layers} to continue it, or another directory to begin anew",
+            )
+        )
+    checkpoints.load(checkpoint, trained=model.trained, optimizer=optimizer)
 
 
 def check(spec: FinetuneSpec) -> None:
@@ -153,7 +212,8 @@ def check_data(spec: FinetuneSpec) -> None:
 def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
     """The learning rate of update number `step`, from 0.
 
-    It is a linear warm-up, then a decay to 0 after the last update, or with the schedule "constant" no decay.
+    It rises linearly during the warm-up. Then it decays to 0 after the last update, or stays the same with the schedule
+    "constant".
     """
     warmup = training.warmup_steps
     if step < warmup:
@@ -238,8 +298,9 @@ class _Update:
     """The batch of one update, and the closure that computes its gradients.
 
     The method `gradients` is the closure, which an optimizer may call more than once; `loss` and `norm` are the loss
-    and the gradient's norm at its first call. `step` is the number of the update, from 0; `numbers` are the indices of
-    the batch's rows. `kept` is the directory of the last checkpoint, for messages, or None.
+    and the gradient's norm at its first call, `second_loss` is the loss at its second one. `step` is the number of the
+    update, from 0; `numbers` are the indices of the batch's rows. `kept` is the directory of the last checkpoint, for
+    messages, or None.
     """
 
     def __init__(
@@ -254,6 +315,7 @@ class _Update:
         self._batch = [passes.rows[number] for number in numbers]
         self.num_targets = sum(sum(document.has_loss[1:]) for row in self._batch for document in row)
         self.loss = self.norm = math.nan
+        self.second_loss: float | None = None
         self._is_first = True
 
     def gradients(self) -> float:
@@ -267,10 +329,7 @@ class _Update:
         total = 0.0
         for rows, is_last in self._micro_batches():
             with nullcontext() if is_last else self._passes.without_averaging():
-                batch = tensors_of(rows, pad=self._passes.pad)
-                logits = self._passes.logits(batch.tokens, batch.positions).flatten(0, 1).float()
-                labels = batch.labels.flatten().to(logits.device)
-                loss = cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+                loss = self._loss(rows)
                 # DDP averages over ranks; this loss is a sum over them.
                 torch.autograd.backward(loss * (ranks.size / self.num_targets))
                 total += float(loss.detach())
@@ -281,10 +340,33 @@ class _Update:
             raise TrainingFailed(self._failure(mean, norm))
         if self._is_first:
             self.loss, self.norm, self._is_first = mean, norm, False
+        else:
+            self.second_loss = mean
         return mean
 
+    @torch.no_grad()
+    def loss_at_weights(self) -> float:
+        """The mean loss over all targets of the batch at the present weights, without gradients.
+
+        Random numbers of dropout are those of `gradients`.
+        """
+        ranks = self._passes.ranks
+        devices = [ranks.device] if ranks.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            total = sum(float(self._loss(rows)) for rows, _ in self._micro_batches())
+        return ranks.total(total) / self.num_targets
+
+    def _loss(self, rows: Sequence[tuple[Document, ...]]) -> torch.Tensor:
+        """The sum of the losses over the targets of some rows."""
+        batch = tensors_of(rows, pad=self._passes.pad)
+        logits = self._passes.logits(batch.tokens, batch.positions).flatten(0, 1).float()
+        return cross_entropy(logits, batch.labels.flatten().to(logits.device), ignore_index=IGNORED, reduction="sum")
+
     def _micro_batches(self) -> Iterator[tuple[Sequence[tuple[Document, ...]], bool]]:
-        """Yield this rank's rows of the batch in portions that are read at once, each with whether it is the last."""
+        """Yield this rank's rows of the batch in portions, each with a flag that is true for the last portion.
+
+        The rows of a portion are read in one forward pass.
+        """
         ranks, size = self._passes.ranks, self._passes.spec.training.micro_batch
         mine = self._batch[ranks.rank :: ranks.size]
         for start in range(0, len(mine), size):

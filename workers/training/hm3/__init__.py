@@ -6,8 +6,8 @@ whole path is scored. The package needs torch only, and does not know who scores
 
 The parts have RLlib's names: a module of networks, a runner that plays episodes with it, a learner that improves it.
 RLlib's own PPO is not used, for three reasons. Its modules map an observation to a distribution over actions, whereas
-Wolpertinger finds the action with the values of the states after k candidates; this would have to be hidden in an
-environment that knows the networks. Its runners own their environments and wait for each reward, whereas an episode
+Wolpertinger compares k actions by the values of the states that they lead to. With RLlib, an environment that holds the
+networks would have to do this. Its runners own their environments and wait for each reward, whereas an episode
 here is a trial in a store, scored anywhere and perhaps after a restart. Its sampling depends on which runner plays,
 whereas episode n here is a function of the seed, n and the networks.
 

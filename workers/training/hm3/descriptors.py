@@ -31,7 +31,7 @@ SMALLEST = 1e-8
 
 @lru_cache(maxsize=4)
 def layer_descriptors(family: Family, models: tuple[str, ...]) -> Tensor:
-    """Statistics of the weights of each layer of several models: [num_models, num_layers, num_components * 4].
+    """Statistics of each layer's weights, for several models: [num_models, num_layers, num_components * 4].
 
     Each statistic is standardised over all layers of all models; a constant one is 0. `models` are aliases. Results are
     cached by the models' fingerprints.

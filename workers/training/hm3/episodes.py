@@ -129,9 +129,9 @@ def play(networks: Networks, roles: Sequence[Role], *, seed: int, k: int) -> lis
 def _random_numbers(networks: Networks, roles: Sequence[Role], *, seed: int) -> tuple[Tensor, Tensor]:
     """The random numbers of B episodes of at most T steps, for embeddings of dimension D.
 
-    The first result are normal numbers [B, T, D], times the role's noise, which displace the points that the policy
-    chooses among the embeddings. The second are uniform numbers [B, T, 2]: the first of each pair decides whether a
-    step is drawn at random, the other which one.
+    The first result has normal numbers [B, T, D], times the role's noise. They displace the points that the policy
+    chooses among the embeddings. The second result has two uniform numbers for each step, [B, T, 2]: one decides
+    whether the step is drawn at random, the other which step is drawn.
     """
     longest, size = networks.paths.longest, len(networks.log_std)
     noise, draws = [], []

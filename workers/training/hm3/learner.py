@@ -202,10 +202,10 @@ class Learner:
 
 @dataclass(frozen=True)
 class Memory:
-    """The part of B episodes that the value network learns from, in tensors.
+    """The data of B episodes that the value network learns from, as tensors.
 
-    `steps` [B, T] are padded to T steps with step 0, `lengths` [B] are the numbers of steps. `preferences` and
-    `outcomes` are [B, K] for K objectives.
+    `steps` [B, T] are the steps of each episode, padded to T steps with step 0, and `lengths` [B] the numbers of steps.
+    `preferences` and `outcomes` are [B, K] for K objectives.
     """
 
     steps: Tensor

@@ -23,7 +23,7 @@ SMALLEST_SPREAD = 1e-3
 class NetworkOptions:
     """Sizes and inputs of a policy's networks: the encoder of paths, the policy network and the value network.
 
-    With `by_index` models have embeddings of their own, beside the statistics of their layers. Without, the networks
+    With `by_index` models have embeddings of their own, beside the statistics of their layers. Without it, the networks
     can be used for other models with the same number of layers. With `sees_preference` the preference vector is an
     input.
     """

@@ -1,9 +1,9 @@
-"""Which networks play which episode, with which preference: a function of the options, the seed and earlier outcomes.
+"""Training of policies: which networks play which episode, with which preference.
 
-All iterations have the same number of episodes. Iteration i plays with the networks of i - 1, which have learned from
-the iterations up to i - 2, so that the episodes of one iteration are scored while those of the next are played. With
-one policy per preference vector the policies take turns, one iteration each. A policy that is conditioned on the vector
-plays all vectors in each iteration, one after the other.
+This is a function of the options, the seed and earlier outcomes. All iterations have the same number of episodes. The
+networks that play iteration i have learned from the iterations up to i - 2. So the episodes of one iteration can be
+scored while those of the next are played. With one policy per preference vector the policies take turns, one iteration
+each. A policy that is conditioned on the vector plays all vectors in each iteration, one after the other.
 
 A search may begin with given policies. They have no warm-up, and explore from the beginning as rarely as a search does
 at its end. If they do not learn either, the first episode of each preference vector is the path that the policy
@@ -33,14 +33,16 @@ TRIES = 16
 class PolicyTrainingOptions:
     """Options for training the policies of a search.
 
-    An iteration has `episodes` episodes. In the first `warm_up` iterations of each policy nothing is learned, and every
-    step is drawn from all allowed ones. `k` is the number of candidates for each step. The probability of drawing a
-    step at random decreases linearly from 1 to `exploration` over the `explored` iterations of a policy after its
-    warm-up. With `draws_paths` whole paths are drawn at random instead, as the space draws them: all in the warm-up,
-    then a share that decreases to zero over the `explored` iterations; single steps are drawn with the probability
-    `exploration`. With `is_conditioned` one policy has the preference vector as an input; otherwise there is a policy
-    for each vector. With `learns` false, the policies that a search begins with play all episodes, and the vectors take
-    turns.
+    - `episodes`: the number of episodes in an iteration
+    - `warm_up`: the number of a policy's first iterations in which nothing is learned, and every step is drawn from all
+      allowed ones
+    - `k`: the number of candidates for each step
+    - `exploration`, `explored`: the probability of drawing a step at random decreases linearly from 1 to `exploration`
+      over the `explored` iterations of a policy after its warm-up
+    - `draws_paths`: whole paths are drawn at random instead, as the space draws them: all in the warm-up, then a share
+      that decreases to zero over the `explored` iterations; single steps are drawn with the probability `exploration`
+    - `is_conditioned`: one policy has the preference vector as an input; otherwise there is a policy for each vector
+    - `learns`: if false, the policies that a search begins with play all episodes, and the vectors take turns
     """
 
     episodes: int = 16
@@ -70,9 +72,9 @@ class PolicyTraining:
     """The policies of one search: builds their episodes, and learns from the outcomes.
 
     `preferences` are the preference vectors, at least one. `descriptors` are statistics of the layers' weights, or
-    None. `saved` has checkpoints of policies, by the last iteration that each has learned from; those of the last two
-    iterations of each policy are needed. `start` has the checkpoint that each policy begins with, or is empty for new
-    policies. Raises ValueError if `start` has another number of checkpoints.
+    None. `saved` has the checkpoints that were saved after iterations of this search, by iteration. Only those of the
+    last two iterations of each policy are needed. `start` has the checkpoint that each policy begins with, or is empty
+    for new policies. Raises ValueError if `start` has another number of checkpoints.
     """
 
     def __init__(
@@ -115,9 +117,9 @@ class PolicyTraining:
     def num_needed(self, number: int) -> int:
         """The number of iterations whose outcomes must be known before episode `number` is built.
 
-        These are all iterations up to the last one that the episode's policy has learned from. With one policy this is
-        two iterations before that of the episode. With several policies, which take turns, it is the policy's previous
-        iteration, but at least two before. The result is 0 if policies do not learn.
+        It counts all iterations up to the last one from which the episode's policy has learned. A single policy has
+        learned up to the second iteration before that of the episode. Several policies take turns; each has learned up
+        to its own previous iteration, which is at least two earlier. The result is 0 if policies do not learn.
         """
         if not self.options.learns:
             return 0
@@ -212,8 +214,8 @@ class PolicyTraining:
 
         Returns None in the warm-up, in which nothing is learned. `outcomes_BK` are as in `Learner.update`. Episodes
         that another process built are built again, with the same result. `paths` are the paths that had the outcomes.
-        If one differs from the episode's, as in a search that an earlier version of this package began, the policy
-        learns from the given path.
+        If such a path differs from that of the episode, the policy learns from the path in `paths`; this is so in a
+        search that an earlier version of this package began.
         """
         if not self.is_learned_from(iteration):
             return None
@@ -248,7 +250,7 @@ class PolicyTraining:
         return list(found)[:count]
 
     def _new(self, iteration: int) -> Learner:
-        """A learner for the policy of `iteration`, as it is before its first update and without a given start."""
+        """A new learner for the policy of `iteration`, before its first update; given checkpoints are not used."""
         seed = self._seed + self.policy_of(iteration)
         options = self.options
         return Learner(self.paths, options.networks, options.learner, seed=seed, descriptors=self._descriptors)

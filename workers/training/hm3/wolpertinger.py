@@ -15,9 +15,9 @@ __all__ = ["choose", "nearest"]
 def nearest(protos_BD: Tensor, embeddings_AD: Tensor, allowed_BA: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
     """The allowed steps whose embeddings are nearest to given points (proto-actions), as indices [B, C].
 
-    There are B points. Distances are Euclidean; the nearest step comes first, and of equally near ones that with the
+    There are B points. Distances are Euclidean. The nearest step comes first; of equally near steps, the one with the
     smaller index. C is the smaller of `k` and the number of all steps. If fewer than C steps are allowed, the last
-    indices of a row are not candidates; the second result, bool [B, C], says which are.
+    indices of a row are not candidates. The second result, bool [B, C], says which indices are candidates.
     """
     distances = torch.linalg.vector_norm(embeddings_AD - protos_BD[:, None], dim=2)
     distances = torch.where(allowed_BA, distances, torch.inf)

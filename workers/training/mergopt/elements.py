@@ -1,7 +1,8 @@
 """The number that each element has among the elements of all parameters, from which its noise in MergOPT follows.
 
 Parameters follow each other in the optimizer's order, each in C order of its whole shape. A rank that holds a shard of
-a parameter (FSDP2) counts as if it held all, so that its noise equals that part of an unsharded process's noise.
+a parameter (FSDP2) numbers the elements as if it held the whole parameter. So the shard gets the same noise as that
+part of the parameter gets in an unsharded process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The scale of MergOPT's noise from existing task vectors (`b: auto`), and how well the noise fits them.
+"""The scale of MergOPT's noise from existing task vectors (`scale: auto`), and how well the noise fits them.
 
 Fits are compared by the Kolmogorov-Smirnov distance and mean log-likelihood of the paper's table 10 (appendix D.1.1).
 """
@@ -71,7 +71,8 @@ def fit(elements: torch.Tensor, distribution: str = "laplace") -> Fit:
 def sample_of(base: Path, experts: Sequence[Path], *, num_elements: int = SAMPLE) -> torch.Tensor:
     """About `num_elements` elements of the experts' task vectors, in float32.
 
-    Every expert gives the same number of elements, evenly spaced in each tensor. `base` and `experts` are directories;
+    Every expert gives elements that are evenly spaced in each tensor, in proportion to its size. Tensors that an expert
+    has unchanged from the base are left out, because they were not trained. `base` and `experts` are directories;
     experts are whole models or adapters. Raises InvalidModel.
     """
     origin = open_checkpoint(base)
@@ -85,7 +86,15 @@ def _spaced(base: Checkpoint, directory: Path, num_elements: int) -> torch.Tenso
     shared = [name for name, tensor in expert.tensors.items() if shapes.get(name) == tensor.shape]
     if not shared:
         raise InvalidModel((f"{directory}: has no tensor in common with {base.directory}",))
-    every = max(1, sum(math.prod(shapes[name]) for name in shared) // max(1, num_elements))
-    return torch.cat(
-        [expert.read(name).flatten()[::every].float() - base.read(name).flatten()[::every].float() for name in shared]
-    )
+    changed = [name for name in shared if _is_changed(base.read(name), expert.read(name))]
+    every = max(1, sum(math.prod(shapes[name]) for name in changed) // max(1, num_elements))
+    parts = [
+        expert.read(name).flatten()[::every].float() - base.read(name).flatten()[::every].float() for name in changed
+    ]
+    return torch.cat(parts) if parts else torch.zeros(1)
+
+
+def _is_changed(origin: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether an expert's tensor is another one than the base's, up to the rounding of the coarser dtype."""
+    coarser = min(own.dtype, origin.dtype, key=lambda dtype: dtype.itemsize)
+    return not torch.equal(own.to(coarser), origin.to(coarser))

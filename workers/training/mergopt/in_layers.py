@@ -1,4 +1,4 @@
-"""Offsets added where layers read their weights, so that no parameter changes and no copy of all is held.
+"""Offsets added where layers read their weights, so that the parameters themselves never change and need no copy.
 
 While a module computes, a parameter with an offset is hidden behind a tensor with noise. Instead of that tensor,
 autograd keeps a note how to make it again, so that the tensor is freed when the module is done. The backward pass makes
@@ -55,9 +55,10 @@ def offset_in_layers(
 
 @dataclass(frozen=True)
 class _Note:
-    """What autograd keeps for the backward pass in place of a tensor with noise: how to make the tensor again.
+    """A note that autograd keeps for the backward pass in place of a tensor with noise: how to make the tensor again.
 
-    It is the view of the part with noise that has `size`, `stride` and, as its first element, the offset `place`.
+    The tensor is a view of the parameter's `part` with noise. Its shape is `size`, its strides are `stride`, and
+    `place` is the offset of its first element in memory.
     """
 
     part: Part

@@ -2,10 +2,10 @@
 
     h = hash(key, i), that of `workers.merging.masks`;  z_i = quantiles[h >> 16]
 
-The quantiles are those of the distribution in the middle of 2^16 intervals of equal probability, in float32. Therefore
-a draw needs no transcendental functions, which differ between devices, and a table that fits a core's cache. It cuts
-off values beyond probability 2^-17 at either end: |z| stays below 11.1 b under Laplace, 4.4 standard deviations under
-Gauss.
+The range of probabilities is divided into 2^16 equal intervals; `quantiles` has, in float32, the distribution's
+quantile at the middle of each. So a draw computes no transcendental functions, which differ between devices, and its
+table fits a core's cache. Values beyond probability 2^-17 at either end do not occur: |z| stays below 11.1 b under
+Laplace, 4.4 standard deviations under Gauss.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHUNK = 1 << 16  # elements hashed at a time: their int64 temporaries fit a core
 
 
 class Noise(Protocol):
-    """Interface of a symmetric distribution around 0, given by its quantiles.
+    """Interface of a symmetric distribution, given by its quantiles.
 
     The quantiles are float32 [NUM_QUANTILES] on CPU, ascending.
     """
@@ -39,35 +39,37 @@ class Noise(Protocol):
 
 @dataclass(frozen=True)
 class Laplace:
-    """Laplace's distribution around 0, with density exp(-|z| / b) / 2b, where b > 0 is `scale`.
+    """Laplace's distribution around `mean`, with density exp(-|z - mean| / b) / 2b, where b > 0 is `scale`.
 
-    The MergOPT paper's default is 0.0005 (appendix B.2).
+    The MergOPT paper's defaults are b = 0.0005 and a mean of 0 (appendix B.2).
     """
 
     scale: float = 0.0005
+    mean: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self.scale)
+        _check(self.scale, self.mean)
 
     @cached_property
     def quantiles(self) -> torch.Tensor:
         distance = _middles() - 0.5
-        return (-self.scale * distance.sign() * torch.log1p(-2 * distance.abs())).float()
+        return (self.mean - self.scale * distance.sign() * torch.log1p(-2 * distance.abs())).float()
 
 
 @dataclass(frozen=True)
 class Gaussian:
-    """The normal distribution around 0 with the standard deviation `scale` > 0."""
+    """The normal distribution around `mean` with the standard deviation `scale` > 0."""
 
     scale: float
+    mean: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self.scale)
+        _check(self.scale, self.mean)
 
     @cached_property
     def quantiles(self) -> torch.Tensor:
         standard: torch.Tensor = torch.special.ndtri(_middles())
-        return (self.scale * standard).float()
+        return (self.mean + self.scale * standard).float()
 
 
 def draw_key(seed: int, step: int) -> int:
@@ -92,6 +94,8 @@ def _middles() -> torch.Tensor:
     return (torch.arange(NUM_QUANTILES, dtype=torch.float64) + 0.5) / NUM_QUANTILES
 
 
-def _check(scale: float) -> None:
+def _check(scale: float, mean: float) -> None:
     if not 0 < scale < float("inf"):
         raise ValueError(f"noise: scale {scale}; expected a finite number above 0")
+    if not abs(mean) < float("inf"):
+        raise ValueError(f"noise: mean {mean}; expected a finite number")

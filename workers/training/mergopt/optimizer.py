@@ -6,8 +6,9 @@ At every step of the optimizer that it wraps, the gradient is taken where a merg
     g = grad L(theta + (K alpha - 1) z)                                                         (lines 5 and 6)
     theta <- Optimizer(theta, g)                                                                (line 7)
 
-The paper's text is followed, not its published code, in which b is 0.01 by default (the paper: 0.0005), a closure's
-gradients are added up over two backward passes, and the last update uses the gradient at the offset.
+The paper's text is followed, not its published code. The code differs in three points: b is 0.01 by default (the paper:
+0.0005), a closure's gradients are added up over two backward passes, and the last update uses the gradient at the
+offset.
 """
 
 from __future__ import annotations
@@ -125,6 +126,11 @@ class MergOPT(OptimizerWrapper):
         """The merge that the next update simulates."""
         return draw_of(self._seed, self._step, coefficients=self._coefficients, max_models=self._max_models)
 
+    @property
+    def num_moved(self) -> int:
+        """How many numbers the parameters with an offset have, on all processes together."""
+        return sum(part.parameter.numel() for part in self._parts)
+
     @contextmanager
     def offset(self) -> Iterator[Draw]:
         """Context manager in which forward and backward passes see the parameters with the offset of the next draw.
@@ -137,6 +143,7 @@ class MergOPT(OptimizerWrapper):
         draw = self.draw
         tables = self._scaled_quantiles(draw.factor)
         self._is_offset = True
+        torch.clear_autocast_cache()  # an outer autocast keeps casts of the parameters without the offset
         try:
             if draw.factor == 0:
                 yield draw
@@ -148,6 +155,7 @@ class MergOPT(OptimizerWrapper):
                     yield draw
         finally:
             self._is_offset = False
+            torch.clear_autocast_cache()
         self._has_gradient = True
 
     @contextmanager
@@ -198,12 +206,18 @@ class MergOPT(OptimizerWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the wrapped optimizer, with the seed and the number of the next draw."""
-        return {**super().state_dict(), STATE: {"seed": self._seed, "step": self._step}}
+        return {**super().state_dict(), STATE: {"seed": self._seed, "step": self._step, "moved": self.num_moved}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state that `state_dict` returned. Raises ValueError for the state of another optimizer."""
+        """Restore a state that `state_dict` returned.
+
+        Raises ValueError for the state of another optimizer, and of one that added the offset to other parameters.
+        States of earlier versions do not tell to which.
+        """
         if STATE not in state_dict:
             raise ValueError(f"mergopt: the state has no {STATE!r}; expected one that its state_dict() gave")
+        if (moved := state_dict[STATE].get("moved", self.num_moved)) != self.num_moved:
+            raise ValueError(f"mergopt: the state is of noise on {moved} numbers; expected {self.num_moved}")
         super().load_state_dict({name: value for name, value in state_dict.items() if name != STATE})
         self._seed, self._step = state_dict[STATE]["seed"], state_dict[STATE]["step"]
         self._has_gradient = False

@@ -1,4 +1,4 @@
-"""Migration: adds columns for the time at which a driver last made progress, and how long it may make none."""
+"""Migration: adds columns for the time at which a driver last made progress, and for how long it may go without."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -69,6 +69,32 @@ def test_the_report_draws_every_step_of_the_series(run: RunRecord) -> None:
     assert 'class="cell plus" style="--v:100%"' in html
 
 
+def test_scales_of_mlps_are_in_the_series_and_in_the_report(run: RunRecord) -> None:
+    best = best_of(run)
+    layers = (step("math", 0), replace(step("math", 1), mlp_scale=0.0), replace(step("math", 2), mlp_scale=1.75))
+    recipe = replace(best.read_recipe(), layers=layers)
+    scaled = replace(run, trials=tuple(replace(t, recipe=recipe) if t is best else t for t in run.trials))
+    document = path.document(scaled)
+    assert not document["is_plain"], "the layers are at their own positions, but two are scaled"
+    assert [(s["scale"], s["mlp_scale"]) for s in document["steps"]] == [(1.0, 1.0), (1.0, 0.0), (1.0, 1.75)]
+    html = render_report(scaled)
+    assert re.findall(r"<title>(position \d+: [^<]*)</title>", html) == [
+        "position 0: math, layer 0",
+        "position 1: math, layer 1, MLP times 0.000",
+        "position 2: math, layer 2, MLP times 1.750",
+    ]
+    # The colours reach as far as the scales.
+    assert 'class="cell minus" style="--v:100%"' in html
+    assert 'class="cell plus" style="--v:75%"' in html
+    assert re.search(r'class="after">0<span class="ramp"[^>]*></span>2</p>', html)
+    assert "Colours are the factor of the layer's MLP; " in html
+    assert '<th scope="col">MLP</th>' in html
+    assert '<th scope="col">MLP</th>' not in render_report(run)
+    assert re.search(r'class="after">0.5<span class="ramp"[^>]*></span>1.5</p>', render_report(run))
+    for note in ("scale of the MLP 0.000", "scale of the MLP 1.750"):
+        assert note in html
+
+
 def test_merges_at_their_own_positions_have_no_picture_of_a_path() -> None:
     run = other_record(num_trials=10)
     assert path(run).is_plain

@@ -64,6 +64,27 @@ def test_in_a_chat_the_loss_is_on_what_the_assistant_says(tmp_path: Path, prompt
     assert prompts.tokenizer.decode(learned) == "y\nw\n"
 
 
+def test_conversational_prompt_and_completion(tmp_path: Path, prompts: Prompts) -> None:
+    """In rows whose prompt and completion are messages, the loss is on the completion, not on earlier answers."""
+    prompts.tokenizer.chat_template = TEMPLATE
+    prompt = [("user", "x"), ("assistant", "y"), ("user", "z")]
+    row = {
+        "prompt": [{"role": role, "content": content} for role, content in prompt],
+        "completion": [{"role": "assistant", "content": "w"}],
+    }
+    (document,) = read_documents(data_of(tmp_path, row), prompts)
+    assert prompts.tokenizer.decode(document.tokens) == "u:x\na:y\nu:z\na:w\n"
+    learned = [token for token, counts in zip(document.tokens, document.has_loss, strict=True) if counts]
+    assert prompts.tokenizer.decode(learned) == "w\n"
+
+
+def test_template_picks_a_key_of_an_object(tmp_path: Path, prompts: Prompts) -> None:
+    """A template of its own may read lists and objects, which the default one refuses."""
+    row = {"prompt": {"text": "a"}, "completion": "b"}
+    (document,) = read_documents(data_of(tmp_path, row, prompt="{{prompt.text}}"), prompts)
+    assert prompts.tokenizer.decode(document.tokens) == "<s>ab</s>"
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -79,6 +100,10 @@ def test_in_a_chat_the_loss_is_on_what_the_assistant_says(tmp_path: Path, prompt
         ([{"messages": "a"}], "line 1: messages is not a list of objects with role and content"),
         ([{"messages": [{"role": "user", "content": "a"}]}], "line 1: no message of the assistant"),
         ([{"messages": [{"role": "assistant", "content": "a"}]}], "has no chat template for messages"),
+        ([{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}], "line 1: prompt is a list"),
+        ([{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}], "line 1: completion is a list"),
+        ([{"prompt": {"text": "a"}, "completion": "b"}], "line 1: prompt is an object: \"{'text': 'a'}\"; expected"),
+        ([{"prompt": ["a"], "completion": ["b"]}], "line 1: prompt and completion is not a list of objects with role"),
     ],
 )
 def test_bad_data_is_refused_with_its_line(tmp_path: Path, prompts: Prompts, lines: list[Any], message: str) -> None:
@@ -100,6 +125,22 @@ def test_a_dataset_is_read(tmp_path: Path, prompts: Prompts) -> None:
     (tmp_path / "set" / "train.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
     (document,) = read_documents(Data(dataset=str(tmp_path / "set")), prompts)
     assert prompts.tokenizer.decode(document.tokens) == "<s>ab</s>"
+
+
+def test_configuration_of_a_dataset(tmp_path: Path, prompts: Prompts) -> None:
+    """A dataset with several configurations is read with the named one, and refused without."""
+    for name in ("one", "two"):
+        (tmp_path / "set" / name).mkdir(parents=True)
+        row = {"prompt": "a", "completion": name}
+        (tmp_path / "set" / name / "train.jsonl").write_text(json.dumps(row) + "\n")
+    configs = "".join(f"- {{config_name: {name}, data_files: {name}/train.jsonl}}\n" for name in ("one", "two"))
+    (tmp_path / "set" / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    (document,) = read_documents(Data(dataset=str(tmp_path / "set"), configuration="two"), prompts)
+    assert prompts.tokenizer.decode(document.tokens) == "<s>atwo</s>"
+    with pytest.raises(InvalidTask, match=r"cannot be loaded: (?s:.)*one(?s:.)*two"):
+        read_documents(Data(dataset=str(tmp_path / "set")), prompts)
+    with pytest.raises(InvalidTask, match=r"configuration 'three', split 'train': cannot be loaded"):
+        read_documents(Data(dataset=str(tmp_path / "set"), configuration="three"), prompts)
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path, prompts: Prompts) -> None:

@@ -35,6 +35,23 @@ def test_an_expert_has_the_shared_options_and_its_own(tmp_path: Path) -> None:
     assert pipeline.study_of(pipeline.places(tmp_path)) is None
 
 
+@pytest.mark.parametrize(
+    ("of_text", "expected"),
+    [
+        ({"training": {"layers": [2]}}, {"math": (0, 1, 2), "text": (0, 1, 2)}),
+        ({"training": {"layers": [2]}, "method": {"noise_layers": [5]}}, {"math": (0, 1, 2), "text": (5,)}),
+        ({}, {"math": None, "text": None}),  # merges move all weights
+    ],
+)
+def test_noise_is_where_the_fleet_trains(tmp_path: Path, of_text: dict[str, Any], expected: dict[str, Any]) -> None:
+    """If all experts train layers only, noise is on the layers that any of them trains."""
+    math, text = ({"data": {"file": f"{name}.jsonl"}} for name in ("math", "text"))
+    experts = {"math": {**math, "training": {"layers": [0, 1]}}, "text": {**text, **of_text}}
+    pipeline = parse_pipeline({**FLEET, "experts": experts}, tmp_path)
+    assert {alias: spec.method.noise_layers for alias, spec in pipeline.experts.items()} == expected
+    assert parse_pipeline(pipeline.canonical()).experts == pipeline.experts
+
+
 def test_the_study_merges_the_fleets_experts(tmp_path: Path) -> None:
     pipeline = parse_pipeline({**FLEET, "study": STUDY}, tmp_path)
     study = pipeline.study_of({alias: tmp_path / alias for alias in pipeline.experts})

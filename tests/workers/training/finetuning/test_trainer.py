@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,13 +15,18 @@ from safetensors.torch import load_file
 
 from search_spaces.errors import InvalidStudy
 from tests.builders import tiny_llama
+from tests.layouts import layout_family
 from workers.errors import InvalidModel, InvalidTask, TrainingFailed
 from workers.models.checkpoints import open_checkpoint, read_expert
 from workers.training.finetuning import checkpoints
 from workers.training.finetuning.history import CHECKPOINTS, EXPERT, METRICS, read_history
+from workers.training.finetuning.methods import make_optimizer
+from workers.training.finetuning.models import check_packing, load_model
 from workers.training.finetuning.result import TRAINING_FILE
 from workers.training.finetuning.spec import FinetuneSpec, Training, load_spec, parse_spec
-from workers.training.finetuning.trainer import check, learning_rate_at, train
+from workers.training.finetuning.task_vectors import task_vector
+from workers.training.finetuning.trainer import check, learning_rate_at, noise_seed, train
+from workers.training.mergopt.optimizer import MergOPT, draw_of
 
 pytestmark = pytest.mark.slow  # models are trained
 
@@ -145,6 +151,65 @@ def test_only_the_named_layers_are_trained(place: Path, tmp_path: Path) -> None:
         run(place, tmp_path / "none", training={"layers": [2]})
 
 
+def moved_by(spec: FinetuneSpec, place: Path) -> set[str]:
+    """The names of the weights that get MergOPT's offset in a training, seen within a step of it."""
+    model = load_model(spec, place / "base", torch.device("cpu"))
+    optimizer = make_optimizer(
+        spec.method, model.trained.values(), learning_rate=0.1, seed=3, model=model.module, moved=model.moved
+    )
+    assert isinstance(optimizer, MergOPT)
+    before = {name: p.detach().clone() for name, p in model.module.named_parameters()}
+    with optimizer.offset():
+        return {name for name, p in model.module.named_parameters() if not torch.equal(p, before[name])}
+
+
+def test_noise_is_where_merges_move_weights(place: Path) -> None:
+    """Noise is on all weights by default, also if only some layers are trained, because merges move the others."""
+    every = moved_by(spec_of(place), place)
+    assert moved_by(spec_of(place, training={"layers": [1]}), place) == every
+    of_layer = moved_by(spec_of(place, training={"layers": [1]}, method={"noise_layers": [0]}), place)
+    assert of_layer == {name for name in every if ".layers.0." in name}
+    with pytest.raises(InvalidModel, match=r"method.noise_layers: 5; the model has the layers 0 to 1"):
+        moved_by(spec_of(place, method={"noise_layers": [5]}), place)
+
+
+def test_training_with_noise_on_trained_layers_is_continued_only_by_name(place: Path, tmp_path: Path) -> None:
+    """A checkpoint of a version with noise on trained layers alone is refused unless these layers are named."""
+    out = tmp_path / "out"
+    named = {"training": {"layers": [1]}, "method": {"noise_layers": [1]}}
+    run(place, out, **named)
+    shutil.rmtree(out / EXPERT)
+    for checkpoint in (out / CHECKPOINTS).iterdir():
+        state = json.loads((checkpoint / "state.json").read_text())
+        del state["optimizer"]["mergopt"]["moved"]
+        (checkpoint / "state.json").write_text(json.dumps(state))
+    with pytest.raises(InvalidModel, match=r"expected method.noise_layers: \[1\] to continue it"):
+        run(place, out, training={"layers": [1], "steps": 8})
+    facts = run(place, out, training={"layers": [1], "steps": 8}, method={"noise_layers": [1]})
+    assert facts["steps"] == 8
+
+
+def test_experts_of_a_fleet_have_draws_of_their_own(place: Path) -> None:
+    seeds = {noise_seed(spec_of(place, name=name, seed=seed)) for name in ("math", "text") for seed in (0, 1)}
+    assert len(seeds) == 4
+
+
+@pytest.mark.parametrize("kind", ["mergopt", "sam"])
+def test_losses_at_the_weights_and_at_the_offset(place: Path, tmp_path: Path, kind: str) -> None:
+    """The history has both losses: with MergOPT that at the weights at some updates, with SAM both at all."""
+    run(place, tmp_path / "out", method={"kind": kind, "scale": 0.05, "rho": 0.5}, training={"steps": 12})
+    lines = read_history(tmp_path / "out" / METRICS)
+    if kind == "sam":
+        assert all(line["offset_loss"] != line["loss"] for line in lines)
+        return
+    assert [line["step"] for line in lines if "weights_loss" in line] == [1, 11, 12]
+    for line in lines:
+        draw = draw_of(noise_seed(spec_of(place)), line["step"] - 1)
+        assert (line["alpha"], line["models"]) == (draw.alpha, draw.num_models)
+        if "weights_loss" in line:
+            assert (line["weights_loss"] == line["loss"]) == (draw.factor == 0)
+
+
 @pytest.mark.parametrize("kind", ["mergopt", "adamw"])
 def test_lora_gives_an_adapter_of_the_base(place: Path, tmp_path: Path, kind: str) -> None:
     run(place, tmp_path / "out", adapter={"rank": 2, "targets": ["q_proj"]}, method={"kind": kind})
@@ -204,11 +269,34 @@ def test_what_does_not_fit_the_model_is_refused(place: Path, tmp_path: Path) -> 
     run(place, tmp_path / "e", base=str(base), data={"pad_token": "</s>"}, training={"steps": 1})
 
 
+def test_packing_is_refused_where_documents_see_each_other(place: Path, tmp_path: Path) -> None:
+    """Layers with a state carry it from one document to the next; without packing such a model is trained."""
+    base = layout_family(tmp_path, "granitemoehybrid").base.directory
+    with pytest.raises(InvalidModel, match=r"data.packing: true; in models of type 'granitemoehybrid' a document"):
+        run(place, tmp_path / "packed", base=str(base))
+    run(place, tmp_path / "apart", base=str(base), data={"packing": False}, training={"steps": 1})
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma3_text", "qwen3_moe"])
+def test_packing_is_accepted_where_attention_ends_with_a_document(tmp_path: Path, model_type: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(layout_family(tmp_path, model_type).base.directory)
+    check_packing(model.train())
+    assert model.training
+
+
 def test_the_scale_is_fitted_to_experts(place: Path, tmp_path: Path) -> None:
     run(place, tmp_path / "first", method={"kind": "adamw"})
     facts = run(place, tmp_path / "second", method={"scale": "auto", "fit_to": [str(tmp_path / "first" / EXPERT)]})
     assert facts["noise"]["distribution"] == "laplace"
     assert 0 < facts["noise"]["scale"] < 0.02
+    # Tensors that were not trained are left out: they would make the noise too small.
+    run(place, tmp_path / "layer", method={"kind": "adamw"}, training={"layers": [1]})
+    base, expert = (load_file(d / "model.safetensors") for d in (place / "base", tmp_path / "layer" / EXPERT))
+    changes = [(expert[name] - base[name]).abs().flatten() for name in base if ".layers.1." in name]
+    (fitted,) = task_vector("layer", place / "base", tmp_path / "layer" / EXPERT).fits[:1]
+    assert fitted.scale == pytest.approx(float(torch.cat(changes).mean()), rel=1e-3)
     assert 0 < facts["noise"]["distance"] < 1
 
 
@@ -225,6 +313,40 @@ def test_the_tasks_of_studies_are_scored_while_training(place: Path, tmp_path: P
     assert facts["values"] == values[-1]
     assert 0 <= values[-1]["sums"] <= 1
     assert "## Evaluation" in (tmp_path / "out" / EXPERT / "README.md").read_text()
+
+
+def chat_model(directory: Path) -> Path:
+    """A base whose tokenizer has a chat template, with data in which questions are answered by 7, other texts by 3."""
+    base = tiny_llama(directory / "base")
+    template = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}|{% endfor %}"
+    (base / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}a:{% endif %}")
+    questions = [f"{i}?" for i in range(20)]
+    chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": "7"}] for q in questions]
+    plain = [{"prompt": q, "completion": "3"} for q in questions]
+    lines = [*({"messages": chat} for chat in chats), *plain]
+    (directory / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = [{"prompt": q, "answer": "7"} for q in questions]
+    (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+@pytest.mark.parametrize("given", [None, False])
+def test_tasks_of_chats_are_asked_in_the_chat_template(tmp_path: Path, given: bool | None) -> None:
+    """An expert trained on conversations is right when it is asked as it was trained, which is the default."""
+    place = chat_model(tmp_path)
+    objective = {"name": "sevens", "task": {"file": "data.jsonl", "max_tokens": 1}, "metric": "exact_match"}
+    evaluation: dict[str, Any] = {"samples": 10, "objectives": [objective]}
+    if given is not None:
+        evaluation["chat_template"] = given
+    facts = run(
+        place,
+        tmp_path / "out",
+        data={"file": "chats.jsonl"},
+        method={"kind": "adamw"},
+        training={"steps": 40, "learning_rate": 0.01},
+        evaluation=evaluation,
+    )
+    assert (facts["values"]["sevens"] == 1.0) == (given is None)
 
 
 @pytest.mark.slow

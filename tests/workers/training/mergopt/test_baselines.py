@@ -149,7 +149,7 @@ def test_task_vectors_of_checkpoints_and_adapters(tmp_path: Path) -> None:
     lora_adapter(base, tmp_path / "adapter")
     sample = sample_of(base, [tmp_path / "adapter"], num_elements=2000)
     assert 1000 < len(sample) < 4000
-    assert 0 < fit(sample).zeros < 1
+    assert fit(sample).zeros == 0  # tensors that the adapter does not change are left out
     tiny_llama(tmp_path / "wider", hidden=64)
     with pytest.raises(InvalidModel, match="no tensor in common"):
         sample_of(base, [tmp_path / "wider"])

@@ -58,6 +58,14 @@ def test_compiled_code_gives_the_bits_of_torch(dtype: torch.dtype, start: int) -
     assert not torch.equal(plain, whole)
 
 
+@pytest.mark.parametrize("noise", [Laplace, Gaussian])
+def test_a_mean_moves_the_distribution(noise: type[Laplace] | type[Gaussian]) -> None:
+    moved = noise(0.1, mean=-0.3).quantiles
+    assert torch.allclose(moved, noise(0.1).quantiles - 0.3, atol=1e-6)
+    with pytest.raises(ValueError, match="mean inf; expected a finite number"):
+        noise(0.1, mean=math.inf)
+
+
 def test_a_part_has_the_noise_of_the_whole() -> None:
     table, key = Laplace().quantiles, draw_key(0, 0)
     whole, part = torch.zeros(3000), torch.zeros(1234)

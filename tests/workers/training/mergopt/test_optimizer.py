@@ -304,6 +304,33 @@ def test_frozen_weights_may_get_the_offset() -> None:
     assert not torch.equal(model.get_parameter("4.weight"), before[5])
 
 
+@pytest.mark.parametrize("in_layers", [False, True])
+def test_offset_within_an_outer_autocast(in_layers: bool) -> None:
+    """An outer autocast keeps casts of weights from an earlier forward pass, which must not hide the offset."""
+    model = network()
+    optimizer = MergOPT(
+        torch.optim.SGD(model.parameters(), lr=0.0), noise=Laplace(0.5), model=model if in_layers else None, seed=1
+    )
+    assert optimizer.draw.factor != 0
+    with torch.autocast("cpu", torch.bfloat16):
+        before = model(TOKENS)
+        with optimizer.offset():
+            within = model(TOKENS)
+        after = model(TOKENS)
+    assert not torch.equal(before, within)
+    assert torch.equal(before, after)
+
+
+def test_state_of_noise_on_other_weights_is_refused() -> None:
+    model = network()
+    state = MergOPT(torch.optim.SGD(model.parameters(), lr=0.1)).state_dict()
+    other = MergOPT(torch.optim.SGD(model.parameters(), lr=0.1), moved=model[2].parameters())
+    with pytest.raises(ValueError, match=r"the state is of noise on \d+ numbers; expected \d+"):
+        other.load_state_dict(state)
+    del state["mergopt"]["moved"]  # of an earlier version
+    other.load_state_dict(state)
+
+
 @contextmanager
 def refused(message: str, kind: type[Exception] = RuntimeError) -> Iterator[None]:
     with pytest.raises(kind, match=message):

@@ -1,7 +1,7 @@
 """Whether the layers of a family's models can be in any order in one model.
 
-They must be of one kind, and computed with the same settings. `workers.models.compatibility` has compared their shapes
-and positions before.
+For this, the layers must be of one kind, and computed with the same settings. `workers.models.compatibility` has
+compared their shapes and positions before.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from workers.engines.source_recipes import source_recipe
 from workers.engines.vllm.checksum import checksum, word_sum
 from workers.engines.vllm.held import HeldWeights, Into, Writing
 from workers.engines.vllm.paths.pool import Hop, LayerPool
-from workers.merging.residual_scales import branch_factors
+from workers.merging.residual_scales import BranchFactors, branch_factors
 
 if TYPE_CHECKING:
     from workers.merging.bank import Bank
@@ -36,7 +36,7 @@ LAYERS = "model.layers."
 class HeldPath(HeldWeights):
     """The weights of an engine of layer paths: a pool of layers, the path through it, and the other parameters.
 
-    The path names a layer of the pool for each layer of the merge, with a factor and optionally an alignment.
+    The path names a layer of the pool for each layer of the merge, with its factors and optionally an alignment.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
@@ -205,13 +205,12 @@ class _Checked:
 
 @dataclass(frozen=True)
 class _Between:
-    """What a path has besides its layers: for each layer, a scale factor and the alignment before it.
+    """What a path has besides its layers: for each layer, the factors of its branches and the alignment before it.
 
-    `factors` multiply the outputs of a layer's branches (attention, MLP). `before` has the digest of the alignment
-    before each layer, or None; `alignments` maps digests to alignments.
+    `before` has the digest of the alignment before each layer, or None; `alignments` maps digests to alignments.
     """
 
-    factors: Sequence[float]
+    factors: Sequence[BranchFactors]
     before: Sequence[str | None]
     alignments: Mapping[str, Alignment]
 
@@ -285,15 +284,17 @@ def _merges(layer: LayerRecipe) -> tuple[Merge, ...]:
 def _combined(outside: str, path: Iterable[Hop], digests: Mapping[int, str], aligned: Mapping[str, str]) -> str:
     """Checksum of a path, a sequence of layers: sha256 (hex) over the digests of all its parts.
 
-    `outside` is the digest of the parameters outside layers. After it come, for each hop of the path, the digest of its
-    layer (in `digests`, by the layer's index in the pool), its factor, and the digest of its alignment (in `aligned`,
-    by the name of the alignment). The checksum does not depend on which layers of the pool hold the path, or in which
-    order they were written.
+    `outside` is the digest of the parameters outside layers. Each hop of the path then adds three parts: the digest of
+    its layer (in `digests`, by the layer's index in the pool), its factors (one if they are equal), and the digest of
+    its alignment (in `aligned`, by the name of the alignment). The checksum does not depend on which layers of the pool
+    hold the path, or in which order they were written.
     """
     total = hashlib.sha256(f"{outside}\n".encode())
     for number, hop in enumerate(path):
         before = "" if hop.alignment is None else f":{aligned[hop.alignment]}"
-        total.update(f"{number}:{digests[hop.layer]}:{hop.factor!r}{before}\n".encode())
+        stream, mlp = hop.factors.stream, hop.factors.mlp
+        factors = f"{stream!r}" if stream == mlp else f"{stream!r},{mlp!r}"
+        total.update(f"{number}:{digests[hop.layer]}:{factors}{before}\n".encode())
     return total.hexdigest()
 
 
@@ -306,8 +307,12 @@ def _planned(recipe: Recipe, bank: Bank) -> TensorPlan:
 def _by_layer(plan: TensorPlan, bank: Bank) -> tuple[list[MergedTensor], list[Hashable], list[list[MergedTensor]]]:
     """Split the tensors of a plan into those outside layers and those of each layer, without the layers' scales.
 
-    Returns the tensors outside layers, for each layer a description of what it contains, and the tensors of each layer.
-    The description is a value that is equal for layers whose tensors are computed in the same way.
+    Returns three values:
+
+    - the tensors outside layers
+    - for each layer, a description of what it contains: a value that is equal for layers whose tensors are computed in
+      the same way
+    - the tensors of each layer
     """
     from workers.merging.plan import computations
 

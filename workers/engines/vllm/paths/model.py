@@ -30,6 +30,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, make_empty_inter
 from workers.alignments.alignment import Alignment
 from workers.engines.vllm.paths.held import HeldPath
 from workers.engines.vllm.paths.pool import Hop
+from workers.merging.residual_scales import BranchFactors
 
 __all__ = ["LAYER_OF", "PathForCausalLM"]
 
@@ -89,7 +90,7 @@ class PathModel(nn.Module):
             ["hidden_states", "residual"], config.hidden_size
         )
         # vLLM measures its memory with a first pass, before any merge is held.
-        self.path: tuple[Hop, ...] = tuple(Hop(index, 1.0) for index in range(len(slots)))
+        self.path: tuple[Hop, ...] = tuple(Hop(index) for index in range(len(slots)))
         self.alignments: Mapping[str, Alignment] = {}
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -109,9 +110,9 @@ class PathModel(nn.Module):
             layer: Any = self.layers[hop.layer]
             if hop.alignment is not None:
                 stream = hidden if residual is None else hidden + residual
-                hidden, residual = self.alignments[hop.alignment](stream, hop.factor), None
+                hidden, residual = self.alignments[hop.alignment](stream, hop.factors.stream), None
             layer.self_attn._modules["attn"] = slot
-            hidden, residual = _walk(layer, hop.factor, positions, hidden, residual)
+            hidden, residual = _walk(layer, hop.factors, positions, hidden, residual)
         normalised: torch.Tensor = self.norm(hidden, residual)[0]
         return normalised
 
@@ -121,9 +122,9 @@ class PathModel(nn.Module):
 
 
 def _walk(
-    layer: Any, factor: float, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
+    layer: Any, factors: BranchFactors, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute one of vLLM's decoder layers, with the output of each branch (attention, MLP) multiplied by `factor`.
+    """Compute one of vLLM's decoder layers, with the outputs of its branches (attention, MLP) multiplied by `factors`.
 
     Returns the output of the MLP and the residual stream before it, which the next layer adds up. `residual` is None at
     the first layer.
@@ -134,11 +135,11 @@ def _walk(
     else:
         hidden, residual = layer.input_layernorm(hidden, residual)
     hidden = layer.self_attn(positions=positions, hidden_states=hidden)
-    if factor != 1:
-        hidden = hidden * factor
+    if factors.stream != 1:
+        hidden = hidden * factors.stream
     hidden, residual = layer.post_attention_layernorm(hidden, residual)
     hidden = layer.mlp(hidden)
-    return hidden * factor if factor != 1 else hidden, residual
+    return hidden * factors.mlp if factors.mlp != 1 else hidden, residual
 
 
 class PathForCausalLM(LlamaForCausalLM):  # type: ignore[misc]  # vLLM has no types

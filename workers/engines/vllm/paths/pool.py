@@ -8,19 +8,21 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from workers.merging.residual_scales import UNSCALED, BranchFactors
+
 __all__ = ["Hop", "LayerPool"]
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One element of a layer path: a layer of the pool, a factor, and the alignment before the layer.
+    """One element of a layer path: a layer of the pool, its factors, and the alignment before the layer.
 
-    `factor` multiplies the outputs of the layer's branches (attention, MLP). `alignment` is a digest, or None if there
+    `factors` multiply the outputs of the layer's branches (attention, MLP). `alignment` is a digest, or None if there
     is no alignment.
     """
 
     layer: int
-    factor: float
+    factors: BranchFactors = UNSCALED
     alignment: str | None = None
 
 

@@ -133,8 +133,8 @@ class WeightContents:
 def _has_code_for(config: Mapping[str, Any]) -> bool:
     """Whether vLLM has code of its own for a model with the configuration `config`.
 
-    vLLM runs other models through transformers' modules. It would change transformers' classes to compile these modules
-    or to capture them as graphs, so that engines do neither (`plugin`).
+    vLLM runs other models through transformers' modules. To compile these modules or to capture them as graphs, vLLM
+    would change transformers' classes. Therefore engines do neither (`plugin`).
     """
     from vllm import ModelRegistry
 

@@ -81,9 +81,9 @@ def base(stored: Operands) -> torch.Tensor:
 
 
 def factors(stored: Operands) -> Words:
-    """For each source, the factor that gives the tie-breaking marks of its elements (`TieOrder.factor`).
+    """The tie-breaking factors (`TieOrder.factor`) of the sources in `stored`, one number for each source.
 
-    Marks order elements of equal magnitude.
+    A source's elements of equal magnitude are ordered by marks, which are hashes of an element's index and the factor.
     """
     assert stored.orders is not None, "not given the orders of the sources"
     return tuple(order.factor for order in stored.orders)

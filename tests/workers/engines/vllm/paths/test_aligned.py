@@ -1,3 +1,4 @@
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from tests.workers.recipes import random_alignment
 from workers.alignments.files import write_alignment
 from workers.engines.vllm.paths.held import _Aligned, _combined
 from workers.engines.vllm.paths.pool import Hop
+from workers.merging.residual_scales import BranchFactors
 
 HIDDEN = 8
 
@@ -46,9 +48,17 @@ def test_paths_that_differ_in_an_alignment_have_other_checksums(bank: Any) -> No
     first, second = written(bank, 2)
     aligned.read((None, first, second), bank)
     paths = [
-        (Hop(0, 1.0), Hop(1, 1.0)),
-        (Hop(0, 1.0), Hop(1, 1.0, first)),
-        (Hop(0, 1.0), Hop(1, 1.0, second)),
-        (Hop(0, 1.0, first), Hop(1, 1.0)),
+        (Hop(0), Hop(1)),
+        (Hop(0), Hop(1, alignment=first)),
+        (Hop(0), Hop(1, alignment=second)),
+        (Hop(0, alignment=first), Hop(1)),
     ]
     assert len({_combined("", path, {0: "a", 1: "b"}, aligned.digests) for path in paths}) == 4
+
+
+def test_paths_that_differ_in_a_factor_have_other_checksums() -> None:
+    factors = (BranchFactors(), BranchFactors(2.0, 2.0), BranchFactors(2.0, 1.0), BranchFactors(1.0, 2.0))
+    checksums = [_combined("", (Hop(0, each),), {0: "a"}, {}) for each in factors]
+    assert len(set(checksums)) == 4
+    # Checksums of paths without scales of MLPs are compared with stored ones.
+    assert checksums[1] == hashlib.sha256(b"\n0:a:2.0\n").hexdigest()

@@ -44,10 +44,10 @@ def exported(engine: Engine, recipe: Recipe, directory: Path) -> str:
     return str(directory)
 
 
-def some_path(family: Family, seed: int, *, merges: float = 0.0) -> Recipe:
+def some_path(family: Family, seed: int, *, merges: float = 0.0, scales_mlps: bool = False) -> Recipe:
     """A random path: any length, layers of other models, repeats, scales from 0.5 to 1.5.
 
-    A share `merges` of its layers are merges of two models.
+    A share `merges` of its layers are merges of two models. With `scales_mlps`, MLPs have scales from 0 to 2 too.
     """
     draw = random.Random(seed)
 
@@ -59,7 +59,9 @@ def some_path(family: Family, seed: int, *, merges: float = 0.0) -> Recipe:
         return copied(draw.choice([model.alias for model in family.models]), layer)
 
     steps = [step() for _ in range(draw.randint(1, MAX_LAYERS))]
-    return path(family, [*steps[:-1], steps[0]], [round(draw.uniform(0.5, 1.5), 3) for _ in range(MAX_LAYERS)])
+    scales = [round(draw.uniform(0.5, 1.5), 3) for _ in range(MAX_LAYERS)]
+    mlp_scales = [0.0, *(round(draw.uniform(0.0, 2.0), 3) for _ in range(MAX_LAYERS))] if scales_mlps else [1.0]
+    return path(family, [*steps[:-1], steps[0]], scales, mlp_scales)
 
 
 def test_random_paths_agree_with_export(path_engine: Engine, tmp_path: Path) -> None:
@@ -67,7 +69,7 @@ def test_random_paths_agree_with_export(path_engine: Engine, tmp_path: Path) -> 
     prompts = [path_engine.prompts.encode(text) for text in ("1+1=2", "name: Ada", "a b" * 60)]
     seen: list[float] = []
     for seed in range(8):
-        recipe = some_path(path_engine.family, seed, merges=0.3 if seed % 2 else 0.0)
+        recipe = some_path(path_engine.family, seed, merges=0.3 if seed % 2 else 0.0, scales_mlps=seed >= 4)
         report = path_engine.swap(recipe)
         assert path_engine.held_digest == report.digest == recipe.digest
         reference = Reference(exported(path_engine, recipe, tmp_path / str(seed)), OPTIONS)
@@ -168,10 +170,12 @@ def test_two_paths_never_have_equal_evidence(path_engine: Engine) -> None:
         path(family, [("math", 0), ("text", 1), ("base", 2), ("base", 2)]),
         path(family, [("math", 0), ("text", 1), ("base", 2)], [0.8, 1.0]),
         path(family, [("math", 0), ("text", 1), ("base", 2)], [1.0, 0.8]),
+        path(family, [("math", 0), ("text", 1), ("base", 2)], [1.0], [1.0, 0.8, 1.0]),
+        path(family, [("math", 0), ("text", 1), ("base", 2)], [1.0], [1.0, 1.0, 0.8]),
         arithmetic(family, 0.3, 0.4),
     ]
     reports = [path_engine.swap(each) for each in paths]
-    assert len({report.digest for report in reports}) == len({report.weights_checksum for report in reports}) == 6
+    assert len({report.digest for report in reports}) == len({report.weights_checksum for report in reports}) == 8
     assert path_engine.compute_checksum() == reports[-1].weights_checksum
     # Fills the pool with other layers, so that the first path's are written again, in other places.
     for number in range(MAX_LAYERS):
@@ -187,8 +191,11 @@ def test_layers_in_the_pool_are_not_written_again(path_engine: Engine, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr("workers.engines.vllm.held.HeldWeights._write", lambda *arguments: 1 / 0)
         for scales in ([0.9, 1.1], [1.3], [0.5, 0.6, 0.7, 0.8]):
-            recipe = path(family, [*steps[::-1], *steps], scales)
-            assert path_engine.swap(recipe).digest == path_engine.held_digest == recipe.digest
+            for recipe in (
+                path(family, [*steps[::-1], *steps], scales),
+                path(family, [*steps[::-1], *steps], mlp_scales=scales),
+            ):
+                assert path_engine.swap(recipe).digest == path_engine.held_digest == recipe.digest
     assert path_engine.swap(base_recipe(family), check=True).canary is not None
 
 
@@ -216,7 +223,7 @@ def test_a_path_that_is_not_the_one_reported_is_seen_at_once(faulty: Engine) -> 
     assert faulty.compute_checksum() == report.weights_checksum
 
 
-@pytest.mark.parametrize("what", ["order", "factor", "weights", "alignment"])
+@pytest.mark.parametrize("what", ["order", "factor", "MLP", "weights", "alignment"])
 def test_an_engine_that_walks_another_path_fails_its_canary(faulty: Engine, what: str) -> None:
     hidden = int(faulty.prompts.config["hidden_size"])
     digest = write_alignment(faulty.family.alignments_dir, random_alignment("projection", hidden))
@@ -229,7 +236,11 @@ def test_an_engine_that_walks_another_path_fails_its_canary(faulty: Engine, what
         if what == "order":
             model.model.path = (last, *middle, first)
         elif what == "factor":
-            model.model.path = (first, *middle, Hop(last.layer, 1.1 * last.factor))
+            factors = replace(last.factors, stream=1.1 * last.factors.stream)
+            model.model.path = (first, *middle, Hop(last.layer, factors))
+        elif what == "MLP":
+            factors = replace(last.factors, mlp=1.1 * last.factors.mlp)
+            model.model.path = (first, *middle, Hop(last.layer, factors))
         elif what == "alignment":
             held = model.model.alignments[digest]
             assert held.projection is not None
