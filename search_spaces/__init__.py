@@ -6,6 +6,7 @@
 - `spaces`: search spaces, which turn a configuration into a recipe
 - `methods`: declarations of the merge methods: sources, coefficients, searched ranges
 - `searchers`: the searchers that a study file can name
+- `directions`: the experts' shares of the task vectors and the scale, of a merge of the whole model
 - `baselines`: the recipes that every search is compared with
 - `study`: the study file
 - `section`: the base class of every section of a study file

@@ -7,12 +7,14 @@ et al. (2023), k = 0.2 and lambda = 1.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple, TypeAlias
 
 from search_spaces.recipe import Merge, Recipe, Source
 
-__all__ = ["Baseline", "all_baselines"]
+__all__ = ["Baseline", "all_baselines", "m3_baselines"]
 
 _Origin: TypeAlias = Literal["source", "published"]
 
@@ -54,3 +56,39 @@ def _merges(base: str, experts: tuple[str, ...]) -> Iterator[tuple[_Origin, str,
     for label, lambda_ in (("1/n", share), *((str(number), number) for number in (0.3, 0.4, 0.5, 0.7, 1.0))):
         yield "published", f"task arithmetic {label}", Merge("task_arithmetic", sources, {"lambda": lambda_})
     yield "published", "TIES k 0.2 lambda 1.0", Merge("ties", sources, {"k": 0.2, "lambda": 1.0})
+
+
+def m3_baselines(
+    *, base: str, experts: Sequence[str], fingerprints: Mapping[str, str], num_layers: int, tokenizer: str = "base"
+) -> tuple[Baseline, ...]:
+    """The merges without M3 that "Mixup Model Merge (M3)" compares with: the grids of its tables 3 and 4, and DARE.
+
+    They are task arithmetic and TIES with the numbers of table 3, which include those of table 4, and DARE, which keeps
+    0.8, with the average, task arithmetic and TIES; TIES is that of the paper's code, which trims whole models. Every
+    recipe is in canonical form. They are no part of `all_baselines`, whose arguments these are.
+    """
+    return tuple(
+        Baseline(
+            "published",
+            f"m3 {label}",
+            replace(
+                Recipe.uniform(merge, models=fingerprints, base=base, num_layers=num_layers, tokenizer=tokenizer),
+                trim="model",
+            ).canonical(),
+        )
+        for label, merge in _m3_merges(tuple(Source(expert) for expert in experts))
+    )
+
+
+def _m3_merges(sources: tuple[Source, ...]) -> Iterator[tuple[str, Merge]]:
+    scales, shares = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0), (0.5, 0.7, 0.9)  # table 3
+    for scale in scales:
+        yield f"task arithmetic {scale}", Merge("task_arithmetic", sources, {"lambda": scale})
+    for k, scale in itertools.product(shares, scales):
+        yield f"TIES k {k} lambda {scale}", Merge("ties_majority", sources, {"k": k, "lambda": scale})
+    density = {"density": 0.8}  # section 4.4
+    yield "DARE average", Merge("dare_linear", sources, {"lambda": 1 / len(sources), **density}, 0)
+    yield "DARE task arithmetic 1.0", Merge("dare_linear", sources, {"lambda": 1.0, **density}, 0)
+    for k, scale in ((0.5, 0.5), (0.5, 1.0), (0.7, 1.0)):  # table 4
+        numbers = {"weight": 1 / len(sources), "k": k, "lambda": scale, **density}
+        yield f"DARE TIES k {k} lambda {scale}", Merge("m3_dare_ties", sources, numbers, 0)

@@ -14,12 +14,12 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from search_spaces.errors import InvalidRecipe
 from search_spaces.merge import Merge, Source, canonical_merge
 from search_spaces.methods import METHODS
-from search_spaces.methods.base import COEFFICIENT_DECIMALS
+from search_spaces.methods.base import COEFFICIENT_DECIMALS, MergeMethod
 
 __all__ = [
     "COEFFICIENT_DECIMALS",
@@ -29,15 +29,18 @@ __all__ = [
     "Merge",
     "Recipe",
     "Source",
+    "Trimming",
     "may_keep_equal",
 ]
 
 Component = Literal["attention", "mlp", "norm"]
 COMPONENTS: tuple[Component, ...] = ("attention", "mlp", "norm")
+Trimming = Literal["tensor", "model"]
 
 # Format 2 is for recipes with a method that cuts at a rank (`MergeMethod.cuts_at_rank`). Where several elements have
-# the magnitude at that rank, format 2 keeps as many of them as the rank says; format 1 keeps all of them.
-FORMAT, FORMAT_OF_CUTS = "mergesearch-recipe/1", "mergesearch-recipe/2"
+# the magnitude at that rank, format 2 keeps as many of them as the rank says; format 1 keeps all of them. Format 3 is
+# for recipes whose methods trim whole models (`Recipe.trim`), so that no program reads them without knowing that.
+FORMAT, FORMAT_OF_CUTS, FORMAT_OF_MODELS = "mergesearch-recipe/1", "mergesearch-recipe/2", "mergesearch-recipe/3"
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,9 @@ class Recipe:
       that rank, all of them are kept, as in files of recipe format 1
     - `stacks_experts`: all experts of a layer of a mixture of experts are merged as one tensor; otherwise each is
       merged by itself
+    - `trim`: for methods that keep a share of each task vector's elements by magnitude (`MergeMethod.trims`): "tensor"
+      for a share of each tensor, "model" for a share of the whole task vector, all tensors of the model together, so
+      that tensors keep different shares; always "tensor" in a recipe without such a method
     """
 
     models: Mapping[str, str]
@@ -118,9 +124,14 @@ class Recipe:
     keeps_equal: bool = False
     vocabulary: Mapping[str, Any] = field(default_factory=dict)
     stacks_experts: bool = False
+    trim: Trimming = "tensor"
 
     def __post_init__(self) -> None:
-        if self.keeps_equal and not self._cuts_at_rank():
+        if self.trim not in get_args(Trimming):
+            raise InvalidRecipe(f"recipe: trim is {self.trim!r}; expected one of {', '.join(get_args(Trimming))}")
+        if self.trim == "model" and not any(method.trims for method in self._methods()):
+            object.__setattr__(self, "trim", "tensor")
+        if self.keeps_equal and (self.trim == "model" or not self._cuts_at_rank()):
             object.__setattr__(self, "keeps_equal", False)
         object.__setattr__(self, "models", dict(sorted(self.models.items())))
         object.__setattr__(self, "tensors", dict(sorted(self.tensors.items())))
@@ -176,8 +187,10 @@ class Recipe:
         return (*in_layers, self.embedding, self.head, *self.tensors.values())
 
     def _cuts_at_rank(self) -> bool:
-        methods = {merge.method for merge in self.merges()} & METHODS.keys()
-        return any(METHODS[method].cuts_at_rank for method in methods)
+        return any(method.cuts_at_rank for method in self._methods())
+
+    def _methods(self) -> list[MergeMethod]:
+        return [METHODS[name] for name in {merge.method for merge in self.merges()} & METHODS.keys()]
 
     def check(self) -> None:
         """Raise InvalidRecipe unless every merge is valid for its method; the message says which merge is not."""
@@ -242,8 +255,9 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """The recipe as plain data for JSON; entries that have their default value are left out."""
+        usual = FORMAT if self.keeps_equal or not self._cuts_at_rank() else FORMAT_OF_CUTS
         document = {
-            "format": FORMAT if self.keeps_equal or not self._cuts_at_rank() else FORMAT_OF_CUTS,
+            "format": FORMAT_OF_MODELS if self.trim == "model" else usual,
             "models": dict(self.models),
             "base": self.base,
             "embedding": self.embedding.to_json(),
@@ -255,6 +269,7 @@ class Recipe:
             "tokenizer": "" if self.tokenizer == "base" else self.tokenizer,
             "vocabulary": dict(self.vocabulary),
             "experts": "stacked" if self.stacks_experts else "",
+            "trim": "" if self.trim == "tensor" else self.trim,
         }
         return document | {key: value for key, value in unusual.items() if value}
 
@@ -265,8 +280,8 @@ class Recipe:
         Raises InvalidRecipe for any other document.
         """
         found = document.get("format") if isinstance(document, Mapping) else document
-        if found not in (FORMAT, FORMAT_OF_CUTS):
-            raise InvalidRecipe(f"recipe: format is {found!r}; this version reads {FORMAT!r} and {FORMAT_OF_CUTS!r}")
+        if found not in (known := (FORMAT, FORMAT_OF_CUTS, FORMAT_OF_MODELS)):
+            raise InvalidRecipe(f"recipe: format is {found!r}; this version reads {', '.join(map(repr, known))}")
         if (experts := document.get("experts", "each")) not in ("each", "stacked"):
             raise InvalidRecipe(f"recipe: experts is {experts!r}; expected 'each' or 'stacked'")
         try:
@@ -281,6 +296,7 @@ class Recipe:
                 keeps_equal=found == FORMAT,
                 vocabulary=dict(document.get("vocabulary", {})),
                 stacks_experts=experts == "stacked",
+                trim=document.get("trim", "tensor"),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise InvalidRecipe(f"recipe: missing or malformed: {error!r}") from error

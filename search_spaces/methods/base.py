@@ -120,6 +120,8 @@ class MergeMethod:
     - `takes_seed`: the method draws random masks
     - `cuts_at_rank`: the method treats an element by the rank of its magnitude or variance, so elements with equal
       values need a defined order
+    - `trims`: the method keeps a share of each task vector's elements, by their magnitude: those of a tensor or, as the
+      recipe says, of all tensors of the model
     - `drops_zeros`: the name of a coefficient; a source for which it is 0 has no influence on the merge
     - `base_at_zero`: the name of a coefficient; if it is 0, the merge is the base model
     - `first_at_zero`: the name of a coefficient; if it is 0, the merge is the first source
@@ -141,6 +143,7 @@ class MergeMethod:
     is_ordered: bool = False
     takes_seed: bool = False
     cuts_at_rank: bool = False
+    trims: bool = False
     drops_zeros: str | None = None
     base_at_zero: str | None = None
     first_at_zero: str | None = None

@@ -118,6 +118,7 @@ CONSENSUS_TIES = MergeMethod(
     coefficients=(LAMBDA, K, MASK_LAMBDAS, AGREEMENT),
     needs_base=True,
     cuts_at_rank=True,
+    trims=True,
     base_at_zero="lambda",
 )
 

@@ -52,6 +52,7 @@ TIES = MergeMethod(
     coefficients=(LAMBDA, K),
     needs_base=True,
     cuts_at_rank=True,
+    trims=True,
     base_at_zero="lambda",
     mergekit_difference="differs in mergekit where signs cancel and where magnitudes are equal",
 )

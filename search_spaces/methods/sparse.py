@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from search_spaces.methods import ties
 from search_spaces.methods.base import Coefficient, MergeMethod, Numbers
 from search_spaces.methods.coefficients import (
     DENSITIES,
@@ -111,6 +112,19 @@ M3_DARE = MergeMethod(
     constraint=weights_do_not_cancel,
 )
 
+M3_DARE_TIES = MergeMethod(
+    name="m3_dare_ties",
+    source="Mixup Model Merge (M3), table 7",
+    variant="1 / density, then `m3_ties_majority`, which trims what DARE keeps",
+    coefficients=(*ties.M3_TIES.coefficients, DARE_DENSITIES),
+    needs_base=True,
+    cuts_at_rank=True,
+    trims=True,
+    takes_seed=True,
+    base_at_zero="lambda",
+    constraint=weights_do_not_cancel,
+)
+
 DELLA = MergeMethod(
     name="della",
     source=DELLA_PAPER,
@@ -178,6 +192,7 @@ BREADCRUMBS = MergeMethod(
     coefficients=(LAMBDAS, BREADCRUMBS_DENSITIES, GAMMAS),
     needs_base=True,
     cuts_at_rank=True,
+    trims=True,
     drops_zeros="lambda",
     base_at_zero="lambda",
     mergekit=generalized(
@@ -198,6 +213,7 @@ BREADCRUMBS_TIES = MergeMethod(
     coefficients=(WEIGHTS, BREADCRUMBS_DENSITIES, GAMMAS, LAMBDA_OR_1, normalize(0)),
     needs_base=True,
     cuts_at_rank=True,
+    trims=True,
     drops_zeros="weight",
     base_at_zero="lambda",
     mergekit=generalized(

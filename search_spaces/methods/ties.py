@@ -26,6 +26,7 @@ TIES_MAJORITY = MergeMethod(
     coefficients=(LAMBDA, K),
     needs_base=True,
     cuts_at_rank=True,
+    trims=True,
     base_at_zero="lambda",
 )
 
@@ -36,6 +37,7 @@ TIES_SUM = MergeMethod(
     coefficients=(LAMBDA, K),
     needs_base=True,
     cuts_at_rank=True,
+    trims=True,
     base_at_zero="lambda",
 )
 
@@ -49,6 +51,7 @@ TIES_WEIGHTED = MergeMethod(
     coefficients=(WEIGHTS, DENSITIES, LAMBDA_OR_1, normalize(1)),
     needs_base=True,
     cuts_at_rank=True,
+    trims=True,
     drops_zeros="weight",
     base_at_zero="lambda",
     mergekit=generalized(
@@ -69,6 +72,7 @@ TIES_PEFT = MergeMethod(
     coefficients=(WEIGHTS, DENSITIES),
     needs_base=True,
     cuts_at_rank=True,
+    trims=True,
     base_at_zero="weight",
 )
 
@@ -80,6 +84,17 @@ M3_TIES = MergeMethod(
     coefficients=(replace(SHARES, low=0), LAMBDA.searched_in(0.5, 2.0), K.searched_in(0.5, 0.9)),
     needs_base=True,
     cuts_at_rank=True,
+    trims=True,
     base_at_zero="lambda",
     constraint=weights_do_not_cancel,
+)
+
+M3_TIES_MAJORITY = replace(
+    M3_TIES,
+    name="m3_ties_majority",
+    source="Mixup Model Merge (M3), its code",
+    variant=(
+        "`m3_ties`, but where signs cancel, the majority sign; shares of models that do not keep an element are "
+        "divided equally among those that do"
+    ),
 )

@@ -237,6 +237,11 @@ class SpaceSection(Section, ABC):
         return False
 
     @property
+    def has_directions(self) -> bool:
+        """Whether a merge of the space is one merge of the whole model with a share of each expert (`direction_of`)."""
+        return False
+
+    @property
     def scaled_by(self) -> str | None:
         """The option that gives layers scales of the stream (`LayerRecipe.scale`), or None if no option does.
 

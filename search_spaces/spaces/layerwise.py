@@ -20,7 +20,16 @@ from pydantic import Field
 from search_spaces.errors import InvalidConfiguration, InvalidStudy, Problem
 from search_spaces.methods import METHODS
 from search_spaces.parameters import Configuration, Float, Parameters
-from search_spaces.recipe import COEFFICIENT_DECIMALS, COMPONENTS, Component, LayerRecipe, Merge, Recipe, Source
+from search_spaces.recipe import (
+    COEFFICIENT_DECIMALS,
+    COMPONENTS,
+    Component,
+    LayerRecipe,
+    Merge,
+    Recipe,
+    Source,
+    Trimming,
+)
 from search_spaces.spaces.base import (
     Part,
     SearchedModels,
@@ -62,6 +71,8 @@ class LayerwiseSection(SpaceSection):
     """Which elements of the task vectors are added: all, those that TIES elects, or those that DARE keeps."""
     density: Annotated[float, Field(gt=0, le=1)] | None = None
     """The share of each task vector's elements that TIES and DARE keep. Default: 0.2 for TIES, 0.5 for DARE."""
+    trim: Trimming = "tensor"
+    """What TIES keeps a share of: each tensor, or the whole model's task vector."""
     mask_seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
     """The seed of DARE's masks. Default: 0."""
     layer_scales: bool = False
@@ -86,6 +97,9 @@ class LayerwiseSection(SpaceSection):
             )
         if self.density is not None and self.method == "task_arithmetic":
             yield Problem("search_space.density", "has no effect with method: task_arithmetic; leave it out")
+        if self.trim == "model" and not METHODS[self.method].trims:
+            message = f"has no effect with method: {self.method}, which trims no task vectors; leave it out"
+            yield Problem("search_space.trim", message)
         if self.mask_seed is not None and not METHODS[self.method].takes_seed:
             message = f"has no effect with method: {self.method}, which draws no masks; leave it out"
             yield Problem("search_space.mask_seed", message)
@@ -112,6 +126,7 @@ class LayerwiseSpace:
         """
         self._models = models
         self._granularity = _granularity(section, models)
+        self._trim = section.trim
         num_groups = DEFAULT_LAYER_GROUPS if section.layer_groups is None else section.layer_groups
         if self._granularity != "layer_group":
             num_groups = models.num_layers
@@ -198,6 +213,7 @@ class LayerwiseSpace:
             head=part("head"),
             tensors=single,
             tokenizer=self._models.tokenizer,
+            trim=self._trim,
         ).canonical()
 
     def from_recipe(self, recipe: Recipe) -> dict[str, Any] | None:

@@ -34,7 +34,7 @@ from pydantic import Field
 from search_spaces.errors import InvalidConfiguration, InvalidStudy, Problem
 from search_spaces.methods import METHODS
 from search_spaces.parameters import Categorical, Condition, Configuration, Parameter, Parameters
-from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe
+from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe, Trimming
 from search_spaces.spaces.base import SearchedModels, SpaceDescription, SpaceSection, repeated
 from search_spaces.spaces.layers import shared_merges, split_layers, with_own_aliases
 from search_spaces.spaces.lfs_methods import DIRECTED, PUBLISHED, ComponentGroup, SearchedMethod
@@ -81,6 +81,8 @@ class LfsSection(SpaceSection):
     """
     lambdas: Literal["shared", "per_model"] = "shared"
     """Task arithmetic's lambda: one for the selected experts, or one for each, searched as a direction and a scale."""
+    trim: Trimming = "tensor"
+    """What methods that trim task vectors keep a share of: each tensor, or the whole model's task vector."""
     preset: Literal["paper"] | None = None
     """A published configuration of the space. paper: the published methods, groups and ranges. Options that contradict
     it are refused.
@@ -92,6 +94,8 @@ class LfsSection(SpaceSection):
 
     def contradictions(self) -> Iterator[Problem]:
         yield from repeated("methods", self.methods)
+        if self.trim == "model" and not any(METHODS[name].trims for name in self.methods):
+            yield Problem("search_space.trim", "has no effect: none of the methods trims task vectors; leave it out")
         if self.preset == "paper":
             yield from _paper_contradictions(self.model_dump())
 
@@ -130,6 +134,7 @@ class LfsSpace:
         method_per: Literal["layer_group", "component"] = "layer_group",
         selection: Literal["subset", "all"] = "subset",
         lambdas: Literal["shared", "per_model"] = "shared",
+        trim: Trimming = "tensor",
         preset: Literal["paper"] | None = None,
         tokenizer: str = "base",
     ) -> None:
@@ -153,6 +158,7 @@ class LfsSpace:
         self._experts = tuple(experts)
         self._fingerprints = {alias: fingerprints[alias] for alias in (base, *experts)}
         self._tokenizer = tokenizer
+        self._trim = trim
         self._layer_groups = split_layers(num_layers, layer_groups)
         self._components = COMPONENT_GROUPS[component_groups]
         self._methods = tuple(name for name in SEARCHED_METHODS if name in methods)
@@ -192,6 +198,7 @@ class LfsSpace:
             embedding=groups[0]["norm"],
             head=groups[-1]["norm"],
             tokenizer=self._tokenizer,
+            trim=self._trim,
         ).canonical()
 
     def from_recipe(self, recipe: Recipe) -> dict[str, Any] | None:

@@ -14,21 +14,27 @@ follow takes a Beta(alpha, k * alpha) share.
 
 Constants are those of section 4.1, of section 4.4 (DARE's drop rate of 0.2) and of Table 3 (the share k that TIES
 keeps). A method without a scale, the average, has shares only. Random masks always have the same seed.
+
+`m3_ties_majority` with `trim: model` is TIES as the paper's authors compute it, and `m3_dare_ties` their combination of
+DARE and TIES (Table 7). `m3_ties` is this project's reading of appendix H, which studies of earlier versions use.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, Tag
 
 from search_spaces.errors import InvalidConfiguration, InvalidStudy, Problem
+from search_spaces.methods import METHODS
+from search_spaces.methods.base import CoefficientValue
 from search_spaces.parameters import Categorical, Condition, Configuration, Float, Parameter, Parameters
-from search_spaces.recipe import COEFFICIENT_DECIMALS, COMPONENTS, Merge, Recipe, Source
+from search_spaces.recipe import COEFFICIENT_DECIMALS, COMPONENTS, Merge, Recipe, Source, Trimming
+from search_spaces.section import one_of
 from search_spaces.spaces.base import SearchedModels, SpaceDescription, SpaceSection, repeated
 from search_spaces.spaces.layers import shared_merges, split_layers, with_own_aliases
 
@@ -40,47 +46,78 @@ TIES_SHARES = (0.5, 0.7, 0.9)
 DARE_DENSITY = 0.8
 SEED = 0
 
-# The largest number of experts with p-series, which have n! orders: 120 for 5 experts.
+# The largest number of experts with p-series over all orders, of which there are n!: 120 for 5 experts.
 MAX_ORDERED = 5
 ORDER = ">"
 
-Method = Literal["linear", "task_arithmetic", "m3_ties", "m3_dare"]
+Method = Literal["linear", "task_arithmetic", "m3_ties", "m3_dare", "m3_ties_majority", "m3_dare_ties"]
 Direction = Literal["dirichlet", "p_series"]
+Share = Annotated[float, Field(ge=1e-6, le=1)]
+Shares = Annotated[
+    Annotated[Share, Tag("<number>")] | Annotated[tuple[Share, ...], Field(min_length=1), Tag("<list>")],
+    one_of(lambda value: "<list>" if isinstance(value, list | tuple) else "<number>", "a number or a list of numbers"),
+]
 
 
 class M3Section(SpaceSection):
     kind: Literal["m3"]
     """m3: one method, direction and scale for the whole model."""
     methods: Annotated[tuple[Method, ...], Field(min_length=1)] = ("linear", "task_arithmetic", "m3_ties", "m3_dare")
-    """The merge methods to choose from: the average (linear), task arithmetic, TIES and DARE."""
+    """The merge methods to choose from: the average (linear), task arithmetic, TIES, DARE, and both together."""
     directions: Annotated[tuple[Direction, ...], Field(min_length=1)] | None = None
     """How the experts' shares are chosen. dirichlet: each share is drawn (of two experts from a Beta distribution);
     p_series: shares fall with the rank in an order of the experts. Default: dirichlet for two experts and for more than
-    five, else both.
+    five, else both; with `orders` always both.
     """
     alphas: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)] = ALPHAS
     """Parameters of the Dirichlet distribution: below 1 single experts dominate, above 1 shares are similar."""
     exponents: Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(min_length=1)] = EXPONENTS
     """Exponents p of the p-series: 0 gives equal shares, larger ones favour the first expert."""
+    orders: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """The orders of the experts that p-series use, each with all experts, such as "math>text>code". Default: all orders
+    of up to five experts.
+    """
     scale: tuple[float, float] = (0.5, 2.0)
-    """The lowest and highest scale of the task vectors."""
+    """The lowest and highest scale of the task vectors. If both are equal, the scale is not searched."""
+    k: Shares = TIES_SHARES
+    """The share of each task vector's elements that TIES keeps, or several to choose from."""
+    density: Shares = DARE_DENSITY
+    """The share of each task vector's elements that DARE keeps, or several to choose from."""
+    trim: Trimming = "tensor"
+    """What TIES keeps a share of: each tensor, or the whole model's task vector, as the paper's authors do."""
 
     @property
     def merge_methods(self) -> tuple[str, ...]:
         return self.methods
 
+    @property
+    def has_directions(self) -> bool:
+        return True
+
     def contradictions(self) -> Iterator[Problem]:
-        lists = {"methods": self.methods, "directions": self.directions or ()}
-        for option, values in {**lists, "alphas": self.alphas, "exponents": self.exponents}.items():
+        lists = {"methods": self.methods, "directions": self.directions or (), "orders": self.orders or ()}
+        numbers = {"alphas": self.alphas, "exponents": self.exponents, "k": _each(self.k)}
+        for option, values in {**lists, **numbers, "density": _each(self.density)}.items():
             yield from repeated(option, values)
-        if not 0 < self.scale[0] < self.scale[1]:
+        if not 0 < self.scale[0] <= self.scale[1]:
             yield Problem("search_space.scale", f"{list(self.scale)} is not accepted; give [lowest, highest] above 0")
+        if self.orders and self.directions == ("dirichlet",):
+            yield Problem("search_space.orders", "has no effect with directions: [dirichlet]; leave it out")
+        for option, default, methods in (
+            ("k", TIES_SHARES, TRIMMED),
+            ("trim", "tensor", TRIMMED),
+            ("density", DARE_DENSITY, DROPPED),
+        ):
+            if getattr(self, option) != default and not set(methods) & set(self.methods):
+                yield Problem(f"search_space.{option}", f"has no effect without {' or '.join(methods)}; leave it out")
 
     def build(self, models: SearchedModels) -> M3Space:
         return M3Space(models, self)
 
 
 SPACE = M3Section
+TRIMMED = tuple(name for name in get_args(Method) if METHODS[name].trims)
+DROPPED = tuple(name for name in get_args(Method) if METHODS[name].takes_seed)
 
 
 class M3Space:
@@ -91,15 +128,16 @@ class M3Space:
     def __init__(self, models: SearchedModels, section: M3Section) -> None:
         """Build the space with the options `section` over the models of a study.
 
-        Raises InvalidStudy if there are no experts, if the only expert would be averaged, or if there are too many
-        experts for the orders of a p-series.
+        Raises InvalidStudy if there are no experts, if the only expert would be averaged, if there are too many experts
+        for all orders of a p-series, or if `orders` has an order that does not have each expert once.
         """
         if problems := tuple(_problems(models, section)):
             raise InvalidStudy(problems)
         self._models = models
         self._section = section
         self._directions = _directions(section, len(models.experts))
-        self._orders = {ORDER.join(order): order for order in permutations(models.experts)} if self._has_orders else {}
+        listed = map(_order_of, section.orders) if section.orders else permutations(models.experts)
+        self._orders = {ORDER.join(order): order for order in listed} if self._has_orders else {}
         self.parameters = Parameters(self._all_parameters())
 
     @property
@@ -108,19 +146,22 @@ class M3Space:
 
     def describe(self) -> SpaceDescription:
         layers = split_layers(self._models.num_layers, 1)
-        text = f"one of {', '.join(self._section.methods)} for the whole model, its direction and its scale"
+        low, high = self._section.scale
+        searched = "its direction and its scale" if low < high else f"its direction, scale {low:g}"
+        text = f"one of {', '.join(self._section.methods)} for the whole model, {searched}"
         return SpaceDescription(self.kind, layers, {"layer": COMPONENTS}, text)
 
     def to_recipe(self, configuration: Configuration) -> Recipe:
         self.parameters.check(configuration)
         models = self._models
-        return Recipe.uniform(
+        recipe = Recipe.uniform(
             self._merge(configuration),
             models=models.fingerprints,
             base=models.base,
             num_layers=models.num_layers,
             tokenizer=models.tokenizer,
-        ).canonical()
+        )
+        return replace(recipe, trim=self._section.trim).canonical()
 
     def from_recipe(self, recipe: Recipe) -> dict[str, Any] | None:
         models = self._models
@@ -156,17 +197,21 @@ class M3Space:
             ranked = self._where("direction", "p_series", self._directions)
             if len(section.exponents) > 1:
                 yield Categorical("p", section.exponents, conditions=ranked)
-            if self._orders:
+            if len(self._orders) > 1:
                 uneven = tuple(p for p in section.exponents if p)
                 is_choice = len(section.exponents) > 1
                 conditions = (Condition("p", uneven),) if is_choice else ranked
                 yield Categorical("order", tuple(self._orders), conditions=conditions)
         scaled = tuple(method for method in section.methods if method != "linear")
-        if scaled:
-            conditions = (Condition("method", scaled),) if len(section.methods) > 1 else ()
-            yield Float("scale", *section.scale, conditions=conditions)
-        if "m3_ties" in section.methods:
-            yield Categorical("k", TIES_SHARES, conditions=self._where("method", "m3_ties", section.methods))
+        if scaled and section.scale[0] < section.scale[1]:
+            yield Float("scale", *section.scale, conditions=self._of_methods(scaled))
+        for name, values, users in (("k", section.k, TRIMMED), ("density", section.density, DROPPED)):
+            choices, methods = _each(values), tuple(method for method in section.methods if method in users)
+            if methods and len(choices) > 1:
+                yield Categorical(name, choices, conditions=self._of_methods(methods))
+
+    def _of_methods(self, methods: tuple[str, ...]) -> tuple[Condition, ...]:
+        return (Condition("method", methods),) if len(self._section.methods) > 1 else ()
 
     def _where(self, parameter: str, value: str, choices: Sequence[str]) -> tuple[Condition, ...]:
         return (Condition(parameter, (value,)),) if len(choices) > 1 else ()
@@ -174,17 +219,21 @@ class M3Space:
     # From a configuration to a merge.
 
     def _merge(self, configuration: Configuration) -> Merge:
-        method = configuration.get("method", self._section.methods[0])
+        section = self._section
+        method = configuration.get("method", section.methods[0])
         shares = self._shares(configuration)
         sources = tuple(Source(expert) for expert in self._models.experts)
         if method == "linear":
             return Merge(method, sources, {"weight": shares})
-        scale = configuration["scale"]
+        scale = configuration.get("scale", section.scale[0])
         if method == "task_arithmetic":
             return Merge(method, sources, {"lambda": tuple(scale * share for share in shares)})
-        if method == "m3_ties":
-            return Merge(method, sources, {"weight": shares, "lambda": scale, "k": configuration["k"]})
-        return Merge(method, sources, {"weight": shares, "lambda": scale, "density": DARE_DENSITY}, SEED)
+        coefficients: dict[str, CoefficientValue] = {"weight": shares, "lambda": scale}
+        if method in TRIMMED:
+            coefficients["k"] = configuration.get("k", _each(section.k)[0])
+        if method in DROPPED:
+            coefficients["density"] = configuration.get("density", _each(section.density)[0])
+        return Merge(method, sources, coefficients, SEED if method in DROPPED else None)
 
     def _shares(self, configuration: Configuration) -> tuple[float, ...]:
         experts = self._models.experts
@@ -193,7 +242,7 @@ class M3Space:
         if configuration.get("direction", self._directions[0]) == "dirichlet":
             alpha = configuration.get("alpha", self._section.alphas[0])
             return dirichlet_shares([configuration[f"quantile.{expert}"] for expert in experts[:-1]], alpha)
-        order = self._orders.get(configuration.get("order", ""), experts)
+        order = self._orders.get(configuration.get("order", ""), next(iter(self._orders.values()), experts))
         return _p_series(experts, order, configuration.get("p", self._section.exponents[0]))
 
     # From a merge back to configurations that may have it.
@@ -203,12 +252,14 @@ class M3Space:
             found = self._numbers(method, merge)
             if found is None:
                 continue
-            chosen: dict[str, Any] = {"method": method} if len(self._section.methods) > 1 else {}
-            if method == "m3_ties":
-                chosen["k"] = merge.number("k")
+            names = self.parameters.names
+            chosen: dict[str, Any] = {"method": method} if "method" in names else {}
+            of_method = {"k": TRIMMED, "density": DROPPED}
+            chosen |= {name: merge.number(name) for name, of in of_method.items() if method in of and name in names}
             for direction, shares in self._known_directions(found):
                 scale = found.scale if found.scale is not None else _scale(found.numbers, shares, self._section.scale)
-                yield {**chosen, **direction, **({} if method == "linear" else {"scale": scale})}
+                is_searched = method != "linear" and "scale" in names
+                yield {**chosen, **direction, **({"scale": scale} if is_searched else {})}
 
     def _numbers(self, method: str, merge: Merge) -> _Numbers | None:
         """Read the experts' coefficients from a canonical merge, if it is one by `method`; else return None.
@@ -247,7 +298,7 @@ class M3Space:
                 for name, order in self._orders.items() if p else [("", experts)]:
                     series = _p_series(experts, order, p)
                     if all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(series, shares, strict=True)):
-                        yield {**numbered, "order": name} if name else numbered, series
+                        yield {**numbered, "order": name} if name and len(self._orders) > 1 else numbered, series
         if "dirichlet" in self._directions:
             chosen = {"direction": "dirichlet"} if several else {}
             shares = _exact_shares(found, section.scale)
@@ -339,12 +390,21 @@ def _scale(numbers: Sequence[float], shares: Sequence[float], scales: tuple[floa
     return min(max((low + high) / 2, scales[0]), scales[1])
 
 
+def _each(shares: float | tuple[float, ...]) -> tuple[float, ...]:
+    return shares if isinstance(shares, tuple) else (shares,)
+
+
+def _order_of(text: str) -> tuple[str, ...]:
+    return tuple(text.split(ORDER))
+
+
 def _directions(section: M3Section, num_experts: int) -> tuple[Direction, ...]:
     if num_experts < 2:
         return ()
     if section.directions is not None:
         return section.directions
-    return ("dirichlet", "p_series") if 2 < num_experts <= MAX_ORDERED else ("dirichlet",)
+    has_both = section.orders is not None or 2 < num_experts <= MAX_ORDERED
+    return ("dirichlet", "p_series") if has_both else ("dirichlet",)
 
 
 def _problems(models: SearchedModels, section: M3Section) -> Iterator[Problem]:
@@ -353,8 +413,15 @@ def _problems(models: SearchedModels, section: M3Section) -> Iterator[Problem]:
         yield Problem("models.experts", "there are no experts; name at least one")
     if number == 1 and section.methods == ("linear",):
         yield Problem("search_space.methods", "the average of one expert is that expert; name another method")
-    if number > MAX_ORDERED and "p_series" in (section.directions or ()):
+    if number > MAX_ORDERED and "p_series" in (section.directions or ()) and section.orders is None:
         yield Problem(
             "search_space.directions",
-            f"p_series has an order for each way to rank {number} experts; it takes up to {MAX_ORDERED}, use dirichlet",
+            f"p_series has an order for each way to rank {number} experts; it takes up to {MAX_ORDERED}, use dirichlet "
+            "or list the orders (option orders)",
         )
+    for index, order in enumerate(section.orders or ()):
+        if sorted(_order_of(order)) != sorted(models.experts):
+            yield Problem(
+                f"search_space.orders.{index}",
+                f'"{order}" does not have each expert once; write for example "{ORDER.join(models.experts)}"',
+            )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from search_spaces.directions import direction_of
 from search_spaces.objectives import REFERENCE_COST, Objective, hypervolume
+from search_spaces.spaces import SPACES
 from service.results.feasibility import Values, violations
 from service.results.holdout import FrontVolume
 from service.results.record import RunRecord
@@ -20,11 +22,12 @@ from service.schemas.files import (
     VolumeDocument,
 )
 from service.store.documents import RemovedResponses
-from service.types import Comparison, Estimate, Origin, TrialRecord, TrialResult, TrialState
+from service.types import Comparison, Estimate, JobRecord, Origin, TrialRecord, TrialResult, TrialState
 
 __all__ = [
     "estimate_document",
     "estimate_documents",
+    "has_directions",
     "holdout_documents",
     "pareto",
     "samples_document",
@@ -34,7 +37,11 @@ __all__ = [
 
 
 def trial_document(
-    trial: TrialRecord, *, objectives: Sequence[Objective] = (), sources: Sequence[TrialResult] = ()
+    trial: TrialRecord,
+    *,
+    objectives: Sequence[Objective] = (),
+    sources: Sequence[TrialResult] = (),
+    has_shares: bool = False,
 ) -> TrialDocument:
     """Describe a trial as JSON, as result files and the API show it.
 
@@ -42,8 +49,9 @@ def trial_document(
         trial: The trial.
         objectives: Objectives of the study.
         sources: Trials of the study, or at least its source models, which constraints may be relative to.
+        has_shares: Whether to add the experts' shares of the task vectors, for a space of directions.
     """
-    return {
+    document: TrialDocument = {
         "number": trial.number,
         "origin": trial.origin.value,
         "label": trial.label,
@@ -68,12 +76,25 @@ def trial_document(
         "samples_reused": trial.samples_reused,
         "timings_s": dict(trial.timings_s),
     }
+    if has_shares:
+        direction = direction_of(trial.read_recipe())
+        document["shares"] = None if direction is None else dict(direction.shares)
+    return document
 
 
 def trial_documents(run: RunRecord) -> list[TrialDocument]:
     """Describe all trials of a run as JSON, in the order of their numbers."""
     trials = sorted(run.whole_trials, key=lambda trial: trial.number)
-    return [trial_document(trial, objectives=run.objectives, sources=run.sources) for trial in trials]
+    has_shares = has_directions(run.study)
+    return [
+        trial_document(trial, objectives=run.objectives, sources=run.sources, has_shares=has_shares) for trial in trials
+    ]
+
+
+def has_directions(study: JobRecord) -> bool:
+    """Whether the merges of a study have one share of each expert for the whole model, as in the space m3."""
+    kind = study.document.get("search_space", {}).get("kind", "")
+    return kind in SPACES and SPACES[kind](kind=kind).has_directions
 
 
 def samples_document(run: RunRecord) -> SamplesDocument:

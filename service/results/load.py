@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +16,11 @@ from search_spaces.study.file import Study
 from search_spaces.study.objectives import InlineTask, ObjectiveSpec
 from service.resolved_study import ResolvedStudy
 from service.results.chunk_times import ChunkTimes
+from service.results.documents import has_directions
 from service.results.holdout import HeldOut, Samples, Scored, held_out_results
 from service.results.ranges import OutOfRange, out_of_range
 from service.results.record import RunRecord, SearchFigures
-from service.results.selection import best_trial, compared_with, finalists
+from service.results.selection import best_trial, compared_with, finalists, full_budget_trials
 from service.store import EventRecord, Store
 from service.store.documents import (
     CANARIES,
@@ -33,7 +35,7 @@ from service.store.documents import (
     read_warm_start,
 )
 from service.store.steps import GradientStep, Step, UpdateStep
-from service.types import Estimate, EventKind, Origin, TrialResult
+from service.types import Estimate, EventKind, Origin, TrialRecord, TrialResult
 from workers.types import Split
 
 __all__ = ["RunReader", "held_out_estimates", "run_record"]
@@ -71,6 +73,7 @@ class RunReader:
         self._last_event = 0
         self._last_chunk = 0
         self._trials: dict[int, TrialResult] = {}
+        self._complete: dict[int, TrialRecord] = {}
         self._events: list[EventRecord] = []
         self._steps: list[Step] = []
         self._chunks = ChunkTimes()
@@ -96,7 +99,7 @@ class RunReader:
         return RunRecord(
             study=study,
             objectives=objectives,
-            trials=self._with_recipes(store, trials, stage),
+            trials=self._with_recipes(store, trials, stage, has_directions=has_directions(study)),
             full_budget=resolved.rung_samples[-1],
             holdout=stage.results.rows,
             holdout_reference=stage.results.reference,
@@ -157,16 +160,28 @@ class RunReader:
     def _of(self, kind: EventKind) -> list[EventRecord]:
         return [event for event in self._events if event.kind == kind]
 
-    def _with_recipes(self, store: Store, trials: tuple[TrialResult, ...], stage: _HeldOut) -> tuple[TrialResult, ...]:
+    def _with_recipes(
+        self, store: Store, trials: tuple[TrialResult, ...], stage: _HeldOut, *, has_directions: bool
+    ) -> tuple[TrialResult, ...]:
         """Return `trials` with the recipes and configurations of those that the results describe.
 
-        The results describe the best trial and the trials of the held-out table. All other trials are returned as they
-        are.
+        The results describe the best trial, the trials of the held-out table and, if merges have directions, all trials
+        at full budget, whose recipes are read once. All other trials are returned as they are.
         """
         if self._is_whole:
             return trials
         read = {number: store.trial(self._study_id, number) for number in sorted(stage.described)}
-        return tuple(read.get(trial.number, trial) for trial in trials)
+        if has_directions:
+            complete = {trial.number for trial in full_budget_trials(trials)}
+            for number in sorted(complete - read.keys() - self._complete.keys()):
+                self._complete[number] = store.trial(self._study_id, number)
+        found = []
+        for trial in trials:
+            known = read.get(trial.number)
+            if known is None and trial.number in self._complete:
+                known = replace(self._complete[trial.number], **_results(trial))
+            found.append(trial if known is None else known)
+        return tuple(found)
 
     def _search(self, store: Store, resolved: ResolvedStudy) -> SearchFigures:
         charged = [step for step in self._steps if step.request.num_charged]  # notes cost nothing
@@ -267,6 +282,11 @@ def _held_out(
         seed=file.search.seed,
     )
     return _HeldOut(inputs, results)
+
+
+def _results(trial: TrialResult) -> dict[str, Any]:
+    """The fields of a trial's result except its recipe, by name."""
+    return {field.name: getattr(trial, field.name) for field in fields(TrialResult) if field.name != "recipe"}
 
 
 def _data_of(specs: Iterable[ObjectiveSpec]) -> dict[str, str]:

@@ -31,6 +31,7 @@ __all__ = [
     "full_budget_trials",
     "held_out",
     "pareto_front",
+    "ranked_trials",
 ]
 
 MAX_FINALISTS = 8
@@ -100,10 +101,15 @@ def best_trial(trials: Iterable[Trial], objectives: Sequence[Objective]) -> Tria
     Returns:
         The best trial; None before a trial has reached the full budget.
     """
+    return next(iter(ranked_trials(trials, objectives)), None)
+
+
+def ranked_trials(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
+    """Sort the trials at full budget by the rule of `best_trial`, the best first."""
     trials = full_budget_trials(trials)
     violation = _violations(trials, objectives)
     merit = _merit(objectives)
-    return min(trials, key=lambda trial: (violation[trial.number], *merit(trial)), default=None)
+    return tuple(sorted(trials, key=lambda trial: (violation[trial.number], *merit(trial))))
 
 
 def finalists(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:

@@ -61,6 +61,15 @@ class TrialDocument(TypedDict):
     bracket: int | None
     configuration: dict[str, Any] | None
     recipe_digest: Digest
+    shares: NotRequired[
+        Annotated[
+            dict[str, float] | None,
+            Field(
+                description="In the space m3: each expert's share of the task vectors (lambda of equation 2); they "
+                "sum to 1. Null for the base."
+            ),
+        ]
+    ]
     rungs: list[RungDocument]
     values: Annotated[
         dict[str, float],

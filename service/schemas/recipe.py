@@ -59,7 +59,7 @@ class VocabularyDocument(TypedDict):
 class RecipeDocument(TypedDict):
     """Recipe of a merge, the content of recipe.json."""
 
-    format: Literal["mergesearch-recipe/1", "mergesearch-recipe/2"]
+    format: Literal["mergesearch-recipe/1", "mergesearch-recipe/2", "mergesearch-recipe/3"]
     models: Annotated[dict[str, str], Field(description="Alias to content fingerprint.")]
     base: str
     embedding: MergeDocument
@@ -86,5 +86,11 @@ class RecipeDocument(TypedDict):
         Annotated[
             Literal["stacked"],
             Field(description="All experts of a layer are merged as one tensor; if absent, each by itself."),
+        ]
+    ]
+    trim: NotRequired[
+        Annotated[
+            Literal["model"],
+            Field(description="Shares of task vectors are kept of the whole model; if absent, of each tensor."),
         ]
     ]

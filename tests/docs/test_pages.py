@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import yaml
 
 from search_spaces.errors import InvalidStudy
 from search_spaces.fidelity import Scheduler
@@ -303,6 +304,14 @@ def test_specifications_in_pages_are_valid() -> None:
 def test_every_option_of_a_space_is_in_its_table_and_no_other(kind: str) -> None:
     text = page_of("docs/reference/spaces.md").section(f"## `{kind}`")
     assert options_in(text) == set(SPACES[kind].model_fields) - {"kind"}
+
+
+def test_defaults_of_m3_are_in_its_table() -> None:
+    text = page_of("docs/reference/spaces.md").section("## `m3`")
+    section = SPACES["m3"](kind="m3").model_dump(mode="json")
+    shown = dict(re.findall(r"^\| `(\w+)` \| (\S.*?) \|", text, re.MULTILINE))
+    for option in ("methods", "alphas", "exponents", "scale", "k", "density", "trim"):
+        assert yaml.safe_load(shown[option].strip("`")) == section[option], option
 
 
 def test_options_are_read_from_rows_of_one_and_of_several() -> None:

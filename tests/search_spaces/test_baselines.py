@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from search_spaces.baselines import all_baselines
+from search_spaces.baselines import all_baselines, m3_baselines
 from search_spaces.recipe import Recipe
 from search_spaces.spaces.lfs import LfsSpace
 
@@ -63,6 +63,26 @@ def test_baselines_of_one_expert() -> None:
         "task arithmetic 0.7",
         "TIES k 0.2 lambda 1.0",
     ]
+
+
+def test_the_grids_of_m3_are_a_set_of_their_own() -> None:
+    fingerprints, usual = known(("math", "text"))
+    of_m3 = m3_baselines(base="base", experts=("math", "text"), fingerprints=fingerprints, num_layers=3)
+    by_label = {label: recipe for _, label, recipe in of_m3}
+    assert len(by_label) == len({recipe.digest for recipe in by_label.values()}) == 6 + 3 * 6 + 5
+    assert not {label for _, label, _ in usual} & by_label.keys()
+    assert by_label["m3 task arithmetic 0.6"].head.number("lambda") == 0.6
+    ties = by_label["m3 TIES k 0.7 lambda 1.0"]  # table 4, instruction following and code
+    assert (ties.head.method, dict(ties.head.coefficients), ties.trim) == (
+        "ties_majority",
+        {"k": 0.7, "lambda": 1.0},
+        "model",
+    )
+    dare = by_label["m3 DARE task arithmetic 1.0"].head
+    assert (dare.method, dict(dare.coefficients)) == ("dare_linear", {"lambda": 1.0, "density": 0.8})
+    both = by_label["m3 DARE TIES k 0.5 lambda 0.5"]
+    assert both.head.method == "m3_dare_ties"
+    assert len(set(both.head.per_source("weight"))) == 1
 
 
 def test_the_lfs_space_contains_all_of_them() -> None:

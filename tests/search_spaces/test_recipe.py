@@ -25,6 +25,21 @@ def canonical(merge: Merge) -> Merge:
     return recipe(merge).canonical().head
 
 
+def test_a_recipe_that_trims_whole_models_has_its_own_format() -> None:
+    """Programs that do not know the option refuse the format; all other recipes and digests stay."""
+    cut = recipe(merge("ties", "math", "text", **{"lambda": 1.0}, k=0.3))
+    whole = replace(cut, trim="model")
+    assert "trim" not in cut.to_json()
+    assert (whole.to_json()["format"], whole.to_json()["trim"]) == ("mergesearch-recipe/3", "model")
+    assert whole.digest != cut.digest
+    assert Recipe.from_json(json.loads(json.dumps(whole.to_json()))) == whole
+    assert replace(whole, keeps_equal=True) == whole
+    for untrimmed in (merge("linear", "math", "text", weight=0.5), merge("ties", "math", k=0.3, **{"lambda": 0.0})):
+        assert replace(recipe(untrimmed), trim="model").digest == recipe(untrimmed).digest
+    with pytest.raises(InvalidRecipe, match="trim is 'layer'; expected one of tensor, model"):
+        Recipe.from_json(cut.to_json() | {"trim": "layer"})
+
+
 @pytest.mark.parametrize(
     ("given", "equal"),
     [

@@ -81,7 +81,8 @@ def model_card(
         "## Recipe",
         f"Digest `{recipe.digest}`; the complete recipe is in `recipe.json`."
         + (f" Its tokens are those of {recipe.tokenizer}." if recipe.tokenizer != "base" else "")
-        + (" All experts of a layer are merged as one tensor." if recipe.stacks_experts else ""),
+        + (" All experts of a layer are merged as one tensor." if recipe.stacks_experts else "")
+        + (" Shares of task vectors are kept of the whole model." if recipe.trim == "model" else ""),
         _table(("layers", "component", "method", "sources", "coefficients"), recipe_rows(recipe)),
     ]
     if any(layer.alignment is not None for layer in recipe.layers):

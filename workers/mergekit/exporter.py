@@ -67,6 +67,8 @@ def mergekit_config(
     if any(merge.base is not None for merge in merges):
         raise Inexpressible("task vectors are relative to several bases, or to another layer of the base")
     methods = {merge.method for merge in merges}
+    if recipe.trim == "model":
+        raise Inexpressible("shares of task vectors are kept of the whole model; mergekit keeps those of each tensor")
     if (path := _path_slices(recipe)) is not None:
         method, slices = "passthrough", path
     elif methods <= set(SUMS):

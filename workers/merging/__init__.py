@@ -7,6 +7,7 @@ Each module imports only modules below it:
 - `bank`: the source weights of a family, held once, with the statistics computed from them.
 - `precompile`: compilation, at install, of the kernels that most merges need.
 - `statistics`: statistics that depend on the sources alone, computed by the kernels.
+- `whole_models`: statistics of whole task vectors: thresholds over all tensors of a model, and the majority sign.
 - `kernels`: fused kernels for CPU (Numba) and CUDA (Triton), bit for bit the plain methods.
 - `methods`: the merge methods in plain torch, the reference for the kernels.
 - `merged_tensor`: one tensor to merge, and the stacks of experts.

@@ -5,7 +5,9 @@ It maps names to tensors, and caches statistics that depend on the sources alone
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch
 
 from workers.errors import InvalidModel
 from workers.merging.masks import mask_key
-from workers.merging.methods.arithmetic import Products, cosine_of
+from workers.merging.methods.arithmetic import Products, cosine_of, num_kept
 from workers.merging.methods.fusions import Importance
 from workers.merging.order_statistics import MagnitudeTable, Ranked, TieOrder
 from workers.merging.recent import Recent, recent_bytes
@@ -29,6 +31,7 @@ from workers.merging.statistics import (
     variance_selection,
     variance_table,
 )
+from workers.merging.whole_models import ModelMagnitudes, ModelTensor, WholeTaskVector, balance_of
 from workers.models.checkpoints import Checkpoint
 from workers.models.components import Layout
 from workers.models.computed_tensors import SourceTensor
@@ -38,9 +41,14 @@ from workers.models.remote import is_metadata_only
 from workers.models.vocabulary import TokenAlignment
 from workers.types import Family, Placement
 
-__all__ = ["Bank", "Key"]
+__all__ = ["Bank", "Key", "Mask"]
 
 Key = tuple[str, str]  # alias and tensor name
+Mask = tuple[float, int]  # density and seed of a random mask
+
+# The most task vectors whose thresholds over the whole model are cached, each with 512 KiB. There is one for each
+# expert and, where random masks are drawn first, for each density.
+MOST_WHOLE = 64
 
 # Host memory is allocated in pieces of this size, because torch rounds pinned allocations up to a power of two.
 CHUNK_BYTES = 1 << 30
@@ -98,6 +106,9 @@ class Bank:
         self._ranks: dict[tuple[Key, Key], torch.Tensor] = {}
         self._at_hand: dict[Key, torch.Tensor] = {}  # stored tensors that are on `device`
         self._orders: dict[Key, TieOrder] = {}
+        self._whole: OrderedDict[Hashable, WholeTaskVector] = OrderedDict()
+        self._majorities: dict[Hashable, int] = {}
+        self._of_model: dict[bool, tuple[list[str], int]] = {}
         self._recent = Recent(recent_bytes(self.sources) if keeps_statistics else 0)
         self.num_bytes = self.sources.stored_bytes
         self.placement = Placement(placement)
@@ -253,6 +264,102 @@ class Bank:
             self._magnitudes |= {(source, base): table for source, table in tables.items() if table is not None}
         return tuple(tables[source] for source in sources)
 
+    def num_elements(self, *, stacks_experts: bool = False) -> int:
+        """The number of elements of all merged tensors together.
+
+        With `stacks_experts` the experts of a mixture count as one tensor, which changes nothing but the names.
+        """
+        return self._merged_names(stacks_experts)[1]
+
+    def whole_magnitudes(
+        self,
+        sources: Sequence[Key],
+        base: Key,
+        ranks: Sequence[Collection[int]],
+        *,
+        masks: Sequence[Mask | None],
+        stacks_experts: bool = False,
+        compiles: bool = True,
+    ) -> tuple[ModelMagnitudes, ...]:
+        """For each source, the thresholds of its tensor at which its model's whole task vector is cut at ranks.
+
+        Tensors are given as (alias, name). `ranks` has the ranks for each source: rank n is the n-th largest magnitude
+        of all tensors of the source's model, minus those of the model of `base`. `masks` has for each source the
+        density and the seed of a random mask of the task vector, or None. With `stacks_experts`, all experts of a layer
+        of a mixture are one tensor. A threshold is found once, in a few passes over both models, and then cached.
+        """
+        found = []
+        for source, of_source, mask in zip(sources, ranks, masks, strict=True):
+            whole = self._whole_task_vector(source[0], base[0], mask, stacks_experts, compiles)
+            found.append(whole.of_tensor(source[1], self.order(source), of_source))
+        return tuple(found)
+
+    def majority(
+        self,
+        sources: Sequence[Key],
+        base: Key,
+        shares: Sequence[float],
+        *,
+        masks: Sequence[Mask | None],
+        stacks_experts: bool = False,
+        compiles: bool = True,
+    ) -> int:
+        """By how many elements of the whole model a positive sign is elected more often than a negative one.
+
+        Signs are elected among the task vectors of the models of `sources`, trimmed to `shares` of the whole model, as
+        if all tensors were merged alike. The other arguments are those of `whole_magnitudes`. It is computed by plain
+        torch, tensor by tensor on `device`, once for each combination, and then cached.
+        """
+        aliases = tuple(alias for alias, _ in sources)
+        key = aliases, base[0], tuple(shares), tuple(masks), stacks_experts
+        if key not in self._majorities:
+            ranks = [(num_kept(share, self.num_elements(stacks_experts=stacks_experts)),) for share in shares]
+            balance = 0
+            for name in self._merged_names(stacks_experts)[0]:
+                keys = [(alias, name) for alias in aliases]
+                known = self.whole_magnitudes(
+                    keys, (base[0], name), ranks, masks=masks, stacks_experts=stacks_experts, compiles=compiles
+                )
+                of_base = self.get(base[0], name)
+                tensors = [
+                    ModelTensor(self.get(*each), of_base, self.order(each), self._mask_of(each, mask))
+                    for each, mask in zip(keys, masks, strict=True)
+                ]
+                balance += balance_of(tensors, shares, known)
+            self._majorities[key] = balance
+        return self._majorities[key]
+
+    def _whole_task_vector(
+        self, alias: str, base: str, mask: Mask | None, stacks_experts: bool, compiles: bool
+    ) -> WholeTaskVector:
+        key = alias, base, mask, stacks_experts
+        known = self._whole.get(key)
+        if known is None:
+
+            def read(name: str) -> ModelTensor:
+                at, of_base = (alias, name), self._on_cpu((base, name))
+                return ModelTensor(self._on_cpu(at), of_base, self.order(at), self._mask_of(at, mask))
+
+            names, count = self._merged_names(stacks_experts)
+            known = self._whole[key] = WholeTaskVector(names, count, read, compiles=compiles)
+            if len(self._whole) > MOST_WHOLE:
+                self._whole.popitem(last=False)
+        self._whole.move_to_end(key)
+        return known
+
+    def _merged_names(self, stacks_experts: bool) -> tuple[list[str], int]:
+        """The sorted names of all merged tensors, and the number of their elements."""
+        if stacks_experts not in self._of_model:
+            names = sorted((self.layout.stacked if stacks_experts else self.layout).places)
+            alias = self.family.base.alias
+            count = sum(math.prod(self._source(alias, name).shape) for name in names)
+            self._of_model[stacks_experts] = names, count
+        return self._of_model[stacks_experts]
+
+    def _mask_of(self, key: Key, mask: Mask | None) -> tuple[float, int] | None:
+        """The density and the key of a source's random mask, of which `mask` has the density and the seed."""
+        return None if mask is None else (mask[0], mask_key(mask[1], self.sources.fingerprints[key[0]], key[1]))
+
     def norms(self, sources: Sequence[Key], base: Key) -> tuple[float, ...]:
         """For each source, the sum of the magnitudes |source - base| over the tensor; computed once and then cached.
 
@@ -287,6 +394,8 @@ class Bank:
             self.device = torch.device(device)
             for known in (self._magnitudes, self._norms, self._recent, self._ranks, self._at_hand):
                 known.clear()
+            self._whole.clear()
+            self._majorities.clear()
 
     def summary(self) -> dict[str, Any]:
         """Placement and size of the sources, as a document for the statistics of engines.
@@ -329,7 +438,7 @@ class Bank:
     def _statistics_bytes(self) -> int:
         tables, ranks = self._magnitudes.values(), self._ranks.values()
         of_one_source = sum(table.num_bytes for table in tables) + sum(tensor.nbytes for tensor in ranks)
-        return of_one_source + self._recent.num_bytes
+        return of_one_source + sum(whole.num_bytes for whole in self._whole.values()) + self._recent.num_bytes
 
     def _source(self, alias: str, name: str) -> SourceTensor:
         checkpoint = self._checkpoints.get(alias)

@@ -6,7 +6,7 @@ Names are those of the merged model in Hugging Face form.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -14,13 +14,14 @@ import torch
 
 from search_spaces.methods import METHODS
 from search_spaces.recipe import Recipe, Source
-from workers.merging.bank import Bank, Key
+from workers.merging.bank import Bank, Key, Mask
 from workers.merging.kernels import FUSED, for_each, is_fused, merge_stored
 from workers.merging.masks import mask_key
 from workers.merging.merged_tensor import MergedTensor
 from workers.merging.methods.arithmetic import Products
 from workers.merging.methods.fusions import Importance
 from workers.merging.methods.plain import PLAIN, Operands
+from workers.merging.methods.trimming import trim_ranks
 from workers.merging.order_statistics import Ranked, TieOrder
 from workers.merging.plan import TensorPlan, named_sources, plan_tensors
 
@@ -169,6 +170,7 @@ class _Computation:
     cosine: float | None
     magnitudes: tuple[Ranked | None, ...] | None
     norms: tuple[float, ...] | None
+    majority: int | None
     products: Products | None
     importance: Importance | None
     variances: Ranked | None
@@ -179,7 +181,8 @@ class _Computation:
     def of(cls, tensor: MergedTensor, plan: TensorPlan, bank: Bank, *, compiles: bool = True) -> Self:
         """Prepare the computation of a planned tensor: look up its source tensors and their statistics in the bank.
 
-        With `compiles=False` no statistics are taken from the bank: the plain torch function computes them.
+        With `compiles=False` no statistics of single tensors are taken from the bank: the plain torch function computes
+        them.
         """
         recipe, aliases = plan.recipe, plan.aliases
         merge, declared = tensor.merge, METHODS[tensor.merge.method]
@@ -197,14 +200,21 @@ class _Computation:
                 mask_key(merge.seed, recipe.models[source.model], name)
                 for source, (_, name) in zip(merge.sources, sources, strict=True)
             )
+        magnitudes: tuple[Ranked | None, ...] | None = None
+        majority = None
+        if declared.trims and recipe.trim == "model":
+            magnitudes, majority = _of_whole_models(tensor, recipe, bank, sources, base, compiles=compiles)
+        elif "magnitudes" in uses and not declared.takes_seed:  # a mask changes the magnitudes
+            magnitudes = bank.magnitudes(sources, base)
         return cls(
             tensor,
             sources,
             base if declared.needs_base else None,
             masks,
             bank.cosine(*sources) if "cosine" in uses else None,
-            bank.magnitudes(sources, base) if "magnitudes" in uses else None,
+            magnitudes,
             bank.norms(sources, base) if "norms" in uses and merge.number("rescale") else None,
+            majority,
             bank.products(sources, base if declared.needs_base else None) if "products" in uses else None,
             bank.importance(*sources) if "importance" in uses else None,
             bank.variances(sources, base) if "variances" in uses else None,
@@ -255,6 +265,7 @@ class _Computation:
             cosine=self.cosine,
             magnitudes=self.magnitudes,
             norms=self.norms,
+            majority=self.majority,
             keys=self.keys,
             products=self.products,
             importance=self.importance,
@@ -273,3 +284,23 @@ class _Computation:
     def _order(self, bank: Bank, key: Key) -> TieOrder:
         order = bank.order(key)
         return replace(order, keeps_equal=True) if self.keeps_equal else order
+
+
+def _of_whole_models(
+    tensor: MergedTensor, recipe: Recipe, bank: Bank, sources: Sequence[Key], base: Key, *, compiles: bool
+) -> tuple[tuple[Ranked, ...], int | None]:
+    """The statistics of whole models for a merge with `trim: model`: (thresholds for each source, majority).
+
+    The second is None if the method uses no majority sign. Tensors are given as (alias, name).
+    """
+    merge = tensor.merge
+    masks: list[Mask | None] = [None] * len(sources)
+    if merge.seed is not None:
+        masks = [(density, merge.seed) for density in merge.per_source("density")]
+    stacks, count = recipe.stacks_experts, bank.num_elements(stacks_experts=recipe.stacks_experts)
+    ranks = trim_ranks(merge, count)
+    magnitudes = bank.whole_magnitudes(sources, base, ranks, masks=masks, stacks_experts=stacks, compiles=compiles)
+    if "majority" not in PLAIN[merge.method].uses:
+        return magnitudes, None
+    shares = merge.per_source("k")
+    return magnitudes, bank.majority(sources, base, shares, masks=masks, stacks_experts=stacks, compiles=compiles)

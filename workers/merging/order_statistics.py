@@ -12,7 +12,7 @@ without a table (`Selection`), which takes less time than sorting. `workers.merg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -23,17 +23,21 @@ from workers.merging.masks import hashes
 
 __all__ = [
     "ALL",
+    "DIGIT_BITS",
     "LARGEST_MARK",
     "MOST_LEFT",
     "NOTHING",
     "SPACING",
     "MagnitudeTable",
     "Ranked",
+    "Selected",
     "Selection",
     "Threshold",
     "TieOrder",
     "Trim",
+    "Words",
     "magnitude_keys",
+    "selected",
     "threshold_of_rank",
 ]
 
@@ -44,6 +48,9 @@ SPACING = 128
 # have other magnitudes.
 MOST_LEFT = 3 * SPACING
 LARGEST_MARK = 2**32 - 1
+# Selection narrows words by this many bits at a time, until at most FEW elements share a prefix; these are collected.
+DIGIT_BITS = 16
+FEW = 1 << 20
 
 
 @dataclass(frozen=True, order=True)
@@ -155,7 +162,13 @@ NOTHING = Trim.at(Threshold(float("inf"), LARGEST_MARK))
 
 
 class Ranked(Protocol):
-    """Interface of objects that give the n-th largest magnitude of a tensor, from a table or by selection."""
+    """Interface of objects that give the n-th largest magnitude of a tensor, from a table or by selection.
+
+    `num_elements` is the number of elements that have ranks: those of the tensor, or of all tensors of its model.
+    """
+
+    @property
+    def num_elements(self) -> int: ...
 
     @property
     def num_not_zero(self) -> int: ...
@@ -179,12 +192,12 @@ class Ranked(Protocol):
 class Selection:
     """The magnitudes of a tensor, of which the n-th largest is found by selection, without a table.
 
-    `select(n)` returns the threshold (magnitude and tie-breaking mark) of the element that comes after n others in
-    ascending order, and the number of elements that have its magnitude. `num_zeros` counts the elements that are zero.
+    `select(n)` finds the element that comes after n others in ascending order. `num_zeros` counts the elements that are
+    zero.
     """
 
     num_elements: int
-    select: Callable[[int], tuple[Threshold, int]]
+    select: Callable[[int], Selected]
     num_zeros: Callable[[], int]
 
     @property
@@ -193,8 +206,8 @@ class Selection:
 
     def trim(self, rank: int) -> Trim:
         """The exact threshold of the `rank`-th largest magnitude, as both bounds; ranks begin with 1."""
-        threshold, num_equal = self.select(self.num_elements - rank)
-        return Trim.at(threshold, is_tied=num_equal > MOST_LEFT)
+        found = self.select(self.num_elements - rank)
+        return Trim.at(found.threshold, is_tied=found.num_equal > MOST_LEFT)
 
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
         """The threshold of the `rank`-th largest magnitude; the arguments `sizes` and `order` are not used."""
@@ -218,7 +231,7 @@ class MagnitudeTable:
     ) -> None:
         self._magnitudes = magnitudes
         self._marks = marks
-        self._num_elements = num_elements
+        self.num_elements = num_elements
         self.num_not_zero = num_elements - num_zeros
 
     @classmethod
@@ -249,7 +262,7 @@ class MagnitudeTable:
 
         The bounds are adjacent entries of the table, or equal if the element itself is an entry.
         """
-        cut, after = divmod(self._num_elements - rank, SPACING)
+        cut, after = divmod(self.num_elements - rank, SPACING)
         low = self._threshold(cut)
         if after == 0:
             return Trim.at(low, is_tied=self._is_tied(cut, cut))
@@ -285,6 +298,67 @@ class MagnitudeTable:
 
     def _threshold(self, cut: int) -> Threshold:
         return Threshold(float(self._magnitudes[cut]), int(self._marks[cut]))
+
+
+class Words(Protocol):
+    """Interface of a tensor's elements as words of 64 bits: the bits of the magnitude above those of the mark.
+
+    The magnitude is a float32, and the mark orders equal magnitudes. A prefix is the bits of a word above the last
+    `shift` bits.
+    """
+
+    def counts(self, prefix: int, shift: int) -> np.ndarray:
+        """The number of words with each value of the 16 bits above the last `shift` bits, int64 [65536].
+
+        Only words count whose bits above these are `prefix`.
+        """
+        ...
+
+    def with_prefix(self, prefix: int, shift: int, most: int) -> np.ndarray:
+        """The words, uint64, whose bits above the last `shift` bits are `prefix`; there are at most `most`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Selected:
+    """The element that a selection found: its threshold, and the index of its tensor.
+
+    `num_equal` is the number of elements of all tensors that have its magnitude.
+    """
+
+    threshold: Threshold
+    tensor: int
+    num_equal: int
+
+
+def selected(tensors: Sequence[Words], num_smaller: int, *, first: np.ndarray | None = None) -> Selected:
+    """Find the element that exactly `num_smaller` elements of all tensors precede in ascending order.
+
+    Elements are ordered by magnitude, then by tie-breaking mark, then by the index of their tensor. Each step is a pass
+    over all tensors, and needs the memory of one. `first` are the counts of the first pass (prefix 0, shift 48), summed
+    over the tensors, if known.
+    """
+    prefix, shift, count, num_equal = 0, 64, 0, 0
+    while shift == 64 or (count > FEW and shift > 0):
+        shift -= DIGIT_BITS
+        known = first if shift == 64 - DIGIT_BITS else None
+        counts = sum(each.counts(prefix, shift) for each in tensors) if known is None else known
+        ends = np.cumsum(counts)
+        digit = int(np.searchsorted(ends, num_smaller, side="right"))
+        count = int(ends[digit] - (ends[digit - 1] if digit else 0))
+        num_smaller -= int(ends[digit]) - count
+        prefix = prefix << DIGIT_BITS | digit
+        if shift == 32:
+            num_equal = count
+    found = [each.with_prefix(prefix, shift, count) for each in tensors]
+    words = np.concatenate(found)
+    word = int(np.partition(words, num_smaller)[num_smaller])
+    if shift > 32:
+        num_equal = int(np.count_nonzero(words >> np.uint64(32) == np.uint64(word >> 32)))
+    equal = np.flatnonzero(words == np.uint64(word))
+    at = equal[num_smaller - int(np.count_nonzero(words < np.uint64(word)))]
+    tensor = int(np.searchsorted(np.cumsum([each.size for each in found]), at, side="right"))
+    return Selected(_threshold(word), tensor, num_equal)
 
 
 def threshold_of_rank(sizes: torch.Tensor, rank: int, order: TieOrder, table: Ranked | None = None) -> Threshold:

@@ -120,7 +120,7 @@ def _part(
     the models do not have the tensors, or have them in different shapes.
     """
     where = component if index is None else f"layer {index}, {component}"
-    _check_merge(merge, where, index, bank, aliases)
+    _check_merge(merge, recipe, where, index, bank, aliases)
     layout = bank.layout
     layouts = {
         source.model: of.stacked if recipe.stacks_experts else of
@@ -137,7 +137,7 @@ def _part(
         name = layout.name(suffix, index)
         own = recipe.tensors.get(name, merge)
         if own is not merge:
-            _check_merge(own, name, index, bank, aliases)
+            _check_merge(own, recipe, name, index, bank, aliases)
         keys = [(aliases[source.model], layout.name(suffix, source.layer)) for source in named_sources(own)]
         found = [bank.view(alias).tensor(key) for alias, key in keys]
         if missing := sorted({key for (_, key), tensor in zip(keys, found, strict=True) if tensor is None}):
@@ -155,7 +155,9 @@ def named_sources(merge: Merge) -> tuple[Source, ...]:
     return merge.sources if merge.base is None else (*merge.sources, merge.base)
 
 
-def _check_merge(merge: Merge, where: str, index: int | None, bank: Bank, aliases: Mapping[str, str]) -> None:
+def _check_merge(
+    merge: Merge, recipe: Recipe, where: str, index: int | None, bank: Bank, aliases: Mapping[str, str]
+) -> None:
     method = METHODS[merge.method]
     for source in named_sources(merge):
         if (source.layer is None) != (index is None):
@@ -172,6 +174,12 @@ def _check_merge(merge: Merge, where: str, index: int | None, bank: Bank, aliase
         raise InvalidRecipe(
             f"{where}: {method.name} subtracts the base's layer, so all sources must name one layer; found "
             f"{sorted(layer for layer in layers if layer is not None)}"
+        )
+
+    if recipe.trim == "model" and method.trims and layers != {merge.base_in(recipe.base).layer}:
+        raise InvalidRecipe(
+            f"{where}: trim is model, so {method.name} subtracts each layer of the base from the same layer; expected "
+            "sources and base of one layer"
         )
 
 
@@ -212,5 +220,5 @@ def _computation(tensor: MergedTensor, plan: TensorPlan) -> Hashable:
     sources = tuple((aliases[source.model], source.layer) for source in merge.sources)
     base = merge.base_in(recipe.base)
     of = aliases[base.model], base.layer
-    how = merge.method, tuple(merge.coefficients.items()), merge.seed, recipe.keeps_equal, tensor.factor
+    how = merge.method, tuple(merge.coefficients.items()), merge.seed, recipe.keeps_equal, recipe.trim, tensor.factor
     return how, tensor.suffix, sources, of

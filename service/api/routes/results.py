@@ -16,7 +16,7 @@ from service.api.problems import Json, Refusal, refusals
 from service.errors import NotFound
 from service.jobs.search.kind import SEARCH
 from service.resolved_study import ResolvedStudy
-from service.results.documents import pareto, trial_document
+from service.results.documents import has_directions, pareto, trial_document
 from service.results.feasibility import has_constraints
 from service.results.preference import choices
 from service.results.record import RunRecord
@@ -172,7 +172,8 @@ def _documents(services: Services, study: JobRecord, trials: Sequence[TrialRecor
     # The source models are the first trials; constraints may be relative to them.
     stop = len(ResolvedStudy.of(study).fingerprints) if has_constraints(objectives) else 0
     sources = services.store.trials(study.id, start=0, stop=stop) if stop else ()
-    return [trial_document(trial, objectives=objectives, sources=sources) for trial in trials]
+    has_shares = has_directions(study)
+    return [trial_document(trial, objectives=objectives, sources=sources, has_shares=has_shares) for trial in trials]
 
 
 def _trial(services: Services, study: JobRecord, number: int) -> TrialRecord:

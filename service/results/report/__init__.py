@@ -12,6 +12,7 @@ its values. The series of the charts come from `service.results.series`; the tem
 - `descents`: the section on descents by gradients
 - `policies`: the section on policies that a search has trained
 - `races`: the section on stopped trials: at which rung, by which rule
+- `directions`: the section on directions and scales of merges of the whole model
 - `recipe_picture`: the picture of the best recipe
 - `path_picture`: the picture of the best recipe's layer path
 - `coefficients`: the picture of the best trial's coefficients

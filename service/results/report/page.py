@@ -17,6 +17,7 @@ from service.results.record import RunRecord
 from service.results.report.charts import Bar, stacked_bar
 from service.results.report.coefficients import coefficients_picture
 from service.results.report.descents import descents_section
+from service.results.report.directions import directions_section
 from service.results.report.front import front_section
 from service.results.report.history import history_section
 from service.results.report.holdout import holdout_section
@@ -59,6 +60,7 @@ def render_report(run: RunRecord) -> str:
         descents=descents_section(run),
         policies=policies_section(run),
         races=races_section(run),
+        directions=directions_section(run),
         front=front_section(run),
         hypervolume=hypervolume_picture(run),
         recipe=None

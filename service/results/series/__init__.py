@@ -13,6 +13,7 @@ A module here that declares a chart with `@chart` is found automatically.
 - `coefficients`: the best trial's coefficients by layer, component and expert
 - `path`: the layer path of the best trial, with its scales
 - `races`: trials that were stopped early, with rung and rule
+- `directions`: directions and scales of merges in the space `m3`, and the best merge of each method
 - `hypervolume`: the hypervolume of the front, over the samples spent
 """
 

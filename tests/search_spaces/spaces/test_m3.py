@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from scipy import stats
 from search_spaces.baselines import all_baselines
 from search_spaces.errors import InvalidStudy
 from search_spaces.recipe import Merge, Source
-from search_spaces.spaces.m3 import dirichlet_quantiles, dirichlet_shares
+from search_spaces.spaces.m3 import M3Section, dirichlet_quantiles, dirichlet_shares
 from tests.search_spaces.spaces.families import models, space
 
 ALPHAS = (0.2, 0.4, 0.5, 1.0, 2.0, 3.0, 5.0)
@@ -129,6 +130,84 @@ def test_directions_follow_from_the_number_of_experts() -> None:
     assert directions(2, directions=("p_series",)) == ["p_series"]
     with pytest.raises(InvalidStudy, match="p_series has an order for each way to rank 6 experts; it takes up to 5"):
         directions(6, directions=("p_series",))
+
+
+def test_listed_orders_take_the_place_of_all_orders() -> None:
+    six = models(tuple("abcdef"))
+    orders = ("f>e>d>c>b>a", "a>b>c>d>e>f")
+    searched = space("m3", six, methods=("task_arithmetic",), directions=("p_series",), orders=orders)
+    assert searched.parameters["order"].choices == orders
+    merge = searched.to_recipe({"p": 1.0, "order": orders[0], "scale": 1.0}).embedding
+    total = sum(1 / rank for rank in range(1, 7))
+    shares = [1 / rank / total for rank in (6, 5, 4, 3, 2, 1)]
+    assert in_order(merge, "lambda", tuple("abcdef")) == pytest.approx(shares, abs=1e-6)
+    assert space("m3", six, orders=orders).parameters["direction"].choices == ("dirichlet", "p_series")
+    one = space("m3", methods=("linear",), directions=("p_series",), orders=("text>math>code",), exponents=(1.0,))
+    assert one.parameters.names == ()
+    assert in_order(one.to_recipe({}).embedding, "weight") == pytest.approx((3 / 11, 2 / 11, 6 / 11), abs=1e-6)
+    for wrong in ("math>text", "math>text>code>code", "math>text>law"):
+        with pytest.raises(InvalidStudy, match='does not have each expert once; write for example "math>code>text"'):
+            space("m3", orders=(wrong,))
+
+
+def test_equal_bounds_fix_the_scale() -> None:
+    searched = space("m3", TWO, scale=(1.5, 1.5))
+    assert searched.parameters.names == ("method", "alpha", "quantile.math", "k")
+    direction = {"alpha": 1.0, "quantile.math": 0.25}
+    recipe = searched.to_recipe({"method": "task_arithmetic", **direction})
+    assert recipe.embedding.coefficients == {"lambda": (1.125, 0.375)}
+    ties = searched.to_recipe({"method": "m3_ties", "k": 0.5, **direction})
+    assert ties.embedding.number("lambda") == 1.5
+    for known in (recipe, ties):
+        assert searched.to_recipe(searched.from_recipe(known)).digest == known.digest
+    assert (
+        searched.from_recipe(space("m3", TWO).to_recipe({"method": "m3_ties", "k": 0.5, "scale": 1.0, **direction}))
+        is None
+    )
+    assert "its direction, scale 1.5" in searched.describe().text
+
+
+def test_shares_that_ties_and_dare_keep_are_options() -> None:
+    searched = space("m3", TWO, methods=("m3_dare", "m3_dare_ties"), density=(0.2, 0.5), k=0.6)
+    assert searched.parameters["density"].choices == (0.2, 0.5)
+    assert "k" not in searched.parameters.names
+    chosen = {"alpha": 1.0, "quantile.math": 0.25, "scale": 1.0, "density": 0.2}
+    merge = searched.to_recipe({"method": "m3_dare_ties", **chosen}).embedding
+    assert merge == Merge(
+        "m3_dare_ties", merge.sources, {"weight": (0.75, 0.25), "lambda": 1.0, "density": 0.2, "k": 0.6}, 0
+    )
+    assert searched.to_recipe({"method": "m3_dare", **chosen}).embedding.number("density") == 0.2
+
+
+def test_whole_models_are_trimmed_where_that_is_asked() -> None:
+    chosen = {"method": "m3_ties", "alpha": 1.0, "quantile.math": 0.25, "scale": 1.0, "k": 0.5}
+    usual, whole = (space("m3", TWO, trim=trim) for trim in ("tensor", "model"))
+    recipe = whole.to_recipe(chosen)
+    assert (recipe.trim, usual.to_recipe(chosen).trim) == ("model", "tensor")
+    assert recipe.digest != usual.to_recipe(chosen).digest
+    assert usual.from_recipe(recipe) is None
+    found = whole.from_recipe(recipe)
+    assert found is not None
+    assert whole.to_recipe(found).digest == recipe.digest
+    average = {"method": "linear", "alpha": 1.0, "quantile.math": 0.25}
+    assert whole.to_recipe(average).digest == usual.to_recipe(average).digest
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale": (0.0, 1.0)}, r"\[0.0, 1.0\] is not accepted; give \[lowest, highest\] above 0"),
+        ({"scale": (2.0, 1.0)}, r"\[2.0, 1.0\] is not accepted"),
+        ({"density": (0.5, 0.5)}, "0.5 is given twice"),
+        ({"methods": ("linear",), "density": 0.5}, "has no effect without m3_dare or m3_dare_ties; leave it out"),
+        ({"methods": ("m3_dare",), "k": 0.5}, "has no effect without m3_ties or m3_ties_majority or m3_dare_ties"),
+        ({"methods": ("m3_dare",), "trim": "model"}, "has no effect without m3_ties or"),
+        ({"directions": ("dirichlet",), "orders": ("a>b",)}, "has no effect with directions: "),
+    ],
+)
+def test_contradictions_are_reported(options: dict[str, Any], message: str) -> None:
+    (problem,) = M3Section(kind="m3", **options).contradictions()
+    assert re.search(message, problem.message)
 
 
 def test_one_expert_has_a_scale_alone_and_no_average() -> None:

@@ -88,6 +88,16 @@ def test_what_may_be_left_out_has_the_documented_defaults() -> None:
     assert study.holdout == ()
 
 
+def test_spaces_that_were_stored_without_trim_are_the_same() -> None:
+    """Options that a stored study does not have yet keep their defaults, so that it resumes."""
+    later = {"trim", "orders", "k", "density"}
+    for kind, new in (("m3", later), ("lfs", {"trim"}), ("layerwise", {"trim"})):
+        given = parse_study(changed("search_space", {"kind": kind}, SMALL))
+        document = given.canonical()
+        document["search_space"] = {name: v for name, v in document["search_space"].items() if name not in new}
+        assert same_but_limits(parse_study(document), given) == ()
+
+
 def test_a_study_without_a_space_or_a_kind_is_layerwise() -> None:
     for document in (changed("search_space", ..., SMALL), changed("search_space", {}, SMALL)):
         space = parse_study(document).search_space
@@ -98,6 +108,7 @@ def test_a_study_without_a_space_or_a_kind_is_layerwise() -> None:
             "range": [-0.5, 1.5],
             "method": "task_arithmetic",
             "density": None,
+            "trim": "tensor",
             "mask_seed": None,
             "layer_scales": False,
         }

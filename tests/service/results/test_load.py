@@ -13,6 +13,7 @@ from service.results.load import RunReader, run_record
 from service.results.ranges import OutOfRange
 from service.results.record import SearchFigures
 from service.results.selection import held_out
+from service.results.series.directions import directions
 from service.store import Store
 from service.store.steps import (
     GradientRequest,
@@ -28,8 +29,8 @@ from service.store.steps import (
     UpdateResult,
     UpdateStep,
 )
-from service.types import EventKind, JobState, TrialState
-from tests.service.api.harness import stored_study, write_holdout
+from service.types import EventKind, JobState, TrialRecord, TrialState
+from tests.service.api.harness import stored_study, write_holdout, write_trial
 from tests.service.resolved import resolved_study, study_document
 from tests.service.synthetic_run import run_record as made_up
 from workers.types import Split
@@ -115,6 +116,27 @@ def test_a_reader_finds_all_that_has_changed(tmp_path: Path) -> None:
     assert (after.values, 0 < after.texts < before.texts) == (before.values, True)
     writer.set_state(JobState.COMPLETE)
     check()
+    store.close()
+
+
+def test_merges_with_directions_have_their_recipes(tmp_path: Path) -> None:
+    """In the space m3, a reader has the recipes of all trials at full budget, with their present values."""
+    store = Store(f"sqlite:///{tmp_path / 'study.db'}")
+    made = made_up(num_trials=9)
+    for kind in ("lfs", "m3"):
+        plain = stored_study(store, name=kind)
+        document = {**plain.document, "search_space": {"kind": kind}}
+        study = store.create_job(kind="search", name=f"{kind} 2", document=document, accepted=plain.accepted)
+        writer, reader = store.open_attempt(study.id), RunReader(store, study.id)
+        for trial in made.whole_trials:
+            write_trial(writer, trial)
+        found = reader.read()
+        complete = [trial for trial in found.trials if trial.values]
+        read = [trial for trial in complete if isinstance(trial, TrialRecord)]
+        assert (len(read) == len(complete)) == (kind == "m3")
+        assert bool(directions(found).points) == (kind == "m3")
+        assert [trial.recipe.digest for trial in read] == [made.trials[trial.number].recipe.digest for trial in read]
+        assert all(trial.values == made.trials[trial.number].values for trial in reader.read().trials)
     store.close()
 
 

@@ -101,6 +101,26 @@ def test_a_mergekit_configuration_says_how_experts_are_merged(family: Family, ba
     assert "experts are merged one by one, by slerp, and mergekit merges a layer" in (out / "README.md").read_text()
 
 
+def test_stacks_are_trimmed_with_the_whole_model(family: Family, bank: Bank) -> None:
+    """Of the whole model the same number of elements is kept, whether the experts are stacked or not."""
+
+    def alone(layer: int | None) -> Merge:
+        return Merge("ties", (Source("math", layer),), {"k": 0.2, "lambda": 1.0})
+
+    recipe = by_ties(family, stacks_experts=True)
+    layers = tuple(LayerRecipe(*(alone(layer),) * 3) for layer in range(NUM_LAYERS))
+    whole = replace(recipe, layers=layers, embedding=alone(None), head=alone(None), trim="model")
+    each = replace(whole, stacks_experts=False)
+    counts = []
+    for of in (whole, each):
+        merged = dict(merged_tensors(of, bank, torch.float32))
+        taus = [merged[name] - bank.get("base", name).float() for name in merged]
+        counts.append(sum(int(tau.count_nonzero()) for tau in taus))
+        size = sum(tau.numel() for tau in taus)
+    assert counts[0] == counts[1] == int(0.2 * size)
+    assert bank.num_elements() == bank.num_elements(stacks_experts=True) == size
+
+
 def test_it_is_part_of_a_recipe(family: Family) -> None:
     recipe = by_ties(family, stacks_experts=True)
     assert Recipe.from_json(recipe.to_json()) == recipe

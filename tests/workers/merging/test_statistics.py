@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.merging import statistics
+from workers.merging import order_statistics, statistics
 from workers.merging.methods import fusions
 from workers.merging.methods.arithmetic import cosine, cosine_of
 from workers.merging.methods.competition import variance
@@ -50,9 +50,9 @@ def test_tables_find_every_rank_of_magnitudes_and_variances(dtype: torch.dtype) 
 def test_selection_finds_the_places_that_tables_find(
     dtype: torch.dtype, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from workers.merging.kernels import sorting, threads
+    from workers.merging.kernels import threads
 
-    monkeypatch.setattr(sorting, "FEW", few)
+    monkeypatch.setattr(order_statistics, "FEW", few)
     monkeypatch.setattr(threads, "MIN_PIECE", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     base, source = pair((9, 111), dtype)
@@ -69,6 +69,6 @@ def test_selection_finds_the_places_that_tables_find(
     for rank in (1, 2, 128, 129, 300, 500, 777, 998, 999):
         exact = selection.trim(rank)
         assert exact.low == exact.high == table.threshold(rank, sizes, ORDER)
-        assert selection.select(sizes.numel() - rank)[1] == int((sizes == exact.high.magnitude).sum())
+        assert selection.select(sizes.numel() - rank).num_equal == int((sizes == exact.high.magnitude).sum())
         spread = variance(sources, base)
         assert of_variances[1].threshold(rank, spread, ORDER) == of_variances[0].threshold(rank, spread, ORDER)

@@ -18,15 +18,17 @@ from numba.extending import overload
 
 from workers.merging.kernels.arguments import as_array, as_arrays
 from workers.merging.kernels.compilation import IN_PLACE, compiled
-from workers.merging.kernels.elements import bits_of, marked, variance_of
+from workers.merging.kernels.elements import bits_of, is_kept, marked, variance_of
 from workers.merging.kernels.operations import value
 from workers.merging.kernels.threads import pieces, run
-from workers.merging.order_statistics import LARGEST_MARK, Selection, Threshold
+from workers.merging.masks import key_words, threshold
+from workers.merging.order_statistics import DIGIT_BITS, Selection, Words, selected
 
 __all__ = [
     "ascending_importances",
     "ascending_magnitudes",
     "ascending_variances",
+    "magnitude_words",
     "ranks_in_rows",
     "selected_magnitudes",
     "selected_variances",
@@ -39,14 +41,11 @@ PARTS, PART, SMALL = 4, 1 << 23, 1 << 19
 RANGE = 1 << 16
 # Numbers that are not negative have the order of their bits. The bits above LOWER are the bucket; a range is several
 # buckets.
-LOWER = 16
+LOWER = DIGIT_BITS
 DIGIT = 11  # bits: six digits are a word, and their counters fit the second-level cache
 DIGITS = 6
-# Selection narrows words by their bucket, then by as many bits again, until at most this many elements share a prefix;
-# these are collected.
-FEW = 1 << 20
 
-U32, U64 = np.uint32, np.uint64
+U32, U64, F32 = np.uint32, np.uint64, np.float32
 SIGN = U32(1 << 31)
 
 
@@ -111,39 +110,52 @@ def selected_variances(sources: Sequence[torch.Tensor], base: torch.Tensor, fact
     return _selection(_Variance(as_array(base), as_arrays(sources), U32(factor)))
 
 
+def magnitude_words(
+    source: torch.Tensor, base: torch.Tensor, factor: int, mask: tuple[float, int] | None = None
+) -> Words:
+    """The magnitudes |source - base| of two tensors on CPU as words, with marks that `factor` determines.
+
+    `mask` is the density and the key of a random mask, or None. Magnitudes are then divided by the density where the
+    mask keeps the element, and zero elsewhere.
+    """
+    numbers = as_array(source), as_array(base), U32(factor)
+    if mask is None:
+        return TensorWords(_Magnitude(*numbers))
+    density, key = mask
+    k0, k1 = map(U32, key_words(key))
+    return TensorWords(_Masked(*numbers, k0, k1, U32(threshold(density) - 1), F32(1 / density)))
+
+
 def _selection(numbers: Any) -> Selection:
     return Selection(
         numbers.like.size,
-        select=lambda num_smaller: _selected(numbers, num_smaller),
+        select=lambda num_smaller: selected([TensorWords(numbers)], num_smaller),
         num_zeros=lambda: sum(run(_zeros, [(numbers, *part) for part in pieces(numbers.like.size, 1)])),
     )
 
 
-def _selected(numbers: Any, num_smaller: int) -> tuple[Threshold, int]:
-    """Find the element that exactly `num_smaller` elements precede in ascending order of their numbers.
+class TensorWords:
+    """A tensor's elements on CPU as words of 64 bits, for selection: it implements `order_statistics.Words`.
 
-    `numbers` states which number is computed from each element, such as its magnitude. Returns the element's number and
-    tie-breaking mark as a threshold, and how many elements have the same number.
+    `numbers` states which number is computed from each element, such as its magnitude.
     """
-    parts = pieces(numbers.like.size, 1)
-    prefix, shift, count, num_equal = 0, 64, numbers.like.size, 0
-    while count > FEW or shift == 64:
-        shift -= LOWER
-        counts = sum(run(_digit_counts, [(numbers, U64(prefix), U64(shift), *part) for part in parts]))
-        ends = np.cumsum(counts)
-        digit = int(np.searchsorted(ends, num_smaller, side="right"))
-        count = int(counts[digit])
-        num_smaller -= int(ends[digit]) - count
-        prefix = prefix << LOWER | digit
-        if shift == 32:
-            num_equal = count
-    found = [np.empty(count, np.uint64) for _ in parts]
-    calls = [(numbers, U64(prefix), U64(shift), words, *part) for words, part in zip(found, parts, strict=True)]
-    words = np.concatenate([words[:size] for words, size in zip(found, run(_collect, calls), strict=True)])
-    word = int(np.partition(words, num_smaller)[num_smaller])
-    if shift > 32:
-        num_equal = int(np.count_nonzero(words >> U64(32) == U64(word >> 32)))
-    return Threshold(float(np.uint32(word >> 32).view(np.float32)), word & LARGEST_MARK), num_equal
+
+    def __init__(self, numbers: Any) -> None:
+        self._numbers = numbers
+        self._parts = pieces(numbers.like.size, 1)
+
+    def counts(self, prefix: int, shift: int) -> np.ndarray:
+        calls = [(self._numbers, U64(prefix), U64(shift), *part) for part in self._parts]
+        counts: np.ndarray = sum(run(_digit_counts, calls), np.zeros(1 << LOWER, np.int64))
+        return counts
+
+    def with_prefix(self, prefix: int, shift: int, most: int) -> np.ndarray:
+        found = [np.empty(most, np.uint64) for _ in self._parts]
+        calls = [
+            (self._numbers, U64(prefix), U64(shift), words, *part)
+            for words, part in zip(found, self._parts, strict=True)
+        ]
+        return np.concatenate([words[:size] for words, size in zip(found, run(_collect, calls), strict=True)])
 
 
 def _split(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -161,6 +173,16 @@ class _Magnitude(NamedTuple):
     like: Any
     base: Any
     factor: Any
+
+
+class _Masked(NamedTuple):
+    like: Any
+    base: Any
+    factor: Any
+    k0: Any
+    k1: Any
+    bound: Any
+    scale: Any
 
 
 class _Variance(NamedTuple):
@@ -209,12 +231,23 @@ def _bits(numbers: Any, i: Any) -> Any:
 
 @overload(_bits)
 def _bits_of(numbers: Any, i: Any) -> Any:
-    kinds = {_Magnitude: _magnitude_bits, _Variance: _variance_bits, _Importance: _importance_bits}
+    kinds = {
+        _Magnitude: _magnitude_bits,
+        _Masked: _masked_bits,
+        _Variance: _variance_bits,
+        _Importance: _importance_bits,
+    }
     return kinds[numbers.instance_class]
 
 
 def _magnitude_bits(numbers: Any, i: Any) -> Any:
     return bits_of(abs(value(numbers.like[i]) - value(numbers.base[i])))
+
+
+def _masked_bits(numbers: Any, i: Any) -> Any:
+    if not is_kept(i, numbers.k0, numbers.k1, numbers.bound):
+        return U32(0)
+    return bits_of(abs(value(numbers.like[i]) - value(numbers.base[i])) * numbers.scale)
 
 
 def _variance_bits(numbers: Any, i: Any) -> Any:

@@ -9,13 +9,17 @@ from collections.abc import Sequence
 
 import torch
 
+from workers.merging.methods.scalars import fsum
+
 __all__ = [
     "disjoint_interpolation",
+    "disjoint_majority_interpolation",
     "disjoint_majority_mean",
     "disjoint_mean",
     "disjoint_sum",
     "disjoint_weighted",
     "disjoint_weighted_mean",
+    "elected_balance",
 ]
 
 
@@ -27,16 +31,22 @@ def disjoint_mean(taus: Sequence[torch.Tensor]) -> torch.Tensor:
     return _mean_of_agreeing(taus, _sum(taus).sign_())
 
 
-def disjoint_majority_mean(taus: Sequence[torch.Tensor]) -> torch.Tensor:
+def elected_balance(taus: Sequence[torch.Tensor]) -> int:
+    """How many more elements of the sum of the task vectors `taus` are positive than negative.
+
+    Its sign is the majority sign.
+    """
+    summed = _sum(taus)
+    return int((summed > 0).sum()) - int((summed < 0).sum())
+
+
+def disjoint_majority_mean(taus: Sequence[torch.Tensor], majority: int | None = None) -> torch.Tensor:
     """For each element, the mean of those task vectors that have the elected sign.
 
-    The elected sign is that of the sum of all task vectors `taus`. Where the sum is zero, it is the sign that most
-    elements of the tensor have in the sum (MergeLM).
+    The elected sign is that of the sum of all task vectors `taus`. Where the sum is zero, it is the majority sign, that
+    of `majority`; by default it is the sign that most elements of the tensor have in the sum (MergeLM).
     """
-    elected = _sum(taus).sign_()
-    majority = int((elected > 0).sum()) - int((elected < 0).sum())
-    sign = float((majority > 0) - (majority < 0))
-    return _mean_of_agreeing(taus, elected.masked_fill_(elected == 0, sign))
+    return _mean_of_agreeing(taus, _elected_or_majority(taus, majority))
 
 
 def disjoint_sum(taus: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -104,6 +114,36 @@ def disjoint_interpolation(taus: Sequence[torch.Tensor], weights: Sequence[float
         divisor += agrees.mul_(weight)
     mixed.div_(divisor.masked_fill_(divisor == 0, 1))
     return torch.where(count > 1, mixed, alone).mul_(elected)
+
+
+def disjoint_majority_interpolation(
+    taus: Sequence[torch.Tensor], weights: Sequence[float], majority: int | None = None
+) -> torch.Tensor:
+    """For each element, an interpolation of the task vectors that have the elected sign; it is continuous in `weights`.
+
+    The elected sign is that of the sum of all task vectors `taus`, and where this is zero the majority sign as in
+    `disjoint_majority_mean`. The shares are the weights divided by the sum of all weights. The shares of task vectors
+    that do not have the elected sign are divided equally among those that do. So two task vectors are interpolated by
+    their shares, one alone is used as it is, and equal weights give the mean (Mixup Model Merge, M3, appendix H).
+    """
+    elected = _elected_or_majority(taus, majority)
+    shares = [weight / fsum(weights) for weight in weights]
+    merged, added = torch.zeros_like(elected), torch.zeros_like(elected)
+    count, left = torch.zeros_like(elected), torch.ones_like(elected)
+    for tau, share in zip(taus, shares, strict=True):
+        agreeing = tau.mul_(elected).clamp_(min=0)
+        merged += agreeing * share
+        added += agreeing
+        agrees = agreeing.sign()
+        count += agrees
+        left = left - agrees * share
+    return (merged + added * (left / count.clamp_(min=1))).mul_(elected)
+
+
+def _elected_or_majority(taus: Sequence[torch.Tensor], majority: int | None) -> torch.Tensor:
+    elected = _sum(taus).sign_()
+    balance = int((elected > 0).sum()) - int((elected < 0).sum()) if majority is None else majority
+    return elected.masked_fill_(elected == 0, float((balance > 0) - (balance < 0)))
 
 
 def _sum(taus: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -5,7 +5,8 @@ coefficient with a number for each source is in the plural, such as `lambdas`; `
 function also receives what it has parameters for:
 
 - `keys`: the keys of random masks
-- `cos`, `importance`, `magnitudes`, `norms`, `products`, `ranks`, `variances`: statistics, if they are known
+- `cos`, `importance`, `magnitudes`, `majority`, `norms`, `products`, `ranks`, `variances`: statistics, if they are
+  known
 - `orders`, `order`: the orders of equal elements, for functions that cut at a rank
 - `name`: the tensor's name, for messages
 """
@@ -33,7 +34,7 @@ from workers.merging.order_statistics import Ranked, TieOrder
 
 __all__ = ["PLAIN", "Operands", "PlainMethod", "Statistic", "merge_tensors"]
 
-Statistic = Literal["cosine", "importance", "magnitudes", "norms", "products", "ranks", "variances"]
+Statistic = Literal["cosine", "importance", "magnitudes", "majority", "norms", "products", "ranks", "variances"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,10 @@ class Operands:
 
     - `cosine`: the cosine of the angle between the first two tensors
     - `importance`: the criterion by which Arcee Fusion takes elements of the second tensor
-    - `magnitudes`: for each source the table of |source - base|
+    - `magnitudes`: for each source the table of |source - base|; for a merge that trims whole models, the thresholds
+      of whole task vectors, after the random masks of methods that draw these
+    - `majority`: for a merge that trims whole models, a number with the sign that is elected for most of the model's
+      elements
     - `products`: the inner products of all pairs of tensors; with a base, of all pairs of task vectors
     - `variances`: the table of the variances between task vectors
     - `ranks`: for each source the ranks of its magnitudes in each row
@@ -69,6 +73,7 @@ class Operands:
     variances: Ranked | None = None
     ranks: tuple[torch.Tensor, ...] | None = None
     norms: tuple[float, ...] | None = None
+    majority: int | None = None
     orders: tuple[TieOrder, ...] | None = None
     order: TieOrder | None = None
     name: str = ""

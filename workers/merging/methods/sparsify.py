@@ -6,6 +6,7 @@ Each function returns the sparse task vector and may modify its argument. Random
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ __all__ = [
     "dropped",
     "l1_ratio",
     "magnitude_sampled",
+    "masked_task_vectors",
     "match_l1_norm",
     "probability_by_rank",
     "row_width",
@@ -35,10 +37,12 @@ def trimmed(tau: torch.Tensor, k: float, order: TieOrder, magnitudes: Ranked | N
     """Set all but the largest magnitudes of a task vector to zero (TIES, arXiv:2306.01708).
 
     `num_kept(k, n)` of the n elements of `tau` are kept; this is equation 6 of "Automated Model Merging". `order`
-    orders equal magnitudes; `magnitudes` is the table of the magnitudes, if known. `tau` may be modified.
+    orders equal magnitudes; `magnitudes` is the table of the magnitudes, if known. If it is that of a whole model, n is
+    the model's number of elements. `tau` may be modified.
     """
-    rank = num_kept(k, tau.numel())
-    if rank == tau.numel():
+    num_elements = tau.numel() if magnitudes is None else magnitudes.num_elements
+    rank = num_kept(k, num_elements)
+    if rank == num_elements:
         return tau
     sizes = tau.abs()
     smallest = order.lowest(threshold_of_rank(sizes, rank, order, magnitudes))
@@ -52,9 +56,10 @@ def cut_both_ends(
 
     Of the n elements of `tau`, the floor(gamma n) largest magnitudes are dropped, and the floor(density n) largest of
     the others are kept. The paper's two percentiles are 1 - gamma and 1 - gamma - density. `order` orders equal
-    magnitudes; `magnitudes` is the table of the magnitudes, if known. `tau` may be modified.
+    magnitudes; `magnitudes` is the table of the magnitudes, if known. If it is that of a whole model, n is the model's
+    number of elements. `tau` may be modified.
     """
-    ranks = cut_ranks(density, gamma, tau.numel())
+    ranks = cut_ranks(density, gamma, tau.numel() if magnitudes is None else magnitudes.num_elements)
     if ranks is None:
         return tau
     if ranks.is_empty:
@@ -96,6 +101,19 @@ def dropped(tau: torch.Tensor, density: float, key: int) -> torch.Tensor:
     modified.
     """
     return tau.masked_fill_(~masks.keep(key, tau.shape, density, device=tau.device), 0)
+
+
+def masked_task_vectors(
+    tensors: Sequence[torch.Tensor], base: torch.Tensor, densities: Sequence[float], keys: Sequence[int]
+) -> list[torch.Tensor]:
+    """The task vectors (tensors minus base) of which a random mask keeps a share, divided by this share (DARE).
+
+    `densities` has the share for each tensor, and `keys` the key of its mask.
+    """
+    return [
+        dropped(tensor - base, density, key).mul_(1 / density)
+        for tensor, density, key in zip(tensors, densities, keys, strict=True)
+    ]
 
 
 def magnitude_sampled(

@@ -16,7 +16,7 @@ import torch
 from workers.merging.methods import consensus
 from workers.merging.methods.registry import merges
 from workers.merging.methods.scalars import fsum
-from workers.merging.methods.sparsify import dropped, magnitude_sampled, match_l1_norm
+from workers.merging.methods.sparsify import dropped, magnitude_sampled, masked_task_vectors, match_l1_norm, trimmed
 from workers.merging.methods.trimming import Magnitudes, Orders, each_order, trimmed_breadcrumbs, trimmed_task_vectors
 from workers.merging.order_statistics import TieOrder
 
@@ -32,8 +32,10 @@ __all__ = [
     "della_linear",
     "della_linear_l1",
     "m3_dare",
+    "m3_dare_ties",
     "m3_lambdas",
     "m3_ties",
+    "m3_ties_majority",
     "task_arithmetic",
     "ties",
     "ties_majority",
@@ -91,16 +93,18 @@ def ties_majority(
     k: float,
     magnitudes: Magnitudes = None,
     orders: Orders = None,
+    majority: int | None = None,
 ) -> torch.Tensor:
-    """TIES-Merging (`ties`) with the tensor's majority sign where the trimmed task vectors cancel (MergeLM).
+    """TIES-Merging (`ties`) with the majority sign where the trimmed task vectors cancel (MergeLM).
 
-    The majority sign is the one elected for most elements of the tensor. Where the task vectors sum to zero, those with
-    this sign are averaged. "Automated Model Merging" and M3 (Mixup Model Merge) build on this form. k is the share of
-    elements that trimming keeps; the merged task vector is multiplied by lambda and added to the base. `magnitudes` has
-    for each model the table of its task vector's magnitudes, if known, and `orders` the order of equal magnitudes.
+    The majority sign is that of `majority`; by default it is the one elected for most elements of the tensor. Where the
+    task vectors sum to zero, those with this sign are averaged. "Automated Model Merging" and M3 (Mixup Model Merge)
+    build on this form. k is the share of elements that trimming keeps; the merged task vector is multiplied by lambda
+    and added to the base. `magnitudes` has for each model the table of its task vector's magnitudes, if known, and
+    `orders` the order of equal magnitudes.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
-    return consensus.disjoint_majority_mean(taus).mul_(lambda_).add_(base)
+    return consensus.disjoint_majority_mean(taus, majority).mul_(lambda_).add_(base)
 
 
 @merges("ties_sum")
@@ -191,11 +195,73 @@ def m3_ties(
     used as it is. The result is multiplied by lambda and added to the base.
 
     The paper has two models with weights w and 1 - w. With more models, the weights of those that keep the element are
-    divided by their sum; where this sum is zero, the result is the base. `magnitudes` has for each model the table of
+    divided by their sum; where this sum is zero, the result is the base. So the result jumps where all weights of those
+    that keep an element go to zero; `m3_ties_majority` does not. `magnitudes` has for each model the table of
     its task vector's magnitudes, if known, and `orders` the order of equal magnitudes.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_interpolation(taus, weights).mul_(lambda_).add_(base)
+
+
+@merges("m3_ties_majority")
+def m3_ties_majority(
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    weights: Sequence[float],
+    lambda_: float,
+    k: float,
+    magnitudes: Magnitudes = None,
+    orders: Orders = None,
+    majority: int | None = None,
+) -> torch.Tensor:
+    """Mixup Model Merge inside TIES (M3, appendix H) as in its code: with the majority sign where signs cancel.
+
+    Task vectors are trimmed to the share k of their elements, and only those that have the elected sign count. Where
+    the trimmed task vectors sum to zero, the sign of `majority` is elected; by default it is the one elected for most
+    elements of the tensor. The result is multiplied by lambda and added to the base.
+
+    The authors' code has two models with weights w and 1 - w: an element that both keep is interpolated, one that a
+    single model keeps is used as it is. With more models, the shares of those that do not keep an element are divided
+    equally among those that do. The result is the same for two, continuous in the weights, and for equal weights that
+    of `ties_majority`. `magnitudes` has for each model the table of its task vector's magnitudes, if known, and
+    `orders` the order of equal magnitudes.
+    """
+    taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
+    return consensus.disjoint_majority_interpolation(taus, weights, majority).mul_(lambda_).add_(base)
+
+
+@merges("m3_dare_ties")
+def m3_dare_ties(
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    weights: Sequence[float],
+    lambda_: float,
+    k: float,
+    densities: Sequence[float],
+    keys: Sequence[int],
+    magnitudes: Magnitudes = None,
+    orders: Orders = None,
+    majority: int | None = None,
+) -> torch.Tensor:
+    """DARE, then Mixup Model Merge inside TIES (M3, table 7), in the order of the authors' code.
+
+    A random mask keeps the share density_t of task vector t, divided by density_t; `keys` has its key for each model.
+    Dropped elements are zero, and then `m3_ties_majority` trims, elects and interpolates: its k is the share of all
+    elements that are the largest after the masks. With equal weights it is DARE with TIES as MergeLM computes it.
+    `magnitudes` has for each model the magnitudes of its task vector after the mask, if known.
+    """
+    taus = [
+        trimmed(masked, k, order, known)
+        for masked, order, known in zip(
+            masked_task_vectors(tensors, base, densities, keys),
+            each_order(orders, tensors),
+            magnitudes or (None,) * len(tensors),
+            strict=True,
+        )
+    ]
+    return consensus.disjoint_majority_interpolation(taus, weights, majority).mul_(lambda_).add_(base)
 
 
 @merges("dare_linear")
@@ -257,11 +323,7 @@ def dare_ties(
     has its key for each model. For each element, the sparse task vectors that have the sign of their sum are averaged.
     The mean is multiplied by lambda and added to the base.
     """
-    taus = [
-        dropped(tensor - base, density, key).mul_(1 / density)
-        for tensor, density, key in zip(tensors, densities, keys, strict=True)
-    ]
-    return consensus.disjoint_mean(taus).mul_(lambda_).add_(base)
+    return consensus.disjoint_mean(masked_task_vectors(tensors, base, densities, keys)).mul_(lambda_).add_(base)
 
 
 @merges("dare_ties_l1")

@@ -11,10 +11,13 @@ from collections.abc import Sequence
 
 import torch
 
-from workers.merging.methods.sparsify import cut_both_ends, match_l1_norm, trimmed
+from search_spaces.methods import METHODS
+from search_spaces.recipe import Merge
+from workers.merging.methods.arithmetic import num_kept
+from workers.merging.methods.sparsify import cut_both_ends, cut_ranks, match_l1_norm, trimmed
 from workers.merging.order_statistics import Ranked, TieOrder
 
-__all__ = ["Magnitudes", "Orders", "each_order", "trimmed_breadcrumbs", "trimmed_task_vectors"]
+__all__ = ["Magnitudes", "Orders", "each_order", "trim_ranks", "trimmed_breadcrumbs", "trimmed_task_vectors"]
 
 Magnitudes = Sequence[Ranked | None] | None
 Orders = Sequence[TieOrder] | None
@@ -65,6 +68,21 @@ def trimmed_breadcrumbs(
         cut_both_ends(tensor - base, *each, table) for tensor, each, table in zip(tensors, shares, known, strict=True)
     ]
     return _rescaled(taus, tensors, base) if rescale else taus
+
+
+def trim_ranks(merge: Merge, num_elements: int) -> list[tuple[int, ...]]:
+    """For each source, the ranks at which a merge's method cuts the magnitudes of `num_elements` elements.
+
+    Rank 1 is the largest magnitude. TIES cuts at one rank; Model Breadcrumbs cut at two, or at none if they keep all or
+    nothing. The method is one that trims (`MergeMethod.trims`).
+    """
+    declared = METHODS[merge.method]
+    if declared.coefficient("gamma") is None:
+        share = "density" if declared.coefficient("k") is None else "k"
+        return [(num_kept(number, num_elements),) for number in merge.per_source(share)]
+    shares = zip(merge.per_source("density"), merge.per_source("gamma"), strict=True)
+    cuts = [cut_ranks(density, gamma, num_elements) for density, gamma in shares]
+    return [() if cut is None or cut.is_empty else (cut.largest, cut.smallest) for cut in cuts]
 
 
 def each_order(orders: Orders, tensors: Sequence[torch.Tensor]) -> Sequence[TieOrder]:

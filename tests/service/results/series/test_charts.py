@@ -30,6 +30,7 @@ NAMES = [
         "hypervolume",
         "path",
         "policies",
+        "directions",
     ),
 ]
 

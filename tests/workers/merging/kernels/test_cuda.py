@@ -18,6 +18,9 @@ def check_all(sizes: tuple[int, ...], device: str) -> int:
     from tests.workers.merging.kernels.test_kernels import bits, given_to, merges, operands
     from workers.merging.kernels import FUSED, ON_CUDA, cuda
     from workers.merging.methods.plain import PLAIN
+    from workers.merging.methods.trimming import trim_ranks
+    from workers.merging.order_statistics import Threshold, Trim
+    from workers.merging.whole_models import ModelMagnitudes
 
     compared = 0
     for num_sources, dtype in ((2, torch.float32), (3, torch.bfloat16), (5, torch.float32)):
@@ -38,6 +41,14 @@ def check_all(sizes: tuple[int, ...], device: str) -> int:
                 expected = PLAIN[merge.method].merge(alone, merge).to(to)
                 assert torch.equal(bits(found), bits(expected)), (merge, size, int((found != expected).sum()))
                 compared += 1
+            # Thresholds of a whole model, which are not found among the elements of the tensor.
+            merge = next(merge for merge in merges(num_sources) if merge.method == "ties" and merge.number("k") == 0.2)
+            (rank,) = trim_ranks(merge, 3 * size)[0]
+            trims = (Trim.at(Threshold(0.03 + 0.01 * i, 2**31), is_tied=True) for i in range(num_sources))
+            whole = replace(given, magnitudes=tuple(ModelMagnitudes(3 * size, {rank: trim}) for trim in trims))
+            found = torch.empty(size, device=device)
+            cuda.merge(FUSED["ties"](merge, whole), whole.tensors, base, found)
+            assert torch.equal(bits(found), bits(PLAIN["ties"].merge(whole.in_float32(), merge))), size
     return compared
 
 

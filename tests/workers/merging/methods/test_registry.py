@@ -208,7 +208,7 @@ def test_density_one_keeps_everything_whatever_the_seed(name: str) -> None:
     assert not torch.equal(merged(name, experts, base, EXAMPLES, ("x", "y", "z")), merged(name, experts, base))
 
 
-@pytest.mark.parametrize("name", [name for name, method in PLAIN.items() if "magnitudes" in method.uses])
+@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].trims and not METHODS[name].takes_seed])
 def test_known_magnitudes_change_no_bit(name: str) -> None:
     base, experts = models(name, 20, 15)
     declared = METHODS[name]
@@ -220,6 +220,12 @@ def test_known_magnitudes_change_no_bit(name: str) -> None:
     known = tuple(magnitude_table(expert, base, TieOrder(place)) for place, expert in enumerate(experts))
     result = PLAIN[name].merge(Operands(tuple(experts), base, magnitudes=known), merge)
     assert torch.equal(result, merged(name, experts, base))
+
+
+def test_trimming_is_declared() -> None:
+    """A method that takes the magnitudes of its sources is declared to trim."""
+    trimming = {name for name, method in PLAIN.items() if "magnitudes" in method.uses}
+    assert trimming == {name for name, method in METHODS.items() if method.trims}
 
 
 def test_rank_cut_is_declared() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, tensor
 
@@ -67,6 +70,54 @@ def test_m3_with_the_weights_of_those_kept_zero_leaves_the_base() -> None:
     experts = near([2.0, 0.0, 0.0, 0.0], [4.0, 0.0, 0.0, 0.0], [-1.0, 3.0, 0.0, 0.0])
     merged = task_vectors.m3_ties(experts, BASE, weights=[0.0, 0.0, 1.0], lambda_=1.0, k=1.0)
     assert delta(merged) == [0.0, 3.0, 0.0, 0.0]
+
+
+def test_m3_as_in_its_code_elects_the_majority_sign() -> None:
+    experts = near(*TWO)
+    # 0.25 * 1 + 0.75 * 3, the majority + elects 2 alone, 5 as it is, -(0.25 * 3 + 0.75 * 1), each doubled.
+    merged = task_vectors.m3_ties_majority(experts, BASE, weights=[0.25, 0.75], lambda_=2.0, k=1.0)
+    assert delta(merged) == [5.0, 4.0, 10.0, -3.0]
+    of_model = task_vectors.m3_ties_majority(experts, BASE, weights=[0.25, 0.75], lambda_=2.0, k=1.0, majority=-7)
+    assert delta(of_model) == [5.0, -4.0, 10.0, -3.0]
+    assert delta(task_vectors.ties_majority(experts, BASE, lambda_=1.0, k=1.0, majority=-1)) == [2.0, -2.0, 5.0, -2.0]
+    none = task_vectors.m3_ties_majority(experts, BASE, weights=[0.25, 0.75], lambda_=2.0, k=1.0, majority=0)
+    assert delta(none) == [5.0, 0.0, 10.0, -3.0]
+
+
+def test_m3_as_in_its_code_is_continuous_in_its_shares() -> None:
+    """The second and third expert alone keep the second element: one value for a share of zero and for small ones."""
+    experts = near([2.0, 0.0, 0.0, 1.0], [4.0, 2.0, 0.0, 1.0], [-1.0, 4.0, 0.0, 1.0])
+
+    def merged(method: Callable[..., Tensor], weights: list[float]) -> list[float]:
+        return delta(method(experts, BASE, weights=weights, lambda_=1.0, k=1.0))
+
+    at, near_it = [1.0, 0.0, 0.0], [0.999998, 1e-6, 1e-6]
+    assert merged(task_vectors.m3_ties, at)[1] == 0.0
+    assert merged(task_vectors.m3_ties, near_it)[1] == 3.0  # a jump
+    assert merged(task_vectors.m3_ties_majority, at) == merged(task_vectors.m3_ties_majority, near_it)
+    # Of the share 0.5 that the first has in the second element, the others get 0.25 each.
+    assert merged(task_vectors.m3_ties_majority, [2.0, 1.0, 1.0])[1] == 3.0
+    assert merged(task_vectors.m3_ties_majority, [0.5, 0.4, 0.1])[1] == round(2 * 0.65 + 4 * 0.35, 4)
+
+
+def test_m3_as_in_its_code_with_equal_weights_is_ties() -> None:
+    base, *experts = torch.randn(4, 30, 20, generator=torch.Generator().manual_seed(0))
+    merged = task_vectors.m3_ties_majority(experts, base, weights=[1.0] * 3, lambda_=0.7, k=0.4)
+    torch.testing.assert_close(merged, task_vectors.ties_majority(experts, base, lambda_=0.7, k=0.4))
+
+
+def test_m3_on_dare_and_ties_trims_what_dare_kept() -> None:
+    """The masks come first, then the share k of all elements, the largest of those that the masks kept."""
+    base, *experts = torch.randn(3, 30, 20, generator=torch.Generator().manual_seed(0))
+    masked = [
+        base + torch.where(keep(key, base.shape, 0.8), (expert - base) / 0.8, 0.0)
+        for expert, key in zip(experts, KEYS, strict=False)
+    ]
+    numbers: dict[str, Any] = {"weights": [0.3, 0.7], "lambda_": 1.2, "k": 0.5}
+    merged = task_vectors.m3_dare_ties(experts, base, densities=[0.8, 0.8], keys=KEYS[:2], **numbers)
+    torch.testing.assert_close(merged, task_vectors.m3_ties_majority(masked, base, **numbers), rtol=1e-4, atol=1e-5)
+    whole = task_vectors.m3_dare_ties(experts, base, densities=[1.0, 1.0], keys=KEYS[:2], **numbers)
+    assert torch.equal(whole, task_vectors.m3_ties_majority(experts, base, **numbers))
 
 
 def test_dare_has_a_mask_per_task_vector() -> None:

@@ -265,8 +265,8 @@ def _outside(recipe: Recipe) -> Hashable:
 
 
 def _of(recipe: Recipe) -> Hashable:
-    """The base and the option `keeps_equal` of a recipe, on which all of its merged tensors depend."""
-    return recipe.base, recipe.keeps_equal
+    """The base of a recipe and the options `keeps_equal` and `trim`, on which all of its merged tensors depend."""
+    return recipe.base, recipe.keeps_equal, recipe.trim
 
 
 def _is_known_by_layers(recipe: Recipe) -> bool:

@@ -69,8 +69,8 @@ def trimmed(stored: Operands, shares: Sequence[float]) -> Trimmed:
 
     `shares` has the share of elements to keep for each source. Thresholds come from the magnitudes in `stored`.
     """
-    ranks = [num_kept(share, stored.tensors[0].numel()) for share in shares]
-    trims = [table.trim(rank) for table, rank in zip(magnitudes(stored), ranks, strict=True)]
+    tables = zip(magnitudes(stored), shares, strict=True)
+    trims = [table.trim(num_kept(share, table.num_elements)) for table, share in tables]
     (by,) = comparisons(trims)
     return Trimmed(by, *bounds(trims), factors(stored))
 

@@ -97,7 +97,7 @@ def _between(merge: Merge, stored: Operands) -> Between:
     bottom, top = [], []
     cuts = zip(magnitudes(stored), merge.per_source("density"), merge.per_source("gamma"), strict=True)
     for table, density, gamma in cuts:
-        ranks = cut_ranks(density, gamma, stored.tensors[0].numel())
+        ranks = cut_ranks(density, gamma, table.num_elements)
         if ranks is None or ranks.is_empty:
             top.append(NOTHING)
             bottom.append(NOTHING if ranks else ALL)

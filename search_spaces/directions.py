@@ -1,0 +1,52 @@
+"""Direction and scale of a merge of the whole model: equation 2 of "Mixup Model Merge (M3)".
+
+The merge is base + scale * sum of share_k * task vector k. The experts' shares, which sum to 1, are the direction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from search_spaces.methods import METHODS
+from search_spaces.recipe import Recipe
+
+__all__ = ["Direction", "direction_of"]
+
+
+@dataclass(frozen=True)
+class Direction:
+    """Shares of the experts, by alias, which sum to 1, and the scale of the task vectors; None for an average."""
+
+    shares: Mapping[str, float]
+    scale: float | None
+
+
+def direction_of(recipe: Recipe) -> Direction | None:
+    """The direction and scale of a recipe that merges the whole model alike, read from the merge of its head.
+
+    Shares are those that a method divides by their sum or, where each model has a lambda of its own, the lambdas
+    divided by their sum, which is the scale. Methods with one lambda and no weights, such as TIES, have equal shares. A
+    single expert has the share 1. Returns None for the base model, for numbers that sum to 0, and for other methods.
+    """
+    merge = recipe.head
+    models, declared = [source.model for source in merge.sources], METHODS[merge.method]
+    weight, lambda_ = declared.coefficient("weight"), declared.coefficient("lambda")
+    scale: float | None = None
+    numbers: tuple[float, ...]
+    if merge.method == "passthrough":
+        numbers = (0.0 if models[0] == recipe.base else 1.0,)
+    elif lambda_ is not None and lambda_.per_model:
+        numbers = merge.per_source("lambda")
+        scale = math.fsum(numbers)
+    elif weight is not None:
+        numbers = merge.per_source("weight")
+        scale = None if lambda_ is None else merge.number("lambda")
+    elif lambda_ is not None:
+        numbers, scale = (1.0,) * len(models), merge.number("lambda")
+    else:
+        return None
+    if not (total := math.fsum(numbers)):
+        return None
+    return Direction({model: number / total for model, number in zip(models, numbers, strict=True)}, scale)

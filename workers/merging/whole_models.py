@@ -1,0 +1,204 @@
+"""Statistics of whole task vectors, over all tensors of a model: thresholds of magnitudes and the majority sign.
+
+Merges with `trim: model` use them. Every tensor of the merged model counts, the embedding and the output head among
+them, with the rows of the merged vocabulary; also tensors that a recipe merges by another method, and elements that an
+expert did not change. An output head that is tied to the embedding is the same tensor and counts once.
+
+Tensors are read one by one, in the order of their names. Nothing here knows how a source is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from workers.merging.methods.consensus import elected_balance
+from workers.merging.methods.sparsify import masked_task_vectors, trimmed
+from workers.merging.order_statistics import (
+    ALL,
+    DIGIT_BITS,
+    MOST_LEFT,
+    Selected,
+    Threshold,
+    TieOrder,
+    Trim,
+    Words,
+    selected,
+)
+
+__all__ = ["ModelMagnitudes", "ModelTensor", "WholeTaskVector", "balance_of"]
+
+# Elements whose words are made at a time, in temporaries of 8 bytes.
+CHUNK = 1 << 22
+# The dtypes that the compiled functions read.
+COMPILED = {torch.float32, torch.bfloat16, torch.float16}
+
+
+class ModelTensor(NamedTuple):
+    """One tensor of an expert and of its base; `order` orders elements of equal magnitude.
+
+    `mask` is the density and the key of a random mask (DARE), or None. The task vector is then divided by the density
+    where the mask keeps it, and zero elsewhere.
+    """
+
+    source: torch.Tensor
+    base: torch.Tensor
+    order: TieOrder
+    mask: tuple[float, int] | None = None
+
+    def task_vector(self) -> torch.Tensor:
+        """The tensor's task vector after the mask, in float32."""
+        source, base = self.source.float(), self.base.float()
+        if self.mask is None:
+            return source - base
+        density, key = self.mask
+        return masked_task_vectors([source], base, [density], [key])[0]
+
+
+@dataclass(frozen=True)
+class ModelMagnitudes:
+    """The thresholds of one tensor that follow from ranks among all tensors of its model; it implements `Ranked`.
+
+    `num_elements` is the number of elements of the model. `trims` has the threshold of each rank that a merge uses.
+    """
+
+    num_elements: int
+    trims: Mapping[int, Trim]
+
+    @property
+    def num_not_zero(self) -> int:
+        raise NotImplementedError("zeros of whole models are not counted")
+
+    def trim(self, rank: int) -> Trim:
+        """The threshold of this tensor at which the model keeps `rank` elements, as both bounds."""
+        return self.trims[rank]
+
+    def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
+        """The threshold of this tensor at which the model keeps `rank` elements; `sizes` and `order` are not used."""
+        return self.trims[rank].high
+
+
+class WholeTaskVector:
+    """The task vector of an expert, all tensors together, whose n-th largest magnitude is found by selection.
+
+    `names` are the names of its tensors and `num_elements` their number of elements; `read` returns a tensor by its
+    name. What is found is kept for each rank, with the counts of the first pass, 512 KiB. So the first rank takes two
+    to five passes over the expert and the base, and each further one a pass less.
+    """
+
+    def __init__(
+        self, names: Sequence[str], num_elements: int, read: Callable[[str], ModelTensor], *, compiles: bool = True
+    ) -> None:
+        self.num_elements = num_elements
+        self._places = {name: place for place, name in enumerate(names)}
+        self._read = read
+        self._tensors = [_Words(name, read, compiles=compiles) for name in names]
+        self._first: np.ndarray | None = None
+        self._found: dict[int, Selected] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._first is None else self._first.nbytes
+
+    def of_tensor(self, name: str, order: TieOrder, ranks: Iterable[int]) -> ModelMagnitudes:
+        """The thresholds of the tensor `name` at which the whole task vector keeps its `rank` largest elements.
+
+        `ranks` are the numbers of elements, from 1. `order` orders the tensor's elements of equal magnitude.
+        """
+        return ModelMagnitudes(self.num_elements, {rank: self._trim(name, order, rank) for rank in ranks})
+
+    def _trim(self, name: str, order: TieOrder, rank: int) -> Trim:
+        if rank >= self.num_elements:
+            return ALL
+        found = self._selected(rank)
+        # Of elements with equal magnitudes and marks, those of later tensors are the larger ones.
+        is_kept = self._places[name] >= found.tensor
+        threshold = found.threshold if is_kept else order.above(found.threshold)
+        return Trim.at(threshold, is_tied=found.num_equal > MOST_LEFT)
+
+    def _selected(self, rank: int) -> Selected:
+        if rank not in self._found:
+            if self._first is None:
+                self._first = sum(
+                    (each.counts(0, 64 - DIGIT_BITS) for each in self._tensors), np.zeros(1 << DIGIT_BITS, np.int64)
+                )
+            self._found[rank] = selected(self._tensors, self.num_elements - rank, first=self._first)
+        return self._found[rank]
+
+
+def balance_of(tensors: Sequence[ModelTensor], shares: Sequence[float], known: Sequence[ModelMagnitudes]) -> int:
+    """How many more elements of one tensor elect a positive sign than a negative one.
+
+    The task vectors of `tensors`, one for each expert, are trimmed to `shares` of whole models, whose thresholds are in
+    `known`.
+    """
+    each = zip(tensors, shares, known, strict=True)
+    return elected_balance([trimmed(of.task_vector(), share, of.order, table) for of, share, table in each])
+
+
+class _Words:
+    """The words of one tensor, which is read for each pass; it implements `order_statistics.Words`."""
+
+    def __init__(self, name: str, read: Callable[[str], ModelTensor], *, compiles: bool) -> None:
+        self._name = name
+        self._read = read
+        self._compiles = compiles
+
+    def counts(self, prefix: int, shift: int) -> np.ndarray:
+        return self._words().counts(prefix, shift)
+
+    def with_prefix(self, prefix: int, shift: int, most: int) -> np.ndarray:
+        return self._words().with_prefix(prefix, shift, most)
+
+    def _words(self) -> Words:
+        tensor = self._read(self._name)
+        is_usual = 0 < tensor.source.numel() < 2**32
+        if not (self._compiles and is_usual and {tensor.source.dtype, tensor.base.dtype} <= COMPILED):
+            return _PlainWords(tensor)
+        from workers.merging.kernels.sorting import magnitude_words
+
+        source, base = tensor.source.contiguous(), tensor.base.contiguous()
+        return magnitude_words(source, base, tensor.order.factor, tensor.mask)
+
+
+class _PlainWords:
+    """The words of one tensor by plain torch, on any device; it implements `order_statistics.Words`."""
+
+    def __init__(self, tensor: ModelTensor) -> None:
+        self._sizes = tensor.task_vector().abs_().flatten()
+        self._order = tensor.order
+
+    def counts(self, prefix: int, shift: int) -> np.ndarray:
+        counts = torch.zeros(1 << DIGIT_BITS, dtype=torch.int64, device=self._sizes.device)
+        for bits, at in self._found(prefix, shift + DIGIT_BITS):
+            digits = bits >> (shift - 32) if shift >= 32 else self._order.marks_at(at) >> shift
+            counts += torch.bincount(digits & ((1 << DIGIT_BITS) - 1), minlength=1 << DIGIT_BITS)
+        found: np.ndarray = counts.cpu().numpy()
+        return found
+
+    def with_prefix(self, prefix: int, shift: int, most: int) -> np.ndarray:
+        keys = [bits.long() << 32 | self._order.marks_at(at) for bits, at in self._found(prefix, shift)]
+        found = torch.cat([*keys, self._sizes.new_empty(0, dtype=torch.int64)])
+        words: np.ndarray = found.cpu().numpy().astype(np.uint64)
+        return words
+
+    def _found(self, prefix: int, shift: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the elements whose words have the bits `prefix` above the last `shift` bits: (bits, indices).
+
+        The bits are those of their magnitudes, as int32 without the sign. Marks are computed where `prefix` has some.
+        """
+        for start in range(0, self._sizes.numel(), CHUNK):
+            bits = self._sizes[start : start + CHUNK].view(torch.int32)
+            of_magnitude = prefix if shift >= 32 else prefix >> (32 - shift)
+            at = (bits >> max(0, shift - 32) == of_magnitude).nonzero().flatten() if shift < 64 else None
+            if at is None:
+                yield bits, torch.arange(start, start + bits.numel(), device=bits.device)
+                continue
+            if shift < 32:
+                marks = self._order.marks_at(start + at)
+                at = at[marks >> shift == prefix & ((1 << (32 - shift)) - 1)]
+            yield bits[at], start + at
