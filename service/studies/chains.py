@@ -38,7 +38,7 @@ from service.types import JobRecord
 from workers.directories import turn
 from workers.errors import InvalidModel
 from workers.models.family import resolve_family
-from workers.object_store import blobs_in, is_object_url
+from workers.object_store import blob_at, is_object_url
 
 __all__ = ["SOURCES", "OpenStudy", "keep_sources", "on_server", "with_exported_sources"]
 
@@ -132,9 +132,9 @@ def keep_sources(artifacts: ArtifactStore, job_id: str, models: Iterable[str]) -
     those that are no artifacts in the object store are left out. Raises Conflict if the files of an artifact are gone.
     """
     for model in models:
-        for store, digest in blobs_in(model):
-            if store == artifacts.remote:
-                artifacts.keep(job_id, f"source-{digest[:DIGEST_DIGITS]}", digest)
+        artifact = blob_at(model)
+        if artifact is not None and artifact[0] == artifacts.remote:
+            artifacts.keep(job_id, f"source-{artifact[1][:DIGEST_DIGITS]}", artifact[1])
 
 
 def _with_directories(study: Study, found: Mapping[str, ChainedSource]) -> Study:
