@@ -24,9 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import anyio
 import anyio.to_thread
 import psutil
 
+from service.cluster.job_client import ANSWER_S
 from service.disk import artifacts_dir
 from service.store.blobs import BlobStore, open_blobs
 from service.worker_process import NO_LIMITS, CallLimits, WorkerProcess
@@ -145,8 +147,11 @@ class NodeCalls:
             ProcessDied, TimeoutError, LimitExceeded: As `WorkerProcess.call` does.
         """
         call = pickle.dumps((timeout_s, limits, pickle.dumps((function, args, kwargs))))
-        result: Result = await anyio.to_thread.run_sync(self._call, call, node, timeout_s, abandon_on_cancel=True)
-        return result
+        limit_s = timeout_s + START_GRACE_S + ANSWER_S  # `_run` ends earlier, unless a request of its does not
+        with anyio.move_on_after(limit_s):
+            result: Result = await anyio.to_thread.run_sync(self._call, call, node, timeout_s, abandon_on_cancel=True)
+            return result
+        raise ConnectionError(f"the cluster did not answer within {limit_s:g} s")
 
     def _call(self, call: bytes, node: Node, timeout_s: float) -> Any:
         blobs = open_blobs(self._files or artifacts_dir(self._data_dir))
@@ -186,7 +191,7 @@ class NodeCalls:
                     f"Ray job {name} on the node {node.address} has ended without a result ({status}); its log is in "
                     "that of the server"
                 )
-            with suppress(RuntimeError):
+            with suppress(RuntimeError, ConnectionError):
                 client.delete_job(name)
             return str(told[-1])
         except RuntimeError as error:  # of Ray's client

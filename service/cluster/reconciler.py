@@ -22,6 +22,7 @@ from typing import Any
 from sqlalchemy.exc import SQLAlchemyError
 
 from service.cluster.host import Host
+from service.cluster.job_client import job_client
 from service.cluster.node_calls import NodeCalls, nodes_of
 from service.cluster.session import prepare_environment
 from service.disk import DRAINED, is_drained, sign_lock
@@ -342,11 +343,10 @@ class RayCluster:
             return self._too_many_machines()
         prepare_environment()
         from ray.dashboard.utils import get_address_for_submission_client
-        from ray.job_submission import JobSubmissionClient
 
         try:
             url = url or get_address_for_submission_client(None)
-            self._client = JobSubmissionClient(url)
+            self._client = job_client(url)
         except Exception as error:  # Ray raises RuntimeError, ConnectionError or ValueError, depending on the cause
             return f"Ray's dashboard does not answer: {error}"
         self._dashboard_url = url

@@ -68,7 +68,7 @@ def test_addresses_of_local_files_are_refused(place: Path, address: str) -> None
 
 
 def test_a_path_that_fsspec_reads_in_another_way_is_refused(place: Path) -> None:
-    """`file:` is taken a path by fsspec, which then leads outside."""
+    """What fsspec takes for a path outside is refused, although it looks like a path inside."""
     with pytest.raises(InvalidTask, match=r"outside/secret\.jsonl: is not below a directory that studies may read"):
         check(write_choices(place, dataset_kwargs={"data_files": f"file:{place.parent}/outside/secret.jsonl"}))
 
