@@ -69,12 +69,14 @@ class _Places:
         """Return the directory or URL of a checkpoint after writing it with `write`, unless it is there already.
 
         `store` and `job_id` are the study that the checkpoint comes from. `name` is the same for the same content. On
-        its way to an object store, the checkpoint is below `directory`, where an interrupted one is continued.
+        its way to an object store, the checkpoint is in a hidden directory below `directory`, where an interrupted one
+        is continued. A directory with the name itself may be a source of studies from before there was an object store.
         """
-        out = self.directory.resolve() / SOURCES / name
+        root = self.directory.resolve() / SOURCES
         if not is_object_url(str(self.artifacts_in)):
-            write(out)
-            return str(out)
+            write(root / name)
+            return str(root / name)
+        out = root / f".upload-{name}"
         artifacts, artifact = ArtifactStore(store, self.artifacts_in), f"source-{name}"
         with turn(out):
             if artifact not in {record.name for record in artifacts.of(job_id)}:
