@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,12 @@ from service.store.connection import reading, transaction
 from service.store.sql import Store
 from service.types import ArtifactRecord
 from workers.directories import appearing
-from workers.object_store import blob_path
+from workers.object_store import blob_at, blob_path
 
 __all__ = ["ArtifactStore"]
+
+# Digits of an artifact's digest in the name under which another job keeps it.
+DIGEST_DIGITS = 16
 
 
 @repeated
@@ -73,6 +76,16 @@ class ArtifactStore:
         they are gone.
         """
         return self._record(job_id, name, digest, self._manifest(name, digest), {})
+
+    def kept_names(self, models: Iterable[str]) -> dict[str, str]:
+        """Digests of those of `models` that are artifacts in this object store, by the names under which jobs keep them.
+
+        `models` are directories, hub ids and URLs. The digests are for `keep` and `Store.create_job`.
+        """
+        found = (blob_at(model.rstrip("/")) for model in models)
+        return {
+            f"source-{digest[:DIGEST_DIGITS]}": digest for place, digest in filter(None, found) if place == self.remote
+        }
 
     def _record(
         self, job_id: str, name: str, digest: str, manifest: Mapping[str, Mapping[str, Any]], facts: dict[str, Any]

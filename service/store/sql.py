@@ -226,11 +226,14 @@ class Store:
         accepted: Mapping[str, Any],
         idempotency_key: str | None = None,
         request_digest: str | None = None,
+        keeps: Mapping[str, str] | None = None,
     ) -> JobRecord:
         """Store a new job and return it, or return the job that was created with the same `idempotency_key`.
 
         `document` is the submitted document, and `accepted` the findings of its checks, as JSON. `request_digest` is a
-        hash of the request, by which a later request with the same key is compared.
+        hash of the request, by which a later request with the same key is compared. `keeps` has the digests of other
+        jobs' artifacts, by name; they become artifacts of the new job too, so that their files stay when the other jobs
+        are deleted. Raises Conflict, and stores nothing, if no job has one of these artifacts any more.
         """
         job_id = uuid.uuid4().hex
         row = {
@@ -248,6 +251,8 @@ class Store:
             added = insert(connection, schema.studies).values(row).on_conflict_do_nothing()
             if connection.execute(added.returning(schema.studies.c.id)).scalar() is not None:
                 insert_event(connection, job_id, EventKind.CREATED, {"name": name})
+                for artifact, digest in (keeps or {}).items():
+                    _keep_artifact(connection, job_id, artifact, digest)
         if idempotency_key is None:
             return self.job(job_id)
         record = self.job_of_key(idempotency_key)
@@ -742,3 +747,19 @@ class Store:
             return connection.execute(
                 sa.select(table.c.document).where((table.c.study == job_id) & (table.c.name == name))
             ).scalar()
+
+
+def _keep_artifact(connection: sa.Connection, job_id: str, name: str, digest: str) -> None:
+    """Make the artifact with the given digest, of whichever job, also one of the job `job_id`, under `name`.
+
+    The other job cannot be deleted until the transaction ends. Raises Conflict if no job has the artifact.
+    """
+    table = schema.artifacts
+    query = sa.select(table.c.num_bytes).where(table.c.digest == digest).limit(1).with_for_update(read=True)
+    num_bytes = connection.execute(query).scalar()
+    if num_bytes is None:
+        raise Conflict(
+            f"artifact {name!r}: the job that has it was deleted meanwhile, and with it a source of this job"
+        )
+    row = {"study": job_id, "name": name, "digest": digest, "num_bytes": num_bytes, "facts": {}}
+    connection.execute(sa.insert(table).values(**row, created_at=time.time()))

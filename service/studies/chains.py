@@ -38,7 +38,7 @@ from service.types import JobRecord
 from workers.directories import turn
 from workers.errors import InvalidModel
 from workers.models.family import resolve_family
-from workers.object_store import blob_at, is_object_url
+from workers.object_store import is_object_url
 
 __all__ = ["SOURCES", "OpenStudy", "keep_sources", "on_server", "with_exported_sources"]
 
@@ -133,10 +133,8 @@ def keep_sources(artifacts: ArtifactStore, job_id: str, models: Iterable[str]) -
     They then stay when the other jobs are deleted. `job_id` is the study. `models` are directories, hub ids and URLs;
     those that are no artifacts in the object store are left out. Raises Conflict if the files of an artifact are gone.
     """
-    for model in models:
-        artifact = blob_at(model)
-        if artifact is not None and artifact[0] == artifacts.remote:
-            artifacts.keep(job_id, f"source-{artifact[1][:DIGEST_DIGITS]}", artifact[1])
+    for name, digest in artifacts.kept_names(models).items():
+        artifacts.keep(job_id, name, digest)
 
 
 def _with_directories(study: Study, found: Mapping[str, ChainedSource]) -> Study:
