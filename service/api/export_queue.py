@@ -299,6 +299,8 @@ class Exports:
                     alignments_in=self._alignments(record),
                     artifacts_in=self._remote,
                 )
+            elif self._artifacts is not None:  # that server ended before it deleted its own copy
+                await anyio.to_thread.run_sync(partial(shutil.rmtree, directory.parent, ignore_errors=True))
             state, reason = ExportState.COMPLETE, None
         except Exception as error:
             if is_away(error):

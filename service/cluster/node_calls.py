@@ -42,6 +42,9 @@ Result = TypeVar("Result")
 
 POLL_S = 0.2
 
+# Most nodes that are listed, which is the most that Ray lists; its default is 100.
+MAX_NODES = 10_000
+
 # Seconds that a job may take beyond its call: until it runs, and until its end is known.
 START_GRACE_S = 300.0
 
@@ -72,7 +75,8 @@ def nodes_of(dashboard_url: str | None) -> tuple[Node, ...]:
     from ray.util.state.exception import RayStateApiException
 
     try:
-        found = list_nodes(dashboard_url, filters=[("state", "=", "ALIVE")], raise_on_missing_output=False)
+        alive = [("state", "=", "ALIVE")]
+        found = list_nodes(dashboard_url, filters=alive, limit=MAX_NODES, raise_on_missing_output=False)
     except (RayStateApiException, RuntimeError) as error:
         raise ConnectionError(f"Ray's dashboard does not list its nodes: {error}") from error
     return tuple(

@@ -78,7 +78,7 @@ class ArtifactStore:
         return self._record(job_id, name, digest, self._manifest(name, digest), {})
 
     def kept_names(self, models: Iterable[str]) -> dict[str, str]:
-        """Digests of those of `models` that are artifacts in this object store, by the names under which jobs keep them.
+        """Digests of the models that are artifacts in this object store, by the names under which other jobs keep them.
 
         `models` are directories, hub ids and URLs. The digests are for `keep` and `Store.create_job`.
         """

@@ -147,6 +147,17 @@ def test_a_changed_call_is_not_run(calls: NodeCalls, jobs: Jobs, tmp_path: Path,
     assert "has changed" in next(jobs.directory.iterdir()).read_text()
 
 
+def test_all_nodes_of_a_large_cluster_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = [
+        SimpleNamespace(
+            node_id=str(n), node_ip=f"10.0.{n // 250}.{n % 250}", resources_total={"GPU": 8.0}, is_head_node=n == 0
+        )
+        for n in range(300)
+    ]
+    monkeypatch.setattr("ray.util.state.list_nodes", lambda *_, limit=100, **__: listed[:limit])
+    assert len(node_calls.nodes_of("http://dashboard")) == 300
+
+
 @pytest.mark.parametrize("is_remote", [True, False], ids=["object store", "directory"])
 @pytest.mark.parametrize(
     ("nodes", "able", "head_only"),
