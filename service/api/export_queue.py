@@ -266,7 +266,7 @@ class Exports:
         while True:
             try:
                 if self._is_leader():
-                    for record in await anyio.to_thread.run_sync(self._unfinished):
+                    for record in await anyio.to_thread.run_sync(self._store.unfinished_exports):
                         await self._write(record.id)
                         sweep_at = 0.0  # it may exceed the quota
                     if time.monotonic() >= sweep_at:
@@ -278,9 +278,6 @@ class Exports:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._waking.wait(), LOOK_S)
             self._waking.clear()
-
-    def _unfinished(self) -> list[ExportRecord]:
-        return [each for each in self._store.exports() if each.state in (ExportState.WAITING, ExportState.RUNNING)]
 
     async def _write(self, name: str) -> None:
         try:
