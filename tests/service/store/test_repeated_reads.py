@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from service.api.metrics import Stored
 from service.cluster.reconciler import RayCluster
-from service.store import Store, schema, sql
+from service.store import Store, records, schema, sql
 from service.types import EventKind, ExportRecord, ExportState, JobState
 from tests.service.api.harness import stored_study
 
@@ -43,11 +43,10 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def counted(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Count the jobs that are read whole, and keep the queries with their parameters."""
     seen = SimpleNamespace(jobs=0, queries=[])
-    job_record = sql.job_record
 
     def counting(row: sa.RowMapping) -> Any:
         seen.jobs += 1
-        return job_record(row)
+        return records.job_record(row)
 
     def keep(_: Any, __: Any, statement: str, parameters: Any, *___: Any) -> None:
         if statement.startswith("SELECT"):
