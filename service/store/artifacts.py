@@ -46,6 +46,8 @@ class ArtifactStore:
         self._engine = store.engine
         self._reads = reading(self._engine)
         self._blobs = open_blobs(location)
+        # Digests of the files of each artifact, by its own digest, since a manifest never changes.
+        self._named: Mapping[str, frozenset[str]] = {}
 
     def put(self, job_id: str, name: str, source: Path, *, facts: Mapping[str, Any] | None = None) -> ArtifactRecord:
         """Store the directory `source` as an artifact of the job, and return the artifact's record.
@@ -113,16 +115,19 @@ class ArtifactStore:
         Raises:
             NotFound: The job has no artifact of that name.
         """
-        found = [record for record in self.of(job_id) if record.name == name]
+        found = self._records((schema.artifacts.c.study == job_id) & (schema.artifacts.c.name == name))
         if not found:
             raise NotFound(f"artifact {name!r}: job {job_id} has no such artifact")
         return found[0]
 
     def of(self, job_id: str) -> tuple[ArtifactRecord, ...]:
         """Records of a job's artifacts, ordered by name."""
+        return self._records(schema.artifacts.c.study == job_id)
+
+    def _records(self, where: sa.ColumnElement[bool]) -> tuple[ArtifactRecord, ...]:
         table = schema.artifacts
         with self._reads.connect() as connection:
-            rows = connection.execute(sa.select(table).where(table.c.study == job_id).order_by(table.c.name))
+            rows = connection.execute(sa.select(table).where(where).order_by(table.c.name))
             return tuple(ArtifactRecord(**row) for row in rows.mappings())
 
     def files(self, record: ArtifactRecord) -> dict[str, StoredFile]:
@@ -201,10 +206,12 @@ class ArtifactStore:
         """Digests of all files that artifacts use, including their manifests (the lists of an artifact's files)."""
         with self._reads.connect() as connection:
             digests = set(connection.execute(sa.select(schema.artifacts.c.digest)).scalars())
-        used = set(digests)
-        for digest in digests:
-            used |= {entry["digest"] for entry in json.loads(self._blobs.read(digest)).values()}
-        return used
+        self._named = {digest: self._named.get(digest) or self._names(digest) for digest in digests}
+        return digests.union(*self._named.values())
+
+    def _names(self, digest: str) -> frozenset[str]:
+        """Digests of the files that the manifest with the given digest names."""
+        return frozenset(entry["digest"] for entry in json.loads(self._blobs.read(digest)).values())
 
     def _manifest(self, name: str, digest: str) -> dict[str, dict[str, Any]]:
         try:

@@ -119,6 +119,42 @@ def test_a_stored_export_leaves_no_copy(tmp_path: Path, s3: S3, monkeypatch: pyt
     store.close()
 
 
+def test_unused_files_are_not_looked_for_after_each_export(
+    tmp_path: Path, s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look for them lists the whole object store, so it is done when the queue starts and hourly."""
+    monkeypatch.setattr(export_queue, "WorkerProcess", _Writer)
+    monkeypatch.setattr(export_queue, "LOOK_S", 0.02)
+    store = Store(f"sqlite:///{tmp_path / 'mergesearch.db'}")
+    artifacts = ArtifactStore(store, f"{s3.bucket()}/files")
+    listings: list[float] = []
+    monkeypatch.setattr(artifacts, "collect", lambda: listings.append(time.monotonic()))
+    sweeps: list[bool] = []
+
+    async def scenario() -> None:
+        exports = Exports(store, tmp_path, artifacts=artifacts)
+        sweep = exports.sweep
+
+        def counted(*, collects: bool = True) -> None:
+            sweeps.append(collects)
+            sweep(collects=collects)
+
+        monkeypatch.setattr(exports, "sweep", counted)
+        study = stored_study(store)
+        exports.start()
+        for trial in range(3):
+            record = await exports.request(study.id, trial=trial, dtype="float32")
+            await _completed(store, record.id)
+            await asyncio.sleep(0.1)
+        await exports.stop()
+
+    asyncio.run(scenario())
+    assert len(listings) == 1
+    assert sum(sweeps) == 1
+    assert 3 <= len(sweeps) <= 4, "the quota is looked at after each export"
+    store.close()
+
+
 async def _completed(store: Store, name: str) -> None:
     deadline = time.monotonic() + 30
     while store.export(name).state is not ExportState.COMPLETE:
