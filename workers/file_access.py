@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from workers.object_store import is_object_url
+from workers.object_store import is_object_url, object_url_problem
 
 __all__ = ["DATABASE_URL", "FileAccess"]
 
@@ -77,8 +77,11 @@ class FileAccess:
     def url_refusal(self, url: str) -> str | None:
         """The reason why the model or file at `url`, in an object store, must not be read; None if it may be read.
 
-        It may be read if it is one of `urls` or below one, and has no part `.` or `..`.
+        It may be read if it is one of `urls` or below one, has no part `.` or `..`, and is accepted as a URL
+        (`object_url_problem`).
         """
+        if problem := object_url_problem(url):
+            return problem
         parts = url.partition("://")[2].split("/")
         is_below = any(f"{url.rstrip('/')}/".startswith(f"{allowed.rstrip('/')}/") for allowed in self.urls)
         if is_below and not {".", ".."} & {*parts}:

@@ -19,6 +19,7 @@ __all__ = [
     "ObjectInfo",
     "ObjectStore",
     "ObjectStoreError",
+    "blob_at",
     "blob_path",
     "blobs_in",
     "is_object_url",
@@ -62,7 +63,8 @@ def is_object_url(text: str) -> bool:
 def object_url_problem(url: str) -> str | None:
     """Reason why `url` cannot be used as the URL of an object store; None if it can.
 
-    It cannot be used if it is not the URL of an object store, or holds credentials.
+    It cannot be used if it is no such URL, holds credentials, or has white space, a quote, a control character or "::", with
+    which a part of it could be taken for a URL of its own.
     """
     scheme, _, rest = url.partition("://")
     bucket = rest.partition("/")[0]
@@ -73,12 +75,20 @@ def object_url_problem(url: str) -> str | None:
             f"{scheme}://***@{bucket.rpartition('@')[2]}: credentials do not belong in a URL; set them in the "
             "environment, as the store's own tools read them"
         )
+    if "::" in url or any(char.isspace() or not char.isprintable() or char in "\"'" for char in url):
+        return f"{url!r}: has white space, a quote, a control character or '::'; use the URL of a folder without these"
     return None
 
 
 def blob_path(digest: str) -> str:
     """Path, inside an object store, of the file that is stored by its sha256 `digest` (hex)."""
     return f"blobs/{digest[:2]}/{digest[2:]}"
+
+
+def blob_at(url: str) -> tuple[str, str] | None:
+    """The store's URL and the sha256 (hex) if `url` is that of a file that is stored by its sha256, else None."""
+    found = _BLOB.fullmatch(url)
+    return None if found is None else (found[1], found[2] + found[3])
 
 
 def blobs_in(text: str) -> list[tuple[str, str]]:
@@ -93,7 +103,7 @@ class ObjectStore:
     the store does not answer or refuses, and FileNotFoundError for an absent object or bucket.
 
     Raises:
-        ValueError: The URL is not that of an object store, or holds credentials.
+        ValueError: The URL is not that of an object store, holds credentials, or has characters that are refused.
         ObjectStoreError: The package that is needed for URLs of this scheme is not installed.
     """
 

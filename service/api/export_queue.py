@@ -220,8 +220,11 @@ class Exports:
             (self._root / name).rename(directory)
         return directory
 
-    def sweep(self) -> None:
-        """Remove exports that have expired or exceed the quota, and files that belong to no export."""
+    def sweep(self, *, collects: bool = True) -> None:
+        """Remove exports that have expired or exceed the quota, and files that belong to no export.
+
+        With `collects`, an object store's files that no artifact uses are deleted too, for which all are listed.
+        """
         with self._lock:
             places = list(self._root.iterdir()) if self._root.is_dir() else []
             records = self._store.exports()
@@ -241,8 +244,7 @@ class Exports:
                 logger.info(
                     "export %s of study %s was removed: it expired or exceeded the quota", record.id, record.study
                 )
-
-        if self._artifacts is not None:
+        if self._artifacts is not None and collects:
             self._artifacts.collect()
 
     def _quota_bytes(self) -> float:
@@ -266,11 +268,13 @@ class Exports:
         while True:
             try:
                 if self._is_leader():
-                    for record in await anyio.to_thread.run_sync(self._unfinished):
+                    unfinished = await anyio.to_thread.run_sync(self._store.unfinished_exports)
+                    for record in unfinished:
                         await self._write(record.id)
-                        sweep_at = 0.0  # it may exceed the quota
-                    if time.monotonic() >= sweep_at:
-                        await anyio.to_thread.run_sync(self.sweep)
+                    is_time = time.monotonic() >= sweep_at
+                    if is_time or unfinished:  # a new export may exceed the quota
+                        await anyio.to_thread.run_sync(partial(self.sweep, collects=is_time))
+                    if is_time:
                         sweep_at = time.monotonic() + SWEEP_S
             except Exception as error:  # the next round tries again
                 if not is_away(error):
@@ -278,9 +282,6 @@ class Exports:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._waking.wait(), LOOK_S)
             self._waking.clear()
-
-    def _unfinished(self) -> list[ExportRecord]:
-        return [each for each in self._store.exports() if each.state in (ExportState.WAITING, ExportState.RUNNING)]
 
     async def _write(self, name: str) -> None:
         try:
@@ -299,6 +300,8 @@ class Exports:
                     alignments_in=self._alignments(record),
                     artifacts_in=self._remote,
                 )
+            elif self._artifacts is not None:  # that server ended before it deleted its own copy
+                await anyio.to_thread.run_sync(partial(shutil.rmtree, directory.parent, ignore_errors=True))
             state, reason = ExportState.COMPLETE, None
         except Exception as error:
             if is_away(error):

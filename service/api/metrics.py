@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,22 +45,21 @@ Samples: TypeAlias = Iterator[tuple[Labels, float]]
 class Stored:
     """Rows that a scrape reads from the database.
 
-    `jobs` are all jobs. `shown` are those that have not ended, or ended less than SHOWN_AFTER_END_S ago. `setbacks`
-    are the numbers of events of the kinds in SETBACKS, as job id -> kind -> number. `num_engine_faults` is the number
-    of engines that have failed a check, over all jobs.
+    `counts` are the numbers of jobs by kind and state. `shown` are the jobs that have not ended, or ended less than
+    SHOWN_AFTER_END_S ago. `setbacks` are the numbers of events of the kinds in SETBACKS, as job id -> kind -> number.
+    `num_engine_faults` is the number of engines that have failed a check, over all jobs.
     """
 
-    jobs: tuple[JobRecord, ...]
+    counts: Mapping[tuple[str, JobState], int]
     shown: tuple[JobRecord, ...]
     setbacks: Mapping[str, Mapping[str, int]]
     num_engine_faults: int
 
     @classmethod
     def read(cls, store: Store) -> Stored:
-        jobs, now = store.jobs(), store.now()
-        shown = tuple(job for job in jobs if not job.state.is_finished or now - _last_heard_at(job) < SHOWN_AFTER_END_S)
+        shown = store.unfinished_jobs(heard_since=store.now() - SHOWN_AFTER_END_S)
         setbacks = store.event_counts([job.id for job in shown], kinds=SETBACKS)
-        return cls(jobs, shown, setbacks, len(store.engine_faults()))
+        return cls(store.job_counts(), shown, setbacks, store.num_engine_faults())
 
 
 @dataclass(frozen=True)
@@ -105,22 +103,13 @@ def prometheus_text(scrape: Scrape) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _last_heard_at(job: JobRecord) -> float:
-    """Time of a job's latest sign of life, in seconds since the epoch.
-
-    It is the last heartbeat, the last submission of a driver, or the job's creation.
-    """
-    return max(job.heartbeat_at or 0.0, job.submitted_at, job.created_at)
-
-
 # -- readers -----------------------------------------------------------------------------------------------------------
 
 
 def _jobs(scrape: Scrape) -> Samples:
     if scrape.stored is not None:
-        numbers = Counter((job.kind, job.state) for job in scrape.stored.jobs)
         for kind, state in itertools.product(KINDS, JobState):
-            yield {"kind": kind, "state": state.value}, numbers[kind, state]
+            yield {"kind": kind, "state": state.value}, scrape.stored.counts.get((kind, state), 0)
 
 
 def _requests(scrape: Scrape) -> Samples:

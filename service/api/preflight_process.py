@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import anyio
 import anyio.to_thread
 import psutil
 
@@ -23,7 +24,8 @@ from search_spaces.study.file import Study
 from search_spaces.study.yaml import parse_document
 from service.api.limits.fair_queue import FairQueue
 from service.api.problems import Unavailable
-from service.cluster.node_calls import NodeCalls
+from service.cluster.job_client import ANSWER_S
+from service.cluster.node_calls import Node, NodeCalls
 from service.jobs.base import Accept, Accepted, JobKind, RequestContext
 from service.jobs.registry import kind_of
 from service.store.database_url import database_url
@@ -127,18 +129,18 @@ class PreflightProcess:
             validator.stop()
 
     async def accept(self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "") -> Accepted:
-        context, node, cluster = self._context, None, self._cluster
-        if cluster is not None:
-            node, num_machines = await self._waited(anyio.to_thread.run_sync(cluster.place))
-            context = replace(context, num_machines=num_machines)
-        if cluster is None or node is None:
-            async with self._queue.turn(client), self._validator() as validator:
-                return await self._limited(
-                    validator.call, check_request, content, kind.noun, kind.accept, context, is_json=is_json
-                )
-        # Nodes find the database themselves, as drivers do: its URL may hold a password.
-        context = replace(context, store_url=None)
         async with self._queue.turn(client):
+            context, node, cluster = self._context, None, self._cluster
+            if cluster is not None:
+                node, num_machines = await self._waited(_place(cluster))
+                context = replace(context, num_machines=num_machines)
+            if cluster is None or node is None:
+                async with self._validator() as validator:
+                    return await self._limited(
+                        validator.call, check_request, content, kind.noun, kind.accept, context, is_json=is_json
+                    )
+            # Nodes find the database themselves, as drivers do: its URL may hold a password.
+            context = replace(context, store_url=None)
             on_node = partial(cluster.call, node=node)
             call = self._limited(on_node, check_on_node, content, kind.name, context, is_json=is_json)
             return await self._waited(call)
@@ -183,6 +185,13 @@ class PreflightProcess:
 def default_access(data_dir: Path) -> FileAccess:
     """Files that jobs may read by default: those in `data_dir`, the working directory and the hub's cache."""
     return FileAccess(tuple(map(str, (data_dir.resolve(), Path.cwd(), hub_cache()))))
+
+
+async def _place(cluster: NodeCalls) -> tuple[Node | None, int]:
+    """Result of `cluster.place`. Raises ConnectionError if there is none within ANSWER_S seconds."""
+    with anyio.move_on_after(ANSWER_S):
+        return await anyio.to_thread.run_sync(cluster.place, abandon_on_cancel=True)
+    raise ConnectionError(f"Ray's dashboard did not answer within {ANSWER_S:g} s")
 
 
 def _too_much(limit: str) -> InvalidStudy:

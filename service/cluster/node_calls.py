@@ -24,9 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import anyio
 import anyio.to_thread
 import psutil
 
+from service.cluster.job_client import ANSWER_S
 from service.disk import artifacts_dir
 from service.store.blobs import BlobStore, open_blobs
 from service.worker_process import NO_LIMITS, CallLimits, WorkerProcess
@@ -39,6 +41,9 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 POLL_S = 0.2
+
+# Most nodes that are listed, which is the most that Ray lists; its default is 100.
+MAX_NODES = 10_000
 
 # Seconds that a job may take beyond its call: until it runs, and until its end is known.
 START_GRACE_S = 300.0
@@ -70,7 +75,8 @@ def nodes_of(dashboard_url: str | None) -> tuple[Node, ...]:
     from ray.util.state.exception import RayStateApiException
 
     try:
-        found = list_nodes(dashboard_url, filters=[("state", "=", "ALIVE")], raise_on_missing_output=False)
+        alive = [("state", "=", "ALIVE")]
+        found = list_nodes(dashboard_url, filters=alive, limit=MAX_NODES, raise_on_missing_output=False)
     except (RayStateApiException, RuntimeError) as error:
         raise ConnectionError(f"Ray's dashboard does not list its nodes: {error}") from error
     return tuple(
@@ -149,8 +155,11 @@ class NodeCalls:
             ProcessDied, TimeoutError, LimitExceeded: As `WorkerProcess.call` does.
         """
         call = pickle.dumps((timeout_s, limits, pickle.dumps((function, args, kwargs))))
-        result: Result = await anyio.to_thread.run_sync(self._call, call, node, timeout_s, abandon_on_cancel=True)
-        return result
+        limit_s = timeout_s + START_GRACE_S + ANSWER_S  # `_run` ends earlier, unless a request of its does not
+        with anyio.move_on_after(limit_s):
+            result: Result = await anyio.to_thread.run_sync(self._call, call, node, timeout_s, abandon_on_cancel=True)
+            return result
+        raise ConnectionError(f"the cluster did not answer within {limit_s:g} s")
 
     def _call(self, call: bytes, node: Node, timeout_s: float) -> Any:
         blobs = open_blobs(self._files or artifacts_dir(self._data_dir))
@@ -190,7 +199,7 @@ class NodeCalls:
                     f"Ray job {name} on the node {node.address} has ended without a result ({status}); its log is in "
                     "that of the server"
                 )
-            with suppress(RuntimeError):
+            with suppress(RuntimeError, ConnectionError):
                 client.delete_job(name)
             return str(told[-1])
         except RuntimeError as error:  # of Ray's client

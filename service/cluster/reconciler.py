@@ -22,9 +22,11 @@ from typing import Any
 from sqlalchemy.exc import SQLAlchemyError
 
 from service.cluster.host import Host
+from service.cluster.job_client import job_client
 from service.cluster.node_calls import NodeCalls, nodes_of
 from service.cluster.session import prepare_environment
 from service.disk import DRAINED, is_drained, sign_lock
+from service.errors import NotFound
 from service.schemas.api import RayJobDocument
 from service.store import Store
 from service.store.servers import Leadership
@@ -342,11 +344,10 @@ class RayCluster:
             return self._too_many_machines()
         prepare_environment()
         from ray.dashboard.utils import get_address_for_submission_client
-        from ray.job_submission import JobSubmissionClient
 
         try:
             url = url or get_address_for_submission_client(None)
-            self._client = JobSubmissionClient(url)
+            self._client = job_client(url)
         except Exception as error:  # Ray raises RuntimeError, ConnectionError or ValueError, depending on the cause
             return f"Ray's dashboard does not answer: {error}"
         self._dashboard_url = url
@@ -380,7 +381,7 @@ class RayCluster:
         self._client, self._dashboard_url, self._not_ready = None, None, reason
 
     def _look_at_jobs(self, is_leader: bool) -> None:
-        jobs = self._store.jobs()
+        jobs = self._store.unfinished_jobs()
         now = self._store.now()
         self._clock_s = now - time.time()
         if self._watched_since is None:
@@ -388,16 +389,14 @@ class RayCluster:
         num_running = 0
         queued: set[str] = set()
         for job in jobs:
-            if job.state.is_finished:
-                self._paused.pop(job.id, None)
-            if job.state is JobState.CANCELLED:
-                if is_leader:
-                    self._stop_cancelled(job)
-            elif not job.state.is_finished:
-                has_driver = self._look_at(job, now=now, may_start=num_running < MAX_RUNNING, acts=is_leader)
-                num_running += has_driver
-                queued |= set() if has_driver else {job.id}
+            has_driver = self._look_at(job, now=now, may_start=num_running < MAX_RUNNING, acts=is_leader)
+            num_running += has_driver
+            queued |= set() if has_driver else {job.id}
         self._queued = queued
+        names = {job.id for job in jobs}
+        self._paused = {name: pause for name, pause in self._paused.items() if name in names}
+        if is_leader:
+            self._stop_cancelled()
 
     def _stop_drivers(self) -> None:
         """Ask the driver of every unfinished job, once, to end when the chunks that it waits for are scored."""
@@ -488,13 +487,18 @@ class RayCluster:
             return False
         return True
 
-    def _stop_cancelled(self, job: JobRecord) -> None:
-        if job.id in self._quiet:
-            return
-        if self._ray_job(job)[0] in ("PENDING", "RUNNING"):
-            self._client.stop_job(submission_id(job, job.submissions))
-        else:
-            self._quiet.add(job.id)
+    def _stop_cancelled(self) -> None:
+        for name in self._store.job_ids(JobState.CANCELLED):
+            if name in self._quiet:
+                continue
+            try:
+                job = self._store.job(name)
+            except NotFound:  # deleted at this moment
+                continue
+            if self._ray_job(job)[0] in ("PENDING", "RUNNING"):
+                self._client.stop_job(submission_id(job, job.submissions))
+            else:
+                self._quiet.add(name)
 
     def _ray_job(self, job: JobRecord) -> tuple[str | None, str | None]:
         """State of the Ray Job of the job's last driver, and the cluster's message about it on one line.

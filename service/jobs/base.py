@@ -144,6 +144,8 @@ class JobKind:
     - `load`: reads a file that describes a job; returns its document in canonical form, with absolute paths.
     - `accept`: checks a parsed document. Raises InvalidStudy with every problem. It is a function of a module, because
       the server calls it in another process.
+    - `models`: returns the directories, hub ids and URLs of the models that an accepted job reads; those that are
+      artifacts of other jobs become artifacts of the job too when it is created.
     - `work`: continues a stored job from its stored state to its end, and stores how the job ended.
     - `view`: returns one `View` for each of the given jobs.
     - `documents`: returns the TypedDict of the server's document of a job, and the one of the driver's progress.
@@ -167,6 +169,7 @@ class JobKind:
     work: Callable[[Attempt], None]
     documents: Callable[[], tuple[type, type]]
     view: Callable[[Sequence[JobRecord], Store, ArtifactStore], Sequence[View]] = lambda jobs, *_: [View()] * len(jobs)
+    models: Callable[[Accepted], Sequence[str]] = lambda _: ()
     links: Sequence[str] = ()
     example: Mapping[str, Any] | None = None
     resumable: str = "that has FAILED or waits"

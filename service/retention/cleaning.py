@@ -166,7 +166,7 @@ class Cleaner:
 
         If no engine has ever failed a check, no sample is void, and the samples are not searched.
         """
-        return bool(self._store.engine_faults()) and self._store.has_void(job_id)
+        return self._store.num_engine_faults() > 0 and self._store.has_void(job_id)
 
     def _job_bytes(self, job: JobRecord, texts: Mapping[str, tuple[int, int]]) -> int:
         """Bytes of a job's responses, files and artifacts; its other rows in SQL are small beside them."""

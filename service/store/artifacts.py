@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,12 @@ from service.store.connection import reading, transaction
 from service.store.sql import Store
 from service.types import ArtifactRecord
 from workers.directories import appearing
-from workers.object_store import blob_path
+from workers.object_store import blob_at, blob_path
 
 __all__ = ["ArtifactStore"]
+
+# Digits of an artifact's digest in the name under which another job keeps it.
+DIGEST_DIGITS = 16
 
 
 @repeated
@@ -43,6 +46,8 @@ class ArtifactStore:
         self._engine = store.engine
         self._reads = reading(self._engine)
         self._blobs = open_blobs(location)
+        # Digests of the files of each artifact, by its own digest, since a manifest never changes.
+        self._named: Mapping[str, frozenset[str]] = {}
 
     def put(self, job_id: str, name: str, source: Path, *, facts: Mapping[str, Any] | None = None) -> ArtifactRecord:
         """Store the directory `source` as an artifact of the job, and return the artifact's record.
@@ -74,6 +79,16 @@ class ArtifactStore:
         """
         return self._record(job_id, name, digest, self._manifest(name, digest), {})
 
+    def kept_names(self, models: Iterable[str]) -> dict[str, str]:
+        """Digests of the models that are artifacts in this object store, by the names under which other jobs keep them.
+
+        `models` are directories, hub ids and URLs. The digests are for `keep` and `Store.create_job`.
+        """
+        found = (blob_at(model.rstrip("/")) for model in models)
+        return {
+            f"source-{digest[:DIGEST_DIGITS]}": digest for place, digest in filter(None, found) if place == self.remote
+        }
+
     def _record(
         self, job_id: str, name: str, digest: str, manifest: Mapping[str, Mapping[str, Any]], facts: dict[str, Any]
     ) -> ArtifactRecord:
@@ -100,16 +115,19 @@ class ArtifactStore:
         Raises:
             NotFound: The job has no artifact of that name.
         """
-        found = [record for record in self.of(job_id) if record.name == name]
+        found = self._records((schema.artifacts.c.study == job_id) & (schema.artifacts.c.name == name))
         if not found:
             raise NotFound(f"artifact {name!r}: job {job_id} has no such artifact")
         return found[0]
 
     def of(self, job_id: str) -> tuple[ArtifactRecord, ...]:
         """Records of a job's artifacts, ordered by name."""
+        return self._records(schema.artifacts.c.study == job_id)
+
+    def _records(self, where: sa.ColumnElement[bool]) -> tuple[ArtifactRecord, ...]:
         table = schema.artifacts
         with self._reads.connect() as connection:
-            rows = connection.execute(sa.select(table).where(table.c.study == job_id).order_by(table.c.name))
+            rows = connection.execute(sa.select(table).where(where).order_by(table.c.name))
             return tuple(ArtifactRecord(**row) for row in rows.mappings())
 
     def files(self, record: ArtifactRecord) -> dict[str, StoredFile]:
@@ -188,10 +206,12 @@ class ArtifactStore:
         """Digests of all files that artifacts use, including their manifests (the lists of an artifact's files)."""
         with self._reads.connect() as connection:
             digests = set(connection.execute(sa.select(schema.artifacts.c.digest)).scalars())
-        used = set(digests)
-        for digest in digests:
-            used |= {entry["digest"] for entry in json.loads(self._blobs.read(digest)).values()}
-        return used
+        self._named = {digest: self._named.get(digest) or self._names(digest) for digest in digests}
+        return digests.union(*self._named.values())
+
+    def _names(self, digest: str) -> frozenset[str]:
+        """Digests of the files that the manifest with the given digest names."""
+        return frozenset(entry["digest"] for entry in json.loads(self._blobs.read(digest)).values())
 
     def _manifest(self, name: str, digest: str) -> dict[str, dict[str, Any]]:
         try:

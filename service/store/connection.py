@@ -105,29 +105,35 @@ TOKEN = "commit_token"
 TOKEN_LIFE_S = 24 * 3600
 
 # Both parts see the transaction before this statement: nothing is stored if the transaction has written nothing.
-STORE_TOKEN = sa.text(
-    """
+_STORE_TOKEN = """
     WITH outdated AS (
-        SELECT token FROM commit_tokens
-        WHERE (token = :before OR time < :now - :life) AND pg_current_xact_id_if_assigned() IS NOT NULL
+        SELECT token FROM commit_tokens WHERE {is_outdated} AND pg_current_xact_id_if_assigned() IS NOT NULL
         FOR UPDATE SKIP LOCKED
     ), deleted AS (DELETE FROM commit_tokens WHERE token IN (SELECT token FROM outdated))
     INSERT INTO commit_tokens (token, time)
     SELECT :token, :now WHERE pg_current_xact_id_if_assigned() IS NOT NULL
     """
-)
+
+# The first is for the first transaction of a connection: it reads all tokens, which no index has by time. Connections
+# are replaced every RECYCLE_S. The other finds the connection's previous token by its key.
+FIRST_TOKEN = sa.text(_STORE_TOKEN.format(is_outdated="time < :now - :life"))
+NEXT_TOKEN = sa.text(_STORE_TOKEN.format(is_outdated="token = :before"))
 
 
 def _store_token(connection: sa.Connection) -> str | None:
     """Store a new token in the transaction that is open on `connection`, and delete the connection's previous one.
 
-    Returns None, and stores nothing, on SQLite and if the transaction has written nothing.
+    The first token of a connection replaces those of connections that are gone. Returns None, and stores nothing, on
+    SQLite and if the transaction has written nothing.
     """
     if connection.dialect.name == "sqlite":
         return None
-    token = uuid.uuid4().hex
-    row = {"token": token, "before": connection.info.get(TOKEN), "now": time.time(), "life": TOKEN_LIFE_S}
-    return token if connection.execute(STORE_TOKEN, row).rowcount else None
+    token, before, now = uuid.uuid4().hex, connection.info.get(TOKEN), time.time()
+    if before is None:
+        stored = connection.execute(FIRST_TOKEN, {"token": token, "now": now, "life": TOKEN_LIFE_S})
+    else:
+        stored = connection.execute(NEXT_TOKEN, {"token": token, "now": now, "before": before})
+    return token if stored.rowcount else None
 
 
 def _is_committed(engine: sa.Engine, token: str) -> bool:

@@ -47,7 +47,7 @@ __all__ = [
 
 # The newest migration in `migrations/versions`, which makes the tables below. Every change of the tables needs
 # a migration.
-REVISION = "0010"
+REVISION = "0012"
 
 # The revision of a database from before the migrations, and its `schema_version`.
 BASELINE = "0001"
@@ -274,6 +274,7 @@ events = Table(
     Column("payload", JSON, nullable=False),
     _in_study(),
     Index("events_by_study", "study", "id"),
+    Index("events_by_kind", "study", "kind", "id"),
     sqlite_autoincrement=True,  # ids are never reused: clients resume after the last one they saw
 )
 

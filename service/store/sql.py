@@ -6,6 +6,7 @@ checks its attempt number inside every transaction: a driver that was replaced c
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections import defaultdict
@@ -82,6 +83,9 @@ RESULT_EVENTS = (
     EventKind.TRAINING,
     EventKind.ANALYSIS,
 )
+
+# States of jobs that have ended.
+FINISHED = tuple(state.value for state in JobState if state.is_finished)
 
 # Columns of the table of trials: those of results, and those of whole trials. Recipes are read as text.
 RESULT_COLUMNS = tuple(c for c in schema.trials.c if c.name not in ("study", "configuration", "recipe"))
@@ -226,11 +230,14 @@ class Store:
         accepted: Mapping[str, Any],
         idempotency_key: str | None = None,
         request_digest: str | None = None,
+        keeps: Mapping[str, str] | None = None,
     ) -> JobRecord:
         """Store a new job and return it, or return the job that was created with the same `idempotency_key`.
 
         `document` is the submitted document, and `accepted` the findings of its checks, as JSON. `request_digest` is a
-        hash of the request, by which a later request with the same key is compared.
+        hash of the request, by which a later request with the same key is compared. `keeps` has the digests of other
+        jobs' artifacts, by name; they become artifacts of the new job too, so that their files stay when the other jobs
+        are deleted. Raises Conflict, and stores nothing, if no job has one of these artifacts any more.
         """
         job_id = uuid.uuid4().hex
         row = {
@@ -248,6 +255,8 @@ class Store:
             added = insert(connection, schema.studies).values(row).on_conflict_do_nothing()
             if connection.execute(added.returning(schema.studies.c.id)).scalar() is not None:
                 insert_event(connection, job_id, EventKind.CREATED, {"name": name})
+                for artifact, digest in (keeps or {}).items():
+                    _keep_artifact(connection, job_id, artifact, digest)
         if idempotency_key is None:
             return self.job(job_id)
         record = self.job_of_key(idempotency_key)
@@ -264,6 +273,31 @@ class Store:
     def jobs(self, kind: str | None = None) -> tuple[JobRecord, ...]:
         """All jobs, oldest first; only those of one kind if `kind` names one."""
         return self._jobs(sa.true() if kind is None else schema.studies.c.kind == kind)
+
+    def unfinished_jobs(self, *, heard_since: float = math.inf) -> tuple[JobRecord, ...]:
+        """Jobs that have not ended, oldest first, and those that ended but were heard of since the time `heard_since`.
+
+        A job is heard of when it is created, when a driver is submitted, and by a driver's heartbeats. The time is in
+        seconds since the epoch; by default, no job that has ended is returned.
+        """
+        table = schema.studies
+        times = (table.c.heartbeat_at, table.c.submitted_at, table.c.created_at)
+        is_recent = sa.or_(*(time > heard_since for time in times)) if heard_since < math.inf else sa.false()
+        return self._jobs(table.c.state.not_in(FINISHED) | is_recent)
+
+    def job_ids(self, state: JobState) -> tuple[str, ...]:
+        """Ids of all jobs in a state, oldest job first; nothing else of the jobs is read."""
+        table = schema.studies
+        query = sa.select(table.c.id).where(table.c.state == state.value).order_by(table.c.created_at, table.c.id)
+        with self._reads.connect() as connection:
+            return tuple(connection.execute(query).scalars())
+
+    def job_counts(self) -> dict[tuple[str, JobState], int]:
+        """Numbers of jobs by kind and state, without those that are 0."""
+        table = schema.studies
+        query = sa.select(table.c.kind, table.c.state, sa.func.count()).group_by(table.c.kind, table.c.state)
+        with self._reads.connect() as connection:
+            return {(kind, JobState(state)): count for kind, state, count in connection.execute(query)}
 
     def job_of_key(self, idempotency_key: str) -> JobRecord | None:
         """The job that was created with this idempotency key; None if there is none."""
@@ -408,14 +442,15 @@ class Store:
         """
         events, evidence, steps = schema.events, schema.evidence, schema.search_steps
         of_job = events.c.study == job_id
-        last_result = (
-            sa.select(sa.func.coalesce(sa.func.max(events.c.id), 0))
-            .where(of_job & events.c.kind.in_(RESULT_EVENTS))
-            .scalar_subquery()
-        )
+        # One by one, since the index has the last event of each kind: a study has thousands of some kinds.
+        results = [
+            sa.select(sa.func.max(events.c.id)).where(of_job & (events.c.kind == kind)).scalar_subquery()
+            for kind in RESULT_EVENTS
+        ]
         chunk = sa.select(evidence.c.finished_at).where(evidence.c.study == job_id).order_by(evidence.c.id.desc())
         step = sa.select(steps.c.time).where(steps.c.study == job_id).order_by(steps.c.number.desc())
         with self._reads.connect() as connection:
+            last_result = max(found or 0 for found in connection.execute(sa.select(*results)).one())
             stored_at = max(connection.execute(of.limit(1)).scalar() or 0.0 for of in (chunk, step))
             since = of_job & (events.c.id > last_result) & (events.c.time > stored_at)
             kinds = sa.select(events.c.kind).where(since & events.c.kind.in_(SETBACK_EVENTS)).order_by(events.c.id)
@@ -457,15 +492,21 @@ class Store:
 
     def export(self, export_id: str) -> ExportRecord:
         """The export with this id. Raises NotFound if there is none."""
-        for record in self.exports():
-            if record.id == export_id:
-                return record
-        raise NotFound(f"export {export_id!r}: no such export")
+        found = self._exports(schema.exports.c.id == export_id)
+        if not found:
+            raise NotFound(f"export {export_id!r}: no such export")
+        return found[0]
 
     def exports(self, study_id: str | None = None) -> tuple[ExportRecord, ...]:
         """Exports of the study `study_id`, or of all studies if it is None, oldest first."""
+        return self._exports(sa.true() if study_id is None else schema.exports.c.study == study_id)
+
+    def unfinished_exports(self) -> tuple[ExportRecord, ...]:
+        """Exports that are WAITING or RUNNING, oldest first."""
+        return self._exports(schema.exports.c.state.in_([ExportState.WAITING.value, ExportState.RUNNING.value]))
+
+    def _exports(self, where: sa.ColumnElement[bool]) -> tuple[ExportRecord, ...]:
         table = schema.exports
-        where = sa.true() if study_id is None else table.c.study == study_id
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(where).order_by(table.c.created_at, table.c.id))
             return tuple(ExportRecord(**{**row, "state": ExportState(row["state"])}) for row in rows.mappings())
@@ -673,6 +714,11 @@ class Store:
             rows = connection.execute(sa.select(table).where(table.c.id > after).order_by(table.c.id))
             return tuple(EngineFaultRecord(**row) for row in rows.mappings())
 
+    def num_engine_faults(self) -> int:
+        """Number of engines that have failed a check, over all studies."""
+        with self._reads.connect() as connection:
+            return int(connection.execute(sa.select(sa.func.count()).select_from(schema.engine_faults)).scalar_one())
+
     def void_samples(self, study_id: str) -> tuple[VoidSample, ...]:
         """Void samples of a study: scored after the last canary that their engine passed before it failed a check."""
         with self._reads.connect() as connection:
@@ -742,3 +788,19 @@ class Store:
             return connection.execute(
                 sa.select(table.c.document).where((table.c.study == job_id) & (table.c.name == name))
             ).scalar()
+
+
+def _keep_artifact(connection: sa.Connection, job_id: str, name: str, digest: str) -> None:
+    """Make the artifact with the given digest, of whichever job, also one of the job `job_id`, under `name`.
+
+    The other job cannot be deleted until the transaction ends. Raises Conflict if no job has the artifact.
+    """
+    table = schema.artifacts
+    query = sa.select(table.c.num_bytes).where(table.c.digest == digest).limit(1).with_for_update(read=True)
+    num_bytes = connection.execute(query).scalar()
+    if num_bytes is None:
+        raise Conflict(
+            f"artifact {name!r}: the job that has it was deleted meanwhile, and with it a source of this job"
+        )
+    row = {"study": job_id, "name": name, "digest": digest, "num_bytes": num_bytes, "facts": {}}
+    connection.execute(sa.insert(table).values(**row, created_at=time.time()))

@@ -38,7 +38,7 @@ from service.types import JobRecord
 from workers.directories import turn
 from workers.errors import InvalidModel
 from workers.models.family import resolve_family
-from workers.object_store import blobs_in, is_object_url
+from workers.object_store import is_object_url
 
 __all__ = ["SOURCES", "OpenStudy", "keep_sources", "on_server", "with_exported_sources"]
 
@@ -68,14 +68,15 @@ class _Places:
     def written(self, store: Store, job_id: str, name: str, write: Callable[[Path], object]) -> str:
         """Return the directory or URL of a checkpoint, which `write` writes unless it is there already.
 
-        `store` and `job_id` are the study that the checkpoint comes from. `name` is the same for the same content. A
-        checkpoint for an object store is written below `directory` first; if writing is interrupted, the next call
-        continues there.
+        `store` and `job_id` are the study that the checkpoint comes from. `name` is the same for the same content. On
+        its way to an object store, the checkpoint is in a hidden directory below `directory`, where an interrupted one
+        is continued. A directory with the name itself may be a source of studies from before there was an object store.
         """
-        out = self.directory.resolve() / SOURCES / name
+        root = self.directory.resolve() / SOURCES
         if not is_object_url(str(self.artifacts_in)):
-            write(out)
-            return str(out)
+            write(root / name)
+            return str(root / name)
+        out = root / f".upload-{name}"
         artifacts, artifact = ArtifactStore(store, self.artifacts_in), f"source-{name}"
         with turn(out):
             if artifact not in {record.name for record in artifacts.of(job_id)}:
@@ -138,10 +139,8 @@ def keep_sources(artifacts: ArtifactStore, job_id: str, models: Iterable[str]) -
     its models; those that are no artifacts in the object store are left out. Raises Conflict if the files of an
     artifact are gone.
     """
-    for model in models:
-        for store, digest in blobs_in(model):
-            if store == artifacts.remote:
-                artifacts.keep(job_id, f"source-{digest[:DIGEST_DIGITS]}", digest)
+    for name, digest in artifacts.kept_names(models).items():
+        artifacts.keep(job_id, name, digest)
 
 
 def _with_directories(study: Study, found: Mapping[str, ChainedSource]) -> Study:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from workers.file_access import FileAccess
+from workers.object_store import blob_path
 
 
 @pytest.fixture
@@ -78,3 +79,9 @@ def test_models_below_a_url_may_be_read(url: str, may_be_read: bool) -> None:
     assert FileAccess.of(json.loads(json.dumps(asdict(access)))) == access
     old = FileAccess.of({"readable": ["/data"], "trusted": []})
     assert "there is none" in (old.url_refusal(url) or "")
+
+
+@pytest.mark.parametrize("more", [f" s3://other/private/{blob_path('ab' * 32)}", "\ts3://other", "::s3://other", "'"])
+def test_a_url_inside_an_allowed_one_is_refused(more: str) -> None:
+    access = FileAccess((), urls=("s3://bucket/models",))
+    assert "has white space, a quote" in (access.url_refusal(f"s3://bucket/models/x{more}") or "")

@@ -125,6 +125,11 @@ def test_a_store_that_does_not_answer_is_an_error(objects: ObjectStore, s3: S3) 
         ("s3://", "is no URL of an object store"),
         ("ftp://host/x", "is no URL of an object store; expected s3://BUCKET/FOLDER or gs://BUCKET/FOLDER"),
         ("s3://key:secret@bucket/x", r"s3://\*\*\*@bucket: credentials do not belong in a URL"),
+        ("s3://bucket/x s3://other", "has white space, a quote, a control character or '::'; use the URL of a folder"),
+        ("s3://bucket/x\u3000y", "has white space"),
+        ("s3://bucket/x'y", "has white space, a quote"),
+        ("s3://bucket/\x00", "has white space, a quote, a control character"),
+        ("s3://bucket/x::file:///etc", "has white space, a quote, a control character or '::'"),
     ],
 )
 def test_wrong_urls_are_refused(url: str, problem: str) -> None:

@@ -26,28 +26,39 @@ __all__ = ["guarded_loading"]
 # One task is built at a time, because the wrappers and the working directory apply to the whole process.
 _TURN = threading.Lock()
 
-REMOTE = ("https://", "http://", "hf://")
+# Data files of the hub, the only ones over a network that a study with limits may name: other addresses could be those
+# of internal services.
+HUB = "hf://"
 
-# Keys of `dataset_kwargs` that name directories.
+# Keys of `dataset_kwargs` that name directories, and those that can direct requests to other hosts.
 DIRECTORIES = ("data_dir", "cache_dir")
+CONNECTIONS = ("storage_options", "download_config")
+
+# Modules of `datasets` that read nothing but the data files that they are given; "cache" reads the hub's data again.
+FORMATS = ("arrow", "cache", "csv", "json", "parquet", "text")
 
 
 @contextlib.contextmanager
 def guarded_loading(directory: Path | None, access: FileAccess | None) -> Iterator[None]:
     """Context manager that limits what lm-eval may read while it builds a task.
 
-    Files outside `access` are refused, unless `access` is None (no limit). Data sets without files are refused too,
-    because `datasets` would search the disk for them. Refusals are raised as InvalidTask inside the context. Relative
+    Files outside `access` are refused, unless `access` is None (no limit): also those that a data set itself names, and
+    addresses of other hosts than the hub. Data sets without files are refused too, because `datasets` would search the
+    disk for them. Refusals are raised as InvalidTask inside the context. Relative
     paths of data files start at `directory`, or at the current directory if it is None. A hub that cannot be reached is
     not waited for.
     """
     import datasets
+    import lm_eval.api.task
     from lm_eval.tasks import _yaml_loader
 
     _confine_templates()
     with _TURN, contextlib.ExitStack() as stack:
         stack.enter_context(_wrapped(datasets, "load_dataset", _data_guard(access)))
         if access is not None:
+            stack.enter_context(_wrapped(datasets.data_files, "resolve_pattern", _pattern_guard(access)))
+            stack.enter_context(_wrapped(datasets.load, "dataset_module_factory", _format_guard))
+            stack.enter_context(_wrapped(lm_eval.api.task, "get_metric", _metric_guard))
             stack.enter_context(_wrapped(_yaml_loader, "_make_loader", _yaml_guard(access)))
             stack.enter_context(_wrapped(_yaml_loader, "_import_func_in_yml", _function_guard(access)))
         if directory is not None:
@@ -138,36 +149,124 @@ def _data_guard(access: FileAccess | None) -> Wrapper:
                     f"{os.getcwd()} would be searched; write `dataset_kwargs: {{data_files: FILE}}` with it"
                 )
             if access is not None:
-                for file in _local_files(path, options, is_format=is_format):
-                    _refuse(access.refusal_of_all(file))
+                if forbidden := [key for key in CONNECTIONS if options.get(key)]:
+                    raise InvalidTask(f"dataset_kwargs: {forbidden[0]} is not accepted, since it can name other hosts")
+                for directory in _directories(path, options, is_format=is_format):
+                    _refuse(access.refusal_of_all(directory))
             is_local = is_format or os.path.isdir(path)
             with contextlib.nullcontext() if is_local else without_waiting():
-                return load_dataset(path=path, name=name, **options)
+                found = load_dataset(path=path, name=name, **options)
+            if access is not None:
+                _refuse_media(found)
+            return found
 
         return guarded
 
     return wrapper
 
 
-def _local_files(path: str, options: Mapping[str, Any], *, is_format: bool) -> Iterator[Path]:
-    """The files and directories on this machine that a call of `datasets.load_dataset` would read or write.
+def _directories(path: str, options: Mapping[str, Any], *, is_format: bool) -> Iterator[Path]:
+    """The directories on this machine that a call of `datasets.load_dataset` would read or write.
 
     `path` and `options` are the arguments of the call; `is_format` says that `path` names a file format such as "json".
-    Raises InvalidTask for data files that are neither local, nor on the web or the hub.
+    Raises InvalidTask for a directory that is given by an address.
     """
     for key in DIRECTORIES:
         if directory := options.get(key):
+            if _is_address(str(directory)):
+                raise InvalidTask(f"{key}: {directory} is not accepted; give the path of a directory")
             yield _place(str(directory))
-    base = Path(options.get("data_dir") or "").expanduser()
     if not is_format and os.path.exists(path):
         yield _place(path)
-        base = Path(path) / base
-    for pattern in _texts(options.get("data_files")):
-        if "://" in pattern or "::" in pattern:
-            if not pattern.startswith(REMOTE) or "::" in pattern:
-                raise InvalidTask(f"data_files: {pattern} is not accepted; give a path, or an https or hf address")
-            continue
-        yield from _matches(base / Path(pattern).expanduser())
+
+
+def _pattern_guard(access: FileAccess) -> Wrapper:
+    """Make a wrapper of `resolve_pattern(pattern, base_path)` of `datasets` that refuses files outside `access`.
+
+    `datasets` calls it for all data files, those of `dataset_kwargs` and those that the README.md of a data set names,
+    on this machine or the hub. The refusal is an InvalidTask.
+    """
+
+    def wrapper(resolve_pattern: Callable[..., list[str]]) -> Callable[..., list[str]]:
+        def guarded(pattern: str, base_path: str, *args: Any, **options: Any) -> list[str]:
+            place = pattern if _is_address(pattern) or os.path.isabs(pattern) else base_path
+            if _is_address(place):
+                _refuse(_address_problem(pattern if place == pattern else f"{base_path}/{pattern}"))
+            else:
+                for match in _matches(Path(base_path, Path(pattern).expanduser())):
+                    _refuse(access.refusal_of_all(match))
+            found = resolve_pattern(pattern, base_path, *args, **options)
+            for file in found:  # what fsspec made of the pattern
+                _refuse(_address_problem(file) if _is_address(file) else access.refusal(file))
+            return found
+
+        return guarded
+
+    return wrapper
+
+
+def _is_address(text: str) -> bool:
+    """Whether fsspec takes `text` for an address, such as https://host/file, or a chain of them, such as zip::file."""
+    return "://" in text or "::" in text
+
+
+def _address_problem(address: str) -> str | None:
+    """Reason why the data file at `address` is not read for a study with limits; None if it is a file of the hub."""
+    if address.startswith(HUB) and "::" not in address:
+        return None
+    return (
+        f"data_files: {address} is not accepted, since it may lead to an internal service; give a path, such as that "
+        "of a file beside the task file, or an hf address"
+    )
+
+
+def _format_guard(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrapper of `dataset_module_factory` of `datasets` that refuses formats whose readers follow what the data say.
+
+    The refusal is an InvalidTask.
+    """
+
+    @functools.wraps(factory)
+    def guarded(path: str, *args: Any, **options: Any) -> Any:
+        module = factory(path, *args, **options)
+        if (name := str(module.module_path).rpartition(".")[2]) not in FORMATS:
+            raise InvalidTask(f"dataset_path: {path} has data of the format {name}; expected {', '.join(FORMATS)}")
+        return module
+
+    return guarded
+
+
+def _metric_guard(get_metric: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrapper of lm-eval's `get_metric(name)` that refuses metrics which are not lm-eval's own (InvalidTask).
+
+    Others are Python files on this machine or the hub, which the package `evaluate` would run.
+    """
+
+    def guarded(name: str, from_evaluate: bool = False) -> Any:
+        import lm_eval.api.metrics
+        from lm_eval.api.registry import METRIC_REGISTRY
+
+        del lm_eval
+        if from_evaluate or name not in METRIC_REGISTRY:
+            raise InvalidTask(f"unknown metric {name!r}; only metrics of lm-eval itself are accepted", "metric")
+        return get_metric(name)
+
+    return guarded
+
+
+def _refuse_media(data: Any) -> None:
+    """Raise InvalidTask if a column of the loaded `data` has images or the like, whose paths `datasets` would open."""
+    from datasets import Dataset, DatasetDict
+    from datasets.features.features import Json, _visit
+
+    def check(feature: Any) -> None:
+        if hasattr(feature, "decode_example") and not isinstance(feature, Mapping | Json):
+            raise InvalidTask(f"its data have columns of type {type(feature).__name__}; expected text and numbers")
+
+    for split in data.values() if isinstance(data, DatasetDict) else (data,):
+        if not isinstance(split, Dataset):
+            raise InvalidTask(f"dataset_kwargs: gives {type(split).__name__}, not the data of all splits")
+        _visit(split.features, check)
 
 
 def _matches(pattern: Path) -> Iterator[Path]:
@@ -186,16 +285,6 @@ def _matches(pattern: Path) -> Iterator[Path]:
 
 def _place(path: str) -> Path:
     return Path(os.getcwd(), Path(path).expanduser())
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield all strings in `value`, which may be nested lists and mappings."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from (text for inner in value.values() for text in _texts(inner))
-    elif isinstance(value, list | tuple):
-        yield from (text for inner in value for text in _texts(inner))
 
 
 def _is_shipped(directory: Path) -> bool:

@@ -250,6 +250,7 @@ async def _created(
                 accepted=accepted.stored_facts(),
                 idempotency_key=key,
                 request_digest=digest,
+                keeps=services.artifacts.kept_names(kind.models(accepted)),
             )
             record = await run_in_threadpool(services.quota.admit, accepted.artifact_bytes, create)
     if record.request_digest != digest or record.kind != kind.name:

@@ -13,7 +13,7 @@ from service.jobs.search.kind import SEARCH
 from service.jobs.search.prepare import prepared
 from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
-from service.studies.chains import SOURCES, keep_sources, on_server
+from service.studies.chains import SOURCES, on_server
 from service.types import EventKind, JobRecord
 from workers.training.finetuning.fleet import STUDY, Pipeline
 
@@ -70,8 +70,8 @@ def begin_study(
         document=study.canonical(),
         accepted=preflight.resolved().to_json(),
         idempotency_key=_study_key(writer.job_id),
+        keeps=artifacts.kept_names(study.models.named.values()),
     )
-    keep_sources(artifacts, created.id, study.models.named.values())
     writer.add_event(EventKind.STUDY, {"study": created.id, "name": created.name})
     return created
 

@@ -35,6 +35,12 @@ def _accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
     return accept(document, context)
 
 
+def _models(accepted: Accepted) -> Sequence[str]:
+    named = accepted.document["models"]
+    given = [named["base"], *(model for model in named["experts"].values() if isinstance(model, str))]
+    return [*given, *(source["directory"] for source in accepted.facts.get("chained", {}).values())]
+
+
 def _work(attempt: Attempt) -> None:
     from service.jobs.search.work import work
 
@@ -74,6 +80,7 @@ SEARCH = JobKind(
     is_document=lambda document: "models" in document,
     load=_load,
     accept=_accept,
+    models=_models,
     work=_work,
     documents=_documents,
     view=_view,

@@ -43,6 +43,7 @@ def work(attempt: Attempt) -> None:
         note=attempt.progressed,
     )
     check_unchanged(job, preflight.resolved())
+    # A study that an earlier version created does not keep its sources yet.
     keep_sources(attempt.artifacts, job.id, (preflight.study.models.base, *preflight.study.models.named.values()))
     attempt.progressed("The models are unchanged. Connecting to Ray ...")
     with ProgressLog() as view:

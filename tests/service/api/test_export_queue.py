@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from service.api import export_queue
-from service.api.export_queue import Exports
+from service.api.export_queue import Exports, artifact_name
 from service.store import Store
+from service.store.artifacts import ArtifactStore
 from service.types import ExportRecord, ExportState
 from tests.postgresql import PostgreSQL
+from tests.s3_server import S3
 from tests.service.api.harness import stored_study
 
 
@@ -93,3 +95,68 @@ def test_an_export_waits_for_the_database(
     asyncio.run(scenario())
     store.close()
     postgresql.drop(url)
+
+
+def test_a_stored_export_leaves_no_copy(tmp_path: Path, s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that was killed after it had stored a model deletes its own copy when it is started again."""
+    monkeypatch.setattr(export_queue, "LOOK_S", 0.02)
+    store = Store(f"sqlite:///{tmp_path / 'mergesearch.db'}")
+    artifacts = ArtifactStore(store, f"{s3.bucket()}/files")
+
+    async def scenario() -> None:
+        exports = Exports(store, tmp_path, artifacts=artifacts)
+        record = await exports.request(stored_study(store).id, trial=1, dtype="float32")
+        exports.directory(record).mkdir(parents=True)
+        (exports.directory(record) / "config.json").write_text("{}")
+        artifacts.put(record.study, artifact_name(record.id), exports.directory(record))
+        exports.start()
+        await _completed(store, record.id)
+        assert not exports.directory(record).parent.exists()
+        assert {*(exports.files(record) or ())} == {"config.json"}
+        await exports.stop()
+
+    asyncio.run(scenario())
+    store.close()
+
+
+def test_unused_files_are_not_looked_for_after_each_export(
+    tmp_path: Path, s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look for them lists the whole object store, so it is done when the queue starts and hourly."""
+    monkeypatch.setattr(export_queue, "WorkerProcess", _Writer)
+    monkeypatch.setattr(export_queue, "LOOK_S", 0.02)
+    store = Store(f"sqlite:///{tmp_path / 'mergesearch.db'}")
+    artifacts = ArtifactStore(store, f"{s3.bucket()}/files")
+    listings: list[float] = []
+    monkeypatch.setattr(artifacts, "collect", lambda: listings.append(time.monotonic()))
+    sweeps: list[bool] = []
+
+    async def scenario() -> None:
+        exports = Exports(store, tmp_path, artifacts=artifacts)
+        sweep = exports.sweep
+
+        def counted(*, collects: bool = True) -> None:
+            sweeps.append(collects)
+            sweep(collects=collects)
+
+        monkeypatch.setattr(exports, "sweep", counted)
+        study = stored_study(store)
+        exports.start()
+        for trial in range(3):
+            record = await exports.request(study.id, trial=trial, dtype="float32")
+            await _completed(store, record.id)
+            await asyncio.sleep(0.1)
+        await exports.stop()
+
+    asyncio.run(scenario())
+    assert len(listings) == 1
+    assert sum(sweeps) == 1
+    assert 3 <= len(sweeps) <= 4, "the quota is looked at after each export"
+    store.close()
+
+
+async def _completed(store: Store, name: str) -> None:
+    deadline = time.monotonic() + 30
+    while store.export(name).state is not ExportState.COMPLETE:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,9 +14,14 @@ import pytest
 import yaml
 
 from service.errors import StaleAttempt
+from service.jobs.base import Accepted, JobKind
 from service.resolved_study import ResolvedStudy
+from service.store import blobs, schema
+from service.store.artifacts import ArtifactStore
 from service.types import JobState
-from tests.service.api.harness import ApiServer, document, finished_study, rung, stored_study
+from tests.s3_server import S3
+from tests.service.api.harness import ApiServer, QuickPreflight, document, finished_study, rung, stored_study
+from workers.object_store import ObjectStore
 
 UNKNOWN = "0" * 32
 
@@ -262,3 +269,57 @@ def test_problems_name_every_field(http: httpx.Client) -> None:
         "serch": 'unknown key; did you mean "search"? known keys: '
         "name, models, search_space, search, fidelity, objectives, holdout, engine, limits",
     }
+
+
+class ChainedPreflight(QuickPreflight):
+    """Checks after which a study has the model at `url` as a source, in place of a merge of another study."""
+
+    url = ""
+
+    async def accept(self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "") -> Accepted:
+        accepted = await super().accept(content, is_json=is_json, kind=kind, client=client)
+        source = {"study": "", "name": "first", "trial": 2, "recipe_digest": "0" * 64, "directory": self.url}
+        return replace(accepted, facts={**accepted.facts, "chained": {"merged": source}})
+
+
+@pytest.mark.parametrize("is_chained", [True, False], ids=["merge of a study", "model by URL"])
+def test_a_queued_study_keeps_its_sources(
+    tmp_path: Path, s3: S3, monkeypatch: pytest.MonkeyPatch, is_chained: bool
+) -> None:
+    """The job that made a source may be deleted before the first driver starts; afterwards, nothing is created."""
+    monkeypatch.setattr(blobs, "GRACE_S", -1.0)
+    files, preflight = f"{s3.bucket()}/files", ChainedPreflight() if is_chained else QuickPreflight()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with (
+        ApiServer(tmp_path, files=files, preflight=preflight) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
+        artifacts = ArtifactStore(server.store, files)
+        first = finished_study(server.store)
+        made = artifacts.put(first.id, "source-x", tmp_path / "model")
+        url = str(artifacts.url(made))
+        body = document("second")
+        if isinstance(preflight, ChainedPreflight):
+            preflight.url = url
+        else:
+            body["models"]["experts"]["merged"] = url
+        second = http.post("/v1/studies", json=body, headers={"Idempotency-Key": "one"})
+        assert second.status_code == 201, second.text
+        assert http.delete(f"/v1/studies/{first.id}").status_code == 200
+        (kept,) = artifacts.of(second.json()["id"])
+        assert (kept.digest, kept.num_bytes) == (made.digest, made.num_bytes)
+        assert {*artifacts.files(kept)} == {"config.json"}
+        again = http.post("/v1/studies", json=body, headers={"Idempotency-Key": "one"})
+        assert (again.status_code, again.json()["id"]) == (200, second.json()["id"])
+
+        server.store.open_attempt(second.json()["id"]).set_state(JobState.CANCELLED)
+        assert http.delete(f"/v1/studies/{second.json()['id']}").status_code == 200
+        refused = http.post("/v1/studies", json=body)
+        assert refused.status_code == 409
+        assert "the job that has it was deleted meanwhile" in refused.json()["detail"]
+        assert server.store.jobs() == ()
+        with server.store.reading() as connection:
+            left = {table.name for table in schema.metadata.sorted_tables if connection.execute(table.select()).first()}
+        assert left <= {"schema_version"}
+        assert ObjectStore(files).list() == {}

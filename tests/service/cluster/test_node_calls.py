@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +20,10 @@ import pytest
 
 from search_spaces.errors import InvalidStudy
 from search_spaces.study.file import parse_study
+from service.api import preflight_process
 from service.api.preflight_process import PreflightProcess, check_request
 from service.api.problems import Unavailable
-from service.cluster import node_calls
+from service.cluster import job_client, node_calls
 from service.cluster.node_calls import Node, NodeCalls
 from service.disk import artifacts_dir
 from service.jobs.base import RequestContext
@@ -144,6 +147,17 @@ def test_a_changed_call_is_not_run(calls: NodeCalls, jobs: Jobs, tmp_path: Path,
     assert "has changed" in next(jobs.directory.iterdir()).read_text()
 
 
+def test_all_nodes_of_a_large_cluster_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = [
+        SimpleNamespace(
+            node_id=str(n), node_ip=f"10.0.{n // 250}.{n % 250}", resources_total={"GPU": 8.0}, is_head_node=n == 0
+        )
+        for n in range(300)
+    ]
+    monkeypatch.setattr("ray.util.state.list_nodes", lambda *_, limit=100, **__: listed[:limit])
+    assert len(node_calls.nodes_of("http://dashboard")) == 300
+
+
 @pytest.mark.parametrize("is_remote", [True, False], ids=["object store", "directory"])
 @pytest.mark.parametrize(
     ("nodes", "able", "head_only"),
@@ -177,6 +191,81 @@ def test_an_absent_cluster_delays_few_checks(tmp_path: Path) -> None:
     assert NodeCalls(lambda: (None, None), tmp_path).place() == (None, 1)
     with pytest.raises(ConnectionError, match="Ray's dashboard does not answer"):
         NodeCalls(lambda: (None, None), tmp_path, "s3://bucket/files").place()
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """URL of a dashboard that accepts connections and never answers, for which requests wait half a second."""
+    for module in (job_client, node_calls, preflight_process):
+        monkeypatch.setattr(module, "ANSWER_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts; nobody reads
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_ray_jobs_are_not_waited_for_without_limit(silent: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(ConnectionError, match=r"Ray's dashboard did not answer within 0\.5 s"):
+        job_client.job_client(silent)
+    assert time.monotonic() - started < 30, "most of it to import Ray"
+
+
+@pytest.mark.usefixtures("silent")
+def test_a_call_ends_although_a_request_does_not(calls: NodeCalls, jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_calls, "START_GRACE_S", 0.1)
+    released = threading.Event()
+    monkeypatch.setattr(jobs, "submit_job", lambda **_: released.wait(60))
+    started = time.monotonic()
+    with pytest.raises(ConnectionError, match=r"the cluster did not answer within 0\.7 s"):
+        asyncio.run(_released(calls.call(len, [], node=HERE, timeout_s=0.1), released))
+    assert time.monotonic() - started < 10
+
+
+async def _released(call: Any, released: threading.Event) -> Any:
+    """Await `call`, then end the threads that it left, for which the event loop would wait."""
+    try:
+        return await call
+    finally:
+        released.set()
+
+
+def test_a_silent_dashboard_takes_few_threads(silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests wait for their turn before the cluster is asked, and are refused after a limit of time."""
+    asked: list[str] = []
+    released = threading.Event()
+
+    def nodes_of(url: str) -> tuple[Node, ...]:
+        asked.append(url)
+        released.wait(60)
+        return ()
+
+    monkeypatch.setattr(node_calls, "nodes_of", nodes_of)
+    monkeypatch.setattr(preflight_process, "ANSWER_S", 0.9)
+    cluster = NodeCalls(lambda: (object(), silent), tmp_path, "s3://bucket/files")
+    preflight = PreflightProcess(RequestContext(), cluster=cluster)
+
+    async def outcomes() -> list[Any]:
+        requests = [
+            asyncio.create_task(preflight.accept(b"{}", is_json=True, kind=SEARCH, client=str(number % 4)))
+            for number in range(6)
+        ]
+        while len(asked) < 3:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert asked == [silent] * 3, "a thread for each turn"
+        found = await asyncio.gather(*requests, return_exceptions=True)
+        released.set()
+        return found
+
+    found = asyncio.run(outcomes())
+    assert [type(each) for each in found] == [Unavailable] * 6
+    assert "could not be checked on the cluster (Ray's dashboard did not answer within 0.9 s)" in str(found[0])
+
+
+def test_the_list_of_nodes_has_a_limit_of_time(silent: str, tmp_path: Path) -> None:
+    """Ray's own request for its nodes is left after the limit."""
+    cluster = NodeCalls(lambda: (object(), silent), tmp_path, "s3://bucket/files")
+    with pytest.raises(ConnectionError, match=r"Ray's dashboard did"):
+        asyncio.run(preflight_process._place(cluster))
 
 
 @pytest.mark.slow

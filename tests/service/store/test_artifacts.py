@@ -15,6 +15,7 @@ import pytest
 from service.errors import Conflict, NotFound
 from service.resolved_study import ResolvedStudy
 from service.store import Store
+from service.store import artifacts as artifacts_module
 from service.store.artifacts import ArtifactStore
 from service.store.blobs import BLOBS, GRACE_S, open_blobs
 from service.types import JobState
@@ -216,6 +217,35 @@ def test_what_is_stored_is_not_sent_again(store: Store, study: str, s3: S3, tmp_
     before = s3.num("PUT")
     artifacts.put(study, "expert", source)
     assert s3.num("PUT") - before == 2, "weights and manifest; the tokenizer was stored"
+
+
+def test_manifests_are_read_once(store: Store, study: str, s3: S3, tmp_path: Path) -> None:
+    """Later searches for unused files list the store, and read only the manifests of new artifacts."""
+    artifacts = ArtifactStore(store, f"{s3.bucket()}/x")
+    for number in range(3):
+        artifacts.put(study, f"expert {number}", model(tmp_path / str(number), str(number).encode()))
+
+    def num_read() -> int:
+        s3.requests.clear()
+        artifacts.collect()
+        return sum(method == "GET" and "/blobs/" in path for method, path in s3.requests)
+
+    assert [num_read(), num_read()] == [3, 0]
+    artifacts.put(study, "new", model(tmp_path / "new", b"new"))
+    artifacts.remove(study, "expert 0")
+    assert [num_read(), num_read()] == [1, 0]
+    assert {*artifacts._used()} >= {record.digest for record in artifacts.of(study)}
+
+
+def test_one_artifact_is_read_without_the_others(artifacts: ArtifactStore, study: str, tmp_path: Path) -> None:
+    for number in range(3):
+        artifacts.put(study, f"expert {number}", model(tmp_path / str(number), str(number).encode()))
+    made = []
+    real = artifacts_module.ArtifactRecord
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(artifacts_module, "ArtifactRecord", lambda **row: made.append(row["name"]) or real(**row))
+        assert artifacts.get(study, "expert 1").name == "expert 1"
+    assert made == ["expert 1"]
 
 
 def _is_second(s3: S3) -> bool:

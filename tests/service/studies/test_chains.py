@@ -188,6 +188,24 @@ def test_a_merge_is_a_source_by_url(
     store.close()
 
 
+def test_a_source_stays_when_a_server_gets_an_object_store(finished: Finished, tmp_path: Path, s3: S3) -> None:
+    """The directory that earlier studies have as their source is kept when the same merge is stored for a new one."""
+    study, store = finished.next_study(id=finished.study, trial=1), Store(finished.url)
+
+    def source(**options: Any) -> str:
+        found = with_exported_sources(study, open_study=on_server(store), directory=tmp_path, **options)[1]
+        return found["merged"].directory
+
+    before = Path(source())
+    files = {file.name: file.read_bytes() for file in before.iterdir()}
+    url = source(artifacts_in=f"{s3.bucket()}/files")
+    assert {file.name: file.read_bytes() for file in before.iterdir()} == files
+    assert [path for path in (tmp_path / SOURCES).iterdir() if path.is_dir()] == [before]
+    assert url.startswith("s3://")
+    shutil.rmtree(before)
+    store.close()
+
+
 def test_stored_study_names_exports(finished: Finished, tmp_path: Path) -> None:
     """A stored study names the directories to which its sources were exported."""
     study = finished.next_study()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -57,10 +61,110 @@ def test_directories_outside_are_refused(place: Path, kwargs: dict[str, str]) ->
         check(write_choices(place, dataset_kwargs=kwargs))
 
 
-@pytest.mark.parametrize("address", ["file:///etc/hostname", "zip://a.jsonl::/etc/a.zip"])
+@pytest.mark.parametrize("address", ["file:///etc/hostname", "zip://a.jsonl::/etc/a.zip", "file::/etc/hostname"])
 def test_addresses_of_local_files_are_refused(place: Path, address: str) -> None:
-    with pytest.raises(InvalidTask, match="give a path, or an https or hf address"):
+    with pytest.raises(InvalidTask, match=r"is not accepted.*; give a path, .* or an hf address"):
         check(write_choices(place, dataset_kwargs={"data_files": address}))
+
+
+def test_a_path_that_fsspec_reads_in_another_way_is_refused(place: Path) -> None:
+    """What fsspec takes for a path outside is refused, although it looks like a path inside."""
+    with pytest.raises(InvalidTask, match=r"outside/secret\.jsonl: is not below a directory that studies may read"):
+        check(write_choices(place, dataset_kwargs={"data_files": f"file:{place.parent}/outside/secret.jsonl"}))
+
+
+@pytest.fixture
+def internal() -> Iterator[tuple[str, list[str]]]:
+    """URL of a service on this machine that no task may reach, and the paths that were asked of it."""
+    asked: list[str] = []
+
+    class Service(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(SECRET)))
+            self.end_headers()
+            self.wfile.write(SECRET.encode() if self.command == "GET" else b"")
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", asked
+        server.shutdown()
+
+
+URL = "{internal}/a.jsonl"
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"data_files": URL},
+        {"data_files": [URL]},
+        {"data_files": {"test": URL}},
+        {"data_files": {"test": ["test.jsonl", URL]}},
+        {"data_files": [{"split": "test", "path": ["test.jsonl", URL]}]},
+        {"data_files": {"test": "a.jsonl"}, "data_dir": "{internal}"},
+        {"data_dir": "{internal}"},
+        {"data_files": "simplecache::" + URL},
+        {"data_files": "hf://datasets/owner/name/a.jsonl::" + URL},
+        {"data_files": "hf://datasets/owner/name/a.jsonl", "storage_options": {"hf": {"endpoint": "{internal}"}}},
+    ],
+    ids=json.dumps,
+)
+def test_no_task_reaches_internal_services(place: Path, internal: tuple[str, list[str]], kwargs: object) -> None:
+    """Addresses are refused before anything is sent, so that no answer can redirect to another one."""
+    url, asked = internal
+    changed = json.loads(json.dumps(kwargs).replace("{internal}", url))
+    with pytest.raises(InvalidTask, match="is not accepted"):
+        check(write_choices(place, dataset_kwargs=changed, fewshot_split="test"))
+    assert asked == []
+
+
+@pytest.mark.parametrize("file", ["{internal}/a.jsonl", "{outside}/secret.jsonl", "../outside/*.jsonl"])
+def test_files_that_a_data_set_names_are_checked(place: Path, internal: tuple[str, list[str]], file: str) -> None:
+    """The README.md of a data set names data files as `dataset_kwargs` does."""
+    (place / "data").mkdir()
+    (place / "data" / "test.jsonl").write_text(SECRET)
+    file = file.format(internal=internal[0], outside=place.parent / "outside").replace("../", "../../")
+    configs = [{"config_name": "default", "data_files": [{"split": "test", "path": file}]}]
+    (place / "data" / "README.md").write_text(f"---\n{json.dumps({'configs': configs})}\n---\n")
+    task = write_choices(place, dataset_path=str(place / "data"), dataset_kwargs={}, fewshot_split="test")
+    with pytest.raises(InvalidTask, match=r"is not accepted|is not below a directory that studies may read"):
+        check(task)
+    assert internal[1] == []
+    (place / "data" / "README.md").unlink()
+    check(task)
+
+
+def test_data_that_name_further_files_are_refused(place: Path, internal: tuple[str, list[str]]) -> None:
+    """Columns of images are addresses that are opened when a sample is read."""
+    (place / "data").mkdir()
+    (place / "data" / "test.jsonl").write_text(json.dumps({"question": {"path": f"{internal[0]}/a.png"}}) + "\n")
+    facts = {"features": [{"name": "question", "dtype": "image"}], "splits": [{"name": "test", "num_examples": 1}]}
+    (place / "data" / "README.md").write_text(f"---\n{json.dumps({'dataset_info': facts})}\n---\n")
+    with pytest.raises(InvalidTask, match="its data have columns of type Image; expected text and numbers"):
+        check(write_choices(place, dataset_path=str(place / "data"), dataset_kwargs={}, fewshot_split="test"))
+    kwargs = {"data_files": "test.jsonl"}
+    with pytest.raises(InvalidTask, match="has data of the format webdataset; expected arrow, cache, csv, json"):
+        check(write_choices(place, dataset_path="webdataset", dataset_kwargs=kwargs))
+    assert internal[1] == []
+
+
+def test_a_metric_runs_no_code(place: Path) -> None:
+    """A metric that lm-eval does not have would be a Python file, which only a user's own command may run."""
+    ran = place / "ran"
+    (place / "metric.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    for name in (str(place / "metric.py"), "metric.py"):
+        metrics = [{"metric": name, "aggregation": "mean", "higher_is_better": True}]
+        with pytest.raises(InvalidTask, match=r"unknown metric .*; only metrics of lm-eval itself are accepted"):
+            check(write_choices(place, metric_list=metrics))
+    assert not ran.exists()
 
 
 def test_a_directory_of_data_outside_is_refused(place: Path) -> None:

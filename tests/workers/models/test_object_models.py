@@ -32,7 +32,7 @@ from workers.models.remote import (
     stated_hash,
 )
 from workers.models.remote.snapshots import FIRST_BYTES, SUMS
-from workers.object_store import ObjectStore
+from workers.object_store import ObjectStore, blob_path
 
 
 @pytest.fixture(scope="module")
@@ -230,3 +230,17 @@ def test_what_is_no_model_is_named(s3: S3) -> None:
         locate("s3://none")
     with pytest.raises(InvalidModel, match="credentials do not belong in a URL"):
         locate("s3://key:secret@bucket/x")
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_url_inside_another_is_not_opened(bucket: str, s3: S3, number: int) -> None:
+    """What follows an allowed URL in the same text leads to no other store, whatever that holds."""
+    private = f"{s3.bucket()}/private"
+    ObjectStore(private).write(blob_path("ab" * 32), b"{}")
+    s3.requests.clear()
+    url = " ".join([f"{bucket}/base", *[f"{private}/{blob_path('ab' * 32)}"] * number])
+    with pytest.raises(InvalidModel, match="has white space, a quote, a control character"):
+        locate(url)
+    with pytest.raises(InvalidModel, match="has white space, a quote, a control character"):
+        resolve_family(url, {"math": f"{bucket}/math"})
+    assert not [path for _, path in s3.requests if "private" in path]

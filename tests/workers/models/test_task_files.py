@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -142,3 +143,24 @@ def test_a_folder_has_a_limit(task: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("workers.models.remote.task_files.MAX_FOLDER_BYTES", 1000)
     with pytest.raises(InvalidTask, match=r"has 0\.0 MiB, and all files beside a task file are downloaded with it"):
         local_file(task)
+
+
+def test_versions_that_are_not_used_are_deleted(url: str, task: str) -> None:
+    """A version that is asked for stays, however old; others are deleted when data are downloaded."""
+
+    def age(path: Path) -> None:
+        os.utime(path.parent, (0, 0))
+
+    used, unused = local_file(task), local_file(f"{url}/sums.jsonl")
+    age(used)
+    age(unused)
+    write_sums(url, 5)
+    assert local_file(task) == used
+    new = local_file(f"{url}/sums.jsonl")
+    assert new.parent.parent == unused.parent.parent
+    assert new.is_file()
+    assert used.is_file()
+    assert not unused.parent.exists()
+    age(used)
+    assert local_file(f"{url}/sums.jsonl") == new
+    assert used.is_file(), "nothing was downloaded"

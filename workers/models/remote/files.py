@@ -14,7 +14,7 @@ from workers.errors import InvalidModel
 from workers.models.remote.snapshots import has_size
 from workers.object_store import ObjectStore
 
-__all__ = ["ObjectFile", "downloaded", "is_complete", "version_of"]
+__all__ = ["VERSION_DIGITS", "ObjectFile", "downloaded", "is_complete", "version_of"]
 
 # Hexadecimal digits of a version.
 VERSION_DIGITS = 40

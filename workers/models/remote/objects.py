@@ -23,7 +23,7 @@ from workers.errors import InvalidModel
 from workers.models.remote.files import ObjectFile, downloaded, is_complete, version_of
 from workers.models.remote.model_files import SMALL_FILES, pickles, weight_files
 from workers.models.remote.snapshots import SUMS, SnapshotRecord, make_snapshot, size_text
-from workers.object_store import ObjectStore, ObjectStoreError, blob_path, blobs_in, object_url_problem
+from workers.object_store import ObjectStore, ObjectStoreError, blob_at, blob_path, object_url_problem
 
 __all__ = ["Objects", "located"]
 
@@ -99,8 +99,8 @@ def _looked_up(url: str) -> Path:
 
 def _listed(url: str) -> tuple[ObjectStore, dict[str, ObjectFile]]:
     """The object store that has the model at `url`, and the model's files by name, without those in subfolders."""
-    if artifacts := blobs_in(url):
-        ((store, digest),) = artifacts
+    if (artifact := blob_at(url)) is not None:
+        store, digest = artifact
         return _manifest(ObjectStore(store), digest)
     objects = ObjectStore(url)
     listed = {name: info for name, info in objects.list().items() if "/" not in name}

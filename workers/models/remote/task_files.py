@@ -3,17 +3,23 @@
 CACHE/tasks/s3:/BUCKET/FOLDER/FILE@VERSION/FILE    a data file
 CACHE/tasks/s3:/BUCKET/FOLDER@VERSION/FILE         an lm-eval YAML file, with the other files of its folder
 CACHE/tasks/....latest                             the version that was last found, for when the store is away
+
+Versions that were not used for UNUSED_S are deleted when another one is downloaded.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from workers.cache import cache_dir
-from workers.directories import write_file
+from workers.directories import turn, write_file
 from workers.errors import InvalidTask
-from workers.models.remote.files import ObjectFile, downloaded, version_of
+from workers.models.remote.files import VERSION_DIGITS, ObjectFile, downloaded, version_of
 from workers.models.remote.snapshots import size_text
 from workers.object_store import ObjectStore, object_url_problem
 
@@ -26,6 +32,12 @@ UNSAFE = {"", ".", ".."}
 
 # Most bytes that the folder of a task file may have, since all of it is downloaded.
 MAX_FOLDER_BYTES = 4 * 2**30
+
+# Seconds after which versions are deleted that no process has asked for since.
+UNUSED_S = 7 * 24 * 3600.0
+
+# The end of the name of a version's directory.
+_VERSION = re.compile(rf"@[0-9a-f]{{{VERSION_DIGITS}}}$")
 
 
 def local_file(name: str | Path) -> Path:
@@ -77,6 +89,18 @@ def _downloaded(folder: str, file: str, of: str) -> Path:
             f"task file and what it refers to into a folder of at most {size_text(MAX_FOLDER_BYTES)}"
         )
     place = cache_dir().resolve() / "tasks" / f"{of}@{version_of(files)}"
-    for _ in downloaded(objects, place, files):
-        pass
+    with suppress(OSError), turn(place):  # it is not there yet, or the cache cannot be written to
+        os.utime(place)
+    if list(downloaded(objects, place, files)):
+        _delete_unused(cache_dir().resolve() / "tasks")
     return place / file
+
+
+def _delete_unused(root: Path) -> None:
+    """Delete the versions below `root` that were last asked for more than UNUSED_S ago."""
+    for parent, names, _ in os.walk(root):
+        for place in [Path(parent, name) for name in names if _VERSION.search(name)]:
+            names.remove(place.name)
+            with suppress(OSError), turn(place):
+                if time.time() - place.stat().st_mtime > UNUSED_S:
+                    shutil.rmtree(place, ignore_errors=True)

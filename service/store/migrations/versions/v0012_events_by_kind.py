@@ -1,0 +1,10 @@
+"""Migration: adds an index of events by kind, for counts of them and for the last one of a kind."""
+
+from alembic import op
+
+revision = "0012"
+down_revision = "0010"
+
+
+def upgrade() -> None:
+    op.create_index("events_by_kind", "events", ["study", "kind", "id"])
