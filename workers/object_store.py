@@ -63,8 +63,8 @@ def is_object_url(text: str) -> bool:
 def object_url_problem(url: str) -> str | None:
     """Reason why `url` cannot be used as the URL of an object store; None if it can.
 
-    It cannot be used if it is no such URL, holds credentials, or has white space, a quote, a control character or "::", with
-    which a part of it could be taken for a URL of its own.
+    It cannot be used if it is no such URL, holds credentials, or has white space, a quote, a control character or "::",
+    with which a part of it could be taken for a URL of its own.
     """
     scheme, _, rest = url.partition("://")
     bucket = rest.partition("/")[0]
