@@ -24,6 +24,7 @@ __all__ = [
     "Preferences",
     "Search",
     "SearchSpaceSpec",
+    "SmacOptions",
     "WarmStart",
 ]
 
@@ -74,6 +75,18 @@ class GradientOptions(Section):
     """How many points of the descents become trials. Each descent has an equal share, evenly spaced and including its
     end.
     """
+
+
+class SmacOptions(Section):
+    surrogate: Literal["auto", "all_rungs", "highest_budget"] = "auto"
+    """The results from which the forest learns. all_rungs: all, with the fidelity as one more feature; highest_budget:
+    those at the highest rung that has enough, as in SMAC; auto: all, unless lower rungs order trials otherwise than the
+    full budget does.
+    """
+    random_share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """The share of proposals that are drawn at random, so that no region is excluded forever."""
+    acquisition: Literal["ei", "log_ei"] = "ei"
+    """What a proposal maximises. ei: expected improvement; log_ei: the same for a forest of logarithms of costs."""
 
 
 class PolicyOptions(Section):
@@ -173,6 +186,8 @@ class Search(Section):
     algorithm: Algorithm = "auto"
     gradient: GradientOptions = GradientOptions()
     """Options of algorithm: gradient, which auto may choose."""
+    smac: SmacOptions = SmacOptions()
+    """Options of algorithm: smac, which auto may choose."""
     hm3: PolicyOptions = PolicyOptions()
     """Options of algorithm: hm3."""
     max_trials: Annotated[int, Field(ge=1, le=1_000_000)] = 60

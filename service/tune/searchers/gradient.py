@@ -54,7 +54,7 @@ class GradientSearcher:
         if not decisions:
             return compare(context)
         if decisions[0] == NOT_USED:
-            return WITHOUT_GRADIENTS.advance(context)
+            return WITHOUT_GRADIENTS.advance(_for_smac(context))
         place = place_of(context.number - setting.num_baselines, _descents(setting))
         if place is not None:
             found = self._descend(context, *place)
@@ -130,6 +130,12 @@ class GradientSearcher:
 
 
 SEARCHER = GradientSearcher()
+
+
+def _for_smac(context: ProposalContext) -> ProposalContext:
+    """The context with the version of SMAC that replaces this searcher's version: 1 for version 1, else the newest."""
+    setting = context.setting
+    return context if setting.version == 1 else replace(context, setting=replace(setting, version=None))
 
 
 def _descents(setting: SearchSetting) -> tuple[Descent, ...]:

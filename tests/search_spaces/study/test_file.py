@@ -120,7 +120,7 @@ def test_a_study_cannot_be_changed() -> None:
         (
             "search.max_trial",
             3,
-            'unknown key; did you mean "max_trials"? known keys: algorithm, gradient, hm3, max_trials',
+            'unknown key; did you mean "max_trials"? known keys: algorithm, gradient, smac, hm3, max_trials',
         ),
         ("objectives.0.metrics", "x", 'unknown key; did you mean "metric"?'),
         ("objectives.1.task.max_token", 3, 'unknown key; did you mean "max_tokens"? known keys: file, prompt'),
@@ -291,6 +291,8 @@ def test_a_study_cannot_be_changed() -> None:
         ("objectives.0.direction", "minimize", "is missing; exact_match is minimised, so give its [lowest, highest]"),
         ("objectives.1.split", "test", "is for lm-eval tasks; a JSONL task has none; leave it out"),
         ("holdout.0.name", "mth", "mth is not an objective; a holdout entry has the name of the objective"),
+        ("search.smac.surrogate", "low", '"low" is not known; available: auto, all_rungs, highest_budget'),
+        ("search.smac.random_share", 1.5, "1.5 is not accepted; give at most 1"),
         ("holdout.0.metric", "acc", "acc is not the metric of objective math; give exact_match"),
         ("holdout.0.split", "train", "is the search data of objective math; holdout data must be different"),
         ("holdout.1.task.file", "text.jsonl", "is the search data of objective text"),
