@@ -1,4 +1,4 @@
-"""Baselines: recipes that every search is compared with, the source models and merges recommended in the literature.
+"""Baselines: recipes that a search is compared with, the source models and merges recommended in the literature.
 
 Uniform average: Wortsman et al., "Model soups" (2022). Task arithmetic: Ilharco et al. (2022), with lambda 1/n, its
 recommended 0.3 to 0.4, and 0.5, 0.7 and 1.0; so a gain over the best baseline is more than a better lambda. TIES: Yadav
@@ -12,9 +12,16 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from search_spaces.recipe import Merge, Recipe, Source
 
-__all__ = ["Baseline", "all_baselines"]
+__all__ = ["ALL", "GROUPS", "Baseline", "BaselineGroup", "all_baselines", "baseline_labels"]
 
 _Origin: TypeAlias = Literal["source", "published"]
+
+# The values of `search.baselines` that are words; a list may have the names of single baselines.
+BaselineGroup: TypeAlias = Literal["none", "sources", "published", "all"]
+
+ALL: BaselineGroup = "all"
+
+GROUPS: Mapping[_Origin, BaselineGroup] = {"source": "sources", "published": "published"}
 
 
 class Baseline(NamedTuple):
@@ -29,19 +36,43 @@ class Baseline(NamedTuple):
 
 
 def all_baselines(
-    *, base: str, experts: Sequence[str], fingerprints: Mapping[str, str], num_layers: int, tokenizer: str = "base"
+    *,
+    base: str,
+    experts: Sequence[str],
+    fingerprints: Mapping[str, str],
+    num_layers: int,
+    tokenizer: str = "base",
+    chosen: BaselineGroup | Sequence[str] = ALL,
 ) -> tuple[Baseline, ...]:
-    """All baselines of a study: the base model, each expert, then the published merges of all experts.
+    """The baselines of a study: the base model, each expert, then the published merges of all experts.
 
-    `base` and `experts` are aliases, which `fingerprints` maps to content fingerprints. Every recipe is in canonical
-    form. If two baselines have equal recipes, only the first one is returned.
+    `base` and `experts` are aliases, which `fingerprints` maps to content fingerprints. `chosen` are the baselines that
+    are returned (`baseline_labels`). Every recipe is in canonical form. If two baselines have equal recipes, only the
+    first one is returned.
     """
+    labels = baseline_labels(chosen, experts)
     found: dict[str, Baseline] = {}
     for origin, label, merge in _merges(base, tuple(experts)):
+        if label not in labels:
+            continue
         recipe = Recipe.uniform(merge, models=fingerprints, base=base, num_layers=num_layers, tokenizer=tokenizer)
         baseline = Baseline(origin, label, recipe.canonical())
         found.setdefault(baseline.recipe.digest, baseline)
     return tuple(found.values())
+
+
+def baseline_labels(chosen: BaselineGroup | Sequence[str], experts: Sequence[str]) -> tuple[str, ...]:
+    """The labels of the baselines that `chosen` stands for, in their order.
+
+    `chosen` is a group, or a list of labels and of the groups "sources" and "published". A name that stands for no
+    baseline of a study with these `experts` is ignored.
+    """
+    names = {chosen} if isinstance(chosen, str) else {*chosen}
+    return tuple(
+        label
+        for origin, label, _ in _merges("base", tuple(experts))
+        if not names.isdisjoint((ALL, GROUPS[origin], label))
+    )
 
 
 def _merges(base: str, experts: tuple[str, ...]) -> Iterator[tuple[_Origin, str, Merge]]:

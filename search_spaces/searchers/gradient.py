@@ -6,7 +6,6 @@ SEARCHER = SearcherDeclaration(
     learns=True,
     reference="Kingma and Ba, Adam, ICLR 2015; of coefficients: Yang et al., AdaMerging, ICLR 2024",
     handles=frozenset({Feature.OBJECTIVES, Feature.CONSTRAINTS, Feature.PENDING}),
-    version=2,
     computes_steps=True,
     waits_for_baselines=True,
     uses_preferences=True,

@@ -3,7 +3,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from search_spaces.baselines import all_baselines
+import pytest
+
+from search_spaces.baselines import all_baselines, baseline_labels
 from search_spaces.recipe import Recipe
 from search_spaces.spaces.lfs import LfsSpace
 
@@ -73,3 +75,30 @@ def test_the_lfs_space_contains_all_of_them() -> None:
             configuration = space.from_recipe(recipe)
             assert configuration is not None, label
             assert space.to_recipe(configuration).digest == recipe.digest
+
+
+@pytest.mark.parametrize(
+    ("chosen", "labels"),
+    [
+        ("none", ()),
+        ("sources", ("base", "expert:a", "expert:b")),
+        (["expert:b", "base"], ("base", "expert:b")),
+        (["TIES k 0.2 lambda 1.0", "sources"], ("base", "expert:a", "expert:b", "TIES k 0.2 lambda 1.0")),
+        (["task arithmetic 0.5"], ("task arithmetic 0.5",)),
+        (["task arithmetic 1/n", "task arithmetic 0.5"], ("task arithmetic 1/n",)),
+    ],
+)
+def test_chosen_baselines(chosen: Any, labels: tuple[str, ...]) -> None:
+    """Groups and names choose baselines, which keep their order; of two with equal recipes the first one counts."""
+    fingerprints = {alias: alias for alias in ("base", "a", "b")}
+    found = all_baselines(base="base", experts=("a", "b"), fingerprints=fingerprints, num_layers=2, chosen=chosen)
+    assert tuple(label for _, label, _ in found) == labels
+
+
+def test_groups_divide_all_baselines() -> None:
+    """The two groups together are all baselines."""
+    experts = ("a", "b", "c")
+    groups = [baseline_labels(group, experts) for group in ("sources", "published")]
+    assert (
+        baseline_labels("all", experts) == groups[0] + groups[1] == baseline_labels(["published", "sources"], experts)
+    )

@@ -2,13 +2,15 @@
 
 The loss is that of teacher forcing on reference answers (`workers.training.gradients`): a few forward and backward
 passes improve all coefficients at once. AdaMerging (Yang et al., "AdaMerging: Adaptive Model Merging for Multi-Task
-Learning", 2024) learns coefficients by gradients too, of the entropy of predictions. Adam is that of Kingma and Ba
+Learning", 2024) also learns coefficients by gradients, but of the entropy of predictions. Adam is that of Kingma and Ba
 (2015), algorithm 1.
 
-First, `loss_comparison` decides whether gradients are used; if not, SMAC proposes all trials. A descent starts at the
-defaults of the space's parameters, and some of its points become trials; a local search from the best trial follows. A
-study with preference vectors has a descent for each (`descents`); then come points halfway between trials of the front
-(`midpoints`), and where none would add to the front, a local search for one vector after the other.
+First, `loss_comparison` decides whether gradients are used. If not, SMAC proposes all trials. If they are, a descent
+starts at the defaults of the space's parameters, and some of its points become trials. A local search from the best
+trial follows.
+
+A study with preference vectors has a descent for each vector (`descents`). Then come points halfway between trials of
+the front (`midpoints`). When no midpoint would add to the front, a local search follows for one vector after the other.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class GradientSearcher:
         if not decisions:
             return compare(context)
         if decisions[0] == NOT_USED:
-            return WITHOUT_GRADIENTS.advance(_for_smac(context))
+            return WITHOUT_GRADIENTS.advance(context)
         place = place_of(context.number - setting.num_baselines, _descents(setting))
         if place is not None:
             found = self._descend(context, *place)
@@ -130,12 +132,6 @@ class GradientSearcher:
 
 
 SEARCHER = GradientSearcher()
-
-
-def _for_smac(context: ProposalContext) -> ProposalContext:
-    """The context with the version of SMAC that replaces this searcher's version: 1 for version 1, else the newest."""
-    setting = context.setting
-    return context if setting.version == 1 else replace(context, setting=replace(setting, version=None))
 
 
 def _descents(setting: SearchSetting) -> tuple[Descent, ...]:

@@ -104,17 +104,13 @@ class SmacSearcher:
     ) -> RungChoice | NoteRequest:
         """The results that the forest learns from, or a request to note a choice that is due.
 
-        A study that was created with version 1 or 2 of the searcher learns from all rungs. So does one with a single
-        rung, where there is nothing to choose.
+        With a single rung there is nothing to choose. All rungs, the default, are not noted.
         """
-        setting = context.setting
-        if setting.version in (1, 2) or len(np.unique(fidelities)) == 1:
+        surrogate, last = context.setting.options.smac.surrogate, chosen(context.steps)
+        if surrogate == "all_rungs" or len(np.unique(fidelities)) == 1:
             return "all_rungs"
-        surrogate = setting.options.smac.surrogate
-        last = chosen(context.steps)
-        if surrogate != "auto":
-            words = "all rungs" if surrogate == "all_rungs" else "the highest rung with enough results"
-            text = f"smac learns from {words}: search.smac.surrogate={surrogate}"
+        if surrogate == "highest_budget":
+            text = f"smac learns from the highest rung with enough results: search.smac.surrogate={surrogate}"
             return surrogate if last is not None else NoteRequest(label=text, decision=f"{surrogate} 0")
 
         def predict(rows: Rows, fidelities: Rows, costs: Rows, further: Rows) -> Rows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +31,6 @@ from service.results.summary import summary
 from service.store import Store
 from service.store.artifacts import ArtifactStore
 from service.store.documents import WARM_START
-from service.store.steps import NoteRequest, NoteResult, Step, step_of
 from service.studies.chains import on_server
 from service.studies.preflight.algorithm import Algorithm
 from service.studies.preflight.result import PreflightResult, StudyBudget, StudyModels, StudyTasks
@@ -230,15 +229,11 @@ def test_proposals_are_those_of_a_searcher_told_the_same(earlier: Earlier, tmp_p
     parameters = begun.space.parameters
     state = SearcherState(algorithm, parameters, setting, (), {})
     own: list[Observation] = []
-    steps: list[Step] = []
     for number in range(3):
         call: dict[str, Any] = {"number": number, "seed": 5, "observations": tuple(own), "pending": ()}
         proposed = state.propose(**call)
-        if isinstance(proposed, NoteRequest):
-            steps.append(step_of(len(steps), number, proposed, NoteResult()))
-            proposed = state.propose_after(steps[-1], **call)
         expected = get_searcher(algorithm).advance(
-            ProposalContext(parameters, **{**call, "observations": (*told, *own)}, setting=setting, steps=steps)
+            ProposalContext(parameters, **{**call, "observations": (*told, *own)}, setting=setting)
         )
         assert proposed == expected
         assert isinstance(proposed, dict)
@@ -259,25 +254,19 @@ def test_told_results_change_what_is_proposed(earlier: Earlier, tmp_path: Path) 
 class WarmProposer(InlineProposer):
     """A proposer in the caller's thread whose searcher begins with the results of a warm start."""
 
-    def __init__(self, preflight: PreflightResult, *, algorithm: str, steps: Sequence[Step]) -> None:
-        super().__init__(preflight.space, seed=5, algorithm=algorithm, steps=steps)
+    def __init__(self, preflight: PreflightResult, *, algorithm: str) -> None:
+        super().__init__(preflight.space, seed=5, algorithm=algorithm)
         setting = preflight.search_setting(num_baselines=0)
-        self._state = SearcherState(algorithm, preflight.space.parameters, setting, steps, {})
+        self._state = SearcherState(algorithm, preflight.space.parameters, setting, (), {})
 
-    def stored(self, step: Step) -> None:
-        super().stored(step)
-        self._state.propose_after(step, seed=5, **self._call)
-
-    def result(self, *, timeout_s: float) -> Step | dict[str, Any] | None:
+    def result(self, *, timeout_s: float) -> dict[str, Any] | None:
         answer = self._state.propose(seed=5, **self._call)
-        if isinstance(answer, dict):
-            return answer
-        assert isinstance(answer, NoteRequest)
-        return step_of(len(self._steps), self._call["number"], answer, NoteResult())
+        assert isinstance(answer, dict)
+        return answer
 
 
 def search(begun: Begun, preflight: PreflightResult, **options: Any) -> None:
-    proposer = WarmProposer(preflight, algorithm="smac", steps=begun.store.steps(begun.study))
+    proposer = WarmProposer(preflight, algorithm="smac")
     coordinator = coordinator_of(begun.store, begun.study, proposer=proposer, space=SPACE, max_trials=6, **options)
     drive(coordinator, FakeScorer())
 

@@ -14,7 +14,7 @@ from smac.runhistory.encoder.log_scaled_encoder import RunHistoryLogScaledEncode
 
 from search_spaces.parameters import Float, Parameters
 from search_spaces.study.search import Search, SmacOptions
-from service.store.steps import NoteRequest, NoteResult, Step, step_of
+from service.store.steps import NoteRequest, NoteResult, NoteStep, Step, step_of
 from service.tune.proposing.searcher_state import SearcherState
 from service.tune.searchers.base import Observation, ProposalContext, SearchSetting
 from service.tune.searchers.gradient import SEARCHER as GRADIENT
@@ -29,9 +29,9 @@ BEST, ELSEWHERE = np.full(4, 0.3), np.full(4, 0.8)
 NUMBER = 1000  # of the proposal; no trial has it
 
 
-def setting(version: int | None = None, **options: Any) -> SearchSetting:
-    smac = SmacOptions(**{"random_share": 0.0, **options})
-    return SearchSetting(objectives=("a",), options=Search(smac=smac), version=version)
+def setting(**options: Any) -> SearchSetting:
+    smac = SmacOptions(**{"random_share": 0.0, "surrogate": "auto", **options})
+    return SearchSetting(objectives=("a",), options=Search(smac=smac))
 
 
 def trials(num_full: int, num_low: int = 40, *, low: Any = BEST, seed: int = 0) -> list[Observation]:
@@ -136,25 +136,25 @@ def test_the_option_is_noted_once() -> None:
     assert isinstance(answer_of(trials(20, 0)), dict)
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_earlier_studies_learn_from_all_rungs(version: int) -> None:
-    """A study of an earlier version notes nothing and proposes as with all_rungs, whatever lower rungs are worth."""
+def test_all_rungs_are_the_default() -> None:
+    """A study file without the option, as in earlier versions, learns from all rungs and notes nothing."""
     known = trials(32, low=ELSEWHERE)
-    before = answer_of(known, setting=setting(version=version))
-    assert before == propose(
-        SMAC, PARAMETERS, number=NUMBER, seed=1, observations=known, setting=setting(surrogate="all_rungs")
-    )
+    default = SearchSetting(objectives=("a",), options=Search(smac=SmacOptions(random_share=0.0)))
+    before = answer_of(known, setting=default)
+    assert before == answer_of(known, setting=setting(surrogate="all_rungs"))
     assert before != propose(SMAC, PARAMETERS, number=NUMBER, seed=1, observations=known, setting=setting())
 
 
-@pytest.mark.parametrize(("version", "notes"), [(1, 0), (2, 1), (None, 1)])
-def test_gradient_replaced_by_smac(version: int | None, notes: int) -> None:
-    """Where gradients are not used, studies of the first version of `gradient` learn as they did, others choose."""
+def test_smac_in_place_of_gradients_chooses_too() -> None:
+    """Where gradients are not used, SMAC notes its choice after the decision on gradients."""
     known = trials(32, low=ELSEWHERE)
     steps = noted(NoteRequest(label="", decision=NOT_USED))
-    context = ProposalContext(PARAMETERS, number=NUMBER, seed=1, observations=known, steps=steps)
-    answer = GRADIENT.advance(replace(context, setting=setting(version=version)))
-    assert isinstance(answer, NoteRequest) == bool(notes)
+    context = ProposalContext(PARAMETERS, number=NUMBER, seed=1, observations=known, steps=steps, setting=setting())
+    note = GRADIENT.advance(context)
+    assert isinstance(note, NoteRequest)
+    assert note.decision == "highest_budget 32"
+    again = replace(context, steps=noted(*(step.request for step in steps if isinstance(step, NoteStep)), note))
+    assert isinstance(GRADIENT.advance(again), dict)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])

@@ -22,17 +22,15 @@ from search_spaces.parameters import Categorical, Condition, Float, Integer, Par
 from search_spaces.searchers import SEARCHERS as DECLARED
 from search_spaces.searchers import Feature, unsupported
 from search_spaces.spaces.layer_paths import LayerPaths
-from search_spaces.study.search import Search, SmacOptions
+from search_spaces.study.search import Search
 from service.errors import NotFound
 from service.tune.searchers import SEARCHERS, get_searcher
-from service.tune.searchers.base import Observation, Searcher, SearchSetting
+from service.tune.searchers.base import Observation, Searcher
 from service.tune.searchers.encoding import INACTIVE, Encoding
 from service.tune.searchers.smac import SmacSearcher
 from tests.search_spaces.spaces.families import models as family
 from tests.search_spaces.spaces.families import space as layer_paths
 from tests.service.tune.harness import NO_RANDOM, propose
-
-ALL_RUNGS = SearchSetting(options=Search(smac=SmacOptions(surrogate="all_rungs", random_share=0.0)))
 
 FLAT = Parameters([Float(f"w{i}", 0.0, 1.0) for i in range(6)])
 
@@ -536,7 +534,7 @@ def test_low_rungs_do_not_pass_for_the_full_budget() -> None:
     full = [at_full_budget({"x": x}, (0.5 + (x - 0.25) ** 2,), i) for i, x in enumerate(xs)]
     smac = SmacSearcher()
     proposals = [
-        propose(smac, parameters, number=n, seed=0, observations=low + full, setting=ALL_RUNGS)["x"] for n in range(10)
+        propose(smac, parameters, number=n, seed=0, observations=low + full, setting=NO_RANDOM)["x"] for n in range(10)
     ]
     assert max(abs(x - 0.25) for x in proposals) < 0.15
 
@@ -581,11 +579,11 @@ def test_a_proposal_with_many_results_takes_less_than_a_second() -> None:
     parameters = grouped_space(8)  # 56 dimensions
     observations = observed(parameters, 200, num_objectives=3)
     smac = SmacSearcher()
-    propose(smac, parameters, number=0, seed=0, observations=observations, setting=ALL_RUNGS)  # loads the libraries
+    propose(smac, parameters, number=0, seed=0, observations=observations, setting=NO_RANDOM)  # loads the libraries
     seconds = []
     for number in range(1, 6):
         start = time.process_time()
-        propose(smac, parameters, number=number, seed=0, observations=observations, setting=ALL_RUNGS)
+        propose(smac, parameters, number=number, seed=0, observations=observations, setting=NO_RANDOM)
         seconds.append(time.process_time() - start)
     assert max(seconds) < 1.0, seconds
 

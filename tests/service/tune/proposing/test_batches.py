@@ -11,6 +11,7 @@ import pytest
 import ray
 
 from search_spaces.parameters import Float, Parameters
+from search_spaces.study.search import Search, SmacOptions
 from service.store.steps import NoteStep
 from service.tune.proposing.ray_proposer import RayProposer
 from service.tune.proposing.searcher_state import SearcherState
@@ -92,9 +93,12 @@ def test_next_is_what_would_be_asked(algorithm: str) -> None:
 
 def test_ray_computes_a_batch_ahead(ray_cluster: None) -> None:
     """A batch on Ray has the configurations of proposals one by one, also after a note or a death in the middle."""
-    alone = SearcherState("smac", PARAMETERS, BATCH, (), {})
-    proposer = RayProposer(algorithm="smac", parameters=PARAMETERS, seed=3, setting=BATCH)
-    low = replace(observations()[0], fidelity=0.5, number=-1)  # with several rungs, SMAC first notes what it learns from
+    setting = replace(BATCH, options=Search(smac=SmacOptions(surrogate="auto", random_share=0.0)))
+    alone = SearcherState("smac", PARAMETERS, setting, (), {})
+    proposer = RayProposer(algorithm="smac", parameters=PARAMETERS, seed=3, setting=setting)
+    low = replace(
+        observations()[0], fidelity=0.5, number=-1
+    )  # with two rungs, SMAC has a choice to note
     known: tuple[Observation, ...] = (low, *observations())
     noted = []
     pending: tuple[Any, ...] = ()
