@@ -1,4 +1,4 @@
-"""Baselines: recipes that every search is compared with, the source models and merges recommended in the literature.
+"""Baselines: recipes that a search is compared with, the source models and merges recommended in the literature.
 
 Uniform average: Wortsman et al., "Model soups" (2022). Task arithmetic: Ilharco et al. (2022), with lambda 1/n, its
 recommended 0.3 to 0.4, and 0.5, 0.7 and 1.0; so a gain over the best baseline is more than a better lambda. TIES: Yadav
@@ -12,11 +12,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple, TypeAlias
 
-from search_spaces.recipe import Merge, Recipe, Source
+from search_spaces.recipe import Merge, Recipe, Source, Trimming
 
-__all__ = ["Baseline", "all_baselines", "m3_baselines"]
+__all__ = ["ALL", "GROUPS", "Baseline", "BaselineGroup", "all_baselines", "baseline_labels"]
 
 _Origin: TypeAlias = Literal["source", "published"]
+
+# The values of `search.baselines` that are words; a list may have GROUPS and the names of single baselines.
+BaselineGroup: TypeAlias = Literal["none", "sources", "published", "m3", "all"]
+
+ALL: BaselineGroup = "all"
+
+GROUPS: tuple[BaselineGroup, ...] = ("sources", "published", "m3")
+
+# The groups that ALL stands for.
+BY_DEFAULT: tuple[BaselineGroup, ...] = ("sources", "published")
 
 
 class Baseline(NamedTuple):
@@ -31,56 +41,72 @@ class Baseline(NamedTuple):
 
 
 def all_baselines(
-    *, base: str, experts: Sequence[str], fingerprints: Mapping[str, str], num_layers: int, tokenizer: str = "base"
+    *,
+    base: str,
+    experts: Sequence[str],
+    fingerprints: Mapping[str, str],
+    num_layers: int,
+    tokenizer: str = "base",
+    chosen: BaselineGroup | Sequence[str] = ALL,
 ) -> tuple[Baseline, ...]:
-    """All baselines of a study: the base model, each expert, then the published merges of all experts.
+    """The baselines of a study: the base model, each expert, then the published merges of all experts.
 
-    `base` and `experts` are aliases, which `fingerprints` maps to content fingerprints. Every recipe is in canonical
-    form. If two baselines have equal recipes, only the first one is returned.
+    `base` and `experts` are aliases, which `fingerprints` maps to content fingerprints. `chosen` are the baselines that
+    are returned (`baseline_labels`). Every recipe is in canonical form. If two baselines have equal recipes, only the
+    first one is returned.
     """
+    labels = baseline_labels(chosen, experts)
     found: dict[str, Baseline] = {}
-    for origin, label, merge in _merges(base, tuple(experts)):
-        recipe = Recipe.uniform(merge, models=fingerprints, base=base, num_layers=num_layers, tokenizer=tokenizer)
-        baseline = Baseline(origin, label, recipe.canonical())
+    for known in _known(base, tuple(experts)):
+        if known.label not in labels:
+            continue
+        recipe = Recipe.uniform(known.merge, models=fingerprints, base=base, num_layers=num_layers, tokenizer=tokenizer)
+        origin: _Origin = "source" if known.group == "sources" else "published"
+        baseline = Baseline(origin, known.label, replace(recipe, trim=known.trim).canonical())
         found.setdefault(baseline.recipe.digest, baseline)
     return tuple(found.values())
 
 
-def _merges(base: str, experts: tuple[str, ...]) -> Iterator[tuple[_Origin, str, Merge]]:
-    sources = tuple(Source(expert) for expert in experts)
-    yield "source", "base", Merge("passthrough", (Source(base),))
-    for source in sources:
-        yield "source", f"expert:{source.model}", Merge("passthrough", (source,))
-    share = 1 / len(experts)
-    yield "published", "uniform average", Merge("linear", sources, {"weight": share})
-    for label, lambda_ in (("1/n", share), *((str(number), number) for number in (0.3, 0.4, 0.5, 0.7, 1.0))):
-        yield "published", f"task arithmetic {label}", Merge("task_arithmetic", sources, {"lambda": lambda_})
-    yield "published", "TIES k 0.2 lambda 1.0", Merge("ties", sources, {"k": 0.2, "lambda": 1.0})
+def baseline_labels(chosen: BaselineGroup | Sequence[str], experts: Sequence[str]) -> tuple[str, ...]:
+    """The labels of the baselines that `chosen` stands for, in their order.
 
-
-def m3_baselines(
-    *, base: str, experts: Sequence[str], fingerprints: Mapping[str, str], num_layers: int, tokenizer: str = "base"
-) -> tuple[Baseline, ...]:
-    """The merges without M3 that "Mixup Model Merge (M3)" compares with: the grids of its tables 3 and 4, and DARE.
-
-    They are task arithmetic and TIES with the numbers of table 3, which include those of table 4, and DARE, which keeps
-    0.8, with the average, task arithmetic and TIES; TIES is that of the paper's code, which trims whole models. Every
-    recipe is in canonical form. They are no part of `all_baselines`, whose arguments these are.
+    `chosen` is a group, or a list of labels and of GROUPS; ALL has the sources and the published merges, but not the
+    group "m3". A name that stands for no baseline of a study with these `experts` is ignored.
     """
+    names = {chosen} if isinstance(chosen, str) else {*chosen}
+    groups = {*names, *(BY_DEFAULT if ALL in names else ())}
     return tuple(
-        Baseline(
-            "published",
-            f"m3 {label}",
-            replace(
-                Recipe.uniform(merge, models=fingerprints, base=base, num_layers=num_layers, tokenizer=tokenizer),
-                trim="model",
-            ).canonical(),
-        )
-        for label, merge in _m3_merges(tuple(Source(expert) for expert in experts))
+        known.label for known in _known("base", tuple(experts)) if known.group in groups or known.label in names
     )
 
 
-def _m3_merges(sources: tuple[Source, ...]) -> Iterator[tuple[str, Merge]]:
+class _Known(NamedTuple):
+    group: BaselineGroup
+    label: str
+    merge: Merge
+    trim: Trimming = "tensor"
+
+
+def _known(base: str, experts: tuple[str, ...]) -> Iterator[_Known]:
+    sources = tuple(Source(expert) for expert in experts)
+    yield _Known("sources", "base", Merge("passthrough", (Source(base),)))
+    for source in sources:
+        yield _Known("sources", f"expert:{source.model}", Merge("passthrough", (source,)))
+    share = 1 / len(experts)
+    yield _Known("published", "uniform average", Merge("linear", sources, {"weight": share}))
+    for label, lambda_ in (("1/n", share), *((str(number), number) for number in (0.3, 0.4, 0.5, 0.7, 1.0))):
+        yield _Known("published", f"task arithmetic {label}", Merge("task_arithmetic", sources, {"lambda": lambda_}))
+    yield _Known("published", "TIES k 0.2 lambda 1.0", Merge("ties", sources, {"k": 0.2, "lambda": 1.0}))
+    for label, merge in _without_m3(sources):
+        yield _Known("m3", f"m3 {label}", merge, "model")
+
+
+def _without_m3(sources: tuple[Source, ...]) -> Iterator[tuple[str, Merge]]:
+    """Yield the merges that "Mixup Model Merge (M3)" compares with: the grids of its tables 3 and 4, and DARE.
+
+    They are task arithmetic and TIES with the numbers of table 3, which include those of table 4, and DARE, which keeps
+    0.8, with the average, task arithmetic and TIES. TIES is that of the paper's code, which trims whole models.
+    """
     scales, shares = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0), (0.5, 0.7, 0.9)  # table 3
     for scale in scales:
         yield f"task arithmetic {scale}", Merge("task_arithmetic", sources, {"lambda": scale})

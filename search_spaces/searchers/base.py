@@ -51,7 +51,7 @@ class SearcherDeclaration:
 
     @property
     def proposes_at_once(self) -> bool:
-        """Whether the searcher answers every request with a configuration, without steps to compute first."""
+        """Whether the searcher computes no steps before it proposes; it may note decisions."""
         return not (self.computes_steps or self.trains_policy)
 
     @property

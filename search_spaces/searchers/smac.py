@@ -1,4 +1,4 @@
-"""Declaration of the searcher `smac`: SMAC, a random forest that learns from the results of all rungs."""
+"""Declaration of the searcher `smac`: SMAC, a random forest that learns from results, and expected improvement."""
 
 from search_spaces.searchers.base import Feature, SearcherDeclaration
 

@@ -9,7 +9,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from search_spaces.constraints import Constraint, contradictory, parse_constraint
+from search_spaces.baselines import ALL, GROUPS, baseline_labels
+from search_spaces.constraints import BEST_EXPERT, EXPERT, Constraint, contradictory, parse_constraint
 from search_spaces.errors import InvalidPreference, InvalidStudy, Problem
 from search_spaces.preferences import preference_vector
 from search_spaces.searchers import SEARCHERS
@@ -81,6 +82,7 @@ def contradictions(parts: ValidParts) -> Iterator[Problem]:
         yield from parts.search_space.contradictions()
     if parts.search is not None:
         yield from _search_contradictions(parts.search, parts.objective_names)
+        yield from _baseline_contradictions(parts.search, parts.models)
     if parts.fidelity is not None:
         yield from _fidelity_contradictions(parts.fidelity, parts.objectives)
     for section, specs in (("objectives", parts.objectives), ("holdout", parts.holdout)):
@@ -171,6 +173,22 @@ def _warm_start_contradictions(search: Search) -> Iterator[Problem]:
         hint = "; hm3 begins with the policies of another study: search.hm3.start" if search.algorithm == "hm3" else ""
         message = f"{search.algorithm} cannot use results of another study; searchers that do: {able}{hint}"
         yield Problem(place, message)
+
+
+def _baseline_contradictions(search: Search, models: Models | None) -> Iterator[Problem]:
+    """Names in `search.baselines` that are given twice, or that are not baselines of a study with these `models`."""
+    if isinstance(search.baselines, str):
+        return
+    experts = () if models is None else tuple(models.experts)
+    known = None if models is None else {*GROUPS, *baseline_labels(GROUPS, experts)}
+    first: dict[str, int] = {}
+    for index, name in enumerate(search.baselines):
+        place = f"search.baselines.{index}"
+        if first.setdefault(name, index) != index:
+            yield Problem(place, f"{name} is also search.baselines.{first[name]}; give it once")
+        elif known is not None and name not in known:
+            names = ", ".join((*GROUPS, *baseline_labels(ALL, experts)))
+            yield Problem(place, f"{name} is not a baseline of this study; give one of {names}")
 
 
 def _fidelity_contradictions(fidelity: Fidelity, objectives: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:
@@ -331,13 +349,33 @@ def _constraint_contradictions(search: Search, parts: ValidParts) -> Iterator[Pr
         message = "bound cannot compare constraints, which this study has; write behind"
         yield Problem("fidelity.rule", message)
     experts = None if parts.models is None else tuple(parts.models.experts)
-    for index, message in contradictory(constraints, objectives=parts.objective_names, experts=experts):
+    found = tuple(contradictory(constraints, objectives=parts.objective_names, experts=experts))
+    refused = {index for index, _ in found}
+    for index, message in found:
         yield Problem(f"search.constraints.{index}", message)
+    for index, constraint in constraints.items():
+        if experts is not None and index not in refused and (lack := _lack_of_baselines(constraint, search, experts)):
+            yield Problem(f"search.constraints.{index}", lack)
     by_name = {spec.name: spec for spec in reversed(list(parts.objectives.values()))}
     for index, constraint in constraints.items():
         spec = by_name.get(constraint.objective)
         if spec is not None and (message := _unreachable(constraint, spec)):
             yield Problem(f"search.constraints.{index}", message)
+
+
+def _lack_of_baselines(constraint: Constraint, search: Search, experts: Sequence[str]) -> str:
+    """The reason why the constraint's bound would not be known: a source model that is not scored as a baseline.
+
+    Returns "" if the bound is a number, or if all source models on which it depends are scored.
+    """
+    if constraint.reference is None:
+        return ""
+    is_any = constraint.reference == BEST_EXPERT
+    needed = [EXPERT + alias for alias in experts] if is_any else [constraint.reference]
+    labels = baseline_labels(search.baselines, experts)
+    lacking = ", ".join(label for label in needed if label not in labels)
+    hint = "write search.baselines: sources, or a list with what is missing"
+    return lacking and f"{constraint.text} needs the score of {lacking}, which search.baselines leaves out; {hint}"
 
 
 def _unreachable(constraint: Constraint, spec: ObjectiveSpec) -> str:

@@ -9,8 +9,9 @@ import numpy as np
 from pydantic import Discriminator, Field, Tag
 
 from search_spaces import preferences
+from search_spaces.baselines import ALL, BaselineGroup
 from search_spaces.searchers import SEARCHERS
-from search_spaces.section import Line, Name, Section
+from search_spaces.section import Line, Name, Section, one_of
 from search_spaces.spaces import DEFAULT_KIND, SPACES
 from search_spaces.spaces.base import SpaceSection
 from search_spaces.study.models import AnotherStudy
@@ -24,6 +25,7 @@ __all__ = [
     "Preferences",
     "Search",
     "SearchSpaceSpec",
+    "SmacOptions",
     "WarmStart",
 ]
 
@@ -57,6 +59,10 @@ MAX_PREFERENCES = 1000
 PREFERENCES = 3
 
 
+def _tag_of_baselines(value: object) -> str | None:
+    return "<group>" if isinstance(value, str) else "<names>" if isinstance(value, list | tuple) else None
+
+
 class GradientOptions(Section):
     steps: Annotated[int, Field(ge=1, le=100_000)] = 48
     """The number of gradients of one descent."""
@@ -74,6 +80,18 @@ class GradientOptions(Section):
     """How many points of the descents become trials. Each descent has an equal share, evenly spaced and including its
     end.
     """
+
+
+class SmacOptions(Section):
+    surrogate: Literal["all_rungs", "highest_budget", "auto"] = "all_rungs"
+    """The results from which the forest learns. all_rungs: all, with the fidelity as one more feature; highest_budget:
+    those at the highest rung that has enough, as in SMAC; auto: the one of the two that predicts results at the full
+    budget better, which the study notes.
+    """
+    random_share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """The share of proposals that are drawn at random, so that no region is excluded forever."""
+    acquisition: Literal["ei", "log_ei"] = "ei"
+    """What a proposal maximises. ei: expected improvement; log_ei: the same for a forest of logarithms of costs."""
 
 
 class PolicyOptions(Section):
@@ -173,10 +191,20 @@ class Search(Section):
     algorithm: Algorithm = "auto"
     gradient: GradientOptions = GradientOptions()
     """Options of algorithm: gradient, which auto may choose."""
+    smac: SmacOptions = SmacOptions()
+    """Options of algorithm: smac, which auto may choose."""
     hm3: PolicyOptions = PolicyOptions()
     """Options of algorithm: hm3."""
     max_trials: Annotated[int, Field(ge=1, le=1_000_000)] = 60
     """The number of configurations that the searcher proposes; baselines are not counted."""
+    baselines: Annotated[
+        Annotated[BaselineGroup, Tag("<group>")] | Annotated[tuple[Line, ...], Field(min_length=1), Tag("<names>")],
+        one_of(_tag_of_baselines, "none, sources, published, m3, all, or a list of baselines"),
+    ] = ALL
+    """The merges that are scored at full budget before the search: none, sources (base and experts), published
+    (recipes), all (both), m3 (the grids that M3 was compared with), or a list of these groups and of single ones:
+    [base, "expert:math", "task arithmetic 0.3"].
+    """
     constraints: tuple[Line, ...] = ()
     """Bounds that a merge must meet: "text >= base - 0.01", "math >= 0.5"."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0

@@ -121,6 +121,8 @@ def finding_text(
     """
     if best is None or not was_scored:
         return "Whether a merge is better than the baselines was not tested on held-out data."
+    if not tests and best.origin in (Origin.SEARCH, Origin.USER):
+        return "Whether a merge is better than its source models was not tested: the study scored no baselines."
     if not tests:
         return f"No merge found is better than {best.label}: no trial that the search proposed is among the finalists."
     clauses: list[tuple[str | None, str, str]] = []

@@ -6,7 +6,8 @@ score on n samples is a draw of n Bernoulli trials, nested across rungs, so sear
 searchers run the same brackets, know the same baselines, and see results with the same lag.
 
 Reported is the true mean accuracy of the trial that looks best at the full budget, among those the searcher proposed,
-and the true hypervolume of all those at the full budget. A search is by every searcher that does not refuse it.
+and the true hypervolume of all those at the full budget. A search is by every searcher that does not refuse it. For
+SMAC, `rung_surrogates` compares what its forest may learn from.
 """
 
 from __future__ import annotations
@@ -28,9 +29,13 @@ from search_spaces.recipe import COMPONENTS, Merge, Recipe
 from search_spaces.searchers import SEARCHERS as DECLARED
 from search_spaces.searchers import unsupported
 from search_spaces.spaces.base import SearchSpace
+from search_spaces.study.search import Search as Options
+from search_spaces.study.search import SmacOptions
+from service.store.steps import NoteRequest, NoteResult, Step, step_of
 from service.tune.searchers import SEARCHERS
-from service.tune.searchers.base import Observation, ProposalContext, Searcher
+from service.tune.searchers.base import Observation, ProposalContext, Searcher, SearchSetting
 from service.tune.searchers.smac import SmacSearcher
+from tests.benchmarks import rung_surrogates
 from tests.search_spaces.spaces import families
 
 EXPERTS = ("math", "text", "lookup")
@@ -127,6 +132,7 @@ LFS = {"kind": "lfs"}
 BY_GROUP = {"kind": "layerwise", "granularity": "layer_group"}
 BY_COMPONENT = {"kind": "layerwise", "granularity": "component"}
 RUNGS = (30, 90, 270)
+ALWAYS_FOREST = SearchSetting(options=Options(smac=SmacOptions(random_share=0.0)))
 
 SCENARIOS = (
     Scenario("4x3 groups, hyperband, 3 objectives", LFS, RUNGS, 60, 3),
@@ -147,7 +153,9 @@ class Search:
     scenario: Scenario
     searcher: Searcher
     seed: int
+    setting: SearchSetting = field(default_factory=SearchSetting)
     known: list[Observation] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     ask_s: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -188,14 +196,23 @@ class Search:
         self, number: int, observations: list[Observation], pending: Sequence[Mapping[str, Any]] = ()
     ) -> dict[str, Any]:
         start = time.process_time()
-        configuration = self.searcher.advance(
-            ProposalContext(
-                self.space.parameters, number=number, seed=self.seed, observations=observations, pending=pending
+        while True:
+            answer = self.searcher.advance(
+                ProposalContext(
+                    self.space.parameters,
+                    number=number,
+                    seed=self.seed,
+                    observations=observations,
+                    pending=pending,
+                    steps=self.steps,
+                    setting=self.setting,
+                )
             )
-        )
-        self.ask_s.append(time.process_time() - start)
-        assert isinstance(configuration, dict)
-        return configuration
+            if isinstance(answer, dict):
+                self.ask_s.append(time.process_time() - start)
+                return answer
+            assert isinstance(answer, NoteRequest)
+            self.steps.append(step_of(len(self.steps), number, answer, NoteResult()))
 
     def observe(
         self, configuration: Mapping[str, Any], rung: int, *, number: int, is_proposed: bool = True
@@ -231,6 +248,9 @@ def told(space: SearchSpace) -> list[dict[str, Any]]:
 def run(num_seeds: int = 10) -> dict[str, Any]:
     return {
         "ask": [ask_times(2, 1), ask_times(4, 1), ask_times(4, 3), ask_times(8, 3)],
+        "surrogates": [
+            row for num in (68, 136) for row in rung_surrogates.compare(num_seeds=num_seeds, num_trials=num)
+        ],
         "searches": [compare(scenario, range(num_seeds)) for scenario in SCENARIOS],
     }
 
@@ -243,7 +263,7 @@ def ask_times(
     The first proposal, which loads the libraries, is given apart.
     """
     options = {**LFS, "layer_groups": layer_groups, "component_groups": component_groups}
-    search = Search(Scenario("ask", options, RUNGS, 0, 3), SmacSearcher(random_share=0.0), seed=0)
+    search = Search(Scenario("ask", options, RUNGS, 0, 3), SmacSearcher(), seed=0, setting=ALWAYS_FOREST)
     rng = np.random.default_rng(0)
     known = [search.observe(search.space.parameters.sample(rng), i % 3, number=i) for i in range(num_observations)]
     for number in range(num_proposals + 1):
@@ -289,6 +309,8 @@ def show(result: dict[str, Any]) -> None:
     for row in result["ask"]:
         times = " | ".join(f"{row[key]:.2f}" for key in ("first_s", "mean_s", "worst_s"))
         print(f"| {row['parameters']} | {row['observations']} | {times} |")
+    print()
+    rung_surrogates.show(result["surrogates"])
     print("\n| search | searcher | accuracy of the chosen trial | hypervolume | better than random |")
     print("|---|---|---|---|---|")
     for row in result["searches"]:

@@ -153,7 +153,11 @@ class SimulatedProposer:
                 self._state.receive(new)
             self._answer = self._state.propose(**call)
         self.ready_at = self._takes(taken[0])
-        for _ in range(self._setting.num_left_in_batch(number) if self._is_chained else 0):
+        self._propose_rest()
+
+    def _propose_rest(self) -> None:
+        self._next.clear()
+        for _ in range(self._setting.num_left_in_batch(self._call["number"]) if self._is_chained else 0):
             with self._clock.elsewhere() as taken:
                 answer = self._state.propose_next()
             self._next.append((answer, self._takes(taken[0])))
@@ -182,6 +186,7 @@ class SimulatedProposer:
         with self._clock.elsewhere() as taken:
             self._answer = self._state.propose_after(step, **self._call)
         self.ready_at = max(self.ready_at, self._takes(taken[0]))
+        self._propose_rest()
 
     def _computed(self, request: StepRequest) -> StepResult:
         """The result of a step. Its seconds pass before the next answer."""

@@ -228,7 +228,7 @@ def test_study_options_are_in_tables() -> None:
     assert options_in(objectives) == set().union(*specs)
 
 
-@pytest.mark.parametrize("searcher", ["gradient", "hm3"])
+@pytest.mark.parametrize("searcher", ["gradient", "smac", "hm3"])
 def test_options_of_a_searcher(searcher: str) -> None:
     """Every option of a searcher is in its table, and no other."""
     definitions = study_json_schema()["$defs"]

@@ -106,15 +106,15 @@ def test_ctrl_c_leaves_a_directory_that_the_same_command_resumes(small: Path, tm
 
 
 def test_run_begins_with_the_results_of_an_earlier_run(small: Path, tmp_path: Path, ray_address: str) -> None:
-    """A run with a warm start receives the earlier run's results, and has only its own trials."""
+    """A run with a warm start receives the earlier run's results, and has only its own trials, here no baselines."""
     first, out = tmp_path / "first", tmp_path / "second"
     with started(fake(small, first), directory=first, ray_address=ray_address) as run:
         assert run.wait(timeout_s=START_S) == 0, run.log
     document = load_study(small).canonical()
-    document["search"] = {"algorithm": "es", "max_trials": 3, "warm_start": {"dir": str(first)}}
+    document["search"] = {"algorithm": "es", "max_trials": 3, "baselines": "none", "warm_start": {"dir": str(first)}}
     file = tmp_path / "second.json"
     file.write_text(json.dumps(document))
-    with started(fake(file, out), directory=out, ray_address=ray_address) as run:
+    with started([*fake(file, out), "--export", "best"], directory=out, ray_address=ray_address) as run:
         assert run.wait(timeout_s=START_S) == 0, run.log
     summary = json.loads((out / "summary.json").read_text())
     with read_run(first) as (store, study):
@@ -126,7 +126,9 @@ def test_run_begins_with_the_results_of_an_earlier_run(small: Path, tmp_path: Pa
     report = (out / "report.html").read_text().replace("&#39;", "'")
     assert f"of {len(told)} trials of study 'small' ({earlier})" in report
     with read_run(out) as (store, study):
-        assert sum(trial.origin is Origin.SEARCH for trial in store.trials(study.id)) == 3
+        assert [trial.origin for trial in store.trials(study.id)] == [Origin.SEARCH] * 3
+    assert summary["finding"]["text"].endswith("was not tested: the study scored no baselines.")
+    assert (out / "export" / "recipe.json").exists()
 
 
 def test_study_of_failing_candidates_fails(small: Path, tmp_path: Path, ray_address: str) -> None:

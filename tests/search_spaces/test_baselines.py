@@ -3,7 +3,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from search_spaces.baselines import all_baselines, m3_baselines
+import pytest
+
+from search_spaces.baselines import all_baselines, baseline_labels
 from search_spaces.recipe import Recipe
 from search_spaces.spaces.lfs import LfsSpace
 
@@ -67,7 +69,7 @@ def test_baselines_of_one_expert() -> None:
 
 def test_the_grids_of_m3_are_a_set_of_their_own() -> None:
     fingerprints, usual = known(("math", "text"))
-    of_m3 = m3_baselines(base="base", experts=("math", "text"), fingerprints=fingerprints, num_layers=3)
+    of_m3 = all_baselines(base="base", experts=("math", "text"), fingerprints=fingerprints, num_layers=3, chosen="m3")
     by_label = {label: recipe for _, label, recipe in of_m3}
     assert len(by_label) == len({recipe.digest for recipe in by_label.values()}) == 6 + 3 * 6 + 5
     assert not {label for _, label, _ in usual} & by_label.keys()
@@ -93,3 +95,30 @@ def test_the_lfs_space_contains_all_of_them() -> None:
             configuration = space.from_recipe(recipe)
             assert configuration is not None, label
             assert space.to_recipe(configuration).digest == recipe.digest
+
+
+@pytest.mark.parametrize(
+    ("chosen", "labels"),
+    [
+        ("none", ()),
+        ("sources", ("base", "expert:a", "expert:b")),
+        (["expert:b", "base"], ("base", "expert:b")),
+        (["TIES k 0.2 lambda 1.0", "sources"], ("base", "expert:a", "expert:b", "TIES k 0.2 lambda 1.0")),
+        (["task arithmetic 0.5"], ("task arithmetic 0.5",)),
+        (["task arithmetic 1/n", "task arithmetic 0.5"], ("task arithmetic 1/n",)),
+    ],
+)
+def test_chosen_baselines(chosen: Any, labels: tuple[str, ...]) -> None:
+    """Groups and names choose baselines, which keep their order; of two with equal recipes the first one counts."""
+    fingerprints = {alias: alias for alias in ("base", "a", "b")}
+    found = all_baselines(base="base", experts=("a", "b"), fingerprints=fingerprints, num_layers=2, chosen=chosen)
+    assert tuple(label for _, label, _ in found) == labels
+
+
+def test_groups_divide_all_baselines() -> None:
+    """The two groups together are all baselines."""
+    experts = ("a", "b", "c")
+    groups = [baseline_labels(group, experts) for group in ("sources", "published")]
+    assert (
+        baseline_labels("all", experts) == groups[0] + groups[1] == baseline_labels(["published", "sources"], experts)
+    )

@@ -88,8 +88,7 @@ class CheckedPlan:
                 f"{self.num_layers} layers",
                 f"space     {_count(self.num_search_parameters, 'parameter')}; {self.space}",
                 f"search    {self.algorithm}: {self.algorithm_reason}",
-                f"trials    {self.trials['extras']} baselines (sources and published recipes), "
-                f"{self.trials['search']} searched",
+                f"trials    {self._baselines()}, {self.trials['search']} searched",
                 f"rungs     {self._ladders()}; scheduler: {self.scheduler}",
                 f"samples   {least}{search:,} in the search{saved}, "
                 + (f"about {holdout:,}" if holdout else "none")
@@ -124,6 +123,14 @@ class CheckedPlan:
         return (
             f"limit     {self.max_samples:,} samples of the search{used}; its plan takes {within}{planned:,}: {ends}",
         )
+
+    def _baselines(self) -> str:
+        """Text of the number of baselines, and of the samples that they take of those in the line `samples`."""
+        if not self.trials["extras"]:
+            return "no baselines"
+        held_out = f" and {self.samples.holdout_baselines:,} held out" if self.samples.holdout_baselines else ""
+        counted = _count(self.trials["extras"], "baseline")
+        return f"{counted} for {self.samples.baselines:,} samples{held_out}"
 
     def _download(self) -> tuple[str, ...]:
         if not self.absent_models:

@@ -14,6 +14,7 @@ from service.results.report.marks import MAX_ROWS, NUM_COLOURS, evenly
 from service.results.report.scales import Scale, nice_scale
 from service.results.report.texts import number_text
 from service.results.series.descents import DescentSeries, DescentStep, descents
+from service.types import Origin
 
 __all__ = ["descents_section"]
 
@@ -38,27 +39,33 @@ def descents_section(run: RunRecord) -> dict[str, Any] | None:
     entries.append(Legend("trial", "mark front"))
     if len(found) > 1:
         entries.append(Legend("the next descent begins", "reference", "line"))
+    is_relative = any(trial.origin in (Origin.SOURCE, Origin.PUBLISHED) for trial in run.trials)
     return {
-        "chart": _chart(found, names, colours),
+        "chart": _chart(found, names, colours, is_relative=is_relative),
         "legend": legend(entries),
         "names": names,
         "window": WINDOW,
         "num_gradients": found[-1].steps[-1].gradient,
         "rows": [_row(descent, names) for descent in found[:MAX_ROWS]],
         "num_descents": len(found),
+        "is_relative": is_relative,
     }
 
 
-def _chart(found: Sequence[DescentSeries], names: Sequence[str], colours: dict[str, str]) -> Markup:
+def _chart(
+    found: Sequence[DescentSeries], names: Sequence[str], colours: dict[str, str], *, is_relative: bool
+) -> Markup:
+    """Draw the losses of all descents; with `is_relative`, they are in units of their means over the baselines."""
     lines = [(descent, _smooth(descent.steps)) for descent in found]
     values = [value for _, line in lines for _, losses, loss in line for value in (*losses.values(), loss)]
     last = found[-1].steps[-1].gradient
     plot = Plot(
         Scale(0, max(last, 1), max(1.0, nice_scale((0, last), count=8).step)),
         nice_scale([0.0, *values]),
-        label="loss of each objective over the gradients of all descents, in units of its mean over the baselines",
+        label="loss of each objective over the gradients of all descents"
+        + (", in units of its mean over the baselines" if is_relative else ""),
         x_title="gradient",
-        y_title="loss, 1 is the mean of the baselines",
+        y_title="loss, 1 is the mean of the baselines" if is_relative else "loss",
         height=300,
     )
     for number, (descent, _) in enumerate(lines):

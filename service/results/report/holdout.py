@@ -10,6 +10,7 @@ from service.results.report.charts import Interval, Legend, forest, legend
 from service.results.report.scales import nice_scale
 from service.results.report.texts import interval_text, row_name
 from service.results.series.holdout import holdout
+from service.types import Origin
 
 __all__ = ["holdout_section"]
 
@@ -54,6 +55,7 @@ def holdout_section(run: RunRecord, *, best: int | None) -> dict[str, Any] | Non
     return {
         "names": names,
         "has_mean": has_mean,
+        "has_baselines": any(row["origin"] in (Origin.SOURCE, Origin.PUBLISHED) for row in rows),
         "has_speed": len(depths) > 1 and any(row["tokens_per_second"] for row in rows),
         "rows": [
             {"name": row_name(row), "is_best": row["trial"] == best, "note": violation_text(row["violations"]), **row}

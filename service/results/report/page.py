@@ -99,6 +99,7 @@ def _settings(run: RunRecord, constraints: Sequence[ConstraintDocument]) -> list
     found = [
         ("space", space.get("kind")),
         ("search", run.search.algorithm or search.get("algorithm")),
+        ("surrogate", search.get("smac", {}).get("surrogate") if run.search.algorithm == "smac" else None),
         ("scheduler", fidelity.get("scheduler")),
         ("rungs", " / ".join(rungs[rung] for rung in sorted(rungs)) + " samples" if rungs else None),
         ("seed", search.get("seed")),

@@ -199,14 +199,21 @@ def _check_sample_limit(
         return
     base, *experts = sources.checkpoints
     aliases = {alias: alias for alias in sources.checkpoints}
-    baselines = all_baselines(base=base, experts=experts, fingerprints=aliases, num_layers=sources.layout.num_layers)
+    baselines = all_baselines(
+        base=base,
+        experts=experts,
+        fingerprints=aliases,
+        num_layers=sources.layout.num_layers,
+        chosen=study.search.baselines,
+    )
     totals = [sum(samples.values()) for samples in rung_samples]
     first, *_ = bracket_plan(cycle, study.search.max_trials)
     is_whole = study.fidelity.scheduler == "hyperband" and first.first_rung < len(totals) - 1
     least = len(baselines) * totals[-1] + (first.samples(totals) if is_whole else totals[-1])
     if most < least:
         what = f"the first bracket of {first.num_configurations} trials" if is_whole else "one trial"
-        message = f"{most:,} is below the {least:,} samples of {len(baselines)} baselines and {what}"
+        scored = f"{len(baselines)} baselines and {what}" if baselines else what
+        message = f"{most:,} is below the {least:,} samples of {scored}"
         problems.append(Problem("limits.max_samples", f"{message}; give at least {least:,}"))
 
 

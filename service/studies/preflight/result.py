@@ -42,13 +42,16 @@ class ExpectedSamples:
     """Numbers of samples that a study is expected to score.
 
     `search` is for the search, `holdout` for the held-out stage, and `full_budget` for a search that scores every trial
-    at full budget. Under asha `search` is the least number: asha decides early, so it also promotes trials that later
-    results show not to be among the best of their rung.
+    at full budget. All of them include baselines, which take `baselines` samples in the search and `holdout_baselines`
+    held out. Under asha `search` is the least number: asha decides early, so it also promotes trials that later results
+    show not to be among the best of their rung.
     """
 
     search: int
     holdout: int
     full_budget: int
+    baselines: int
+    holdout_baselines: int
 
 
 @dataclass(frozen=True)
@@ -263,6 +266,7 @@ class PreflightResult:
             fingerprints=self.models.family.fingerprints,
             num_layers=self.models.num_layers,
             tokenizer=self.models.family.tokenizer,
+            chosen=self.study.search.baselines,
         )
         return tuple((Origin(origin), label, recipe) for origin, label, recipe in found)
 
@@ -278,8 +282,13 @@ class PreflightResult:
         """
         totals = [sum(samples.values()) for samples in self.budget.rung_samples]
         brackets = bracket_plan(self.budget.cycle, self.study.search.max_trials)
-        search = len(self.baselines()) * totals[-1] + sum(bracket.samples(totals) for bracket in brackets)
-        # Assumes four trials on the front besides the baselines.
-        holdout = sum(info.num_samples for info in self.tasks.holdout_infos.values()) * (len(self.baselines()) + 4)
-        full = (len(self.baselines()) + self.study.search.max_trials) * totals[-1]
-        return ExpectedSamples(search, holdout, full)
+        num_baselines = len(self.baselines())
+        baselines = num_baselines * totals[-1]
+        per_row = sum(info.num_samples for info in self.tasks.holdout_infos.values())
+        return ExpectedSamples(
+            search=baselines + sum(bracket.samples(totals) for bracket in brackets),
+            holdout=per_row * (num_baselines + 4),  # assumes four trials on the front besides the baselines
+            full_budget=baselines + self.study.search.max_trials * totals[-1],
+            baselines=baselines,
+            holdout_baselines=per_row * num_baselines,
+        )

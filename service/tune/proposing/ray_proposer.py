@@ -98,7 +98,7 @@ class RayProposer:
     def submit(self, **call: Any) -> None:
         """Start to compute a proposal, with the arguments `call` of `Proposer.submit`.
 
-        If the searcher proposes without steps (`proposes_at_once`), the actor also computes the other proposals of the
+        If the searcher computes no steps (`proposes_at_once`), the actor also computes the other proposals of the
         batch, which are made from the same results. When one of these is submitted, it is not computed again.
         """
         is_next = bool(self._next) and self._follows(call)
@@ -107,9 +107,16 @@ class RayProposer:
             self._pending = self._next.popleft()
             return
         self._pending = self._searcher.propose.remote(**self._message())
+        self._propose_rest()
+
+    def _propose_rest(self) -> None:
+        """Start to compute the proposals of the batch that follow the present one, if the searcher computes no steps.
+
+        Those that were computed before, such as before a note of the searcher, are dropped.
+        """
         self._next.clear()
         if SEARCHERS[self._algorithm].proposes_at_once:
-            left = self._setting.num_left_in_batch(call["number"])
+            left = self._setting.num_left_in_batch(self._call["number"])
             self._next.extend(self._searcher.propose_next.remote() for _ in range(left))
 
     def _follows(self, call: Mapping[str, Any]) -> bool:
@@ -136,6 +143,7 @@ class RayProposer:
     def stored(self, step: Step) -> None:
         self._steps.append(step)
         self._pending = self._searcher.propose_after.remote(step, **self._message())
+        self._propose_rest()
 
     def compute(self, request: ChargedRequest) -> None:
         self._compute(request)

@@ -63,8 +63,11 @@ class SearcherState:
         """The configuration of the trial after the last proposal, or a request for a step that must be computed first.
 
         It uses the same results as the previous proposal did; the previous proposal's configuration counts as pending.
+        If the last answer is a request for a step, it is returned again, because the last proposal must be made first.
         """
-        assert isinstance(self._last_answer, dict), "the last proposal has no configuration"
+        if not isinstance(self._last_answer, dict):
+            assert self._last_answer is not None, "nothing was proposed"
+            return self._last_answer
         call = dict(self._last_call)
         pending = (*call["pending"], self._parameters.repair(self._last_answer))
         return self.propose(**{**call, "number": call["number"] + 1, "pending": pending})

@@ -156,7 +156,7 @@ class Searcher(Protocol):
         """The configuration of trial `context.number`, or a request for a step that must be computed first.
 
         The configuration is valid in `context.parameters`, with inactive parameters left out. Most searchers need no
-        steps and answer with a configuration at once.
+        steps, except to note a decision, and answer with a configuration at once.
         """
         ...
 

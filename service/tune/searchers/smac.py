@@ -1,9 +1,10 @@
-"""SMAC: a random forest learns from all rungs, expected improvement at the full budget picks the next configuration.
+"""SMAC: a random forest learns from results, and expected improvement at the full budget picks the next configuration.
 
 Lindauer et al., SMAC3, JMLR 23(54), 2022 (forest, expected improvement, interleaved random proposals); Knowles, ParEGO,
 IEEE TEC 10(1), 2006, and Su and Geiping, "Fine, I'll Merge It Myself" (2025), section 3.3.2 (several objectives). The
 forest and the acquisition function are SMAC's. Its rungs, promotion and state are not used: the forest is trained for
-every proposal, with the fidelity as one more feature.
+every proposal. It learns from all rungs, with the fidelity as one more feature, or as SMAC's own from the highest rung
+that has enough results (`rung_choice`).
 
 SMAC's own maximiser is not used either. Its local search counts an inactive parameter as changed (NaN differs from NaN)
 and skips every neighbour that changes more than one parameter. So in a conditional space it never leaves its starting
@@ -19,17 +20,19 @@ from typing import Any
 
 import numpy as np
 
-from search_spaces.preferences import augmented_chebyshev, simplex_lattice
+from search_spaces.preferences import augmented_chebyshev, equal_preference, simplex_lattice
+from service.store.steps import NoteRequest
 from service.tune.searchers.base import Observation, ProposalContext, proposal_generator
 from service.tune.searchers.encoding import Encoding, Rows
 from service.tune.searchers.history import thinned, violation
+from service.tune.searchers.rung_choice import RungChoice, choice_of, chosen, highest_rung
 
 __all__ = ["SEARCHER", "SmacSearcher"]
 
 
 @dataclass(frozen=True)
 class SmacSearcher:
-    """The searcher SMAC, whose random forest learns from the results of all rungs.
+    """The searcher SMAC, a random forest with expected improvement; its options are those of `search.smac`.
 
     It proposes the candidate with the largest expected improvement. Candidates are `num_uniform` random configurations,
     `num_tied` in which all layers have the same values, and `num_mutants` random changes of each of `num_parents`
@@ -38,10 +41,8 @@ class SmacSearcher:
     tests/benchmarks/bench_searchers.py.
     """
 
-    num_initial: int = 8  # configurations with results, baselines included, before the forest is used
-    # Share of proposals drawn uniformly, so that no region is excluded forever. SMAC's share is 0.2; shares from 0 to
-    # 0.2 made no difference beyond the spread between seeds.
-    random_share: float = 0.1
+    # Configurations with results, baselines included, before the forest is used; with `highest_budget`, at one rung.
+    num_initial: int = 8
     num_trees: int = 10
     max_weight_vectors: int = 100  # size of the lattice from which ParEGO draws a vector for each proposal
     # Candidates for the largest expected improvement. A further local search from the best of them made results worse:
@@ -60,42 +61,92 @@ class SmacSearcher:
     mutation_step: float = 0.15
     _last: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
 
-    def advance(self, context: ProposalContext) -> dict[str, Any]:
+    def advance(self, context: ProposalContext) -> NoteRequest | dict[str, Any]:
         rng, observations = context.generator(), thinned(context, max_numbers=self.max_numbers).observations
+        options = context.setting.options.smac
         encoding = Encoding(context.parameters)
         rows = encoding.encode(observation.configuration for observation in observations)
         scored = {key for key, o in zip(encoding.keys(rows), observations, strict=True) if o.costs is not None}
-        if len(scored) < self.num_initial or rng.random() < self.random_share:
+        if len(scored) < self.num_initial or rng.random() < options.random_share:
             return context.sample_unseen(rng)
         fidelities = np.array([observation.fidelity for observation in observations])
+        choice = self._choice(context, observations, rows, fidelities)
+        if isinstance(choice, NoteRequest):
+            return choice
+        is_used = np.ones(len(rows), dtype=bool)
+        if choice == "highest_budget":
+            has_result = np.array([observation.costs is not None for observation in observations])
+            highest = highest_rung(fidelities, has_result, min_results=self.num_initial)
+            if highest is None:
+                return context.sample_unseen(rng)
+            is_used = (fidelities == highest) | ~has_result
+            fidelities = np.ones(len(rows))
         # The proposals of a batch share its first one's forest, and its draws for the forest.
         first = context.setting.first_in_batch(context.number)
         of_forest = rng if first == context.number else proposal_generator(seed=context.seed, number=first)
         if of_forest is not rng:
             of_forest.random()
-        costs = self._scalarise(observations, of_forest)
-        acquisition = self._acquisition(rows, fidelities, costs, seed=int(of_forest.integers(2**31)))
+        used = [observation for observation, each in zip(observations, is_used, strict=True) if each]
+        costs = self._scalarise(used, of_forest)
+        acquisition = self._acquisition(
+            rows[is_used],
+            fidelities[is_used],
+            _log_scaled(costs) if options.acquisition == "log_ei" else costs,
+            is_log=options.acquisition == "log_ei",
+            seed=int(of_forest.integers(2**31)),
+        )
         candidates = self._maximise(encoding, acquisition, rows, rng)
         unknown = encoding.first_unknown(candidates, context.known_configurations())
         return encoding.decode(candidates[0] if unknown is None else unknown)
 
-    def _acquisition(self, rows: Rows, fidelities: Rows, costs: Rows, *, seed: int) -> _Acquisition:
+    def _choice(
+        self, context: ProposalContext, observations: Sequence[Observation], rows: Rows, fidelities: Rows
+    ) -> RungChoice | NoteRequest:
+        """The results that the forest learns from, or a request to note a choice that is due.
+
+        With a single rung there is nothing to choose. All rungs, the default, are not noted.
+        """
+        surrogate, last = context.setting.options.smac.surrogate, chosen(context.steps)
+        if surrogate == "all_rungs" or len(np.unique(fidelities)) == 1:
+            return "all_rungs"
+        if surrogate == "highest_budget":
+            text = f"smac learns from the highest rung with enough results: search.smac.surrogate={surrogate}"
+            return surrogate if last is not None else NoteRequest(label=text, decision=f"{surrogate} 0")
+
+        def predict(rows: Rows, fidelities: Rows, costs: Rows, further: Rows) -> Rows:
+            return self._fit(rows, fidelities, costs, is_log=False, seed=context.seed).predicted_costs(further)
+
+        scored = np.array([observation.costs is not None for observation in observations])
+        results = [observation for observation in observations if observation.costs is not None]
+        note = choice_of(
+            np.array([observation.number for observation in results]),
+            rows[scored],
+            fidelities[scored],
+            self._scalarise(results),
+            last=None if last is None else last[1],
+            predict=predict,
+        )
+        return note or (last or ("all_rungs", 0))[0]
+
+    def _acquisition(self, rows: Rows, fidelities: Rows, costs: Rows, *, is_log: bool, seed: int) -> _Acquisition:
         """The acquisition function, fitted to encoded configurations `rows` with their fidelities and costs.
 
-        If data and seed are those of the last call, its function is returned again.
+        With `is_log`, the costs are logarithms. If data and seed are those of the last call, its function is returned
+        again.
         """
-        data = (rows, fidelities, costs, np.array([seed]))
+        data = (rows, fidelities, costs, np.array([seed, is_log]))
         if len(self._last) == 0 or not all(map(np.array_equal, data, self._last[0])):
-            self._last[:] = [data, self._fit(rows, fidelities, costs, seed=seed)]
+            self._last[:] = [data, self._fit(rows, fidelities, costs, is_log=is_log, seed=seed)]
         acquisition: _Acquisition = self._last[1]
         return acquisition
 
-    def _fit(self, rows: Rows, fidelities: Rows, costs: Rows, *, seed: int) -> _Acquisition:
+    def _fit(self, rows: Rows, fidelities: Rows, costs: Rows, *, is_log: bool, seed: int) -> _Acquisition:
         from smac.acquisition.function.expected_improvement import EI
         from smac.model.random_forest.random_forest import RandomForest
 
         forest = RandomForest(
             _columns(rows.shape[1] + 1),
+            log_y=is_log,  # the mean of a leaf is that of the costs, not of their logarithms
             seed=seed,
             n_trees=self.num_trees,
             # As in SMAC's multi-fidelity facade. A tree that does not consider every column at every split can ignore
@@ -107,16 +158,17 @@ class SmacSearcher:
             n_jobs=1,
         )
         forest.train(np.column_stack([rows, fidelities]), costs[:, np.newaxis])
-        acquisition = _Acquisition(forest, EI())
+        acquisition = _Acquisition(forest, EI(log=is_log))
         acquisition.function.update(model=forest, eta=float(acquisition.predicted_costs(rows).min()))
         return acquisition
 
-    def _scalarise(self, observations: Sequence[Observation], rng: np.random.Generator) -> Rows:
+    def _scalarise(self, observations: Sequence[Observation], rng: np.random.Generator | None = None) -> Rows:
         """One cost for each observation, from which the forest learns.
 
         Each objective is scaled to [0, 1] by its observed range; a failure has the worst cost. Several objectives are
-        joined by the augmented Tchebycheff function (Su and Geiping 2025, section 3.3.2, equation 3), with a random
-        weight vector. An observation that violates constraints has a cost above those of all that do not.
+        joined by the augmented Tchebycheff function (Su and Geiping 2025, section 3.3.2, equation 3), with a weight
+        vector drawn with `rng`, or equal weights if that is None. An observation that violates constraints has a cost
+        above those of all that do not.
         """
         num_objectives = len(next(o.costs for o in observations if o.costs is not None))
         table = np.array([o.costs if o.costs is not None else (np.nan,) * num_objectives for o in observations])
@@ -126,8 +178,11 @@ class SmacSearcher:
         if num_objectives == 1:
             joined = shares[:, 0]
         else:
-            lattice = simplex_lattice(num_objectives, max_vectors=self.max_weight_vectors)
-            joined = augmented_chebyshev(shares, lattice[rng.integers(len(lattice))])
+            weights = np.array(equal_preference(num_objectives))
+            if rng is not None:
+                lattice = simplex_lattice(num_objectives, max_vectors=self.max_weight_vectors)
+                weights = lattice[rng.integers(len(lattice))]
+            joined = augmented_chebyshev(shares, weights)
         excess = np.array([violation(observation) for observation in observations])
         if not excess.any():
             return joined
@@ -172,6 +227,18 @@ class _Acquisition:
     def predicted_costs(self, rows: Rows) -> Rows:
         means, _ = self.forest.predict_marginalized(_at_full_budget(rows))
         return np.asarray(means, dtype=np.float64).reshape(-1)
+
+
+def _log_scaled(costs: Rows) -> Rows:
+    """Logarithms of costs as SMAC takes them (`RunHistoryLogScaledEncoder`), after scaling to (0, 1].
+
+    The lower end is as far below the best cost as the 5th percentile is above it, so that the best has no infinite
+    logarithm.
+    """
+    best = costs.min()
+    low = 2 * best - np.percentile(costs, 5) - 1e-10
+    logarithms: Rows = np.log((costs - low) / (costs.max() - low))
+    return logarithms
 
 
 def _at_full_budget(rows: Rows) -> Rows:

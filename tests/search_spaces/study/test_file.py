@@ -131,7 +131,7 @@ def test_a_study_cannot_be_changed() -> None:
         (
             "search.max_trial",
             3,
-            'unknown key; did you mean "max_trials"? known keys: algorithm, gradient, hm3, max_trials',
+            'unknown key; did you mean "max_trials"? known keys: algorithm, gradient, smac, hm3, max_trials',
         ),
         ("objectives.0.metrics", "x", 'unknown key; did you mean "metric"?'),
         ("objectives.1.task.max_token", 3, 'unknown key; did you mean "max_tokens"? known keys: file, prompt'),
@@ -302,6 +302,21 @@ def test_a_study_cannot_be_changed() -> None:
         ("objectives.0.direction", "minimize", "is missing; exact_match is minimised, so give its [lowest, highest]"),
         ("objectives.1.split", "test", "is for lm-eval tasks; a JSONL task has none; leave it out"),
         ("holdout.0.name", "mth", "mth is not an objective; a holdout entry has the name of the objective"),
+        (
+            "search.baselines",
+            "soures",
+            '"soures" is not known; did you mean "sources"? available: none, sources, published, m3, all',
+        ),
+        ("search.baselines", [], "is empty; give at least 1"),
+        ("search.baselines", 3, "3 is not accepted; give none, sources, published, m3, all, or a list of baselines"),
+        ("search.baselines", ["base", "base"], "base is also search.baselines.0; give it once"),
+        (
+            "search.baselines",
+            ["expert:code"],
+            "expert:code is not a baseline of this study; give one of sources, publi",
+        ),
+        ("search.smac.surrogate", "low", '"low" is not known; available: auto, all_rungs, highest_budget'),
+        ("search.smac.random_share", 1.5, "1.5 is not accepted; give at most 1"),
         ("holdout.0.metric", "acc", "acc is not the metric of objective math; give exact_match"),
         ("holdout.0.split", "train", "is the search data of objective math; holdout data must be different"),
         ("holdout.1.task.file", "text.jsonl", "is the search data of objective text"),
@@ -322,6 +337,38 @@ def test_a_preference_vector_that_is_refused_is_named() -> None:
         "search.preferences.vectors.1",
         "search.preferences.vectors.2",
     ]
+
+
+@pytest.mark.parametrize(
+    ("baselines", "constraint", "lacking"),
+    [
+        ("none", "text >= base - 0.01", "base"),
+        ("published", "text >= expert:text", "expert:text"),
+        (["base", "expert:text", "published"], "text >= best expert - 0.1", "expert:math, expert:lookup"),
+        (["base"], "text >= base", ""),
+        ("sources", "text >= best expert", ""),
+        ("none", "text >= 0.5", ""),
+    ],
+)
+def test_constraints_need_their_sources(baselines: Any, constraint: str, lacking: str) -> None:
+    """A bound relative to a model that is not scored is refused, and the message names the option."""
+    document = changed("search", {"baselines": baselines, "constraints": [constraint]})
+    if not lacking:
+        assert parse_study(document).search.constraints == (constraint,)
+        return
+    hint = "write search.baselines: sources, or a list with what is missing"
+    message = f"{constraint} needs the score of {lacking}, which search.baselines leaves out; {hint}"
+    assert problems(document) == [("search.constraints.0", message)]
+
+
+def test_baselines_of_a_study_are_fixed() -> None:
+    """A study is resumed with the baselines that it began with; a file of an earlier version has all."""
+    study = parse_study(DOCUMENT)
+    assert study.search.baselines == "all"
+    listed = parse_study(changed("search.baselines", ["base", "expert:math"]))
+    assert listed.search.baselines == ("base", "expert:math")
+    assert parse_study(listed.canonical()) == listed
+    assert same_but_limits(study, listed) == ("search.baselines", "search.baselines.0", "search.baselines.1")
 
 
 def test_a_race_by_the_bound_has_no_constraints() -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -240,8 +241,8 @@ def test_manifests_are_read_once(store: Store, study: str, s3: S3, tmp_path: Pat
 def test_one_artifact_is_read_without_the_others(artifacts: ArtifactStore, study: str, tmp_path: Path) -> None:
     for number in range(3):
         artifacts.put(study, f"expert {number}", model(tmp_path / str(number), str(number).encode()))
-    made = []
-    real = artifacts_module.ArtifactRecord
+    made: list[str] = []
+    real: Any = vars(artifacts_module)["ArtifactRecord"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(artifacts_module, "ArtifactRecord", lambda **row: made.append(row["name"]) or real(**row))
         assert artifacts.get(study, "expert 1").name == "expert 1"

@@ -15,9 +15,9 @@ from search_spaces.objectives import Objective
 from search_spaces.parameters import Parameters
 from search_spaces.spaces.base import SearchSpace
 from search_spaces.spaces.lfs import LfsSpace
-from search_spaces.study.search import Search
+from search_spaces.study.search import Search, SmacOptions
 from service.store import Store
-from service.store.steps import ChargedRequest, Step
+from service.store.steps import ChargedRequest, NoteRequest, NoteResult, Step, step_of
 from service.tune.coordinator import Coordinator
 from service.tune.evaluation import ChunkFailed, Crash, Evaluation, FailureKind
 from service.tune.plan import Plan
@@ -93,26 +93,47 @@ def make_plan(study_id: str, *, scheduler: Scheduler = "hyperband", max_trials: 
     return Plan(**{**arguments, **changes})
 
 
-def propose(searcher: Searcher, parameters: Parameters, **context: Any) -> dict[str, Any]:
-    """The configuration that a searcher without steps proposes; `context` as for `ProposalContext`."""
-    answer = searcher.advance(ProposalContext(parameters, **context))
-    assert isinstance(answer, dict)
-    return answer
+# A searcher `smac` whose proposals are all the forest's.
+NO_RANDOM = SearchSetting(options=Search(smac=SmacOptions(random_share=0.0)))
+
+
+def propose(
+    searcher: Searcher, parameters: Parameters, *, steps: Sequence[Step] = (), **context: Any
+) -> dict[str, Any]:
+    """The configuration that a searcher proposes which computes no steps; `context` as for `ProposalContext`.
+
+    Decisions that it notes first are added to the given steps.
+    """
+    noted = list(steps)
+    while True:
+        answer = searcher.advance(ProposalContext(parameters, steps=noted, **context))
+        if isinstance(answer, dict):
+            return answer
+        assert isinstance(answer, NoteRequest)
+        noted.append(step_of(len(noted), context["number"], answer, NoteResult()))
 
 
 class InlineProposer:
-    """`proposals.Proposer` in the caller's own thread, for searchers without steps; by default a random search.
+    """`proposals.Proposer` in the caller's own thread, for searchers that compute no steps; by default a random search.
 
-    With `seed` None, the seed of each draw is a checksum of all that the proposal knows.
+    With `seed` None, the seed of each draw is a checksum of all that the proposal knows. `steps` are the notes that the
+    study has already.
     """
 
     def __init__(
-        self, space: SearchSpace, *, seed: int | None = None, algorithm: str = "random", options: Search | None = None
+        self,
+        space: SearchSpace,
+        *,
+        seed: int | None = None,
+        algorithm: str = "random",
+        options: Search | None = None,
+        steps: Sequence[Step] = (),
     ) -> None:
         self._seed = seed
         self._searcher = get_searcher(algorithm)
         self._setting = SearchSetting(options=options or Search())
         self._parameters = space.parameters
+        self._steps = list(steps)
         self._call: Mapping[str, Any] = {}
 
     def submit(self, *, number: int, observations: Sequence[Any], pending: Sequence[Mapping[str, Any]]) -> None:
@@ -122,12 +143,18 @@ class InlineProposer:
         raise AssertionError("it computes no steps")
 
     def stored(self, step: Step) -> None:
-        raise AssertionError("it computes no steps")
+        self._steps.append(step)
 
-    def result(self, *, timeout_s: float) -> dict[str, Any] | None:
+    def result(self, *, timeout_s: float) -> Any:
         told = zlib.crc32(repr(self._call).encode())
         seed = told if self._seed is None else self._seed
-        return propose(self._searcher, self._parameters, seed=seed, setting=self._setting, **self._call)
+        answer = self._searcher.advance(
+            ProposalContext(self._parameters, seed=seed, setting=self._setting, steps=self._steps, **self._call)
+        )
+        if isinstance(answer, dict):
+            return answer
+        assert isinstance(answer, NoteRequest)
+        return step_of(len(self._steps), self._call["number"], answer, NoteResult())
 
 
 def new_study(directory: Path, database: str | None = None) -> tuple[Store, str]:

@@ -182,7 +182,7 @@ class InTheOrderOf(InlineProposer):
         self._order = order
         self._first = first
 
-    def result(self, *, timeout_s: float) -> dict[str, Any] | None:
+    def result(self, *, timeout_s: float) -> Any:
         draw = self._order[self._call["number"] - self._first]
         self._call = {"number": draw, "observations": (), "pending": ()}
         return super().result(timeout_s=timeout_s)
@@ -345,7 +345,7 @@ def test_equal_recipes_are_scored_once_and_count_as_trials(tmp_path: Path, kind:
     always = configuration.result(timeout_s=0)
 
     class Stubborn(InlineProposer):
-        def result(self, *, timeout_s: float) -> dict[str, Any] | None:
+        def result(self, *, timeout_s: float) -> Any:
             return always
 
     drive(coordinator_of(store, study, space=space, max_trials=6, proposer=Stubborn(space)), FakeScorer())
@@ -366,7 +366,7 @@ def test_a_searcher_that_repeats_itself_ends_the_search(tmp_path: Path) -> None:
     always = first.result(timeout_s=0)
 
     class Stubborn(InlineProposer):
-        def result(self, *, timeout_s: float) -> dict[str, Any] | None:
+        def result(self, *, timeout_s: float) -> Any:
             return always
 
     coordinator = coordinator_of(store, study, scheduler="none", max_trials=500, proposer=Stubborn(space))
@@ -550,7 +550,7 @@ def test_larger_limit_resumes_the_search(tmp_path: Path, scheduler: Scheduler) -
 class OfThree(InlineProposer):
     """A space of three configurations: the search is soon exhausted."""
 
-    def result(self, *, timeout_s: float) -> dict[str, Any] | None:
+    def result(self, *, timeout_s: float) -> Any:
         self._call = {"number": self._call["number"] % 3, "observations": (), "pending": ()}
         return super().result(timeout_s=timeout_s)
 

@@ -116,6 +116,15 @@ def test_descent_points_improve() -> None:
     assert losses[-1] < 0.3 * loss_at([0.5] * 6)
 
 
+def test_descent_without_baselines() -> None:
+    """Without baselines gradients are used without a comparison, and losses count as they are."""
+    steps: list[Any] = []
+    propose(0, steps, known=(), setting=replace(SETTING, num_baselines=0))
+    note, *gradients = [step.request for step in steps]
+    assert note.label == "gradients are used: 0 baselines are too few to compare losses with scores"
+    assert [request.weights for request in gradients] == [{"math": 0.5, "text": 0.5}] * 4
+
+
 def test_steps_are_those_of_adam_within_the_ranges() -> None:
     steps: list[Any] = []
     propose(NUM_BASELINES + 2, steps, known=baselines())

@@ -30,7 +30,7 @@ from service.tune.searchers.encoding import INACTIVE, Encoding
 from service.tune.searchers.smac import SmacSearcher
 from tests.search_spaces.spaces.families import models as family
 from tests.search_spaces.spaces.families import space as layer_paths
-from tests.service.tune.harness import propose
+from tests.service.tune.harness import NO_RANDOM, propose
 
 FLAT = Parameters([Float(f"w{i}", 0.0, 1.0) for i in range(6)])
 
@@ -532,9 +532,19 @@ def test_low_rungs_do_not_pass_for_the_full_budget() -> None:
     xs = [float(x) for x in np.linspace(0.0, 1.0, 41)]
     low = [Observation({"x": x}, 1 / 9, ((x - 0.75) ** 2,), number=i, rung=0) for i, x in enumerate(xs)]
     full = [at_full_budget({"x": x}, (0.5 + (x - 0.25) ** 2,), i) for i, x in enumerate(xs)]
-    smac = SmacSearcher(random_share=0.0)
-    proposals = [propose(smac, parameters, number=n, seed=0, observations=low + full)["x"] for n in range(10)]
+    smac = SmacSearcher()
+    proposals = [
+        propose(smac, parameters, number=n, seed=0, observations=low + full, setting=NO_RANDOM)["x"] for n in range(10)
+    ]
     assert max(abs(x - 0.25) for x in proposals) < 0.15
+
+
+def test_cmaes_starts_in_the_middle_without_baselines() -> None:
+    """Without a baseline, the first proposals of CMA-ES are around the middle of every range."""
+    proposals = [propose(SEARCHERS["cmaes"], FLAT, number=n, seed=n) for n in range(30)]
+    values = np.array([list(proposal.values()) for proposal in proposals])
+    assert np.abs(values.mean(axis=0) - 0.5).max() < 0.1
+    assert values.std() < 0.2
 
 
 def test_a_failed_region_is_avoided() -> None:
@@ -544,8 +554,10 @@ def test_a_failed_region_is_avoided() -> None:
     observations = [
         at_full_budget(p, None if p["x"] > 0.5 else (float((p["y"] - 0.5) ** 2),), i) for i, p in enumerate(points)
     ]
-    smac = SmacSearcher(random_share=0.0)
-    proposals = [propose(smac, parameters, number=n, seed=0, observations=observations) for n in range(20)]
+    smac = SmacSearcher()
+    proposals = [
+        propose(smac, parameters, number=n, seed=0, observations=observations, setting=NO_RANDOM) for n in range(20)
+    ]
     assert sum(p["x"] > 0.6 for p in proposals) == 0
 
 
@@ -554,8 +566,11 @@ def test_several_objectives_are_weighed_anew_by_each_proposal() -> None:
     parameters = Parameters([Float("x", 0.0, 1.0)])
     xs = np.linspace(0.0, 1.0, 30)
     observations = [at_full_budget({"x": float(x)}, (float(x), float(1 - x)), i) for i, x in enumerate(xs)]
-    smac = SmacSearcher(random_share=0.0)
-    found = [propose(smac, parameters, number=n, seed=0, observations=observations)["x"] for n in range(16)]
+    smac = SmacSearcher()
+    found = [
+        propose(smac, parameters, number=n, seed=0, observations=observations, setting=NO_RANDOM)["x"]
+        for n in range(16)
+    ]
     assert min(found) < 0.3
     assert max(found) > 0.7
 
@@ -563,12 +578,12 @@ def test_several_objectives_are_weighed_anew_by_each_proposal() -> None:
 def test_a_proposal_with_many_results_takes_less_than_a_second() -> None:
     parameters = grouped_space(8)  # 56 dimensions
     observations = observed(parameters, 200, num_objectives=3)
-    smac = SmacSearcher(random_share=0.0)
-    propose(smac, parameters, number=0, seed=0, observations=observations)  # loads the libraries
+    smac = SmacSearcher()
+    propose(smac, parameters, number=0, seed=0, observations=observations, setting=NO_RANDOM)  # loads the libraries
     seconds = []
     for number in range(1, 6):
         start = time.process_time()
-        propose(smac, parameters, number=number, seed=0, observations=observations)
+        propose(smac, parameters, number=number, seed=0, observations=observations, setting=NO_RANDOM)
         seconds.append(time.process_time() - start)
     assert max(seconds) < 1.0, seconds
 

@@ -192,7 +192,7 @@ def test_expected_samples_are_those_counted_by_hand(root: Path) -> None:
     """
     found = examined(root)
     assert len(found.baselines()) == 10
-    assert found.expected_samples() == ExpectedSamples(10 * 72 + 168 + 168, 14 * 40, 24 * 72)
+    assert found.expected_samples() == ExpectedSamples(10 * 72 + 168 + 168, 14 * 40, 24 * 72, 10 * 72, 10 * 40)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_asha_is_expected_to_promote_one_in_eta_of_all_trials(root: Path) -> Non
 
 def test_without_a_scheduler_every_trial_pays_for_all_samples(root: Path) -> None:
     expected = examined(root, fidelity={"scheduler": "none"}, holdout=[]).expected_samples()
-    assert expected == ExpectedSamples(search=24 * 78, holdout=0, full_budget=24 * 78)
+    assert expected == ExpectedSamples(24 * 78, 0, 24 * 78, baselines=10 * 78, holdout_baselines=0)
 
 
 def test_baselines_come_first(root: Path) -> None:
@@ -546,13 +546,29 @@ def test_heads_are_shared_out_evenly_between_devices(root: Path, monkeypatch: py
 
 def test_the_printed_plan_says_what_was_found(root: Path) -> None:
     plan = check(study_of(root), root)
-    assert plan.samples == ExpectedSamples(search=1056, holdout=560, full_budget=1728)
+    assert plan.samples == ExpectedSamples(1056, 560, 1728, baselines=720, holdout_baselines=400)
     assert plan.memory_bytes["needed"] == plan.memory_bytes["bank"] + plan.memory_bytes["engines"]
     assert 0 < plan.hours < 1
     text = plan.to_text()
     assert "rungs     4 -> 12 -> 36 samples of each objective, 2 objectives; scheduler: hyperband" in text
     assert "samples   1,056 in the search (39% fewer than 1,728 at full budget), about 560 held out" in text
     assert "min, by this machine's arithmetic speed" in text
+    assert "trials    10 baselines for 720 samples and 400 held out, 14 searched" in text
+
+
+def test_the_plan_has_the_chosen_baselines(root: Path) -> None:
+    """The plan of a study without baselines, or with few, counts no samples for the others."""
+    bare = study_of(root, search={"max_trials": 14, "baselines": "none"})
+    assert examine(bare).baselines() == ()
+    assert examine(bare).expected_samples() == ExpectedSamples(168 + 168, 4 * 40, 14 * 72, 0, 0)
+    assert "trials    no baselines, 14 searched" in check(bare, root).to_text()
+    few = study_of(root, search={"max_trials": 14, "baselines": ["task arithmetic 0.3", "base"]}, holdout=[])
+    assert [label for _, label, _ in examine(few).baselines()] == ["base", "task arithmetic 0.3"]
+    assert "trials    2 baselines for 144 samples, 14 searched" in check(few, root).to_text()
+    for baselines, least in (("none", 168), ("all", 10 * 72 + 168)):
+        limited = study_of(root, search={"max_trials": 14, "baselines": baselines}, limits={"max_samples": least - 1})
+        with pytest.raises(InvalidStudy, match=f"give at least {least}"):
+            examine(limited)
 
 
 def test_a_plan_without_holdout_or_scheduler_promises_neither(root: Path) -> None:

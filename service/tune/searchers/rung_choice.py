@@ -1,0 +1,96 @@
+"""The choice of the results that a surrogate model learns from: those of all rungs, or those of the highest rung alone.
+
+Results at lower rungs are many and cheap. They help where they order configurations as the full budget does, and
+mislead where they do not. So the two choices are compared by cross-validation: each predicts results at the full budget
+of trials that its model has not seen. A choice is a note of the search, and is made again whenever twice as many trials
+have results at the full budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+
+from service.store.steps import NoteRequest, NoteStep, Step
+from service.tune.searchers.encoding import Rows
+from service.tune.searchers.loss_comparison import rank_correlation
+
+__all__ = ["MIN_RESULTS", "RungChoice", "choice_of", "chosen", "highest_rung"]
+
+RungChoice: TypeAlias = Literal["all_rungs", "highest_budget"]
+
+# With fewer results at the full budget than this, the choices are not compared, and the model learns from all rungs.
+MIN_RESULTS = 16
+
+NUM_FOLDS = 5
+
+# From rows, fidelities and costs that a model learns from, and further rows: their predicted costs at the full budget.
+Predict: TypeAlias = Callable[[Rows, Rows, Rows, Rows], Rows]
+
+
+def chosen(steps: Sequence[Step]) -> tuple[RungChoice, int] | None:
+    """The last choice among a study's steps, with the number of results at the full budget that it was made from.
+
+    Returns None if no choice was made yet.
+    """
+    for step in reversed(steps):
+        if isinstance(step, NoteStep):
+            name, _, count = step.request.decision.partition(" ")
+            for choice in get_args(RungChoice):
+                if name == choice:
+                    return choice, int(count)
+    return None
+
+
+def choice_of(
+    numbers: Rows, rows: Rows, fidelities: Rows, costs: Rows, *, last: int | None, predict: Predict
+) -> NoteRequest | None:
+    """The request to note a choice, or None if none is due.
+
+    A choice is due if there was none, and then at MIN_RESULTS results at the full budget and whenever their number has
+    doubled. The model that predicts results better is chosen, by the rank correlation of predictions with results; of
+    equal ones, that of all rungs.
+
+    - `numbers`, `rows`, `fidelities`, `costs`: trial number, encoded configuration, fidelity and cost of each result
+    - `last`: the number of results at the full budget that the last choice was made from; None if there was none
+    - `predict`: fits a model and predicts costs with it
+    """
+    is_full = fidelities == 1.0
+    count = int(is_full.sum())
+    if count < MIN_RESULTS:
+        text = f"until {MIN_RESULTS} results at the full budget are known"
+        return _note("all_rungs", 0, f"from all rungs {text}") if last is None else None
+    if last is not None and count < max(MIN_RESULTS, 2 * last):
+        return None
+    indices = np.flatnonzero(is_full)
+    folds = np.arange(count) % NUM_FOLDS
+    predicted = np.empty((2, count))
+    for fold in range(NUM_FOLDS):
+        left_out = indices[folds == fold]
+        is_kept = ~np.isin(numbers, numbers[left_out])
+        for choice, is_used in enumerate((is_kept, is_kept & is_full)):
+            known = (rows[is_used], fidelities[is_used], costs[is_used])
+            predicted[choice, folds == fold] = predict(*known, rows[left_out])
+    results = costs[indices].tolist()
+    of_all, of_full = (rank_correlation(each.tolist(), results) for each in predicted)
+    text = f"rank correlation of predictions with {count} results at the full budget"
+    if of_full > of_all:
+        text += f": {of_full:.2f}, and {of_all:.2f} with lower rungs"
+        return _note("highest_budget", count, f"from the full budget alone ({text})")
+    return _note("all_rungs", count, f"from all rungs ({text}: {of_all:.2f}, and {of_full:.2f} without lower rungs)")
+
+
+def highest_rung(fidelities: Rows, is_scored: Rows, *, min_results: int) -> float | None:
+    """The highest fidelity at which at least `min_results` trials have a result, or None if there is none.
+
+    `fidelities` has the fidelity of each result, and `is_scored` is False for a trial that failed.
+    """
+    known = fidelities[is_scored]
+    enough = [fidelity for fidelity in np.unique(known) if np.count_nonzero(known == fidelity) >= min_results]
+    return max(enough, default=None)
+
+
+def _note(choice: RungChoice, count: int, text: str) -> NoteRequest:
+    return NoteRequest(label=f"smac learns {text}", decision=f"{choice} {count}")
