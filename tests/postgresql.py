@@ -126,11 +126,14 @@ class PostgreSQL:
         self.stop()
         self.start()
 
-    def create(self, *, template: str | None = None) -> str:
+    def create(self, *, template: str | None = None, encoding: str | None = None) -> str:
         """Create a database, empty or a copy of `template`, and return its URL."""
         name = f"test_{uuid.uuid4().hex}"
+        options = f" TEMPLATE {template}" if template else ""
+        if encoding:
+            options = f" TEMPLATE template0 ENCODING '{encoding}' LOCALE_PROVIDER libc LC_COLLATE 'C' LC_CTYPE 'C'"
         with self._administration() as connection:
-            connection.execute(sa.text(f"CREATE DATABASE {name}{f' TEMPLATE {template}' if template else ''}"))
+            connection.execute(sa.text(f"CREATE DATABASE {name}{options}"))
         return self.url(name)
 
     def migrated(self) -> str:

@@ -33,6 +33,7 @@ POSTGRESQL_SETTINGS = {
     "keepalives_count": 3,
     "tcp_user_timeout": 40_000,
     "application_name": "mergesearch",
+    "client_encoding": "utf8",
 }
 
 # Seconds after which a connection of the pool is replaced.
@@ -46,7 +47,8 @@ def connect(url: sa.URL) -> sa.Engine:
     are refused (ValueError).
 
     Raises:
-        Conflict: The driver for this kind of database is not installed.
+        Conflict: The driver for this kind of database is not installed. The first connection raises it for a PostgreSQL
+            database with another encoding than UTF8.
     """
     is_postgresql = url.get_backend_name() == "postgresql"
     settings = {name: value for name, value in POSTGRESQL_SETTINGS.items() if name not in url.query}
@@ -63,10 +65,21 @@ def connect(url: sa.URL) -> sa.Engine:
             f"database {shown(url)}: the Python package {error.name} is not installed here; "
             "install it with: pip install 'mergesearch[postgres]'"
         ) from error
-    if not is_postgresql:
+    if is_postgresql:
+        event.listen(engine, "connect", partial(_check_encoding, shown(url)))
+    else:
         event.listen(engine, "connect", _prepare_sqlite)
         event.listen(engine, "begin", _begin)
     return Availability(shown(url)).watch(engine)
+
+
+def _check_encoding(place: str, connection: Any, _: Any) -> None:
+    encoding = connection.info.parameter_status("server_encoding")
+    if encoding != "UTF8":
+        raise Conflict(
+            f"database {place}: its encoding is {encoding}; texts need UTF8: create the database with "
+            "createdb --encoding=UTF8 --template=template0"
+        )
 
 
 def reading(engine: sa.Engine) -> sa.Engine:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from service.errors import Conflict
 from service.store import JobWriter, Store, schema
 from service.store.availability import is_away
 from service.store.connection import TOKEN_LIFE_S, _is_committed, reading, transaction
@@ -40,6 +41,14 @@ def on_postgresql(postgresql: PostgreSQL) -> Iterator[Store]:
 def new_writer(store: Store) -> JobWriter:
     job = store.create_job(kind="search", name="test", document={}, accepted=RESOLVED.to_json())
     return store.open_attempt(job.id)
+
+
+def test_another_encoding_is_refused(postgresql: PostgreSQL) -> None:
+    """A database that is not in UTF8 is refused with its encoding and the way out."""
+    url = postgresql.create(encoding="SQL_ASCII")
+    with pytest.raises(Conflict, match=r"its encoding is SQL_ASCII; texts need UTF8: .* --encoding=UTF8"):
+        Store(url)
+    postgresql.drop(url)
 
 
 # Characters.
