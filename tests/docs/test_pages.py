@@ -76,6 +76,13 @@ def test_paths_exist(page: Page) -> None:
     assert page.missing_paths() == []
 
 
+@every_page
+def test_contents_name_a_section_once(page: Page) -> None:
+    """A list of a page's sections begins no two entries with the same section."""
+    entries = re.findall(r"^- \[[^\]]*\]\((#[^)]*)\)", page.prose, re.MULTILINE)
+    assert len(set(entries)) == len(entries)
+
+
 def test_a_link_or_a_path_that_leads_nowhere_is_noticed() -> None:
     page = made_up("[a](docs/none.md) [b](docs/hm3.md#none) [c](#none) [d](docs/hm3.md#the-method) `service/none.py`")
     assert page.broken_links() == ["docs/none.md", "docs/hm3.md#none", "#none"]

@@ -315,7 +315,7 @@ def test_a_study_cannot_be_changed() -> None:
             ["expert:code"],
             "expert:code is not a baseline of this study; give one of sources, publi",
         ),
-        ("search.smac.surrogate", "low", '"low" is not known; available: auto, all_rungs, highest_budget'),
+        ("search.smac.surrogate", "low", '"low" is not known; available: all_rungs, highest_budget, auto'),
         ("search.smac.random_share", 1.5, "1.5 is not accepted; give at most 1"),
         ("holdout.0.metric", "acc", "acc is not the metric of objective math; give exact_match"),
         ("holdout.0.split", "train", "is the search data of objective math; holdout data must be different"),
