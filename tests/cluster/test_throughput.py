@@ -17,7 +17,7 @@ BUSY = EFFICIENCY = 0.9
 
 @pytest.mark.timeout(2400)
 def test_replicas_on_several_machines_are_busy(site: Site) -> None:
-    """Replicas score for at least 0.9 of the time, and two and four at least 0.9 times as much as so many single ones."""
+    """Replicas score for at least 0.9 of the time, and two and four score in proportion to one, by at least 0.9."""
     chunk_s = SAMPLE_S * CHUNK_SAMPLES
     rates = {replicas: rate(site, replicas) for replicas in REPLICAS}
     print(f"\nchunks of {chunk_s:.0f} s; load average {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores")

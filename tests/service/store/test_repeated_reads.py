@@ -30,7 +30,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
     with store.engine.begin() as connection:
         jobs = [{"id": name, "state": states[number % 2].value, **common} for number, name in enumerate(names)]
         connection.execute(sa.insert(schema.studies), jobs)
-        events = [
+        events: list[dict[str, Any]] = [
             {"study": name, "time": 1.0, "kind": kind.value, "payload": {}} for name in names for kind in EventKind
         ]
         connection.execute(sa.insert(schema.events), events)
