@@ -732,7 +732,7 @@ def test_a_study_of_paths_that_was_stored_before_an_option_existed_continues() -
     stored = changed("search_space", {"kind": "dis"})
     now = parse_study(stored)
     before = now.canonical()
-    for option in ("scale_of", "scale_range", "sampling"):
+    for option in ("scale_of", "scale_range", "sampling", "permutations"):
         del before["search_space"][option]
     assert before["search_space"] == {
         "kind": "dis",
@@ -744,7 +744,8 @@ def test_a_study_of_paths_that_was_stored_before_an_option_existed_continues() -
         "preset": None,
     }
     assert same_but_limits(parse_study(before), now) == ()
-    for option, value in (("scale_of", "mlp"), ("scale_range", [0.5, 2]), ("sampling", "uniform")):
+    others = {"scale_of": "mlp", "scale_range": [0.5, 2], "sampling": "uniform", "permutations": False}
+    for option, value in others.items():
         other = parse_study(changed(f"search_space.{option}", value, stored))
         assert same_but_limits(parse_study(before), other)[0].startswith(f"search_space.{option}")
 

@@ -19,7 +19,7 @@ from service.store import Store
 from service.store import artifacts as artifacts_module
 from service.store.artifacts import ArtifactStore
 from service.store.blobs import BLOBS, GRACE_S, open_blobs
-from service.types import JobState
+from service.types import ArtifactRecord, JobState
 from tests.s3_server import S3, failing
 from workers.object_store import ObjectStore, ObjectStoreError
 
@@ -242,9 +242,13 @@ def test_one_artifact_is_read_without_the_others(artifacts: ArtifactStore, study
     for number in range(3):
         artifacts.put(study, f"expert {number}", model(tmp_path / str(number), str(number).encode()))
     made: list[str] = []
-    real: Any = vars(artifacts_module)["ArtifactRecord"]
+
+    def record(**row: Any) -> ArtifactRecord:
+        made.append(row["name"])
+        return ArtifactRecord(**row)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(artifacts_module, "ArtifactRecord", lambda **row: made.append(row["name"]) or real(**row))
+        patch.setattr(artifacts_module, "ArtifactRecord", record)
         assert artifacts.get(study, "expert 1").name == "expert 1"
     assert made == ["expert 1"]
 
