@@ -70,7 +70,7 @@ class UpdateStatistics:
     - `clipped`: the share, in [0, 1], of the steps whose ratio was outside PPO's clip after the epochs
     - `drift`: the KL divergence of the policy at the end of the update from the policy after its epochs, which comes
       from the encoder's learning
-    - `steps`: the number of gradient steps of the policy network
+    - `policy_steps`: the number of gradient steps of the policy network
 
     In studies of version 1 of the searcher, `kl` is the mean over mini-batches, and the others are not measured.
     """
@@ -81,7 +81,7 @@ class UpdateStatistics:
     kl: float
     clipped: float | None = None
     drift: float | None = None
-    steps: int | None = None
+    policy_steps: int | None = None
 
 
 class BaseLearner:
@@ -254,7 +254,7 @@ class Learner(BaseLearner):
             kl=kl,
             clipped=clipped,
             drift=drift,
-            steps=len(policy_losses),
+            policy_steps=len(policy_losses),
         )
 
     def _improve_policy(

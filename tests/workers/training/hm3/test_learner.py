@@ -96,8 +96,8 @@ def test_the_policy_stops_at_the_target(action: Action) -> None:
         own._improve_value = lambda *_: ([torch.zeros(())], 0.0)  # type: ignore[method-assign]
         found = own.update(waiting, outcomes_of(waiting))
         own._improve_value = keeps_encoder  # type: ignore[method-assign]
-        assert found.steps is not None
-        steps[target] = found.steps
+        assert found.policy_steps is not None
+        steps[target] = found.policy_steps
         is_step = EpisodeBatch.of(waiting, outcomes_of(waiting)).is_step
         kl = float(kl_divergence(before, actions_of(own, waiting))[is_step].mean())
         assert found.kl == pytest.approx(kl, rel=1e-3, abs=1e-6)
