@@ -10,7 +10,7 @@
     │   ├── RequestFailed                 the engine works, the request failed outside it; try again, then stop
     │   ├── ServeUnavailable              it is unknown whether engines run; wait, and ask again
     │   └── NodeDraining                  the engine's node is about to stop; score on another replica
-    ├── TrainingFailed    (RuntimeError)  stop this fine-tuning: continuing from its last checkpoint would fail again
+    ├── TrainingFailed    (RuntimeError)  stop this training: continuing from its last checkpoint would fail again
     └── EvidenceMismatch  (RuntimeError)  stop the study: what was scored is not what was asked for
         └── EngineFault                   score on another replica; what this one scored since its last check is void
 
@@ -138,9 +138,9 @@ class NodeDraining(EngineUnavailable):
 
 
 class TrainingFailed(WorkerError, RuntimeError):
-    """Training met a loss or gradient that is NaN or infinite.
+    """Training met a loss or gradient that is NaN or infinite, in a fine-tuning or in an update of a policy.
 
-    The message names the step, the batch and the last good checkpoint.
+    The message names the step, and in a fine-tuning the batch and the last good checkpoint.
     """
 
 

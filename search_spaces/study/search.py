@@ -128,8 +128,19 @@ class PolicyOptions(Section):
     """The number of passes over an iteration's episodes in one update."""
     mini_batches: Annotated[int, Field(ge=1)] = 4
     """The number of mini-batches into which an iteration's episodes are divided."""
+    action: Literal["auto", "categorical", "wolpertinger"] = "wolpertinger"
+    """What a policy draws for each step of a path. categorical: one of the allowed steps; wolpertinger: a point among
+    the embeddings of steps, near which the value network chooses; auto: categorical where at most 32 steps are allowed.
+    """
+    target_kl: Annotated[float, Field(gt=0)] = 0.02
+    """The KL divergence, in nats per step, from the policy at the start of an update at which the policy network stops
+    to learn from an iteration.
+    """
     clip: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    gamma: Annotated[float, Field(ge=0, le=1)] = 0.99
+    gamma: Annotated[float, Field(ge=0, le=1)] | None = None
+    """The discount of the outcome for each step that is left. Default: 1, no discount; 0.99 in studies of version 1 of
+    the searcher.
+    """
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
     value_coefficient: Annotated[float, Field(ge=0)] = 0.5
     entropy_coefficient: Annotated[float, Field(ge=0)] = 0.002

@@ -28,8 +28,11 @@ from search_spaces.parameters import Categorical, Parameters
 from search_spaces.spaces.layer_paths import LayerPaths
 from service.tune.searchers.base import Observation, ProposalContext
 from service.tune.searchers.es import SEARCHER as ES
+from service.tune.searchers.hm3 import FIRST_GAMMA
 from tests.benchmarks.arms import kept
 from tests.benchmarks.code_digests import code_digest
+from workers.training.hm3.actions import Action
+from workers.training.hm3.learner import LearnerOptions
 from workers.training.hm3.training import PolicyTraining, PolicyTrainingOptions
 
 NUM_STEPS, NUM_MODELS, NUM_LAYERS = 6, 3, 4
@@ -50,6 +53,8 @@ POLICIES: Mapping[str, PolicyTrainingOptions] = {
     "policy": OPTIONS,
     "policy, `exploration: 0.03`": replace(OPTIONS, exploration=0.03),
     "policy, 12 neighbours": replace(OPTIONS, k=NUM_ACTIONS),
+    "policy, `action: categorical`": replace(OPTIONS, learner=LearnerOptions(action=Action.CATEGORICAL)),
+    "policy of version 1": replace(OPTIONS, version=1, learner=LearnerOptions(gamma=FIRST_GAMMA)),
 }
 
 

@@ -32,6 +32,7 @@ from service.store.artifacts import ArtifactStore
 from service.studies.preflight.examine import EXPORT
 from service.studies.preflight.models import check_unchanged
 from service.studies.preflight.result import PreflightResult
+from service.tune.searchers.hm3 import FIRST_GAMMA
 from service.types import JobRecord, JobState
 from workers.errors import EngineUnavailable
 
@@ -163,7 +164,7 @@ def _created_or_resumed(store: Store, study: Study, preflight: PreflightResult, 
             kind=SEARCH.name, name=study.name, document=study.canonical(), accepted=resolved.to_json()
         )
     record = studies[0]
-    before = Study.model_validate(record.document)
+    before = _with_new_defaults(Study.model_validate(record.document), record, study)
     if differing := same_but_limits(before, study):
         raise Conflict(
             f"{directory}: holds another study ({before.name!r}); these fields differ: {', '.join(differing)}; "
@@ -177,3 +178,17 @@ def _created_or_resumed(store: Store, study: Study, preflight: PreflightResult, 
             writer.set_state(JobState.STOPPED, "limits or max_trials were raised")
         record = store.job(record.id)
     return record
+
+
+def _with_new_defaults(stored: Study, record: JobRecord, given: Study) -> Study:
+    """The stored study as this program would store it, where `given` leaves out an option whose default has changed.
+
+    Earlier programs stored `search.hm3.gamma: 0.99` as a default with every study. Where nothing is stated, policies of
+    that version of the searcher still use it.
+    """
+    resolved, options = ResolvedStudy.of(record), stored.search.hm3
+    is_new = resolved.algorithm == "hm3" and resolved.searcher_version > 1
+    if is_new or given.search.hm3.gamma is not None or options.gamma != FIRST_GAMMA:
+        return stored
+    hm3 = options.model_copy(update={"gamma": None})
+    return stored.model_copy(update={"search": stored.search.model_copy(update={"hm3": hm3})})

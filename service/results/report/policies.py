@@ -20,6 +20,12 @@ __all__ = ["policies_section"]
 # Maximum number of points of a line.
 MAX_STEPS = 600
 
+# Statistics of updates that have a chart, each with the title of its axis.
+UPDATES = {
+    "kl": "KL divergence of an update, nats per step",
+    "clipped": "share of ratios outside the clip after an update",
+}
+
 
 def policies_section(run: RunRecord) -> dict[str, Any] | None:
     """Build the data from which the report's template draws the trained policies; None if there are none."""
@@ -32,6 +38,7 @@ def policies_section(run: RunRecord) -> dict[str, Any] | None:
     return {
         "chart": _curves(found),
         "legend": legend(entries),
+        "updates": [chart for chart in (_updates(found, statistic) for statistic in UPDATES) if chart is not None],
         "names": names,
         "num_policies": len(found),
         "num_iterations": sum(len(policy.iterations) for policy in found),
@@ -71,6 +78,33 @@ def _curves(found: Sequence[PolicySeries]) -> Markup:
             what = f"{number_text(outcome)}, {number_text(each.length)} layers"
             title = f"{policy.name}, iteration {each.iteration}: {what}"
             plot.point(place, outcome, css="mark front", title=title, size=2)
+    return plot.render()
+
+
+def _updates(found: Sequence[PolicySeries], statistic: str) -> Markup | None:
+    """Draw a statistic of the updates of each policy over its iterations; None if no update has it."""
+    curves = [
+        [
+            (float(turn), each.statistics[statistic])
+            for turn, each in enumerate(policy.iterations, start=1)
+            if statistic in each.statistics
+        ]
+        for policy in found
+    ]
+    values = [value for points in curves for _, value in points]
+    if not values:
+        return None
+    last = max(turn for points in curves for turn, _ in points)
+    plot = Plot(
+        Scale(0, max(last, 1), max(1.0, nice_scale((0, last), count=8).step)),
+        nice_scale([0.0, *values]),
+        label=f"{UPDATES[statistic]}, over the iterations of each policy",
+        x_title="iteration of a policy",
+        y_title=UPDATES[statistic],
+        height=200,
+    )
+    for number, points in enumerate(curves):
+        plot.curve(evenly(points, MAX_STEPS), css="loss", style=_colour(number))
     return plot.render()
 
 

@@ -20,7 +20,9 @@ class PolicyIteration:
     outcome: Annotated[float, Field(description="Mean over its trials: weighted values less the price of length.")]
     outcome_std: Annotated[float, Field(ge=0, description="The standard deviation over its trials.")]
     length: Annotated[float, Field(description="Mean number of layers.")]
-    statistics: Annotated[dict[str, float], Field(description="Losses and entropy of the update; none in a warm-up.")]
+    statistics: Annotated[
+        dict[str, float], Field(description="Losses, entropy, KL divergence and clipping of the update.")
+    ]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from search_spaces.errors import InvalidStudy, Problem
-from search_spaces.spaces.layer_paths import MERGED
+from search_spaces.spaces.layer_paths import MERGED, LayerPaths
 from search_spaces.study.file import Study
 from service.disk import artifacts_dir
 from service.errors import Conflict, NotFound, StudyFailed
@@ -24,7 +24,7 @@ from service.studies.policies.stored import stored_policies
 from service.studies.preflight.result import PreflightResult
 from service.tune.proposing.checkpoints import read_policy, store_policy
 from service.tune.searchers.base import SearchSetting
-from service.tune.searchers.hm3 import SAME_WEIGHT, paths_of
+from service.tune.searchers.hm3 import SAME_WEIGHT, action_of, paths_of
 from service.types import JobRecord, JobState
 
 __all__ = ["check_start", "with_start"]
@@ -101,6 +101,7 @@ def _found(
         raise Conflict(f"study {record.name!r}: no policy has been learned yet, or its files are gone from {place}")
     iterations = _iterations(preflight, record, setting, checkpoints)
     kept = tuple(checkpoints[number] for number in iterations)
+    _check_actions(preflight, record, kept)
     digests = (hashlib.sha256(content).hexdigest() for content in kept)
     return PolicyStart(record.id, record.name, tuple(map(StartPolicy, iterations, digests))), kept
 
@@ -143,6 +144,23 @@ def _check_searcher(record: JobRecord) -> None:
     searcher = ResolvedStudy.of(record).algorithm
     if searcher != "hm3":
         raise Conflict(f"study {record.name!r}: its searcher is {searcher}; only hm3 trains policies to begin with")
+
+
+def _check_actions(preflight: PreflightResult, record: JobRecord, kept: tuple[bytes, ...]) -> None:
+    """Check that the policies of the study `record`, with the checkpoints `kept`, draw what this study's draw.
+
+    Raises Conflict if they do not.
+    """
+    from workers.training.hm3.learner import action_in
+
+    paths, setting = preflight.space.parameters.structure, preflight.search_setting(num_baselines=0)
+    assert isinstance(paths, LayerPaths), "hm3 searches layer paths"
+    own = action_of(paths, setting)
+    if wrong := sorted({str(action_in(content)) for content in kept} - {own}):
+        raise Conflict(
+            f"study {record.name!r}: its policies were trained with action: {wrong[0]}, this study's have action: "
+            f"{own}; write search.hm3.action: {wrong[0]}"
+        )
 
 
 def _check_shapes(preflight: PreflightResult, record: JobRecord, other: Study) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from search_spaces.study.file import Study
+from service.resolved_study import ResolvedStudy
 from service.store import Store
 from service.store.artifacts import ArtifactStore
 from service.tune.proposing.checkpoints import PolicyCheckpoints
@@ -31,5 +32,6 @@ def stored_policies(
         options=study.search,
         preferences=() if given is None else given.weights(objectives, seed=study.search.seed),
         family=family,
+        version=ResolvedStudy.of(record).searcher_version,
     )
     return setting, PolicyCheckpoints(artifacts, record.id, SEARCHER, setting).load(store.steps(record.id))

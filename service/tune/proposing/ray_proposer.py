@@ -34,7 +34,7 @@ from service.tune.proposing.completions import Chosen, SourceCompletions
 from service.tune.proposing.gradient_actor import GradientActor, GradientInputs
 from service.tune.proposing.searcher_state import SearcherState, SentObservations
 from service.tune.searchers.base import SearchSetting
-from workers.errors import EngineUnavailable, InvalidModel, InvalidTask
+from workers.errors import EngineUnavailable, InvalidModel, InvalidTask, TrainingFailed
 
 __all__ = ["RayProposer"]
 
@@ -59,7 +59,8 @@ class RayProposer:
     - `checkpoints`: stores the policies of a searcher that trains some
 
     The method `result` raises EngineUnavailable if an actor keeps dying or cannot read its files, InvalidModel and
-    InvalidTask if an actor cannot use them, StudyFailed if an actor cannot work for another reason.
+    InvalidTask if an actor cannot use them, StudyFailed if an actor cannot work for another reason, for example because
+    a policy has numbers that are NaN.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class RayProposer:
         again.
         """
         try:
-            answer: StepRequest | dict[str, Any] = ray.get(self._pending)
+            answer: StepRequest | dict[str, Any] = _learned(self._pending)
         except ACTOR_DEATH as error:
             self._replace_searcher(error)
             self._pending = self._searcher.propose.remote(**self._message())
@@ -230,7 +231,7 @@ class RayProposer:
         started a new actor, which computes the update again.
         """
         try:
-            result, content = ray.get(self._pending)
+            result, content = _learned(self._pending)
         except ACTOR_DEATH as error:
             self._replace_searcher(error)
             self._compute(request)
@@ -308,3 +309,13 @@ class RayProposer:
 
     def _step(self, request: StepRequest, result: StepResult) -> Step:
         return step_of(len(self._steps), self._call["number"], request, result)
+
+
+def _learned(call: Any) -> Any:
+    """The result of a call to the searcher's actor; raises StudyFailed if its policy cannot learn further."""
+    try:
+        return ray.get(call)
+    except RayTaskError as error:
+        if isinstance(error.cause, TrainingFailed):
+            raise StudyFailed(str(error.cause)) from error
+        raise

@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from search_spaces.parameters import Parameters
+from search_spaces.searchers import SEARCHERS
 from search_spaces.spaces.layer_paths import MERGED, LayerPaths
 from service.store.steps import StepRequest, UpdateRequest, UpdateResult, UpdateStep
 from service.tune.searchers.base import Observation, ProposalContext, SearchSetting
@@ -36,10 +38,16 @@ if TYPE_CHECKING:
 
     from workers.training.hm3.training import PolicyTraining
 
-__all__ = ["SEARCHER", "Hm3Searcher", "paths_of", "training_of"]
+__all__ = ["FIRST_GAMMA", "SEARCHER", "Hm3Searcher", "action_of", "paths_of", "training_of"]
 
 # Weights that differ by less than this are equal.
 SAME_WEIGHT = 1e-6
+
+# The discount in studies of version 1 that do not state one.
+FIRST_GAMMA = 0.99
+
+# The largest number of allowed steps from which a policy with `action: auto` draws one.
+FEW_STEPS = 32
 
 
 class Hm3Searcher:
@@ -81,12 +89,7 @@ class Hm3Searcher:
         found = training.learn(iteration, torch.tensor(outcomes, dtype=torch.float32), paths=paths)
         if found is None:
             return UpdateResult(statistics=statistics), None
-        statistics |= {
-            "policy_loss": found.policy_loss,
-            "value_loss": found.value_loss,
-            "entropy": found.entropy,
-            "kl": found.kl,
-        }
+        statistics |= {name: float(value) for name, value in asdict(found).items() if value is not None}
         content = training.saved[iteration]
         return UpdateResult(statistics=statistics, checkpoint=hashlib.sha256(content).hexdigest()), content
 
@@ -165,6 +168,7 @@ def _is_for(training: PolicyTraining, iteration: int, preference: tuple[float, .
 def training_of(
     parameters: Parameters, seed: int, setting: SearchSetting, checkpoints: Mapping[int, bytes]
 ) -> PolicyTraining:
+    from workers.training.hm3.actions import Action
     from workers.training.hm3.learner import LearnerOptions
     from workers.training.hm3.networks import NetworkOptions
     from workers.training.hm3.training import PolicyTraining, PolicyTrainingOptions
@@ -172,6 +176,8 @@ def training_of(
     paths, options = paths_of(parameters), setting.options.hm3
     descriptors = None if setting.family is None else _descriptors(setting.family, paths)
     is_conditioned = options.policy == "conditioned"
+    version = SEARCHERS["hm3"].version if setting.version is None else setting.version
+    gamma = (FIRST_GAMMA if version == 1 else 1.0) if options.gamma is None else options.gamma
     return PolicyTraining(
         paths,
         PolicyTrainingOptions(
@@ -183,15 +189,18 @@ def training_of(
             draws_paths=True,
             is_conditioned=is_conditioned,
             learns=options.learns,
+            version=version,
             learner=LearnerOptions(
                 clip=options.clip,
-                gamma=options.gamma,
+                gamma=gamma,
                 gae_lambda=options.gae_lambda,
                 value_coefficient=options.value_coefficient,
                 entropy_coefficient=options.entropy_coefficient,
                 learning_rate=options.learning_rate,
                 epochs=options.epochs,
                 mini_batches=options.mini_batches,
+                target_kl=options.target_kl,
+                action=Action(action_of(paths, setting)),
             ),
             networks=NetworkOptions(
                 num_objectives=len(setting.objectives),
@@ -206,6 +215,20 @@ def training_of(
         saved=checkpoints,
         start=setting.start,
     )
+
+
+def action_of(paths: LayerPaths, setting: SearchSetting) -> str:
+    """What the policies of a study draw for each step of its paths: "categorical" or "wolpertinger".
+
+    It is the option `action`. With `auto`, it is "categorical" if at most FEW_STEPS steps are allowed at any place.
+    Policies of version 1 have no other action than "wolpertinger".
+    """
+    from workers.training.hm3.actions import LegalSteps
+
+    chosen = "wolpertinger" if setting.version == 1 else setting.options.hm3.action
+    if chosen != "auto":
+        return chosen
+    return "categorical" if LegalSteps(paths).most <= FEW_STEPS else "wolpertinger"
 
 
 def _descriptors(family: Family, paths: LayerPaths) -> Tensor:

@@ -55,6 +55,7 @@ class Trained:
             fingerprints=sources.fingerprints,
             num_layers=sources.layout.num_layers,
             algorithm=searcher,
+            searcher_version=2,
         )
         store = Store(f"sqlite:///{directory / DATABASE}")
         record = store.create_job(

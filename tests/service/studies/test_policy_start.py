@@ -51,7 +51,7 @@ class Checked:
     def of(cls, study: Study, start: Mapping[str, str], **changes: Any) -> PreflightResult:
         options: dict[str, Any] = {
             "start": AnotherStudy(**start),
-            **{key: changes.pop(key) for key in ("policy", "learns") if key in changes},
+            **{key: changes.pop(key) for key in ("policy", "learns", "action") if key in changes},
         }
         policy = study.search.hm3.model_copy(update=options)
         search = study.search.model_copy(update={"hm3": policy, **changes.pop("search", {})})
@@ -88,6 +88,16 @@ def problem_of(preflight: PreflightResult, place: Path) -> str:
     (problem,) = refused.value.problems
     assert problem.field == "search.hm3.start"
     return problem.message
+
+
+def test_policies_of_another_action_are_refused_with_the_option(trained: Trained, tmp_path: Path) -> None:
+    """Policies that draw other actions than this study's are refused, also where `auto` chooses the action."""
+    for action in ("categorical", "auto"):
+        preflight = Checked.of(trained.study, {"dir": str(trained.directory)}, action=action)
+        assert problem_of(preflight, tmp_path) == (
+            "study 'paths': its policies were trained with action: wolpertinger, this study's have action: "
+            "categorical; write search.hm3.action: wolpertinger"
+        )
 
 
 def test_a_study_begins_with_the_newest_policy_and_keeps_it(trained: Trained, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ A search that was killed continues as an undisturbed one.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +39,7 @@ from tests.service.tune.harness import (
     new_study,
     trial_list,
 )
-from workers.errors import TrialFailed
+from workers.errors import TrainingFailed, TrialFailed
 from workers.serving.fake import FakeScorer
 from workers.types import ScoreRequest, ScoreResult
 
@@ -174,7 +176,41 @@ def test_the_statistics_of_a_step_are_those_of_its_trials(undisturbed: Search) -
     outcomes = [sum(trial.values.values()) / 2 - 0.001 * length for trial, length in zip(mine, lengths, strict=True)]
     assert step.result.statistics["length"] == pytest.approx(sum(lengths) / 5)
     assert step.result.statistics["outcome"] == pytest.approx(sum(outcomes) / 5)
-    assert set(step.result.statistics) >= {"outcome_std", "policy_loss", "value_loss", "entropy", "kl"}
+    assert set(step.result.statistics) >= {
+        "outcome_std",
+        "policy_loss",
+        "value_loss",
+        "entropy",
+        "kl",
+        "clipped",
+        "drift",
+    }
+
+
+# The configurations of whole searches, as the last program with version 1 alone proposed them.
+SEARCHES_OF_VERSION_1: dict[str, tuple[dict[str, Any], str]] = {
+    "one policy": ({}, "42428196527b5caa"),
+    "a conditioned policy": ({"policy": "conditioned"}, "9f2b770a90ff49c9"),
+}
+
+
+@pytest.mark.parametrize("name", SEARCHES_OF_VERSION_1)
+def test_studies_of_version_1_keep_their_rule(undisturbed: Search, tmp_path: Path, name: str) -> None:
+    options, expected = SEARCHES_OF_VERSION_1[name]
+    vectors = VECTORS if options else ()
+    told = setting(preferences=vectors, options=with_policy(**options), version=1)
+    search = Search(tmp_path, told=told).run()
+    proposed = [t for t in search.store.trials(search.study) if t.origin is Origin.SEARCH]
+    rows = [sorted((t.configuration or {}).items()) for t in proposed]
+    assert hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16] == expected
+    assert "clipped" not in search.steps[-1].result.statistics
+    assert search.trials != undisturbed.trials
+
+
+def test_a_policy_that_is_not_finite_ends_the_search(tmp_path: Path) -> None:
+    told = setting(options=with_policy(learning_rate=1e30))
+    with pytest.raises(TrainingFailed, match=r"hm3: .* is (nan|inf|-inf) in update [12] .*learning_rate=1e\+30"):
+        Search(tmp_path, told=told).run()
 
 
 @pytest.mark.parametrize("concurrency", [1, 5])

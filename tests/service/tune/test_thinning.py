@@ -23,7 +23,11 @@ from tests.service.resolved import resolved_study
 from tests.service.tune.harness import propose
 
 PARAMETERS = Parameters([Float(f"p{number}", 0.0, 1.0) for number in range(4)])
-THINNING = sorted(name for name, declared in DECLARED.items() if declared.version > 1 and not declared.alias_of)
+THINNING = sorted(
+    name
+    for name, declared in DECLARED.items()
+    if declared.version > 1 and not (declared.alias_of or declared.trains_policy)
+)
 
 
 def observations(num_trials: int, *, num_rungs: int = 1) -> tuple[Observation, ...]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from search_spaces.spaces.layer_paths import LayerPaths
+from workers.training.hm3.actions import Action, step_logits
 from workers.training.hm3.networks import Networks
 from workers.training.hm3.pool import allowed_steps, stop_of
 from workers.training.hm3.ppo import log_density
@@ -55,20 +56,28 @@ class Episode:
     path: tuple[int, ...]
 
 
-def generator_of(seed: int, number: int) -> torch.Generator:
-    """The random generator of episode `number`, which depends on `seed` and `number` only."""
+def generator_of(seed: int | str, number: int) -> torch.Generator:
+    """The random generator of episode `number`, which depends on `seed` and `number` only.
+
+    `seed` is a number, or a text that names a stream of random numbers.
+    """
     digest = hashlib.sha256(f"hm3:{seed}:{number}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 @torch.no_grad()
-def play(networks: Networks, roles: Sequence[Role], *, seed: int, k: int) -> list[Episode]:
+def play(
+    networks: Networks, roles: Sequence[Role], *, seed: int | str, k: int, action: Action = Action.WOLPERTINGER
+) -> list[Episode]:
     """Build several layer paths with a policy, side by side; each path is an episode, built as its role says.
 
-    For each step the policy draws a proto-action, a point in the space of the steps' embeddings. The `k` nearest
-    allowed steps are the candidates, of which the one with the best expected outcome is taken. With the probability
-    `exploration` of the role a candidate is drawn at random instead. The role's `noise` multiplies the deviation of
-    proto-actions. If both are 0, the path is the one that the policy prefers.
+    With the action WOLPERTINGER the policy draws, for each step, a proto-action: a point in the space of the steps'
+    embeddings. The `k` nearest allowed steps are the candidates, of which the one with the best expected outcome is
+    taken. With the probability `exploration` of the role a candidate is drawn at random instead. The role's `noise`
+    multiplies the deviation of proto-actions. If both are 0, the path is the one that the policy prefers.
+
+    With CATEGORICAL the policy draws one of the allowed steps. With the probability `exploration` all of them have the
+    same probability. The role's `noise` is the temperature, and `k` is not used.
 
     A step without an alternative is taken without the policy. The end of a path of maximal length is such a step; it is
     no part of the episode. If a role gives the path, the policy learns from it as if it had chosen it: the embeddings
@@ -78,7 +87,7 @@ def play(networks: Networks, roles: Sequence[Role], *, seed: int, k: int) -> lis
     episodes that are built with it. Therefore it is repeated exactly only together with the same episodes.
     """
     paths = networks.paths
-    noise_BTD, draws_BTE = _random_numbers(networks, roles, seed=seed)
+    noise_BTD, draws_BTE, gumbel_BTA = _random_numbers(networks, roles, seed=seed, action=action)
     weights = torch.tensor([role.preference for role in roles], dtype=torch.float32)
     exploration = torch.tensor([role.exploration for role in roles])
     is_given = torch.tensor([role.path is not None for role in roles])
@@ -94,13 +103,19 @@ def play(networks: Networks, roles: Sequence[Role], *, seed: int, k: int) -> lis
         allowed = torch.stack([_allowed(paths, steps) for steps in found])
         mean = networks.proto(state[:, 0], weights)
         proto = mean + noise_BTD[:, at] * std
-        candidates, is_candidate = nearest(proto, table, allowed, k=k)
+        explores = draws_BTE[:, at, 0] < exploration
+        if action is Action.CATEGORICAL:
+            # The largest of the logits with Gumbel noise is a draw from their distribution; equal logits explore.
+            logits = step_logits(mean.masked_fill(explores[:, None], 0.0), table, allowed) + gumbel_BTA[:, at]
+            candidates = logits.argmax(dim=1, keepdim=True)
+            is_candidate = torch.ones_like(candidates, dtype=torch.bool)
+        else:
+            candidates, is_candidate = nearest(proto, table, allowed, k=k)
         for row, role in enumerate(roles):
             if role.path is not None:
                 candidates[row] = [*role.path, stop_of(paths)][min(at, len(role.path))]
         after, hiddens = _after(networks, hidden, table[candidates])
         outcomes = (networks.outcomes(after, weights[:, None]) * weights[:, None]).sum(dim=2)
-        explores = draws_BTE[:, at, 0] < exploration
         places = choose(outcomes, is_candidate, explores_B=explores, draws_B=draws_BTE[:, at, 1])
         taken = table[candidates[rows, places]]
         proto = torch.where(is_given[:, None], taken, proto)
@@ -126,20 +141,25 @@ def play(networks: Networks, roles: Sequence[Role], *, seed: int, k: int) -> lis
     ]
 
 
-def _random_numbers(networks: Networks, roles: Sequence[Role], *, seed: int) -> tuple[Tensor, Tensor]:
+def _random_numbers(
+    networks: Networks, roles: Sequence[Role], *, seed: int | str, action: Action
+) -> tuple[Tensor, Tensor, Tensor]:
     """The random numbers of B episodes of at most T steps, for embeddings of dimension D.
 
     The first result has normal numbers [B, T, D], times the role's noise. They displace the points that the policy
     chooses among the embeddings. The second result has two uniform numbers for each step, [B, T, 2]: one decides
-    whether the step is drawn at random, the other which step is drawn.
+    whether the step is drawn at random, the other which step is drawn. The third has numbers of a Gumbel distribution
+    for each of A steps, [B, T, A], times the role's noise; only a categorical policy needs them, A is 0 for others.
     """
     longest, size = networks.paths.longest, len(networks.log_std)
-    noise, draws = [], []
+    num_steps = stop_of(networks.paths) + 1 if action is Action.CATEGORICAL else 0
+    noise, draws, gumbel = [], [], []
     for role in roles:
         generator = generator_of(seed, role.number)
         noise.append(role.noise * torch.randn(longest, size, generator=generator))
         draws.append(torch.rand(longest, 2, generator=generator))
-    return torch.stack(noise), torch.stack(draws)
+        gumbel.append(-role.noise * torch.rand(longest, num_steps, generator=generator).log().neg().log())
+    return torch.stack(noise), torch.stack(draws), torch.stack(gumbel)
 
 
 def _allowed(paths: LayerPaths, steps: Sequence[int]) -> Tensor:

@@ -1,23 +1,39 @@
-"""The learner of a policy in HM3: updates the policy's networks from the episodes of one iteration.
+"""The learner of a policy in HM3: updates the policy's networks from the episodes of one iteration, by PPO.
 
 Its state is saved and restored as bytes.
 """
 
 from __future__ import annotations
 
+import copy
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution, kl_divergence
 
 from search_spaces.spaces.layer_paths import LayerPaths
+from workers.errors import TrainingFailed
+from workers.training.hm3.actions import Action, LegalSteps, distribution
 from workers.training.hm3.episodes import Episode, generator_of
 from workers.training.hm3.networks import NetworkOptions, Networks
-from workers.training.hm3.ppo import Losses, gae, log_density, remaining_shares, surrogate
+from workers.training.hm3.ppo import gae, surrogate
 
-__all__ = ["EpisodeBatch", "Learner", "LearnerOptions", "Memory", "UpdateStatistics"]
+__all__ = [
+    "BaseLearner",
+    "EpisodeBatch",
+    "Learner",
+    "LearnerOptions",
+    "Memory",
+    "UpdateStatistics",
+    "action_in",
+    "mean_of",
+    "normalised",
+    "stacked",
+]
 
 # Streams of random numbers that differ from those of episodes, whose numbers are at least 0.
 FIRST_NETWORKS, MINI_BATCHES = -1, -2
@@ -27,12 +43,13 @@ FIRST_NETWORKS, MINI_BATCHES = -1, -2
 class LearnerOptions:
     """Options for updating the policy network and the value network.
 
-    The options `clip`, `gamma` and the lambda of GAE have the values that HM3's authors state; the others were chosen
-    here. `recalled` is the number of earlier episodes that the value network learns from in each mini-batch.
+    The options `clip` and the lambda of GAE have the values that HM3's authors state; the others were chosen here.
+    `recalled` is the number of earlier episodes that the value network learns from in each mini-batch. `target_kl` is
+    the KL divergence, in nats per step, at which the policy network stops to learn from an iteration.
     """
 
     clip: float = 0.1
-    gamma: float = 0.990
+    gamma: float = 1.0
     gae_lambda: float = 0.95
     value_coefficient: float = 0.5
     entropy_coefficient: float = 0.002
@@ -41,22 +58,37 @@ class LearnerOptions:
     mini_batches: int = 4
     recalled: int = 64
     max_gradient_norm: float = 0.5
+    target_kl: float = 0.02
+    action: Action = Action.WOLPERTINGER
 
 
 @dataclass(frozen=True)
 class UpdateStatistics:
-    """Losses, entropy and KL divergence of one update, as means over its mini-batches."""
+    """Losses and entropy of one update, as means over its mini-batches, and how far the policy moved.
+
+    - `kl`: the KL divergence, in nats per step, of the policy after its epochs from the policy before them
+    - `clipped`: the share, in [0, 1], of the steps whose ratio was outside PPO's clip after the epochs
+    - `drift`: the KL divergence of the policy at the end of the update from the policy after its epochs, which comes
+      from the encoder's learning
+    - `policy_steps`: the number of gradient steps of the policy network
+
+    In studies of version 1 of the searcher, `kl` is the mean over mini-batches, and the others are not measured.
+    """
 
     policy_loss: float
     value_loss: float
     entropy: float
     kl: float
+    clipped: float | None = None
+    drift: float | None = None
+    policy_steps: int | None = None
 
 
-class Learner:
-    """The networks of a policy with their optimizer, and the number of iterations that they have learned from.
+class BaseLearner:
+    """The networks of a policy, the number of iterations that they have learned from, and the remembered episodes.
 
-    It computes on the CPU in float32.
+    It computes on the CPU in float32. `seed` names the learner's random numbers. Classes derived from it learn from
+    episodes in `_learn`, with optimizers of their own.
     """
 
     def __init__(
@@ -65,18 +97,18 @@ class Learner:
         networks: NetworkOptions,
         options: LearnerOptions,
         *,
-        seed: int,
+        seed: int | str,
         descriptors: Tensor | None = None,
     ) -> None:
         self.options = options
         self.num_updates = 0
+        self._paths = paths
         self._seed = seed
         self._memory: Memory | None = None
         # The initial networks are a function of the seed; no other random state changes.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator_of(seed, FIRST_NETWORKS).initial_seed())
             self.networks = Networks(paths, networks, descriptors)
-        self._optimizer = torch.optim.Adam(self.networks.parameters(), lr=options.learning_rate)
 
     @property
     def num_remembered(self) -> int:
@@ -87,92 +119,29 @@ class Learner:
         """Update the networks by the episodes of one iteration.
 
         `outcomes_BK` [episodes, objectives] are the parts of each episode's outcome R by objective, less the price of
-        the path's length. R is the sum of these parts weighted by the episode's preference. Each of the T steps of an
-        episode gets the reward R / T.
+        the path's length. R is the sum of these parts weighted by the episode's preference. Raises TrainingFailed if an
+        outcome, a loss or a number in the networks is NaN or infinite; the learner cannot be used further then.
         """
         batch = EpisodeBatch.of(episodes, outcomes_BK)
+        self._check(batch.outcomes, "an outcome")
         if self.num_updates == 0:
             self.networks.measure(outcomes_BK)
         self._memory = batch.remembered if self._memory is None else self._memory.joined(batch.remembered)
-        advantages = self._advantages(batch)
         order = torch.Generator().manual_seed(generator_of(self._seed, MINI_BATCHES - self.num_updates).initial_seed())
-        seen: list[Losses] = []
-        for _ in range(self.options.epochs):
-            shuffled = torch.randperm(len(episodes), generator=order)
-            for rows in shuffled.chunk(min(self.options.mini_batches, len(episodes))):
-                recalled = torch.randint(len(self._memory.lengths), (self.options.recalled,), generator=order)
-                losses = self.losses(batch.only(rows), advantages[rows], self._memory.only(recalled))
-                self._optimizer.zero_grad()
-                losses.total.backward()  # type: ignore[no-untyped-call]
-                torch.nn.utils.clip_grad_norm_(self.networks.parameters(), self.options.max_gradient_norm)
-                self._optimizer.step()
-                seen.append(losses)
+        found = self._learn(batch, self._memory, order)
+        self._check_networks()
         self.num_updates += 1
-
-        def mean(name: str) -> float:
-            return float(torch.stack([getattr(losses, name).detach() for losses in seen]).mean())
-
-        return UpdateStatistics(mean("policy"), mean("value"), mean("entropy"), mean("kl"))
-
-    def losses(self, batch: EpisodeBatch, advantages_BT: Tensor, recalled: Memory) -> Losses:
-        """PPO's losses for one mini-batch: of the policy on `batch`, and of the value network on `recalled`.
-
-        `batch` are episodes of this iteration, with the advantages `advantages_BT` of their steps; `recalled` are
-        episodes of any iteration. The value network predicts the outcome of the whole path. The value of a state is
-        this expected outcome, times the share of it that is still to be paid as rewards. Therefore expected outcomes of
-        states after any number of steps can be compared, and the choice between ending now or later depends on the
-        outcome alone.
-        """
-        options = self.options
-        networks = self.networks
-        num = len(batch.steps)
-        states = networks.states(_stacked(batch.steps, recalled.steps))
-        length = batch.steps.shape[1]
-        # Only outcomes train the encoder: the policy's noisy gradients would undo what it has learned.
-        mean = networks.proto(states[:num, :length].detach(), batch.preferences[:, None])
-        log_ratio = log_density(batch.protos, mean, networks.log_std) - batch.log_densities
-        is_step = batch.is_step
-        log_ratio = torch.where(is_step, log_ratio, 0.0)
-        policy = -surrogate(log_ratio, advantages_BT, clip=options.clip)[is_step].mean()
-        # All states count, including that after the end, whose outcome is the episode's.
-        expected = networks.outcomes(states[num:, : recalled.steps.shape[1] + 1], recalled.preferences[:, None])
-        errors = ((expected - recalled.outcomes[:, None]) / networks.spread) ** 2
-        value = errors[recalled.is_state].mean()
-        entropy = networks.log_std.sum() + 0.5 * len(networks.log_std) * (1 + torch.log(torch.tensor(2 * torch.pi)))
-        kl = (log_ratio.exp() - 1 - log_ratio)[is_step].mean()
-        total = policy + options.value_coefficient * value - options.entropy_coefficient * entropy
-        return Losses(total, policy, value, entropy, kl)
-
-    @torch.no_grad()
-    def _advantages(self, batch: EpisodeBatch) -> Tensor:
-        """The advantages [episodes, steps] of an iteration's episodes by generalized advantage estimation (GAE).
-
-        They are normalised over all steps of the iteration, and 0 after an episode's end.
-        """
-        options = self.options
-        states = self.networks.states(batch.steps)
-        found = self.networks.outcomes(states, batch.preferences[:, None])
-        expected = (found * batch.preferences[:, None]).sum(dim=-1)
-        outcomes = (batch.outcomes * batch.preferences).sum(dim=-1)
-        advantages = torch.zeros_like(batch.log_densities)
-        for row, length in enumerate(batch.lengths):
-            shares = remaining_shares(length, gamma=options.gamma)
-            rewards = (outcomes[row] / length).expand(length)
-            values = expected[row, :length] * shares
-            advantages[row, :length] = gae(rewards, values, gamma=options.gamma, lambda_=options.gae_lambda)
-        real = advantages[batch.is_step]
-        scale = real.std(unbiased=False) + 1e-8
-        return torch.where(batch.is_step, (advantages - real.mean()) / scale, 0.0)
+        return found
 
     def to_bytes(self) -> bytes:
         """The state on which the next update depends, as bytes.
 
-        It consists of networks, optimizer, the number of updates, and the episodes that the value network learns from.
+        It consists of networks, optimizers, the number of updates, and the episodes that the value network learns from.
         """
         buffer = io.BytesIO()
         state = {
             "networks": self.networks.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            **self._state(),
             "num_updates": self.num_updates,
             "memory": None if self._memory is None else vars(self._memory),
         }
@@ -183,7 +152,8 @@ class Learner:
         """Restore the state that `to_bytes` returned, of a learner with networks of the same shapes.
 
         With `remembers` false the remembered episodes are left out, because they are those of another search. Raises
-        ValueError with the shapes for other networks.
+        ValueError if the networks have other shapes or draw other actions, and TrainingFailed if they have numbers that
+        are NaN or infinite.
         """
         state = torch.load(io.BytesIO(content), weights_only=True)
         given = {name: list(tensor.shape) for name, tensor in state["networks"].items()}
@@ -192,12 +162,231 @@ class Learner:
             pairs = (f"{n} {given.get(n, 'is missing')} instead of {own.get(n, 'none')}" for n in differing)
             raise ValueError(f"networks of other shapes: {'; '.join(pairs)}")
         self.networks.load_state_dict(state["networks"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.options.learning_rate
         self.num_updates = int(state["num_updates"])
+        self._restore(state)
+        self._check_networks()
         memory = state.get("memory") if remembers else None
         self._memory = None if memory is None else Memory(**memory)
+
+    # -- what a version of the learner defines ---------------------------------------------------------------------
+
+    def _learn(self, batch: EpisodeBatch, memory: Memory, order: torch.Generator) -> UpdateStatistics:
+        """Learn from the episodes `batch` of one iteration, and from `memory`, which has them too.
+
+        `order` draws mini-batches.
+        """
+        raise NotImplementedError
+
+    def _state(self) -> dict[str, Any]:
+        """The part of the state that only this version has, by the key in the saved state."""
+        raise NotImplementedError
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Restore that part from a saved state."""
+        raise NotImplementedError
+
+    # -- for all versions ------------------------------------------------------------------------------------------
+
+    def _check(self, values: Tensor, what: str) -> None:
+        """Raise TrainingFailed if one of `values`, which messages call `what`, is NaN or infinite."""
+        if not bool(torch.isfinite(values).all()):
+            wrong = float(values.detach()[~torch.isfinite(values)][0])
+            raise TrainingFailed(
+                f"hm3: {what} is {wrong} in update {self.num_updates + 1} of a policy, so the policy cannot learn "
+                f"further; start a new study, with a learning rate below search.hm3.learning_rate="
+                f"{self.options.learning_rate:g} if the outcomes are finite"
+            )
+
+    def _check_networks(self) -> None:
+        for name, values in self.networks.state_dict().items():
+            self._check(values, f"a number of the networks ({name})")
+
+    def _descend(self, optimizer: torch.optim.Optimizer, loss: Tensor, what: str) -> None:
+        """Take a step of an optimizer down the gradient of a loss, which messages call `what`."""
+        self._check(loss, what)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, self.options.max_gradient_norm)
+        optimizer.step()
+
+
+class Learner(BaseLearner):
+    """The learner by PPO, whose policy network and value network have optimizers of their own.
+
+    An update has two phases, after Cobbe et al., "Phasic Policy Gradient" (2020). In the first the policy network
+    learns from the iteration's episodes, whose states are frozen. Its ratios refer to the policy at the start of the
+    update, so they begin at 1. The phase ends when the KL divergence from that policy is above `target_kl`. In the
+    second the value network and the encoder learn from all episodes so far. The encoder's states, which the policy
+    network reads, change; so it learns to draw the same actions from the new ones.
+
+    The outcome is the reward of the last step. The value network predicts, for each state, the outcome times gamma to
+    the power of the number of steps that are left.
+    """
+
+    def __init__(
+        self,
+        paths: LayerPaths,
+        networks: NetworkOptions,
+        options: LearnerOptions,
+        *,
+        seed: int | str,
+        descriptors: Tensor | None = None,
+    ) -> None:
+        super().__init__(paths, networks, options, seed=seed, descriptors=descriptors)
+        self._legal = LegalSteps(paths)
+        rate = options.learning_rate
+        self._optimizers = {
+            "policy": torch.optim.Adam([*self.networks.policy.parameters(), self.networks.log_std], lr=rate),
+            "value": torch.optim.Adam(
+                [p for n, p in self.networks.named_parameters() if not _is_of_policy(n)], lr=rate
+            ),
+        }
+
+    def _learn(self, batch: EpisodeBatch, memory: Memory, order: torch.Generator) -> UpdateStatistics:
+        advantages = self._advantages(batch)
+        policy_losses, entropies, kl, clipped = self._improve_policy(batch, advantages, order)
+        value_losses, drift = self._improve_value(batch, memory, order)
+        return UpdateStatistics(
+            policy_loss=mean_of(policy_losses),
+            value_loss=mean_of(value_losses),
+            entropy=mean_of(entropies),
+            kl=kl,
+            clipped=clipped,
+            drift=drift,
+            policy_steps=len(policy_losses),
+        )
+
+    def _improve_policy(
+        self, batch: EpisodeBatch, advantages_BT: Tensor, order: torch.Generator
+    ) -> tuple[list[Tensor], list[Tensor], float, float]:
+        """Let the policy network learn from an iteration's episodes, whose steps have the given advantages.
+
+        Returns the policy's losses and entropies, one of each step of the optimizer, the KL divergence from the policy
+        before, and the share of ratios outside the clip at the end.
+        """
+        options, is_step = self.options, batch.is_step
+        taken = batch.steps if options.action is Action.CATEGORICAL else batch.protos
+        with torch.no_grad():
+            states = self.networks.states(batch.steps)[:, :-1]
+            legal = self._legal.before(batch.steps)
+            former = self._actions(states, batch.preferences, legal)
+            before = former.log_prob(taken)
+        losses: list[Tensor] = []
+        entropies: list[Tensor] = []
+        kl = 0.0
+        for rows in self._mini_batches(len(batch.steps), order):
+            real = is_step[rows]
+            now = self._actions(states[rows], batch.preferences[rows], legal[rows])
+            log_ratio = torch.where(real, now.log_prob(taken[rows]) - before[rows], 0.0)
+            loss = -surrogate(log_ratio, advantages_BT[rows], clip=options.clip)[real].mean()
+            entropy = now.entropy()[real].mean()
+            self._descend(self._optimizers["policy"], loss - options.entropy_coefficient * entropy, "the policy's loss")
+            losses.append(loss.detach())
+            entropies.append(entropy.detach())
+            with torch.no_grad():
+                now = self._actions(states, batch.preferences, legal)
+                kl = float(kl_divergence(former, now)[is_step].mean())
+            if not kl <= options.target_kl:
+                break
+        with torch.no_grad():
+            ratios = (now.log_prob(taken) - before)[is_step].exp()
+        return losses, entropies, kl, float(((ratios - 1).abs() > options.clip).float().mean())
+
+    def _improve_value(self, batch: EpisodeBatch, memory: Memory, order: torch.Generator) -> tuple[list[Tensor], float]:
+        """Let the value network and the encoder learn from remembered episodes, while the policy stays the same.
+
+        Returns the value network's losses and the policy's drift on the states of `batch`.
+        """
+        options, networks = self.options, self.networks
+        former = copy.deepcopy(networks)
+        keeping = torch.optim.Adam(networks.policy.parameters(), lr=options.learning_rate)
+        losses: list[Tensor] = []
+        for _ in range(options.epochs * min(options.mini_batches, len(batch.steps))):
+            recalled = memory.only(torch.randint(len(memory.lengths), (options.recalled,), generator=order))
+            states = networks.states(recalled.steps)
+            expected = networks.outcomes(states, recalled.preferences[:, None])
+            targets = recalled.outcomes[:, None] * options.gamma ** recalled.num_left.clamp(min=0)[:, :, None]
+            loss = (((expected - targets) / networks.spread) ** 2)[recalled.is_state].mean()
+            self._descend(self._optimizers["value"], options.value_coefficient * loss, "the value network's loss")
+            losses.append(loss.detach())
+            self._descend(keeping, self._moved(former, recalled), "the policy's drift")
+        with torch.no_grad():
+            return losses, float(self._moved(former, batch.remembered))
+
+    def _moved(self, former: Networks, episodes: Memory) -> Tensor:
+        """The mean KL divergence of the present policy from that of `former` networks, over the steps of episodes."""
+        legal = self._legal.before(episodes.steps)
+        with torch.no_grad():
+            states = self.networks.states(episodes.steps)[:, :-1]
+            before = former.states(episodes.steps)[:, :-1]
+            known = distribution(former, before, episodes.preferences[:, None], legal, self.options.action)
+        now = self._actions(states, episodes.preferences, legal)
+        return kl_divergence(known, now)[episodes.is_step].mean()
+
+    def _actions(self, states_BTH: Tensor, preferences_BK: Tensor, legal_BTA: Tensor) -> Distribution:
+        return distribution(self.networks, states_BTH, preferences_BK[:, None], legal_BTA, self.options.action)
+
+    def _mini_batches(self, num: int, order: torch.Generator) -> Iterable[Tensor]:
+        for _ in range(self.options.epochs):
+            yield from torch.randperm(num, generator=order).chunk(min(self.options.mini_batches, num))
+
+    @torch.no_grad()
+    def _advantages(self, batch: EpisodeBatch) -> Tensor:
+        """The advantages [episodes, steps] of an iteration's episodes by generalized advantage estimation (GAE).
+
+        They are normalised over all steps of the iteration, and 0 after an episode's end.
+        """
+        options = self.options
+        found = self.networks.outcomes(self.networks.states(batch.steps), batch.preferences[:, None])
+        values = (found * batch.preferences[:, None]).sum(dim=-1)
+        outcomes = (batch.outcomes * batch.preferences).sum(dim=-1)
+        advantages = torch.zeros(batch.steps.shape)
+        for row, length in enumerate(batch.lengths):
+            rewards = torch.zeros(length)
+            rewards[-1] = outcomes[row]
+            advantages[row, :length] = gae(
+                rewards, values[row, :length], gamma=options.gamma, lambda_=options.gae_lambda
+            )
+        return normalised(advantages, batch.is_step)
+
+    def _state(self) -> dict[str, Any]:
+        optimizers = {name: optimizer.state_dict() for name, optimizer in self._optimizers.items()}
+        return {"action": str(self.options.action), "optimizers": optimizers}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        if (action := _action_of(state)) != self.options.action:
+            raise ValueError(f"a policy with action: {action}; this study's has action: {self.options.action}")
+        # Studies of version 1 have one optimizer for all networks.
+        for name, stored in state.get("optimizers", {}).items():
+            optimizer = self._optimizers[name]
+            optimizer.load_state_dict(stored)
+            for group in optimizer.param_groups:
+                group["lr"] = self.options.learning_rate
+
+
+def action_in(content: bytes) -> Action:
+    """What a policy draws for each step, by its saved state `content`."""
+    return _action_of(torch.load(io.BytesIO(content), weights_only=True))
+
+
+def _action_of(state: Mapping[str, Any]) -> Action:
+    return Action(state.get("action", Action.WOLPERTINGER))  # studies of version 1 do not state it
+
+
+def _is_of_policy(parameter: str) -> bool:
+    return parameter == "log_std" or parameter.startswith("policy.")
+
+
+def mean_of(values: Sequence[Tensor]) -> float:
+    return float(torch.stack(list(values)).mean())
+
+
+def normalised(advantages_BT: Tensor, is_step_BT: Tensor) -> Tensor:
+    """Advantages with mean 0 and standard deviation 1 over the real steps, and 0 elsewhere."""
+    real = advantages_BT[is_step_BT]
+    scale = real.std(unbiased=False) + 1e-8
+    return torch.where(is_step_BT, (advantages_BT - real.mean()) / scale, 0.0)
 
 
 @dataclass(frozen=True)
@@ -214,22 +403,31 @@ class Memory:
     outcomes: Tensor
 
     @property
+    def is_step(self) -> Tensor:
+        return torch.arange(self.steps.shape[1])[None] < self.lengths[:, None]
+
+    @property
     def is_state(self) -> Tensor:
-        return torch.arange(self.steps.shape[1] + 1)[None] <= self.lengths[:, None]
+        return self.num_left >= 0
+
+    @property
+    def num_left(self) -> Tensor:
+        """The number of steps [B, T + 1] that follow each state; negative after an episode's end."""
+        return self.lengths[:, None] - torch.arange(self.steps.shape[1] + 1)[None]
 
     def only(self, rows: Tensor) -> Memory:
         return Memory(self.steps[rows], self.lengths[rows], self.preferences[rows], self.outcomes[rows])
 
     def joined(self, other: Memory) -> Memory:
         return Memory(
-            _stacked(self.steps, other.steps),
+            stacked(self.steps, other.steps),
             torch.cat([self.lengths, other.lengths]),
             torch.cat([self.preferences, other.preferences]),
             torch.cat([self.outcomes, other.outcomes]),
         )
 
 
-def _stacked(first_BT: Tensor, second_BT: Tensor) -> Tensor:
+def stacked(first_BT: Tensor, second_BT: Tensor) -> Tensor:
     """Join the steps [episodes, T] of two batches of episodes to one batch, padded with 0 to the longest episode."""
     longest = max(first_BT.shape[1], second_BT.shape[1])
     return torch.cat([torch.nn.functional.pad(steps, (0, longest - steps.shape[1])) for steps in (first_BT, second_BT)])

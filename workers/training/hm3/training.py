@@ -14,14 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from search_spaces.spaces.layer_paths import LayerPaths, Path
-from workers.training.hm3.episodes import Episode, Role, play
-from workers.training.hm3.learner import Learner, LearnerOptions, UpdateStatistics
-from workers.training.hm3.networks import NetworkOptions
+from workers.training.hm3.episodes import Episode, Role, generator_of, play
+from workers.training.hm3.first_learner import FirstLearner
+from workers.training.hm3.learner import BaseLearner, Learner, LearnerOptions, UpdateStatistics
+from workers.training.hm3.networks import NetworkOptions, Networks
 
 __all__ = ["PolicyTraining", "PolicyTrainingOptions"]
 
@@ -43,6 +45,8 @@ class PolicyTrainingOptions:
       that decreases to zero over the `explored` iterations; single steps are drawn with the probability `exploration`
     - `is_conditioned`: one policy has the preference vector as an input; otherwise there is a policy for each vector
     - `learns`: if false, the policies that a search begins with play all episodes, and the vectors take turns
+    - `version`: the version of the searcher `hm3` with which the search was begun. Policies of version 1 learn by
+      `FirstLearner`, and those of different searches may have the same random numbers.
     """
 
     episodes: int = 16
@@ -53,6 +57,7 @@ class PolicyTrainingOptions:
     draws_paths: bool = False
     is_conditioned: bool = False
     learns: bool = True
+    version: int = 2
     learner: LearnerOptions = field(default_factory=LearnerOptions)
     networks: NetworkOptions = field(default_factory=NetworkOptions)
 
@@ -184,13 +189,13 @@ class PolicyTraining:
             roles = [self._learning(number) for number in numbers]
             if paths is not None:
                 roles = [replace(role, path=path) for role, path in zip(roles, paths, strict=True)]
-            return {each.number: each for each in play(networks, roles, seed=self._seed, k=k)}
+            return {each.number: each for each in self._built(networks, roles, k=k)}
         found: dict[int, Episode] = {}
         for policy in range(self.num_policies):
             roles = [self._without_learning(number) for number in numbers if number % self.num_policies == policy]
             if roles:
                 networks = self._learner(policy, None).networks
-                found |= {each.number: each for each in play(networks, roles, seed=self._seed, k=k)}
+                found |= {each.number: each for each in self._built(networks, roles, k=k)}
         return found
 
     def _learning(self, number: int) -> Role:
@@ -198,7 +203,10 @@ class PolicyTraining:
         preference, least = self.preference_of(number), self.options.exploration
         if not self.options.draws_paths:
             return Role(number, preference, exploration)
-        rng = np.random.default_rng((self._seed, number))
+        if self.options.version == 1:
+            rng = np.random.default_rng((self._seed, number))
+        else:
+            rng = np.random.default_rng(generator_of(self._stream("drawn paths"), number).initial_seed())
         is_drawn = rng.random() * (1 - least) < exploration - least
         return Role(number, preference, least, path=self.paths.path(self.paths.sample(rng)) if is_drawn else None)
 
@@ -243,19 +251,29 @@ class PolicyTraining:
         others = [Role(number, preference, self.options.exploration) for number in range(1, TRIES * count)]
         for start in range(0, len(others) + 1, count):
             roles = [best, *others][start : start + count]
-            for played in play(learner.networks, roles, seed=self._seed, k=self.options.k):
+            for played in self._built(learner.networks, roles, k=self.options.k, stream="proposals"):
                 found[played.path] = None
             if len(found) >= count:
                 break
         return list(found)[:count]
 
-    def _new(self, iteration: int) -> Learner:
-        """A new learner for the policy of `iteration`, before its first update; given checkpoints are not used."""
-        seed = self._seed + self.policy_of(iteration)
-        options = self.options
-        return Learner(self.paths, options.networks, options.learner, seed=seed, descriptors=self._descriptors)
+    def _built(self, networks: Networks, roles: Sequence[Role], *, k: int, stream: str = "episodes") -> list[Episode]:
+        return play(networks, roles, seed=self._stream(stream), k=k, action=self.options.learner.action)
 
-    def _learner(self, iteration: int, source: int | None) -> Learner:
+    def _stream(self, name: str) -> int | str:
+        """The seed of a stream of random numbers, which no other stream of this search or another one has."""
+        return self._seed if self.options.version == 1 else f"{self._seed} {name}"
+
+    def _new(self, iteration: int) -> BaseLearner:
+        """A new learner for the policy of `iteration`, before its first update; given checkpoints are not used."""
+        options, policy = self.options, self.policy_of(iteration)
+        given: dict[str, Any] = {"descriptors": self._descriptors}
+        if options.version == 1:
+            return FirstLearner(self.paths, options.networks, options.learner, seed=self._seed + policy, **given)
+        seed = self._stream(f"policy {policy}")
+        return Learner(self.paths, options.networks, options.learner, seed=seed, **given)
+
+    def _learner(self, iteration: int, source: int | None) -> BaseLearner:
         """The learner of the policy of `iteration`, in its state after it learned from iteration `source`.
 
         If `source` is None, the state is the one with which the search begins: a given policy, or a new one.

@@ -13,13 +13,17 @@ RUN = run_record(num_trials=12)
 VECTORS = ({"math": 1.0, "text": 0.0}, {"math": 0.0, "text": 1.0})
 
 
-def updates(*, num_iterations: int, vectors: tuple[dict[str, float], ...] = ({},)) -> tuple[UpdateStep, ...]:
+def updates(
+    *, num_iterations: int, vectors: tuple[dict[str, float], ...] = ({},), **more: float
+) -> tuple[UpdateStep, ...]:
     return tuple(
         UpdateStep(
             iteration,
             9 + iteration,
             UpdateRequest(label="", iteration=iteration, preference=vectors[iteration % len(vectors)]),
-            UpdateResult(statistics={"outcome": 0.1 * iteration, "outcome_std": 0.05, "length": 7.5, "entropy": 2.0}),
+            UpdateResult(
+                statistics={"outcome": 0.1 * iteration, "outcome_std": 0.05, "length": 7.5, "entropy": 2.0, **more}
+            ),
         )
         for iteration in range(num_iterations)
     )
@@ -43,3 +47,16 @@ def test_the_report_draws_policies_where_there_are_some() -> None:
     several = render_report(replace(RUN, updates=updates(num_iterations=5, vectors=VECTORS)))
     assert "2 policies, one for each preference vector, learned from 5 iterations." in several
     assert 'class="range"' not in several
+
+
+def test_the_report_draws_how_far_policies_moved() -> None:
+    """KL divergence and clipping have charts where updates have them; those of earlier versions have the divergence."""
+    charts = ("KL divergence of an update, nats per step", "share of ratios outside the clip after an update")
+
+    def drawn(**statistics: float) -> list[bool]:
+        page = render_report(replace(RUN, updates=updates(num_iterations=4, **statistics)))
+        return [f"{chart}, over the iterations" in page for chart in charts]
+
+    assert drawn() == [False, False]
+    assert drawn(kl=0.02) == [True, False]
+    assert drawn(kl=0.02, clipped=0.5) == [True, True]

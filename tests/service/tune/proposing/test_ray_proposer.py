@@ -16,6 +16,7 @@ from search_spaces.spaces import SPACES
 from search_spaces.spaces.base import DifferentiableSpace, SearchedModels
 from search_spaces.spaces.layerwise import LayerwiseSection
 from search_spaces.study.search import GradientOptions, PolicyOptions, Search
+from service.errors import StudyFailed
 from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
 from service.store.steps import (
@@ -298,11 +299,13 @@ def test_the_gradient_is_that_of_finite_differences(inputs: GradientInputs) -> N
     assert found[place] == pytest.approx((loss(0.5 + step) - loss(0.5 - step)) / (2 * step), rel=0.05)
 
 
-def policy_proposals(directory: Path, *, kill_after: int | None = None) -> tuple[list[Any], list[dict[str, Any]]]:
+def policy_proposals(
+    directory: Path, *, kill_after: int | None = None, learning_rate: float = 3e-3
+) -> tuple[list[Any], list[dict[str, Any]]]:
     """The first proposals of a policy's search; its process is killed after so many steps."""
     family = replace(models(experts=NAMES, num_layers=4), fingerprints=FINGERPRINTS)
     parameters = SPACES["hm3"](kind="hm3").build(family).parameters
-    options = PolicyOptions(episodes=3, mini_batches=1, epochs=1)
+    options = PolicyOptions(episodes=3, mini_batches=1, epochs=1, learning_rate=learning_rate)
     setting = SearchSetting(NAMES, dict.fromkeys(NAMES, 40), 0, Search(hm3=options))
     directory.mkdir()
     store, study = new_study(directory)
@@ -330,3 +333,8 @@ def test_a_policy_on_ray_goes_on_after_its_process_has_died(ray_cluster: None, t
     steps, proposals = policy_proposals(tmp_path / "whole")
     assert [step.request.iteration for step in steps] == [0, 1, 2]
     assert policy_proposals(tmp_path / "killed", kill_after=2) == (steps, proposals)
+
+
+def test_a_policy_that_is_not_finite_fails_the_study(ray_cluster: None, tmp_path: Path) -> None:
+    with pytest.raises(StudyFailed, match=r"hm3: .*the policy cannot learn further; start a new study"):
+        policy_proposals(tmp_path / "broken", learning_rate=1e30)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from search_spaces.spaces.layer_paths import LayerPaths
 from workers.training.hm3.episodes import Episode, Role, play
-from workers.training.hm3.learner import EpisodeBatch, Learner, LearnerOptions
+from workers.training.hm3.first_learner import FirstLearner
+from workers.training.hm3.learner import BaseLearner, EpisodeBatch, Learner, LearnerOptions
 from workers.training.hm3.networks import NetworkOptions, Networks
 from workers.training.hm3.pool import allowed_steps, stop_of
 from workers.training.hm3.ppo import log_density
@@ -187,17 +188,24 @@ def test_a_preference_is_seen_only_where_it_is_an_input() -> None:
 # The learner.
 
 
-def learner(**options: object) -> Learner:
+@pytest.fixture(params=[FirstLearner, Learner])
+def kind(request: pytest.FixtureRequest) -> type[BaseLearner]:
+    """The learner of version 1 of the searcher, and that of new studies."""
+    found: type[BaseLearner] = request.param
+    return found
+
+
+def learner(kind: type[BaseLearner] = Learner, **options: object) -> BaseLearner:
     networks = NetworkOptions(num_objectives=2)
-    return Learner(PATHS, networks, LearnerOptions(**options), seed=3)  # type: ignore[arg-type]
+    return kind(PATHS, networks, LearnerOptions(**options), seed=3)  # type: ignore[arg-type]
 
 
-def some_episodes(of: Learner, num: int = 8) -> list[Episode]:
+def some_episodes(of: BaseLearner, num: int = 8) -> list[Episode]:
     return [played(number, of.networks, preference=(0.25, 0.75)) for number in range(num)]
 
 
-def test_gradients_reach_encoder_policy_and_value_network() -> None:
-    own = learner()
+def test_gradients_reach_encoder_policy_and_value_network(kind: type[BaseLearner]) -> None:
+    own = learner(kind)
     before = {name: value.clone() for name, value in own.networks.state_dict().items()}
     own.update(some_episodes(own), torch.rand(8, 2, generator=torch.Generator().manual_seed(0)))
     after = own.networks.state_dict()
@@ -219,7 +227,8 @@ def test_gradients_reach_encoder_policy_and_value_network() -> None:
 
 def test_encoder_and_policy_learn() -> None:
     """The encoder learns from outcomes, and the policy from its states."""
-    own = learner()
+    own = learner(FirstLearner)
+    assert isinstance(own, FirstLearner)
     batch = EpisodeBatch.of(some_episodes(own), torch.rand(8, 2))
     reached = {}
     for name in ("policy", "value"):
@@ -233,8 +242,8 @@ def test_encoder_and_policy_learn() -> None:
     assert reached["policy"] == {"policy", "log_std"}
 
 
-def test_the_value_network_learns_from_earlier_iterations_too() -> None:
-    own = learner()
+def test_the_value_network_learns_from_earlier_iterations_too(kind: type[BaseLearner]) -> None:
+    own = learner(kind)
     first = some_episodes(own)
     seen = {episode.path for episode in first}
     later = [played(number, own.networks, preference=(0.25, 0.75)) for number in range(8, 40)]
@@ -251,31 +260,31 @@ def test_the_value_network_learns_from_earlier_iterations_too() -> None:
     assert after_the_end[:, 1].mean() < 0.3
 
 
-def test_learner_without_episodes() -> None:
+def test_learner_without_episodes(kind: type[BaseLearner]) -> None:
     """A learner without the episodes of another search has only its networks."""
-    own = learner()
+    own = learner(kind)
     episodes, outcomes = some_episodes(own), torch.rand(8, 2, generator=torch.Generator().manual_seed(1))
     own.update(episodes, outcomes)
-    begun = learner()
+    begun = learner(kind)
     begun.restore(own.to_bytes(), remembers=False)
     assert begun.num_remembered == 0
-    again = learner()
+    again = learner(kind)
     again.restore(own.to_bytes())
     assert again.num_remembered == 8
     for name, value in own.networks.state_dict().items():
         assert torch.equal(value, begun.networks.state_dict()[name])
 
 
-def test_earlier_checkpoint_has_no_episodes() -> None:
+def test_earlier_checkpoint_has_no_episodes(kind: type[BaseLearner]) -> None:
     """A checkpoint of an earlier version has no episodes and continues."""
-    own = learner()
+    own = learner(kind)
     episodes, outcomes = some_episodes(own), torch.rand(8, 2, generator=torch.Generator().manual_seed(1))
     own.update(episodes, outcomes)
     state = torch.load(io.BytesIO(own.to_bytes()), weights_only=True)
     del state["memory"]
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    again = learner()
+    again = learner(kind)
     again.restore(buffer.getvalue())
     again.update(episodes, outcomes)
     assert again.num_remembered == 8
@@ -283,7 +292,8 @@ def test_earlier_checkpoint_has_no_episodes() -> None:
 
 def test_losses_before_the_first_update() -> None:
     """Before the first update, the ratio is one and the losses are known."""
-    own = learner()
+    own = learner(FirstLearner)
+    assert isinstance(own, FirstLearner)
     batch = EpisodeBatch.of(some_episodes(own), torch.full((8, 2), 0.5))
     advantages = torch.ones(batch.steps.shape)
     losses = own.losses(batch, advantages, batch.remembered)
@@ -300,23 +310,23 @@ def test_losses_before_the_first_update() -> None:
     assert float(losses.total) == pytest.approx(float(total))
 
 
-def test_saved_learner_continues_equally() -> None:
+def test_saved_learner_continues_equally(kind: type[BaseLearner]) -> None:
     """A saved learner continues as one that was not saved."""
-    episodes, outcomes = some_episodes(learner()), torch.rand(8, 2, generator=torch.Generator().manual_seed(1))
-    own = learner()
+    episodes, outcomes = some_episodes(learner(kind)), torch.rand(8, 2, generator=torch.Generator().manual_seed(1))
+    own = learner(kind)
     own.update(episodes, outcomes)
     saved = own.to_bytes()
-    again = learner()
+    again = learner(kind)
     again.restore(saved)
     assert own.update(episodes, outcomes) == again.update(episodes, outcomes)
     for name, value in own.networks.state_dict().items():
         assert torch.equal(value, again.networks.state_dict()[name])
 
 
-def test_a_learner_does_not_touch_the_random_state_of_others() -> None:
+def test_a_learner_does_not_touch_the_random_state_of_others(kind: type[BaseLearner]) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    own = learner()
+    own = learner(kind)
     own.update(some_episodes(own), torch.rand(8, 2, generator=torch.Generator().manual_seed(0)))
     assert torch.equal(torch.rand(3), expected)

@@ -5,6 +5,7 @@ Some are on the toy environment with its deceptive optimum.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import random
 import statistics
@@ -16,6 +17,8 @@ import torch
 
 from search_spaces.spaces.layer_paths import LayerPaths
 from tests.benchmarks.bench_hm3_toy import LURE, NUM_ACTIONS, NUM_STEPS, Toy, episodes
+from workers.training.hm3.episodes import Role
+from workers.training.hm3.learner import LearnerOptions
 from workers.training.hm3.networks import NetworkOptions
 from workers.training.hm3.training import PolicyTraining, PolicyTrainingOptions
 
@@ -32,6 +35,7 @@ def training(
     draws_paths: bool = False,
     is_conditioned: bool = False,
     learns: bool = True,
+    version: int = 2,
 ) -> PolicyTraining:
     options = PolicyTrainingOptions(
         episodes=episodes,
@@ -41,6 +45,8 @@ def training(
         draws_paths=draws_paths,
         is_conditioned=is_conditioned,
         learns=learns,
+        version=version,
+        learner=LearnerOptions(gamma=0.99 if version == 1 else 1.0),
         networks=NetworkOptions(num_objectives=2, hidden_size=8, sees_preference=is_conditioned),
     )
     return PolicyTraining(PATHS, options, seed=7, preferences=VECTORS, saved=saved)
@@ -86,6 +92,44 @@ def test_runners_and_restarts_change_nothing(is_conditioned: bool) -> None:
         for runners in (2, 4):
             assert paths_of(new(), num, runners=runners) == expected
         assert paths_of(new(), num, restarts=True) == expected
+
+
+# The paths of each kind of search, as the last program with version 1 alone built them.
+PATHS_OF_VERSION_1 = {
+    (False, False): "0f571948daf9f1f5",
+    (False, True): "a9ab47a0b0f95663",
+    (True, False): "8cb3b2d74fc12ef2",
+    (True, True): "3468a69aef5946ea",
+}
+
+
+@pytest.mark.parametrize("is_conditioned", [False, True])
+def test_searches_of_version_1_continue_as_they_began(is_conditioned: bool) -> None:
+    for draws_paths in (False, True):
+        own = training(is_conditioned=is_conditioned, draws_paths=draws_paths, version=1)
+        found = hashlib.sha256(repr(paths_of(own, 36)).encode()).hexdigest()[:16]
+        assert found == PATHS_OF_VERSION_1[is_conditioned, draws_paths]
+
+
+def first_numbers(*, seed: int, policy: int, version: int = 2) -> tuple[float, ...]:
+    """The first numbers of the networks of a policy, of its episodes and of its drawn paths."""
+    own = training(draws_paths=True, version=version)
+    own = PolicyTraining(PATHS, own.options, seed=seed, preferences=VECTORS)
+    built = own._new(policy).networks.start[0].item()
+    noise = own._built(own._new(0).networks, [Role(0, VECTORS[0], 1.0)], k=9)[0].protos[0, 0].item()
+    proposed = own._built(own._new(0).networks, [Role(0, VECTORS[0], 1.0)], k=9, stream="proposals")[0]
+    return built, noise, proposed.protos[0, 0].item()
+
+
+def test_random_numbers_of_policies_and_studies_differ() -> None:
+    """In version 1, policy 1 of the seed 0 began with the networks of policy 0 of the seed 1."""
+    assert first_numbers(seed=0, policy=1, version=1)[0] == first_numbers(seed=1, policy=0, version=1)[0]
+    streams = [first_numbers(seed=seed, policy=policy) for seed in range(3) for policy in range(3)]
+    assert len({built for built, *_ in streams}) == 9
+    assert len({number for _, *numbers in streams for number in numbers}) == 6  # episodes and proposals of three seeds
+    old = training(is_conditioned=True, draws_paths=True, version=1)
+    new = training(is_conditioned=True, draws_paths=True)
+    assert [old._learning(n) for n in range(8)] != [new._learning(n) for n in range(8)]
 
 
 def test_policies_take_turns() -> None:

@@ -1,0 +1,79 @@
+"""The distributions from which a policy draws its actions: points among embeddings, or the steps that are allowed.
+
+With the action WOLPERTINGER, a policy draws a proto-action, a point in the space of the steps' embeddings, from a
+normal distribution. `wolpertinger` chooses a step near it. With CATEGORICAL, it draws one of the allowed steps; the
+logit of a step is the product of the policy network's output with the step's embedding.
+
+Axes: T steps, A steps of the pool with the end, D dimensions of an embedding, H of a state.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical, Distribution, Independent, Normal
+
+from search_spaces.spaces.layer_paths import LayerPaths
+from workers.training.hm3.networks import Networks
+from workers.training.hm3.pool import allowed_steps, stop_of
+
+__all__ = ["Action", "LegalSteps", "distribution", "step_logits"]
+
+# The logit of a step that is not allowed. An infinite one would make gradients NaN.
+FORBIDDEN = -1e9
+
+
+class Action(StrEnum):
+    """What a policy draws for each step of a path."""
+
+    CATEGORICAL = "categorical"
+    WOLPERTINGER = "wolpertinger"
+
+
+def step_logits(protos: Tensor, embeddings_AD: Tensor, allowed: Tensor) -> Tensor:
+    """The logits [..., A] of the steps that are allowed; `protos` [..., D] are the outputs of the policy network."""
+    return (protos @ embeddings_AD.T).masked_fill(~allowed, FORBIDDEN)
+
+
+def distribution(
+    networks: Networks, states: Tensor, preference: Tensor, allowed: Tensor, action: Action
+) -> Distribution:
+    """The distribution of a policy's actions in each state [..., H].
+
+    `allowed` [..., A] says which steps may follow. The gradients of embeddings are left out: only outcomes train them.
+    """
+    protos = networks.proto(states, preference)
+    if action is Action.CATEGORICAL:
+        logits = step_logits(protos, networks.embeddings().detach(), allowed)
+        return Categorical(logits=logits, validate_args=False)
+    return Independent(Normal(protos, networks.log_std.exp(), validate_args=False), 1, validate_args=False)
+
+
+class LegalSteps:
+    """The steps that may follow each beginning of a path, as a table for whole batches of paths.
+
+    They depend on the number of steps so far and on the last layer alone.
+    """
+
+    def __init__(self, paths: LayerPaths) -> None:
+        self._num_layers = paths.num_layers
+        self._stop = stop_of(paths)
+        every = [
+            [allowed_steps(paths, (layer,) * count) for layer in range(paths.num_layers)]
+            for count in range(paths.longest + 1)
+        ]
+        self._table = torch.stack([torch.stack(rows) for rows in every])
+
+    @property
+    def most(self) -> int:
+        """The largest number of steps that may follow a beginning of a path."""
+        return int(self._table.sum(dim=2).max())
+
+    def before(self, steps_BT: Tensor) -> Tensor:
+        """The steps that were allowed in place of each step: bool [B, T, A]."""
+        begun = torch.cat([steps_BT.new_zeros(len(steps_BT), 1), steps_BT[:, :-1]], dim=1)
+        # After the end of a path there is padding, whatever it is.
+        layers = torch.where(begun == self._stop, 0, begun % self._num_layers)
+        return self._table[torch.arange(steps_BT.shape[1]), layers]
