@@ -2,7 +2,7 @@
 
 The checks import torch and lm-eval and read models, so they run in separate processes, the validators, within limits of
 time, processor time and memory: no body can stop the server, and no client can stop another one's requests. If jobs
-run on other machines, so do the checks (`NodeCalls.place`).
+run on other machines, the checks run on the head of their cluster (`NodeCalls.place`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from service.api.problems import Unavailable
 from service.cluster.node_calls import NodeCalls
 from service.jobs.base import Accept, Accepted, JobKind, RequestContext
 from service.jobs.registry import kind_of
-from service.store.database_url import database_url
 from service.studies.preflight.dtype import engine_dtype
 from service.worker_process import CallLimits, LimitExceeded, ProcessDied, WorkerProcess, lift_limits
 from workers.file_access import FileAccess
@@ -134,7 +133,7 @@ class PreflightProcess:
                 return await self._limited(
                     validator.call, check_request, content, kind.noun, kind.accept, context, is_json=is_json
                 )
-        # Nodes find the database themselves, as drivers do: its URL may hold a password.
+        # The head finds the database itself, as drivers there do: its URL may hold a password.
         context = replace(context, store_url=None)
         async with self._queue.turn(client):
             on_node = partial(cluster.call, node=node)
@@ -224,11 +223,9 @@ def check_request(content: bytes, noun: str, accept: Accept, context: RequestCon
 
 
 def check_on_node(content: bytes, kind: str, context: RequestContext, *, is_json: bool) -> Accepted:
-    """Check a request's body as `check_request` does, on a node, which finds the database of the server itself."""
-    assert context.data_dir is not None
-    url = database_url(context.data_dir).render_as_string(hide_password=False)
+    """Check a request's body as `check_request` does, on a node of the cluster."""
     declared = kind_of(kind)
-    return check_request(content, declared.noun, declared.accept, replace(context, store_url=url), is_json=is_json)
+    return check_request(content, declared.noun, declared.accept, context, is_json=is_json)
 
 
 def _engine_dtype(document: Mapping[str, Any]) -> str:

@@ -12,7 +12,6 @@ import asyncio
 import hashlib
 import logging
 import pickle
-import random
 import re
 import shlex
 import sys
@@ -102,29 +101,27 @@ class NodeCalls:
     def place(self) -> tuple[Node | None, int]:
         """The node that jobs are to be checked on, None for this process, and the number of machines for engines.
 
-        With artifacts in an object store, it is a node that can run engines: one with GPUs, or one with CPUs if none
-        has GPUs. Otherwise only the head is sure to share the directory of artifacts with this process. Jobs are
-        checked in this process if the node is on its machine. Raises ConnectionError if artifacts are in an object
-        store and the cluster does not answer.
+        It is the head, where drivers do the same checks later, with the same models and the same database. Other nodes
+        need not reach the database. Jobs are checked in this process if the head is on its machine. Machines for
+        engines are those with GPUs, or those with CPUs if none has GPUs. Raises ConnectionError if artifacts are in
+        an object store and the cluster does not answer; a server that shares its files with the head checks jobs then.
         """
-        is_remote = self._files is not None and is_object_url(str(self._files))
         try:
             client, url = self._connected()
             if client is None:
                 raise ConnectionError("Ray's dashboard does not answer")
             nodes = nodes_of(url)
+            head = next((node for node in nodes if node.is_head), None)
+            if head is None:
+                raise ConnectionError("Ray's dashboard lists no head")
         except ConnectionError:
-            if is_remote:
+            if self._files is not None and is_object_url(str(self._files)):
                 raise
             return None, 1
         able = [node for node in nodes if node.num_gpus] or [node for node in nodes if node.num_cpus] or nodes
-        own, num_machines = _own_addresses(), max(1, len({node.address for node in able}))
-        if {node.address for node in nodes} <= own:
-            return None, 1
-        if is_remote:
-            return random.choice(able), num_machines
-        head = next((node for node in nodes if node.is_head), None)
-        return None if head is None or head.address in own else head, num_machines
+        own = _own_addresses()
+        machines = {"" if node.address in own else node.address for node in able}
+        return None if head.address in own else head, len(machines)
 
     async def call(
         self,

@@ -36,11 +36,11 @@ class RequestContext:
     """Context in which a submitted job is checked: the files it may read, the server's other jobs, and limits.
 
     `access` limits the files that the job may read; None is no limit. `store_url` and `data_dir` are the server's
-    database and data directory, where other jobs are found that the job refers to. If they are None, a job cannot refer
-    to others. `files` is the location of the server's artifacts: a directory or the URL of an object store. None is a
-    directory in `data_dir`. `num_machines` is the number of machines that can run engines. `lift_limits` removes the
-    limits of memory and processor time from the checks that follow. It is called before large files are read or
-    written.
+    database and data directory, where other jobs are found that the job refers to. If only `store_url` is None, the
+    database is the one that drivers on this machine use; if both are None, a job cannot refer to others. `files` is the
+    location of the server's artifacts: a directory or the URL of an object store. None is a directory in `data_dir`.
+    `num_machines` is the number of machines that can run engines. `lift_limits` removes the limits of memory and
+    processor time from the checks that follow. It is called before large files are read or written.
     """
 
     access: FileAccess | None = None

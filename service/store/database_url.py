@@ -22,6 +22,7 @@ __all__ = [
     "VARIABLE",
     "database_url",
     "has_password",
+    "known_url",
     "named_url",
     "parse_url",
     "remember",
@@ -103,6 +104,22 @@ def database_url(data_dir: Path, given: str | None = None) -> sa.URL:
     """
     text = given or os.environ.get(VARIABLE)
     return parse_url(text) if text else remembered(data_dir)
+
+
+def known_url(data_dir: Path, given: str | None = None) -> sa.URL:
+    """URL of the database of a server that exists, found as `database_url` finds it.
+
+    Raises:
+        Conflict: There is no such database: neither `given` nor this machine's environment names one, and `data_dir`
+            has none.
+    """
+    url = database_url(data_dir, given)
+    if url.get_backend_name() == "sqlite" and not Path(str(url.database)).exists():
+        raise Conflict(
+            f"database {shown(url)}: is not there; give the server's own data directory, or set {VARIABLE} to the URL "
+            "of its database (for jobs: where Ray's head is started)"
+        )
+    return url
 
 
 def remembered(data_dir: Path) -> sa.URL:
