@@ -181,8 +181,8 @@ def gib(num_bytes: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a size such as "500MB" or "5GB" as a number of bytes. Raises ValueError for other texts."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KB|MB|GB|TB)", text.upper())
+    """Parse a size such as "500MB", "5GB" or "8GiB" as a number of bytes. Raises ValueError for other texts."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(I?)B", text.upper())
     if match is None or float(match[1]) == 0:
-        raise ValueError(f"{text!r} is not a size; write it as 500MB or 5GB")
-    return int(float(match[1]) * {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}[match[2]])
+        raise ValueError(f"{text!r} is not a size; write it as 500MB, 5GB or 8GiB")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2]) + 1))

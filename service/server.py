@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from service.disk import artifacts_dir, locked, single_server
+from service.engine_machines import stated_machines
 from service.errors import Conflict, InUse
 from service.jobs.base import RequestContext
 from workers.file_access import FileAccess
@@ -78,7 +79,8 @@ def serve(
         keep: Limits of what is kept of jobs that have ended, by kind; by default everything is kept.
 
     Raises:
-        Conflict: The port or the data directory is taken, or the database or `files` cannot be used.
+        Conflict: The port or the data directory is taken, the database or `files` cannot be used, or the variable
+            MERGESEARCH_ENGINE_NODES cannot be read.
     """
     import uvicorn
 
@@ -96,6 +98,7 @@ def serve(
     access = FileAccess(readable or default_access(data_dir).readable, trusted, _urls(allow_urls))
     if database is not None and has_password(parse_url(database)):
         logger.warning("every user of this machine can read the password in --database; give the URL in %s", VARIABLE)
+    stated_machines()
     address = database_url(data_dir, database)
     with alone(data_dir, address), bind(host, port) as listener:
         check_location(files or artifacts_dir(data_dir))

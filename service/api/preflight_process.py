@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import anyio.to_thread
-import psutil
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.study.file import Study
@@ -28,6 +27,7 @@ from service.jobs.base import Accept, Accepted, JobKind, RequestContext
 from service.jobs.registry import kind_of
 from service.studies.preflight.dtype import engine_dtype
 from service.worker_process import CallLimits, LimitExceeded, ProcessDied, WorkerProcess, lift_limits
+from workers.engines.host_memory import total_host_bytes
 from workers.file_access import FileAccess
 from workers.models.remote import hub_cache
 
@@ -50,10 +50,9 @@ BODY = "the request's body"
 def _memory_share() -> int:
     """Default limit of memory for the checks of one request, in bytes.
 
-    It is a quarter of this machine's memory, but at least 2 GiB and at most 8 GiB.
+    It is a quarter of this machine's or container's memory, but at least 2 GiB and at most 8 GiB.
     """
-    total: int = psutil.virtual_memory().total
-    return max(2 * 2**30, min(total // 4, 8 * 2**30))
+    return max(2 * 2**30, min(total_host_bytes() // 4, 8 * 2**30))
 
 
 @dataclass(frozen=True)
@@ -126,8 +125,8 @@ class PreflightProcess:
     async def accept(self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "") -> Accepted:
         context, node, cluster = self._context, None, self._cluster
         if cluster is not None:
-            node, num_machines = await self._waited(anyio.to_thread.run_sync(cluster.place))
-            context = replace(context, num_machines=num_machines)
+            node, machines = await self._waited(anyio.to_thread.run_sync(cluster.place))
+            context = replace(context, machines=machines)
         if cluster is None or node is None:
             async with self._queue.turn(client), self._validator() as validator:
                 return await self._limited(

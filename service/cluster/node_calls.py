@@ -27,6 +27,7 @@ import anyio.to_thread
 import psutil
 
 from service.disk import artifacts_dir
+from service.engine_machines import EngineMachines
 from service.store.blobs import BlobStore, open_blobs
 from service.worker_process import NO_LIMITS, CallLimits, WorkerProcess
 from workers.object_store import is_object_url
@@ -48,7 +49,7 @@ TOLD = re.compile(r"^result of the call: ([0-9a-f]{64})$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Node:
-    """A node of a Ray cluster: its id, the address of its machine, and its numbers of GPUs and CPUs for work.
+    """A node of a Ray cluster: its id, the address of its machine, and its GPUs, CPUs and memory in bytes for work.
 
     Drivers run on the head (`is_head`).
     """
@@ -58,6 +59,11 @@ class Node:
     num_gpus: float
     num_cpus: float
     is_head: bool = False
+    memory_bytes: int = 0
+
+    @property
+    def runs_engines(self) -> bool:
+        return self.num_gpus > 0 or self.num_cpus > 0
 
 
 def nodes_of(dashboard_url: str | None) -> tuple[Node, ...]:
@@ -79,6 +85,8 @@ def nodes_of(dashboard_url: str | None) -> tuple[Node, ...]:
             num_gpus=float(node.resources_total.get("GPU", 0)),
             num_cpus=float(node.resources_total.get("CPU", 0)),
             is_head=node.is_head_node,
+            # Ray sets aside a part for its object store, of which mergesearch uses little.
+            memory_bytes=int(sum(node.resources_total.get(name, 0) for name in ("memory", "object_store_memory"))),
         )
         for node in found
     )
@@ -98,13 +106,13 @@ class NodeCalls:
         self._data_dir = data_dir
         self._files = files
 
-    def place(self) -> tuple[Node | None, int]:
-        """The node that jobs are to be checked on, None for this process, and the number of machines for engines.
+    def place(self) -> tuple[Node | None, tuple[EngineMachines, ...]]:
+        """The node that jobs are to be checked on, None for this process, and the machines that can run engines.
 
-        It is the head, where drivers do the same checks later, with the same models and the same database. Other nodes
-        need not reach the database. Jobs are checked in this process if the head is on its machine. Machines for
-        engines are those with GPUs, or those with CPUs if none has GPUs. Raises ConnectionError if artifacts are in
-        an object store and the cluster does not answer; a server that shares its files with the head checks jobs then.
+        The node is the head, where drivers do the same checks later, with the same models and the same database. Other
+        nodes need not reach the database. Jobs are checked in this process if the head is on its machine. Machines are
+        those that are alive, and none if all are this one. Raises ConnectionError if artifacts are in an object store
+        and the cluster does not answer; a server that shares its files with the head checks jobs itself then.
         """
         try:
             client, url = self._connected()
@@ -117,11 +125,11 @@ class NodeCalls:
         except ConnectionError:
             if self._files is not None and is_object_url(str(self._files)):
                 raise
-            return None, 1
-        able = [node for node in nodes if node.num_gpus] or [node for node in nodes if node.num_cpus] or nodes
+            return None, ()
         own = _own_addresses()
-        machines = {"" if node.address in own else node.address for node in able}
-        return None if head.address in own else head, len(machines)
+        machines = {"" if node.address in own else node.address: node for node in nodes if node.runs_engines}
+        known = tuple(EngineMachines(int(node.num_gpus), node.memory_bytes or None) for node in machines.values())
+        return None if head.address in own else head, () if machines.keys() == {""} else known
 
     async def call(
         self,

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from service.engine_machines import VARIABLE, EngineMachines, parse_machines
 from tests.deploy.chart import CHART, NAMESPACE, RELEASE, Manifests, Pod
 
 __all__ = ["RULES", "Rule"]
@@ -148,6 +149,22 @@ def gpu_groups_get_their_gpus(manifests: Manifests) -> Iterator[str]:
                 yield f"group {group['groupName']}: does not tolerate the taint of GPU nodes"
             if (GPU_RESOURCE in wanted["limits"]) == (group["groupName"] == "cpu"):
                 yield f"group {group['groupName']}: GPUs {wanted['limits'].get(GPU_RESOURCE)}"
+
+
+@rule
+def checks_know_the_nodes_of_engines(manifests: Manifests) -> Iterator[str]:
+    """The API and the head have no GPU, and check studies for nodes that may not be there yet."""
+    groups = [group for spec in manifests.clusters for group in spec["workerGroupSpecs"] if group["maxReplicas"]]
+    limits = [group["template"]["spec"]["containers"][0]["resources"]["limits"] for group in groups]
+    expected = tuple(
+        EngineMachines(each.get(GPU_RESOURCE, 0), int(gib(each["memory"]) * 2**30), most=group["maxReplicas"])
+        for each, group in zip(limits, groups, strict=True)
+    )
+    for pod in manifests.pods:
+        if pod.component in ("api", "ray-head"):
+            text = environment(pod.containers[0]).get(VARIABLE, {}).get("value", "")
+            if (stated := parse_machines(text)) != expected:
+                yield f"{pod.where}: {stated} are stated, {expected} are there"
 
 
 @rule

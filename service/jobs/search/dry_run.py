@@ -45,7 +45,8 @@ class CheckedPlan:
       included.
     - `tokens`: the least and the most tokens that a sample is expected to have. `hours` and `most_hours` are rough
       estimates of the running time for them.
-    - `memory_bytes`, `disk_bytes`: bytes needed for each use, and bytes available.
+    - `memory_bytes`, `disk_bytes`: bytes needed for each use, and bytes available; None if the memory of the machines
+      for engines is not known.
     - `absent_models`: models whose weights must be downloaded first.
     """
 
@@ -68,7 +69,7 @@ class CheckedPlan:
     hours: float
     most_hours: float
     tokens: tuple[float, float]
-    memory_bytes: dict[str, int]
+    memory_bytes: dict[str, int | None]
     disk_bytes: dict[str, int]
     absent_models: tuple[str, ...]
     engine_remark: str
@@ -77,7 +78,7 @@ class CheckedPlan:
         return asdict(self)
 
     def to_text(self) -> str:
-        memory = {name: gib(value) for name, value in self.memory_bytes.items()}
+        memory = {name: "unknown" if value is None else gib(value) for name, value in self.memory_bytes.items()}
         search, holdout, full = self.samples.search, self.samples.holdout, self.samples.full_budget
         least, most = BOUNDS.get(self.scheduler, ("", ""))
         saved = f" ({most}{1 - search / full:.0%} fewer than {full:,} at full budget)" if search < full else ""

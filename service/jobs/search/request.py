@@ -56,7 +56,7 @@ def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
         artifacts_in=context.files,
         access=context.access,
         downloads=False,
-        num_machines=context.num_machines,
+        machines=context.machines,
         before_weights=context.lift_limits,
     )
     return Accepted(study.name, study.canonical(), preflight.resolved().to_json())

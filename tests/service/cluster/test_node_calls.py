@@ -23,6 +23,7 @@ from service.api.problems import Unavailable
 from service.cluster import node_calls
 from service.cluster.node_calls import Node, NodeCalls
 from service.disk import artifacts_dir
+from service.engine_machines import EngineMachines
 from service.jobs.base import RequestContext
 from service.jobs.search.kind import SEARCH
 from service.store import Store
@@ -152,14 +153,15 @@ def test_a_changed_call_is_not_run(calls: NodeCalls, jobs: Jobs, tmp_path: Path,
 
 @pytest.mark.parametrize("is_remote", [True, False], ids=["object store", "directory"])
 @pytest.mark.parametrize(
-    ("nodes", "place", "num_machines"),
-    [  # nodes: address, GPUs, CPUs, the head first; then where checks run, "" is here; and the machines for engines
-        ([("127.0.0.1", 0, 8)], "", 1),
-        ([("127.0.0.1", 0, 0), ("10.0.0.2", 0, 8)], "", 1),
-        ([("10.0.0.1", 0, 0), ("10.0.0.2", 0, 8)], "0", 1),
-        ([("10.0.0.1", 0, 8), ("10.0.0.2", 1, 8), ("10.0.0.3", 2, 0)], "0", 2),
-        ([("10.0.0.1", 0, 8), ("10.0.0.2", 0, 8), ("10.0.0.2", 0, 4)], "0", 2),
-        ([("10.0.0.1", 0, 0)], "0", 1),
+    ("nodes", "place", "machines"),
+    [  # nodes: address, GPUs, CPUs, the head first; then where checks run, "" is here; and the GPUs of each machine
+        ([("127.0.0.1", 0, 8)], "", []),
+        ([("127.0.0.1", 0, 0), ("10.0.0.2", 0, 8)], "", [0]),
+        ([("127.0.0.1", 0, 4), ("10.0.0.2", 0, 8)], "", [0, 0]),
+        ([("10.0.0.1", 0, 0), ("10.0.0.2", 0, 8)], "0", [0]),
+        ([("10.0.0.1", 0, 8), ("10.0.0.2", 1, 8), ("10.0.0.3", 2, 0)], "0", [0, 1, 2]),
+        ([("10.0.0.1", 0, 8), ("10.0.0.2", 0, 8), ("10.0.0.2", 0, 4)], "0", [0, 0]),
+        ([("10.0.0.1", 0, 0)], "0", []),
     ],
 )
 def test_jobs_are_checked_on_the_head(
@@ -167,15 +169,18 @@ def test_jobs_are_checked_on_the_head(
     monkeypatch: pytest.MonkeyPatch,
     nodes: list[tuple[str, float, float]],
     place: str,
-    num_machines: int,
+    machines: list[int],
     is_remote: bool,
 ) -> None:
     """Drivers check jobs again there, with the same models and database, whether or not other nodes have GPUs."""
-    found = tuple(Node(str(number), *node, is_head=number == 0) for number, node in enumerate(nodes))
+    found = tuple(
+        Node(str(number), *node, is_head=number == 0, memory_bytes=2**30) for number, node in enumerate(nodes)
+    )
     monkeypatch.setattr(node_calls, "nodes_of", lambda _: found)
     calls = NodeCalls(lambda: (object(), None), tmp_path, "s3://bucket/files" if is_remote else None)
-    node, counted = calls.place()
-    assert ("" if node is None else node.id, counted) == (place, num_machines)
+    node, known = calls.place()
+    assert ("" if node is None else node.id) == place
+    assert known == tuple(EngineMachines(number, 2**30) for number in machines)
 
 
 @pytest.mark.slow
@@ -214,7 +219,7 @@ def test_a_study_that_names_another_is_checked_where_the_database_is(
 
 def test_an_absent_cluster_delays_few_checks(tmp_path: Path) -> None:
     """A server that shares its files with the head checks jobs itself while Ray starts."""
-    assert NodeCalls(lambda: (None, None), tmp_path).place() == (None, 1)
+    assert NodeCalls(lambda: (None, None), tmp_path).place() == (None, ())
     with pytest.raises(ConnectionError, match="Ray's dashboard does not answer"):
         NodeCalls(lambda: (None, None), tmp_path, "s3://bucket/files").place()
 
