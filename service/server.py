@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import signal
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -104,7 +105,9 @@ def serve(
         check_location(files or artifacts_dir(data_dir))
         store = Store(address)
         try:
-            remember(data_dir, address)
+            # A Ray of others has the variable for its drivers; engines there may read the data directory.
+            by_variable = not database and bool(os.environ.get(VARIABLE)) and "RAY_ADDRESS" in os.environ
+            remember(data_dir, address, by_variable=by_variable)
             cluster = RayCluster(
                 store, data_dir, files=files, dashboard_host=dashboard_host, dashboard_port=dashboard_port
             )
@@ -141,7 +144,7 @@ def alone(data_dir: Path, address: URL, *, is_shared: bool | None = None) -> Ite
     Raises:
         InUse: Another server uses one of them.
     """
-    from service.store.database_url import remembered, shown
+    from service.store.database_url import remembered_place, shown
 
     is_postgresql = address.get_backend_name() == "postgresql"
     is_shared = is_postgresql if is_shared is None else is_shared
@@ -149,8 +152,8 @@ def alone(data_dir: Path, address: URL, *, is_shared: bool | None = None) -> Ite
         is_first = stack.enter_context(locked(data_dir, is_shared=is_shared))
         if not is_postgresql:
             stack.enter_context(single_server(Path(str(address.database))))
-        elif is_shared and not is_first and (before := remembered(data_dir)) != address:
-            raise InUse(f"{data_dir}: a server with another database, {shown(before)}, uses this directory")
+        elif is_shared and not is_first and (before := remembered_place(data_dir)) != shown(address):
+            raise InUse(f"{data_dir}: a server with another database, {before}, uses this directory")
         yield
 
 

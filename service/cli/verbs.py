@@ -200,13 +200,13 @@ def clean(options: argparse.Namespace) -> int:
     from service.retention.cleaning import Cleaner
     from service.store import Store
     from service.store.artifacts import ArtifactStore
-    from service.store.database_url import database_url
+    from service.store.database_url import known_url
 
     data_dir = options.data.resolve()
     if not data_dir.is_dir():
         raise NotFound(f"--data {data_dir}: is not a directory; give the data directory of a server")
     limits = limits_of(options.keep)
-    address = database_url(data_dir, options.database)
+    address = known_url(data_dir, options.database)
     with nullcontext() if options.dry_run else alone(data_dir, address, is_shared=False):
         store = Store(address)
         try:
@@ -229,7 +229,7 @@ def drain(options: argparse.Namespace) -> int:
     import time
 
     from service.store import Store
-    from service.store.database_url import database_url
+    from service.store.database_url import known_url
 
     data_dir = options.data.resolve()
     if not data_dir.is_dir():
@@ -237,7 +237,7 @@ def drain(options: argparse.Namespace) -> int:
     set_drained(data_dir, drained=not options.end)
     working: list[str] = []
     if not options.end:
-        store = Store(database_url(data_dir, options.database))
+        store = Store(known_url(data_dir, options.database))
         try:
             deadline = time.monotonic() + options.wait
             while working := [job.name for job in store.jobs() if job.has_driver(now=store.now())]:

@@ -364,8 +364,16 @@ def secrets_are_references(manifests: Manifests) -> Iterator[str]:
 
 @rule
 def engines_know_no_database(manifests: Manifests) -> Iterator[str]:
-    """Models and tasks of users run in the pods of engines, which therefore have neither its URL nor a way to it."""
+    """Models and tasks of users run in the pods of engines, which therefore have neither its URL nor a way to it.
+
+    Nor does the API write the URL into the volume that it shares with them, if it has it and Ray's place by variables.
+    """
     for pod in manifests.pods:
+        if pod.component == "api":
+            container = pod.containers[0]
+            missing = {"MERGESEARCH_DATABASE", "RAY_ADDRESS"} - set(environment(container))
+            if missing or any(each.startswith("--database") for each in container["args"]):
+                yield f"{pod.where}: stores the URL of the database in its volume: lacks {sorted(missing)}"
         if pod.component not in WITH_DATABASE and not manifests.of("RayJob"):
             if any("MERGESEARCH_DATABASE" in environment(container) for container in pod.containers):
                 yield f"{pod.where}: has the URL of the database"
