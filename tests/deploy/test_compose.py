@@ -9,11 +9,15 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 import yaml
 
+from service.disk import DRAINED
 from tests.deploy.deployed import DEPLOY, image, unpinned_images
+from tests.service.api.harness import ApiServer
 
 COMPOSE = DEPLOY / "compose"
 FILE, GPU = COMPOSE / "compose.yaml", COMPOSE / "gpu.yaml"
@@ -183,6 +187,15 @@ def test_prometheus_scrapes_names_of_services() -> None:
     assert targets == {"api:8080", "ray:8090"}
     assert "--allow-host=api" in services["api"]["command"]
     assert "--metrics-export-port=8090" in services["ray"]["command"]
+
+
+def test_a_drained_server_is_healthy(tmp_path: Path) -> None:
+    """`up --wait` succeeds while jobs cannot continue, as after `mergesearch drain`."""
+    *_, url = services_of(FILE.read_text())["api"]["healthcheck"]["test"]
+    with ApiServer(tmp_path) as server:
+        server.cluster.reason = DRAINED
+        statuses = {path: httpx.get(server.url + path).status_code for path in (urlsplit(url).path, "/readyz")}
+    assert statuses == {"/healthz": 200, "/readyz": 503}
 
 
 def test_mounted_files_are_there() -> None:
