@@ -64,5 +64,5 @@ def metrics(services: Context) -> Response:
     except SQLAlchemyError:
         logger.exception("metrics: the database does not respond")
         stored = None
-    scrape = Scrape(stored, services.cluster.not_ready() is None, services.requests, services.data_dir)
+    scrape = Scrape(stored, services.cluster.not_ready(), services.requests, services.data_dir)
     return PlainTextResponse(prometheus_text(scrape), media_type="text/plain; version=0.0.4")
