@@ -23,12 +23,10 @@ __all__ = [
     "existing",
     "free_bytes",
     "gib",
-    "is_drained",
     "job_dir",
     "lack_of_space",
     "locked",
     "parse_bytes",
-    "set_drained",
     "sign_lock",
     "single_server",
 ]
@@ -130,19 +128,6 @@ def single_server(database: Path) -> Iterator[None]:
         if not _try_lock(file, fcntl.LOCK_EX):
             raise InUse(f"database {database}: another server uses it; several servers need PostgreSQL (--database)")
         yield
-
-
-def is_drained(data_dir: Path) -> bool:
-    """Whether the servers with the data directory `data_dir` are drained: they accept no jobs and start no drivers."""
-    return (data_dir / DRAIN_FILE).exists()
-
-
-def set_drained(data_dir: Path, *, drained: bool) -> None:
-    """Drain the servers with the data directory `data_dir`, or end that."""
-    if drained:
-        (data_dir / DRAIN_FILE).touch()
-    else:
-        (data_dir / DRAIN_FILE).unlink(missing_ok=True)
 
 
 def free_bytes(directory: Path) -> int:

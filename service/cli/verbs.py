@@ -19,7 +19,7 @@ from search_spaces.errors import InvalidPreference, InvalidRecipe
 from service.cli.export_progress import ExportView
 from service.cli.finetune import finetune as finetune_experts
 from service.cli.terminal import console, print_export, print_json, print_removals, print_results
-from service.disk import alignments_dir, artifacts_dir, set_drained
+from service.disk import alignments_dir, artifacts_dir
 from service.errors import Conflict, DatabaseUnavailable, NotFound
 from service.retention.limits import limits_of
 from service.server import alone
@@ -234,18 +234,17 @@ def drain(options: argparse.Namespace) -> int:
     data_dir = options.data.resolve()
     if not data_dir.is_dir():
         raise NotFound(f"--data {data_dir}: is not a directory; give the data directory of a server")
-    set_drained(data_dir, drained=not options.end)
     working: list[str] = []
-    if not options.end:
-        store = Store(known_url(data_dir, options.database))
-        try:
-            deadline = time.monotonic() + options.wait
-            while working := [job.name for job in store.jobs() if job.has_driver(now=store.now())]:
-                if time.monotonic() >= deadline:
-                    break
-                time.sleep(0.5)
-        finally:
-            store.close()
+    store = Store(known_url(data_dir, options.database))
+    try:
+        store.set_drained(drained=not options.end)
+        deadline = time.monotonic() + options.wait
+        while not options.end and (working := [job.name for job in store.jobs() if job.has_driver(now=store.now())]):
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.5)
+    finally:
+        store.close()
     if options.json:
         print_json({"drained": not options.end, "working": working})
     elif options.end:

@@ -83,7 +83,7 @@ def drive(
     `resources` are the functions with which the driver uses the cluster; None means those of `service.jobs.resources`.
     """
     try:
-        writer = store.open_attempt(job_id, because=because)
+        writer = store.open_attempt(job_id, because=because, as_driver=True)
     except (StaleAttempt, NotFound) as error:
         logger.info("%s", error)
         return 0

@@ -30,6 +30,7 @@ __all__ = [
     "brackets",
     "commit_tokens",
     "documents",
+    "drains",
     "engine_faults",
     "events",
     "evidence",
@@ -47,7 +48,7 @@ __all__ = [
 
 # The newest migration in `migrations/versions`, which makes the tables below. Every change of the tables needs
 # a migration.
-REVISION = "0010"
+REVISION = "0011"
 
 # The revision of a database from before the migrations, and its `schema_version`.
 BASELINE = "0001"
@@ -322,3 +323,6 @@ commit_tokens = Table(
     Column("token", string(32), primary_key=True),
     Column("time", Float, nullable=False),
 )
+
+# A row while the servers are drained, with the time since when; else empty.
+drains = Table("drains", metadata, Column("since", Float, primary_key=True))
