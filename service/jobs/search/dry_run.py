@@ -45,8 +45,8 @@ class CheckedPlan:
       included.
     - `tokens`: the least and the most tokens that a sample is expected to have. `hours` and `most_hours` are rough
       estimates of the running time for them.
-    - `memory_bytes`, `disk_bytes`: bytes needed for each use, and bytes available; None if the memory of the machines
-      for engines is not known.
+    - `memory_bytes`, `disk_bytes`: bytes needed for each use, and bytes available, which the memory of machines for
+      engines lacks if it is not known.
     - `absent_models`: models whose weights must be downloaded first.
     """
 
@@ -69,7 +69,7 @@ class CheckedPlan:
     hours: float
     most_hours: float
     tokens: tuple[float, float]
-    memory_bytes: dict[str, int | None]
+    memory_bytes: dict[str, int]
     disk_bytes: dict[str, int]
     absent_models: tuple[str, ...]
     engine_remark: str
@@ -78,7 +78,7 @@ class CheckedPlan:
         return asdict(self)
 
     def to_text(self) -> str:
-        memory = {name: "unknown" if value is None else gib(value) for name, value in self.memory_bytes.items()}
+        memory = {name: gib(value) for name, value in self.memory_bytes.items()}
         search, holdout, full = self.samples.search, self.samples.holdout, self.samples.full_budget
         least, most = BOUNDS.get(self.scheduler, ("", ""))
         saved = f" ({most}{1 - search / full:.0%} fewer than {full:,} at full budget)" if search < full else ""
@@ -102,7 +102,7 @@ class CheckedPlan:
                 f"{_range(*(f'{number:.0f}' for number in self.tokens))} tokens a sample",
                 f"memory    {memory['needed']} (source weights {memory['bank']}, {memory['engines']} for engines"
                 + (f", {memory['gradients']} for gradients" if self.memory_bytes["gradients"] else "")
-                + f") of {memory['available']}",
+                + f") of {memory.get('available', 'an unknown size')}",
                 f"disk      {gib(self.disk_bytes['export'])} for an exported model, "
                 f"{gib(self.disk_bytes['available'])} free",
                 *([f"engine    {self.engine_remark}"] if self.engine_remark else []),
@@ -191,7 +191,7 @@ def _plan(study: Study, preflight: PreflightResult, directory: Path) -> CheckedP
             "engines": memory.replicas * memory.engine_bytes,
             "gradients": memory.gradient_bytes,
             "needed": memory.needed_bytes,
-            "available": memory.available_bytes,
+            **({} if memory.available_bytes is None else {"available": memory.available_bytes}),
         },
         disk_bytes={
             "export": preflight.models.export_bytes,
