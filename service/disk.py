@@ -23,12 +23,10 @@ __all__ = [
     "existing",
     "free_bytes",
     "gib",
-    "is_drained",
     "job_dir",
     "lack_of_space",
     "locked",
     "parse_bytes",
-    "set_drained",
     "sign_lock",
     "single_server",
 ]
@@ -132,19 +130,6 @@ def single_server(database: Path) -> Iterator[None]:
         yield
 
 
-def is_drained(data_dir: Path) -> bool:
-    """Whether the servers with the data directory `data_dir` are drained: they accept no jobs and start no drivers."""
-    return (data_dir / DRAIN_FILE).exists()
-
-
-def set_drained(data_dir: Path, *, drained: bool) -> None:
-    """Drain the servers with the data directory `data_dir`, or let them work again if `drained` is False."""
-    if drained:
-        (data_dir / DRAIN_FILE).touch()
-    else:
-        (data_dir / DRAIN_FILE).unlink(missing_ok=True)
-
-
 def free_bytes(directory: Path) -> int:
     """Free bytes, for the current user, on the disk of `directory`, which need not exist yet."""
     return shutil.disk_usage(existing(directory)).free
@@ -181,8 +166,8 @@ def gib(num_bytes: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a size such as "500MB" or "5GB" as a number of bytes. Raises ValueError for other texts."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KB|MB|GB|TB)", text.upper())
+    """Parse a size such as "500MB", "5GB" or "8GiB" as a number of bytes. Raises ValueError for other texts."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(I?)B", text.upper())
     if match is None or float(match[1]) == 0:
-        raise ValueError(f"{text!r} is not a size; write it as 500MB or 5GB")
-    return int(float(match[1]) * {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}[match[2]])
+        raise ValueError(f"{text!r} is not a size; write it as 500MB, 5GB or 8GiB")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2]) + 1))

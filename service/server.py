@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import signal
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from service.disk import artifacts_dir, locked, single_server
+from service.engine_machines import stated_machines
 from service.errors import Conflict, InUse
 from service.jobs.base import RequestContext
 from workers.file_access import FileAccess
@@ -78,7 +80,8 @@ def serve(
         keep: Limits of what is kept of jobs that have ended, by kind; by default everything is kept.
 
     Raises:
-        Conflict: The port or the data directory is taken, or the database or `files` cannot be used.
+        Conflict: The port or the data directory is taken, the database or `files` cannot be used, or the variable
+            MERGESEARCH_ENGINE_NODES cannot be read.
     """
     import uvicorn
 
@@ -96,12 +99,15 @@ def serve(
     access = FileAccess(readable or default_access(data_dir).readable, trusted, _urls(allow_urls))
     if database is not None and has_password(parse_url(database)):
         logger.warning("every user of this machine can read the password in --database; give the URL in %s", VARIABLE)
+    stated_machines()
     address = database_url(data_dir, database)
     with alone(data_dir, address), bind(host, port) as listener:
         check_location(files or artifacts_dir(data_dir))
         store = Store(address)
         try:
-            remember(data_dir, address)
+            # A Ray of others has the variable for its drivers; engines there may read the data directory.
+            by_variable = not database and bool(os.environ.get(VARIABLE)) and "RAY_ADDRESS" in os.environ
+            remember(data_dir, address, by_variable=by_variable)
             cluster = RayCluster(
                 store, data_dir, files=files, dashboard_host=dashboard_host, dashboard_port=dashboard_port
             )
@@ -138,7 +144,7 @@ def alone(data_dir: Path, address: URL, *, is_shared: bool | None = None) -> Ite
     Raises:
         InUse: Another server uses one of them.
     """
-    from service.store.database_url import remembered, shown
+    from service.store.database_url import remembered_place, shown
 
     is_postgresql = address.get_backend_name() == "postgresql"
     is_shared = is_postgresql if is_shared is None else is_shared
@@ -146,8 +152,8 @@ def alone(data_dir: Path, address: URL, *, is_shared: bool | None = None) -> Ite
         is_first = stack.enter_context(locked(data_dir, is_shared=is_shared))
         if not is_postgresql:
             stack.enter_context(single_server(Path(str(address.database))))
-        elif is_shared and not is_first and (before := remembered(data_dir)) != address:
-            raise InUse(f"{data_dir}: a server with another database, {shown(before)}, uses this directory")
+        elif is_shared and not is_first and (before := remembered_place(data_dir)) != shown(address):
+            raise InUse(f"{data_dir}: a server with another database, {before}, uses this directory")
         yield
 
 

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 from search_spaces.study.engine import Engine
 from service.api.request_counter import RequestCounter
-from service.disk import existing
+from service.disk import DRAINED, existing
 from service.jobs.finetune.events import WORKERS
 from service.jobs.heartbeat import ENGINE
 from service.jobs.registry import KINDS
@@ -66,12 +66,12 @@ class Stored:
 class Scrape:
     """Inputs of the metrics of one scrape.
 
-    `stored` is None while the database does not answer. `is_ready` says whether jobs can make progress. The server's
-    files are in `data_dir`.
+    `stored` is None while the database does not answer. `not_ready` is the reason why no job can make progress, or None
+    if jobs can. The server's files are in `data_dir`.
     """
 
     stored: Stored | None
-    is_ready: bool
+    not_ready: str | None
     requests: RequestCounter
     data_dir: Path
 
@@ -184,7 +184,20 @@ JOB = ("study", "name", "kind")
 
 METRICS = (
     Metric("mergesearch_jobs", "gauge", "Jobs by kind and state.", ("kind", "state"), _jobs),
-    Metric("mergesearch_ready", "gauge", "Whether jobs can make progress.", (), _value(lambda scrape: scrape.is_ready)),
+    Metric(
+        "mergesearch_ready",
+        "gauge",
+        "Whether jobs can make progress.",
+        (),
+        _value(lambda scrape: scrape.not_ready is None),
+    ),
+    Metric(
+        "mergesearch_drained",
+        "gauge",
+        "Whether the servers are drained.",
+        (),
+        _value(lambda scrape: scrape.not_ready == DRAINED),
+    ),
     Metric(
         "mergesearch_database_up",
         "gauge",

@@ -6,11 +6,16 @@ The same routes stay at the root, where probes, metrics and requests from inside
 from __future__ import annotations
 
 import re
+from contextvars import ContextVar
+from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["BelowPrefix", "prefix_problem"]
+__all__ = ["BelowPrefix", "below_root", "prefix_problem", "with_root"]
+
+# Root path of the request that is being answered: the prefix, or empty at the root.
+ROOT_PATH: ContextVar[str] = ContextVar("root_path", default="")
 
 
 class BelowPrefix:
@@ -33,9 +38,35 @@ class BelowPrefix:
             await send(message)
 
         if scope["type"] == "http" and f"{scope['path']}/".startswith(f"{self._prefix}/"):
-            await self._app({**scope, "root_path": self._prefix}, receive, prefixed)
+            token = ROOT_PATH.set(self._prefix)
+            try:
+                await self._app({**scope, "root_path": self._prefix}, receive, prefixed)
+            finally:
+                ROOT_PATH.reset(token)
         else:
             await self._app(scope, receive, send)
+
+
+def below_root(path: str) -> str:
+    """The path `path` of a route, as the sender of the request that is being answered must ask for it."""
+    return ROOT_PATH.get() + path
+
+
+def with_root(document: Any) -> Any:
+    """The JSON document with `below_root` of every link: of the texts of every object that is named `links`."""
+    if isinstance(document, list):
+        return [with_root(each) for each in document]
+    if not isinstance(document, dict):
+        return document
+    return {
+        name: {link: below_root(path) for link, path in value.items()} if _are_links(name, value) else with_root(value)
+        for name, value in document.items()
+    }
+
+
+def _are_links(name: str, value: Any) -> bool:
+    # An expert or an objective may have the name "links", too.
+    return name == "links" and isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
 
 
 def prefix_problem(prefix: str) -> str | None:

@@ -2,7 +2,7 @@
 
 The checks import torch and lm-eval and read models, so they run in separate processes, the validators, within limits of
 time, processor time and memory: no body can stop the server, and no client can stop another one's requests. If jobs
-run on other machines, so do the checks (`NodeCalls.place`).
+run on other machines, the checks run on the head of their cluster (`NodeCalls.place`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
-import psutil
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.study.file import Study
@@ -26,11 +25,12 @@ from service.api.limits.fair_queue import FairQueue
 from service.api.problems import Unavailable
 from service.cluster.job_client import ANSWER_S
 from service.cluster.node_calls import Node, NodeCalls
+from service.engine_machines import EngineMachines
 from service.jobs.base import Accept, Accepted, JobKind, RequestContext
 from service.jobs.registry import kind_of
-from service.store.database_url import database_url
 from service.studies.preflight.dtype import engine_dtype
 from service.worker_process import CallLimits, LimitExceeded, ProcessDied, WorkerProcess, lift_limits
+from workers.engines.host_memory import total_host_bytes
 from workers.file_access import FileAccess
 from workers.models.remote import hub_cache
 
@@ -53,10 +53,9 @@ BODY = "the request's body"
 def _memory_share() -> int:
     """Default limit of memory for the checks of one request, in bytes.
 
-    It is a quarter of this machine's memory, but at least 2 GiB and at most 8 GiB.
+    It is a quarter of this machine's or container's memory, but at least 2 GiB and at most 8 GiB.
     """
-    total: int = psutil.virtual_memory().total
-    return max(2 * 2**30, min(total // 4, 8 * 2**30))
+    return max(2 * 2**30, min(total_host_bytes() // 4, 8 * 2**30))
 
 
 @dataclass(frozen=True)
@@ -132,14 +131,14 @@ class PreflightProcess:
         async with self._queue.turn(client):
             context, node, cluster = self._context, None, self._cluster
             if cluster is not None:
-                node, num_machines = await self._waited(_place(cluster))
-                context = replace(context, num_machines=num_machines)
+                node, machines = await self._waited(_place(cluster))
+                context = replace(context, machines=machines)
             if cluster is None or node is None:
                 async with self._validator() as validator:
                     return await self._limited(
                         validator.call, check_request, content, kind.noun, kind.accept, context, is_json=is_json
                     )
-            # Nodes find the database themselves, as drivers do: its URL may hold a password.
+            # The head finds the database itself, as drivers there do: its URL may hold a password.
             context = replace(context, store_url=None)
             on_node = partial(cluster.call, node=node)
             call = self._limited(on_node, check_on_node, content, kind.name, context, is_json=is_json)
@@ -187,7 +186,7 @@ def default_access(data_dir: Path) -> FileAccess:
     return FileAccess(tuple(map(str, (data_dir.resolve(), Path.cwd(), hub_cache()))))
 
 
-async def _place(cluster: NodeCalls) -> tuple[Node | None, int]:
+async def _place(cluster: NodeCalls) -> tuple[Node | None, tuple[EngineMachines, ...]]:
     """Result of `cluster.place`. Raises ConnectionError if there is none within ANSWER_S seconds."""
     with anyio.move_on_after(ANSWER_S):
         return await anyio.to_thread.run_sync(cluster.place, abandon_on_cancel=True)
@@ -235,14 +234,9 @@ def check_request(content: bytes, noun: str, accept: Accept, context: RequestCon
 
 
 def check_on_node(content: bytes, kind: str, context: RequestContext, *, is_json: bool) -> Accepted:
-    """Check a request's body as `check_request` does, but on a node of the cluster.
-
-    The node finds the URL of the server's database itself, because the URL may hold a password.
-    """
-    assert context.data_dir is not None
-    url = database_url(context.data_dir).render_as_string(hide_password=False)
+    """Check a request's body as `check_request` does, on a node of the cluster."""
     declared = kind_of(kind)
-    return check_request(content, declared.noun, declared.accept, replace(context, store_url=url), is_json=is_json)
+    return check_request(content, declared.noun, declared.accept, context, is_json=is_json)
 
 
 def _engine_dtype(document: Mapping[str, Any]) -> str:

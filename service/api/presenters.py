@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+from service.api.prefix import below_root, with_root
 from service.api.protocols import Cluster
 from service.jobs.base import JobKind, View
 from service.jobs.search.kind import SEARCH
@@ -32,7 +33,7 @@ def job_document(job: JobRecord, kind: JobKind, view: View, *, cluster: Cluster)
     driver runs.
     """
     path = kind.path_of(job.id)
-    return {
+    document = {
         "id": job.id,
         "kind": job.kind,
         "name": job.name,
@@ -46,6 +47,8 @@ def job_document(job: JobRecord, kind: JobKind, view: View, *, cluster: Cluster)
         "job": cluster.ray_job(job),
         "links": {"self": path, **{name: f"{path}/{name}" for name in kind.links}, **view.links},
     }
+    shown: dict[str, Any] = with_root(document)
+    return shown
 
 
 def event_document(event: EventRecord) -> EventDocument:
@@ -59,7 +62,7 @@ def export_document(record: ExportRecord, num_bytes: int | None) -> ExportDocume
     The document has the model's size and a download link only if the export is COMPLETE and its files still exist.
     """
     is_there = record.state is ExportState.COMPLETE and num_bytes is not None
-    path = export_path(record)
+    path = below_root(export_path(record))
     return {
         "id": record.id,
         "study": record.study,

@@ -15,6 +15,7 @@ from service.cli.finetune import training_text
 from service.cli.progress import ProgressView
 from service.cli.terminal import print_export, print_json, print_json_line, print_results
 from service.client import Client, Event
+from service.client.requests import path_of_link
 from service.errors import Conflict
 from service.jobs.base import JobKind
 from service.jobs.finetune.kind import FINETUNE
@@ -107,7 +108,7 @@ class StudyView(JobView):
         if self._as_json:
             print_json_line({"kind": "summary", "id": None, "time": None, "payload": summary})
         elif job["state"] == JobState.COMPLETE:
-            report = self._client.url + job["links"]["report"]
+            report = self._client.url + path_of_link(job["links"]["report"])
             print_results(self._client.pareto(job["id"]), summary, report=report)
         else:
             super().show_end(job)

@@ -112,6 +112,11 @@ def _parser() -> argparse.ArgumentParser:
     command = verb(
         "serve", verbs.serve, "Run the HTTP server; its jobs run on the Ray of this machine or of RAY_ADDRESS."
     )
+    command.epilog = (
+        "environment: MERGESEARCH_ENGINE_NODES states the machines for engines if the server and Ray's head have no "
+        "GPU, such as 'gpus=8,memory=900GiB,gpu_memory=80GB,nodes=4 gpus=4,memory=350GiB,nodes=8': groups of machines, "
+        "at most NODES each; set it for Ray's head too"
+    )
     command.add_argument("--data", type=Path, required=True, metavar="DIR", help="where jobs and exports are kept")
     command.add_argument(
         "--database",

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from search_spaces.objectives import COSTS
 from service.cli.progress import STATE_STYLES
+from service.client.requests import path_of_link
 from service.results.format import (
     duration,
     preferred_text,
@@ -252,7 +253,7 @@ def job_table(job: JobDocument, *, noun: str, server: str, rows: Iterable[tuple[
             table.add_row("dashboard", ray_job["dashboard_url"])
     for name in ("report", "log"):
         if name in job["links"]:
-            table.add_row(name, server + job["links"][name])
+            table.add_row(name, server + path_of_link(job["links"][name]))
     return table
 
 

@@ -19,7 +19,7 @@ from search_spaces.errors import InvalidPreference, InvalidRecipe
 from service.cli.export_progress import ExportView
 from service.cli.finetune import finetune as finetune_experts
 from service.cli.terminal import console, print_export, print_json, print_removals, print_results
-from service.disk import alignments_dir, artifacts_dir, set_drained
+from service.disk import alignments_dir, artifacts_dir
 from service.errors import Conflict, DatabaseUnavailable, NotFound
 from service.retention.limits import limits_of
 from service.server import alone
@@ -200,13 +200,13 @@ def clean(options: argparse.Namespace) -> int:
     from service.retention.cleaning import Cleaner
     from service.store import Store
     from service.store.artifacts import ArtifactStore
-    from service.store.database_url import database_url
+    from service.store.database_url import known_url
 
     data_dir = options.data.resolve()
     if not data_dir.is_dir():
         raise NotFound(f"--data {data_dir}: is not a directory; give the data directory of a server")
     limits = limits_of(options.keep)
-    address = database_url(data_dir, options.database)
+    address = known_url(data_dir, options.database)
     with nullcontext() if options.dry_run else alone(data_dir, address, is_shared=False):
         store = Store(address)
         try:
@@ -229,23 +229,22 @@ def drain(options: argparse.Namespace) -> int:
     import time
 
     from service.store import Store
-    from service.store.database_url import database_url
+    from service.store.database_url import known_url
 
     data_dir = options.data.resolve()
     if not data_dir.is_dir():
         raise NotFound(f"--data {data_dir}: is not a directory; give the data directory of a server")
-    set_drained(data_dir, drained=not options.end)
     working: list[str] = []
-    if not options.end:
-        store = Store(database_url(data_dir, options.database))
-        try:
-            deadline = time.monotonic() + options.wait
-            while working := [job.name for job in store.jobs() if job.has_driver(now=store.now())]:
-                if time.monotonic() >= deadline:
-                    break
-                time.sleep(0.5)
-        finally:
-            store.close()
+    store = Store(known_url(data_dir, options.database))
+    try:
+        store.set_drained(drained=not options.end)
+        deadline = time.monotonic() + options.wait
+        while not options.end and (working := [job.name for job in store.jobs() if job.has_driver(now=store.now())]):
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.5)
+    finally:
+        store.close()
     if options.json:
         print_json({"drained": not options.end, "working": working})
     elif options.end:

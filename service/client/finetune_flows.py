@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
 
 from service.client.job_flows import jobs, submit_job
-from service.client.requests import Call, Flow, document_of, path_of
+from service.client.requests import Call, Flow, document_of, path_of, path_of_link
 from service.errors import Conflict, NotFound
 from service.jobs.finetune.kind import FINETUNE
 
@@ -126,7 +126,7 @@ def expert_download(finetune: FinetuneDocument, expert: str) -> Call:
     link = experts[expert]["links"].get("download")
     if link is None:
         raise Conflict(f"expert {expert!r} is not trained yet; fine-tuning {finetune['name']!r} is {finetune['state']}")
-    return Call("GET", link, headers={"Accept": "application/x-tar"})
+    return Call("GET", path_of_link(link), headers={"Accept": "application/x-tar"})
 
 
 def _finetune_path(finetune: str | FinetuneDocument, *rest: str) -> str:

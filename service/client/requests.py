@@ -27,6 +27,7 @@ __all__ = [
     "TransportError",
     "document_of",
     "path_of",
+    "path_of_link",
     "refusal",
     "respond",
     "submitted",
@@ -88,7 +89,16 @@ def path_of(job: Reference, *rest: str | int) -> str:
     if not job:
         raise NotFound("study '': give the id of a study")
     parts = [quote(str(part), safe="", errors="replace") for part in ((job, *rest) if isinstance(job, str) else rest)]
-    return "/".join(["/v1/studies" if isinstance(job, str) else job["links"]["self"], *parts])
+    return "/".join(["/v1/studies" if isinstance(job, str) else path_of_link(job["links"]["self"]), *parts])
+
+
+def path_of_link(link: str) -> str:
+    """URL path on the server of a link in one of its documents, without the prefix below which the server is reached.
+
+    A client adds that prefix as part of its server's address.
+    """
+    found = re.search(r"/v1/[a-z]+/[0-9a-f]{32}(/|$)", link)
+    return link if found is None else link[found.start() :]
 
 
 def refusal(response: Response) -> RequestRefused | InvalidAnswer:

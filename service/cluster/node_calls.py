@@ -12,7 +12,6 @@ import asyncio
 import hashlib
 import logging
 import pickle
-import random
 import re
 import shlex
 import sys
@@ -30,6 +29,7 @@ import psutil
 
 from service.cluster.job_client import ANSWER_S
 from service.disk import artifacts_dir
+from service.engine_machines import EngineMachines
 from service.store.blobs import BlobStore, open_blobs
 from service.worker_process import NO_LIMITS, CallLimits, WorkerProcess
 from workers.object_store import is_object_url
@@ -54,7 +54,7 @@ TOLD = re.compile(r"^result of the call: ([0-9a-f]{64})$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Node:
-    """A node of a Ray cluster: its id, the address of its machine, and its numbers of GPUs and CPUs for work.
+    """A node of a Ray cluster: its id, the address of its machine, and its GPUs, CPUs and memory in bytes for work.
 
     Drivers run on the head (`is_head`).
     """
@@ -64,6 +64,11 @@ class Node:
     num_gpus: float
     num_cpus: float
     is_head: bool = False
+    memory_bytes: int = 0
+
+    @property
+    def runs_engines(self) -> bool:
+        return self.num_gpus > 0 or self.num_cpus > 0
 
 
 def nodes_of(dashboard_url: str | None) -> tuple[Node, ...]:
@@ -86,6 +91,8 @@ def nodes_of(dashboard_url: str | None) -> tuple[Node, ...]:
             num_gpus=float(node.resources_total.get("GPU", 0)),
             num_cpus=float(node.resources_total.get("CPU", 0)),
             is_head=node.is_head_node,
+            # Ray sets aside a part for its object store, of which mergesearch uses little.
+            memory_bytes=int(sum(node.resources_total.get(name, 0) for name in ("memory", "object_store_memory"))),
         )
         for node in found
     )
@@ -105,36 +112,30 @@ class NodeCalls:
         self._data_dir = data_dir
         self._files = files
 
-    def place(self) -> tuple[Node | None, int]:
-        """The node that jobs are to be checked on, None for this process; and the number of machines for engines.
+    def place(self) -> tuple[Node | None, tuple[EngineMachines, ...]]:
+        """The node that jobs are to be checked on, None for this process, and the machines that can run engines.
 
-        Jobs are checked in this process if all nodes are on its machine. Otherwise the place of the artifacts decides:
-
-        - In an object store, every node can read them. The node is drawn from those that can run engines: nodes with
-          GPUs, or nodes with CPUs if none has GPUs.
-        - In a directory, only the head is sure to share the directory with this process. The node is the head, or this
-          process if the head is on its machine or the cluster does not answer.
-
-        Raises ConnectionError if artifacts are in an object store and the cluster does not answer.
+        The node is the head, where drivers do the same checks later, with the same models and the same database. Other
+        nodes need not reach the database. Jobs are checked in this process if the head is on its machine. Machines are
+        those that are alive, and none if all are this one. Raises ConnectionError if artifacts are in an object store
+        and the cluster does not answer; a server that shares its files with the head checks jobs itself then.
         """
-        is_remote = self._files is not None and is_object_url(str(self._files))
         try:
             client, url = self._connected()
             if client is None:
                 raise ConnectionError("Ray's dashboard does not answer")
             nodes = nodes_of(url)
+            head = next((node for node in nodes if node.is_head), None)
+            if head is None:
+                raise ConnectionError("Ray's dashboard lists no head")
         except ConnectionError:
-            if is_remote:
+            if self._files is not None and is_object_url(str(self._files)):
                 raise
-            return None, 1
-        able = [node for node in nodes if node.num_gpus] or [node for node in nodes if node.num_cpus] or nodes
-        own, num_machines = _own_addresses(), max(1, len({node.address for node in able}))
-        if {node.address for node in nodes} <= own:
-            return None, 1
-        if is_remote:
-            return random.choice(able), num_machines
-        head = next((node for node in nodes if node.is_head), None)
-        return None if head is None or head.address in own else head, num_machines
+            return None, ()
+        own = _own_addresses()
+        machines = {"" if node.address in own else node.address: node for node in nodes if node.runs_engines}
+        known = tuple(EngineMachines(int(node.num_gpus), node.memory_bytes or None) for node in machines.values())
+        return None if head.address in own else head, () if machines.keys() == {""} else known
 
     async def call(
         self,

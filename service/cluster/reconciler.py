@@ -25,7 +25,7 @@ from service.cluster.host import Host
 from service.cluster.job_client import job_client
 from service.cluster.node_calls import NodeCalls, nodes_of
 from service.cluster.session import prepare_environment
-from service.disk import DRAINED, is_drained, sign_lock
+from service.disk import DRAINED, sign_lock
 from service.errors import NotFound
 from service.schemas.api import RayJobDocument
 from service.store import Store
@@ -217,6 +217,7 @@ class RayCluster:
         self._client: Any = None
         self._dashboard_url: str | None = None
         self._not_ready: str | None = "Ray is being started"
+        self._is_drained = False  # when it was last looked up
         self._quiet: set[str] = set()  # cancelled jobs whose Ray Job has ended
         self._queued: set[str] = set()  # jobs that wait for another to end
         self._asked_to_stop: set[str] = set()  # Ray Jobs of drivers that were asked to end by a drain
@@ -258,7 +259,7 @@ class RayCluster:
         self._waking.set()
 
     def not_ready(self) -> str | None:
-        return self._store.problem() or (DRAINED if is_drained(self._data_dir) else self._not_ready)
+        return self._store.problem() or (DRAINED if self._is_drained else self._not_ready)
 
     def waiting_for(self, job: JobRecord) -> str | None:
         """Reason why `job` waits; None if a driver works on the job, or if the job has ended."""
@@ -313,7 +314,8 @@ class RayCluster:
             before, self._not_ready = self._not_ready, self._connect(is_leader)
             if self._not_ready not in (None, before):
                 logger.warning("jobs wait: %s", self._not_ready)
-            if self._not_ready is None and not is_drained(self._data_dir):
+            self._is_drained = self._store.is_drained()
+            if self._not_ready is None and not self._is_drained:
                 self._asked_to_stop.clear()
                 self._look_at_jobs(is_leader)
             elif self._not_ready is None and is_leader:

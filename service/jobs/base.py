@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     from search_spaces.study.engine import EngineOptions
     from service.cluster.session import RaySession
+    from service.engine_machines import EngineMachines
     from service.jobs.heartbeat import Heartbeat
     from service.store import JobWriter, Store
     from service.store.artifacts import ArtifactStore
@@ -37,10 +38,11 @@ class RequestContext:
 
     - `access`: limits the files that the job may read; None is no limit
     - `store_url`, `data_dir`: the server's database and data directory, where other jobs are found that the job refers
-      to; if they are None, a job cannot refer to others
+      to. If only `store_url` is None, the database is the one that drivers on this machine use; if both are None, a job
+      cannot refer to others
     - `files`: the location of the server's artifacts, a directory or the URL of an object store; None is a directory in
       `data_dir`
-    - `num_machines`: the number of machines that can run engines
+    - `machines`: the cluster's machines that can run engines, if any are known
     - `lift_limits`: removes the limits of memory and processor time from the checks that follow; called before large
       files are read or written
     """
@@ -49,7 +51,7 @@ class RequestContext:
     store_url: str | None = None
     data_dir: Path | None = None
     files: str | Path | None = None
-    num_machines: int = 1
+    machines: Sequence[EngineMachines] = ()
     lift_limits: Callable[[], None] = _nothing
 
 

@@ -21,7 +21,7 @@ from service.jobs.heartbeat import Heartbeat
 from service.jobs.registry import kind_of
 from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
-from service.store.database_url import database_url
+from service.store.database_url import known_url
 from service.studies.preflight.files import FilesRefused
 from service.types import JobState
 from workers.errors import EngineUnavailable
@@ -50,7 +50,7 @@ def main(resources: Resources | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if options.ray_address:
         os.environ["RAY_ADDRESS"] = options.ray_address
-    store = Store(database_url(options.data), waits=True)
+    store = Store(known_url(options.data), waits=True)
     try:
         _check_clock(store)
         return drive(
@@ -83,7 +83,7 @@ def drive(
     `resources` are the functions with which the driver uses the cluster; None means those of `service.jobs.resources`.
     """
     try:
-        writer = store.open_attempt(job_id, because=because)
+        writer = store.open_attempt(job_id, because=because, as_driver=True)
     except (StaleAttempt, NotFound) as error:
         logger.info("%s", error)
         return 0

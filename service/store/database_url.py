@@ -2,7 +2,9 @@
 
 A server that is not given a database, and a driver, which is never given one, look in the same places: the variable
 MERGESEARCH_DATABASE, then the file `URL_FILE` in the data directory, then SQLite in the data directory. A server writes
-`URL_FILE` when it starts. A password is therefore never part of a driver's command line or of its Ray Job.
+`URL_FILE` when it starts. If it takes the URL from the variable, and Ray is not its own, the file only names the
+variable, because engines may read the data directory. A password is therefore never part of a driver's command line or
+of its Ray Job.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ __all__ = [
     "VARIABLE",
     "database_url",
     "has_password",
+    "known_url",
     "named_url",
     "parse_url",
     "remember",
     "remembered",
+    "remembered_place",
     "shown",
 ]
 
@@ -109,15 +113,53 @@ def database_url(data_dir: Path, given: str | None = None) -> sa.URL:
     return parse_url(text) if text else remembered(data_dir)
 
 
+def known_url(data_dir: Path, given: str | None = None) -> sa.URL:
+    """URL of the database of a server that exists, found as `database_url` finds it.
+
+    Raises:
+        Conflict: There is no such database: neither `given` nor this machine's environment names one, and `data_dir`
+            has none.
+    """
+    url = database_url(data_dir, given)
+    if url.get_backend_name() == "sqlite" and not Path(str(url.database)).exists():
+        raise Conflict(
+            f"database {shown(url)}: is not there; give the server's own data directory, or set {VARIABLE} to the URL "
+            "of its database (for jobs: where Ray's head is started)"
+        )
+    return url
+
+
 def remembered(data_dir: Path) -> sa.URL:
     """URL of the database of the last server with this data directory, which `remember` has stored there.
 
     If none is stored, it is that of an SQLite file in the data directory.
+
+    Raises:
+        Conflict: The server took the URL from MERGESEARCH_DATABASE, and it is not stored.
     """
+    text, place = _stored(data_dir)
+    if text is None:
+        raise Conflict(
+            f"{data_dir / URL_FILE}: the server takes its database, {place}, from {VARIABLE}; set this variable "
+            "here too, with the password"
+        )
+    return parse_url(text)
+
+
+def remembered_place(data_dir: Path) -> str:
+    """Database of the last server with this data directory, as messages show it, also if its URL is not stored."""
+    text, place = _stored(data_dir)
+    return place if text is None else shown(parse_url(text))
+
+
+def _stored(data_dir: Path) -> tuple[str | None, str]:
+    """URL that `remember` has stored or None, and the database of which only the place is stored or ""."""
     try:
-        return parse_url((data_dir / URL_FILE).read_text().strip())
+        text = (data_dir / URL_FILE).read_text().strip()
     except FileNotFoundError:
-        return parse_url(f"sqlite:///{data_dir / DATABASE}")
+        return f"sqlite:///{data_dir / DATABASE}", ""
+    name, _, place = text.partition(" ")
+    return (None, place) if name == VARIABLE else (text, "")
 
 
 def named_url(text: str) -> sa.URL:
@@ -131,10 +173,12 @@ def named_url(text: str) -> sa.URL:
     return parse_url(text)
 
 
-def remember(data_dir: Path, url: sa.URL) -> None:
+def remember(data_dir: Path, url: sa.URL, *, by_variable: bool = False) -> None:
     """Store the URL of a server's database in its data directory, for its drivers and for its next start.
 
     For the default database, an SQLite file in the data directory, no URL is stored, and an earlier one is removed.
+    With `by_variable`, drivers get the URL by MERGESEARCH_DATABASE: only the place of the database is stored, without
+    secrets, for messages to those who lack the variable.
     """
     place = data_dir / URL_FILE
     if url.get_backend_name() == "sqlite" and Path(str(url.database)) == (data_dir / DATABASE).absolute():
@@ -142,4 +186,5 @@ def remember(data_dir: Path, url: sa.URL) -> None:
         return
     with replacing(place) as new:
         new.touch(mode=0o600)
-        new.write_text(url.render_as_string(hide_password=False) + "\n")
+        text = f"{VARIABLE} {shown(url)}" if by_variable else url.render_as_string(hide_password=False)
+        new.write_text(text + "\n")

@@ -30,6 +30,7 @@ __all__ = [
     "brackets",
     "commit_tokens",
     "documents",
+    "drains",
     "engine_faults",
     "events",
     "evidence",
@@ -323,3 +324,6 @@ commit_tokens = Table(
     Column("token", string(32), primary_key=True),
     Column("time", Float, nullable=False),
 )
+
+# A row while the servers are drained, with the time since when; else empty.
+drains = Table("drains", metadata, Column("since", Float, primary_key=True))

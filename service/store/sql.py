@@ -21,6 +21,7 @@ import numpy as np
 import sqlalchemy as sa
 from numpy.typing import NDArray
 
+from service.disk import DRAINED
 from service.errors import Conflict, DatabaseUnavailable, NotFound, StaleAttempt
 from service.store import schema
 from service.store.attempt_writer import JobWriter, insert, insert_event, lock_job
@@ -309,18 +310,40 @@ class Store:
             rows = connection.execute(sa.select(table).where(where).order_by(table.c.created_at, table.c.id))
             return tuple(job_record(row) for row in rows.mappings())
 
-    def open_attempt(self, job_id: str, *, because: str | None = None) -> JobWriter:
+    def is_drained(self) -> bool:
+        """Whether the servers of this database are drained: they accept no jobs, and no driver begins to work."""
+        with self._reads.connect() as connection:
+            return _is_drained(connection)
+
+    def set_drained(self, *, drained: bool) -> None:
+        """Drain the servers of this database, or end that.
+
+        When this returns, every driver that could begin before has begun, so that `JobRecord.has_driver` knows it.
+        """
+        with transaction(self._engine) as connection:
+            _lock_drains(connection)
+            if not drained:
+                connection.execute(sa.delete(schema.drains))
+            elif not _is_drained(connection):
+                connection.execute(sa.insert(schema.drains).values(since=clock(connection)))
+
+    def open_attempt(self, job_id: str, *, because: str | None = None, as_driver: bool = False) -> JobWriter:
         """Start a new attempt at a job and return its writer, which alone may write to the job from now on.
 
-        `because` says why another attempt was needed; None gives no reason. Raises NotFound if there is no such job,
-        and StaleAttempt if the job was cancelled.
+        `because` says why another attempt was needed; None gives no reason. With `as_driver`, the attempt counts as a
+        driver's heartbeat, and is refused while the servers are drained. Raises NotFound if there is no such job, and
+        StaleAttempt if the job was cancelled, or a driver may not begin now.
         """
         table = schema.studies
         with transaction(self._engine) as connection:
+            if as_driver:
+                _lock_drains(connection, is_shared=True)
+                if _is_drained(connection):
+                    raise StaleAttempt(f"job {job_id}: {DRAINED}")
             found = connection.execute(
                 sa.update(table)
                 .where(table.c.id == job_id)
-                .values(attempt=table.c.attempt + 1)
+                .values(attempt=table.c.attempt + 1, **({"heartbeat_at": clock(connection)} if as_driver else {}))
                 .returning(table.c.attempt, table.c.state)
             ).one_or_none()
             if found is None:
@@ -804,3 +827,22 @@ def _keep_artifact(connection: sa.Connection, job_id: str, name: str, digest: st
         )
     row = {"study": job_id, "name": name, "digest": digest, "num_bytes": num_bytes, "facts": {}}
     connection.execute(sa.insert(table).values(**row, created_at=time.time()))
+
+
+# Any number, as long as every process uses the same (PostgreSQL).
+DRAINS_LOCK = 0x6D65726A
+
+
+def _lock_drains(connection: sa.Connection, *, is_shared: bool = False) -> None:
+    """Keep other transactions from changing whether the servers are drained, until this one ends.
+
+    Unless it is shared, the lock also waits for those that rely on it. On SQLite, transactions that write wait for each
+    other anyway.
+    """
+    if connection.dialect.name == "postgresql":
+        name = "pg_advisory_xact_lock_shared" if is_shared else "pg_advisory_xact_lock"
+        connection.execute(sa.text(f"SELECT {name}(:key)"), {"key": DRAINS_LOCK})
+
+
+def _is_drained(connection: sa.Connection) -> bool:
+    return connection.execute(sa.select(schema.drains.c.since).limit(1)).first() is not None

@@ -161,7 +161,7 @@ def _exported(
             "another trial"
         )
     study = with_revisions(Study.model_validate(record.document), ResolvedStudy.of(record))
-    dtype = engine_dtype(study)
+    dtype = engine_dtype(study) if known is None else _dtype_in(known.directory)
 
     def write(out: Path) -> None:
         export_trial(store, record, str(number), out, dtype=dtype)
@@ -172,6 +172,11 @@ def _exported(
 
 def _name(recipe: Recipe, dtype: str) -> str:
     return f"{recipe.digest[:DIGEST_DIGITS]}-{dtype}"
+
+
+def _dtype_in(place: str) -> str:
+    """Dtype of the exported source in a directory that `_name` has named, whatever this machine's engines use."""
+    return place.rpartition("-")[2]
 
 
 def _trial(store: Store, record: JobRecord, source: FromStudy, known: ChainedSource | None) -> tuple[int, Recipe]:

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,7 +19,10 @@ import pytest
 
 from search_spaces.study.file import load_study
 from service.cli.main import main
+from service.jobs.search.local_run import read_run
+from service.store import EvidenceRecord
 from service.store.database_url import VARIABLE
+from service.types import Origin
 from tests.cluster.machines import STORE_BYTES, Cluster, Machine, machines
 from tests.deploy.test_machines import CLUSTER, INSTALLED, PAGE, SLURM
 from tests.deploy.test_machines import ENVIRONMENT as ENVIRONMENT_FILE
@@ -149,7 +153,7 @@ exit "$code"
 
 @pytest.mark.timeout(1200)
 def test_slurm_script_runs_and_continues_a_study(tmp_path: Path) -> None:
-    """The batch script runs a study on two machines; called again with more trials, it continues the study."""
+    """The batch script runs a study on two machines; called again with more trials, it scores what these add."""
     programs, venv = tmp_path / "programs", tmp_path / "venv" / "bin"
     for directory in (programs, venv):
         directory.mkdir(parents=True)
@@ -162,6 +166,7 @@ def test_slurm_script_runs_and_continues_a_study(tmp_path: Path) -> None:
     (venv / "ray").symlink_to(Path(sys.executable).with_name("ray"))
     study = write_small_study(tmp_path, name="slurm", rungs=[20, 60], max_trials=3)
     run_dir = tmp_path / "run"
+    stored: list[tuple[EvidenceRecord, ...]] = []
     with machines(tmp_path, num_workers=1, environment=ENVIRONMENT) as cluster:
         addresses = ",".join(machine.address for machine in cluster.machines)
         environment = {
@@ -187,5 +192,14 @@ def test_slurm_script_runs_and_continues_a_study(tmp_path: Path) -> None:
             assert done.returncode == 0, done.stdout + done.stderr
             assert "Head node started." in done.stdout
             assert main(["trials", str(run_dir), "--json"]) == 0
+            with read_run(run_dir) as (store, record):
+                searched = [trial for trial in store.trials(record.id) if trial.origin is Origin.SEARCH]
+                stored.append(store.evidence(record.id))
+            assert len(searched) == trials
+    before, after = stored
+    assert 0 < len(before) < len(after)
+    assert after[: len(before)] == before, "what the first call scored stays as it was"
+    chunks = Counter((each.recipe_digest, key) for each in after for key in each.prompts)
+    assert max(chunks.values()) == 1, "and is not scored again"
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["state"] == "COMPLETE"

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from service.engine_machines import VARIABLE, EngineMachines, parse_machines
 from tests.deploy.chart import CHART, NAMESPACE, RELEASE, Manifests, Pod
 
 __all__ = ["RULES", "Rule"]
@@ -148,6 +149,22 @@ def gpu_groups_get_their_gpus(manifests: Manifests) -> Iterator[str]:
                 yield f"group {group['groupName']}: does not tolerate the taint of GPU nodes"
             if (GPU_RESOURCE in wanted["limits"]) == (group["groupName"] == "cpu"):
                 yield f"group {group['groupName']}: GPUs {wanted['limits'].get(GPU_RESOURCE)}"
+
+
+@rule
+def checks_know_the_nodes_of_engines(manifests: Manifests) -> Iterator[str]:
+    """The API and the head have no GPU, and check studies for nodes that may not be there yet."""
+    groups = [group for spec in manifests.clusters for group in spec["workerGroupSpecs"] if group["maxReplicas"]]
+    limits = [group["template"]["spec"]["containers"][0]["resources"]["limits"] for group in groups]
+    expected = tuple(
+        EngineMachines(each.get(GPU_RESOURCE, 0), int(gib(each["memory"]) * 2**30), most=group["maxReplicas"])
+        for each, group in zip(limits, groups, strict=True)
+    )
+    for pod in manifests.pods:
+        if pod.component in ("api", "ray-head"):
+            text = environment(pod.containers[0]).get(VARIABLE, {}).get("value", "")
+            if (stated := parse_machines(text)) != expected:
+                yield f"{pod.where}: {stated} are stated, {expected} are there"
 
 
 @rule
@@ -347,8 +364,16 @@ def secrets_are_references(manifests: Manifests) -> Iterator[str]:
 
 @rule
 def engines_know_no_database(manifests: Manifests) -> Iterator[str]:
-    """Models and tasks of users run in the pods of engines, which therefore have neither its URL nor a way to it."""
+    """Models and tasks of users run in the pods of engines, which therefore have neither its URL nor a way to it.
+
+    Nor does the API write the URL into the volume that it shares with them, if it has it and Ray's place by variables.
+    """
     for pod in manifests.pods:
+        if pod.component == "api":
+            container = pod.containers[0]
+            missing = {"MERGESEARCH_DATABASE", "RAY_ADDRESS"} - set(environment(container))
+            if missing or any(each.startswith("--database") for each in container["args"]):
+                yield f"{pod.where}: stores the URL of the database in its volume: lacks {sorted(missing)}"
         if pod.component not in WITH_DATABASE and not manifests.of("RayJob"):
             if any("MERGESEARCH_DATABASE" in environment(container) for container in pod.containers):
                 yield f"{pod.where}: has the URL of the database"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.deploy.chart import NAMESPACE, RELEASE, Helm
 from tests.docs.pages import Page
 from tests.prometheus import program
 
@@ -54,6 +55,63 @@ def test_each_alert_has_a_case(expression: str, case: str, tmp_path: Path) -> No
     failures = re.findall(r"alertname: (\w+), time: \w+,\s+exp:\[(.*?)\], *\n", tested.stderr, re.DOTALL)
     failed = {name for name, expected in failures if bool(expected.strip()) == (case == "that fires")}
     assert failed == set(alerts()), f"no case {case}: {set(alerts()) - failed}"
+
+
+def rendered_rules(helm: Helm, profile: str, directory: Path) -> dict[str, dict[str, Any]]:
+    """Rules of a profile's release by their names; the file `rules.yaml` in `directory` has them for Prometheus."""
+    (rules,) = helm.manifests(profile, "--set", "monitoring.enabled=true").of("PrometheusRule")
+    (directory / "rules.yaml").write_text(yaml.safe_dump(rules["spec"]))
+    (group,) = rules["spec"]["groups"]
+    return {rule["alert"]: rule for rule in group["rules"]}
+
+
+def case_of_releases(own: int | None, others: int, *, firing: str | None) -> dict[str, Any]:
+    """A case in which `mergesearch_ready` is `own` in the tested release and `others` in two more; None: no series."""
+    values = {(NAMESPACE, RELEASE): own, (NAMESPACE, "other"): others, ("elsewhere", RELEASE): others}
+    labels = {"severity": "critical", "namespace": NAMESPACE, "app_kubernetes_io_instance": RELEASE}
+
+    def expected(name: str) -> list[dict[str, Any]]:
+        return [{"exp_labels": labels, "exp_annotations": alerts()[name]["annotations"]}] if name == firing else []
+
+    return {
+        "interval": "1m",
+        "input_series": [
+            {
+                "series": f'mergesearch_ready{{namespace="{namespace}",app_kubernetes_io_instance="{release}"}}',
+                "values": f"{value}x30",
+            }
+            for (namespace, release), value in values.items()
+            if value is not None
+        ],
+        "alert_rule_test": [
+            {"eval_time": "20m", "alertname": name, "exp_alerts": expected(name)}
+            for name in ("MergesearchAbsent", "MergesearchNotReady")
+        ],
+    }
+
+
+def test_alerts_of_a_release_are_about_its_own_series(helm: Helm, tmp_path: Path) -> None:
+    """Another release in the same Prometheus neither hides an alert nor causes one."""
+    rules = rendered_rules(helm, "multi-gpu", tmp_path)
+    assert list(rules) == list(alerts())
+    cases = [
+        case_of_releases(None, 1, firing="MergesearchAbsent"),
+        case_of_releases(0, 1, firing="MergesearchNotReady"),
+        case_of_releases(1, 0, firing=None),
+    ]
+    (tmp_path / "cases.yaml").write_text(yaml.safe_dump({"rule_files": ["rules.yaml"], "tests": cases}))
+    tested = promtool("test", "rules", tmp_path / "cases.yaml")
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+    expressions = " ".join(rule["expr"] for rule in rules.values())
+    selectors = re.findall(r"\b(?:mergesearch|ray)_\w+(.{0,80})", expressions)
+    assert len(selectors) > 15
+    own = f'{{namespace="{NAMESPACE}", app_kubernetes_io_instance="{RELEASE}", '
+    assert [found for found in selectors if not found.startswith(own)] == []
+
+
+def test_a_queue_of_studies_misses_no_server(helm: Helm, tmp_path: Path) -> None:
+    assert list(rendered_rules(helm, "kueue", tmp_path)) == ["MergesearchNodeDiskFull"]
+    assert promtool("check", "rules", tmp_path / "rules.yaml").returncode == 0
 
 
 def test_alerts_say_what_how_bad_and_what_to_do() -> None:

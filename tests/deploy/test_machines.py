@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from service.cluster.session import prepare_environment
+from service.tune.ray_tune import CHUNK_GRACE_S
 from tests.deploy.deployed import DEPLOY, ROOT
 
 CLUSTER = DEPLOY / "ray" / "cluster.yaml"
@@ -136,7 +137,7 @@ def test_environment_has_the_settings_of_the_servers_ray(monkeypatch: pytest.Mon
     found = read_environment(ENVIRONMENT)
     assert len(expected) > 3
     assert {name: found.get(name) for name in expected} == expected
-    assert found["RAY_JOB_STOP_WAIT_TIME_S"] == "90"
+    assert float(found["RAY_JOB_STOP_WAIT_TIME_S"]) > CHUNK_GRACE_S
 
 
 def test_environment_has_no_token_and_ray_knows_its_options() -> None:

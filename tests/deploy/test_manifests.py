@@ -20,7 +20,7 @@ import yaml
 from service.api import preflight_process
 from service.cli import main as command_line
 from tests.deploy import kuberay
-from tests.deploy.chart import CHART, PROFILES, Helm, Manifests, values_of
+from tests.deploy.chart import CHART, NAMESPACE, PROFILES, RELEASE, Helm, Manifests, values_of
 from tests.deploy.conftest import Rendered
 from tests.end_to_end.server import ROOT
 
@@ -357,7 +357,7 @@ def test_a_queued_study_is_interrupted_before_its_pod_ends(rendered: Rendered, t
 
 
 def test_alerts_and_dashboards_are_those_of_their_files(helm: Helm, tmp_path: Path) -> None:
-    """Files in `monitoring` become objects, word for word: the braces of Prometheus are none of Helm's."""
+    """Files in `monitoring` become objects: the braces of Prometheus are none of Helm's."""
     chart = tmp_path / "mergesearch"
     shutil.copytree(CHART, chart)
     shutil.rmtree(chart / "monitoring", ignore_errors=True)
@@ -370,7 +370,8 @@ def test_alerts_and_dashboards_are_those_of_their_files(helm: Helm, tmp_path: Pa
     manifests = helm.manifests("locked-down", chart=chart)
     (rules,) = manifests.of("PrometheusRule")
     (config,) = manifests.of("ConfigMap")
-    assert rules["spec"] == groups
+    labels = {"namespace": NAMESPACE, "app_kubernetes_io_instance": RELEASE}
+    assert rules["spec"] == {"groups": [{"name": "mergesearch", "rules": [{**alert, "labels": labels}]}]}
     assert rules["metadata"]["labels"]["release"] == "prometheus"
     assert config["metadata"]["name"] == "demo-mergesearch-studies"
     assert config["metadata"]["labels"]["grafana_dashboard"] == "1"

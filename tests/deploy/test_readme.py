@@ -30,7 +30,8 @@ def place(tmp_path: Path) -> Path:
     """A directory from which the commands of the page can be called."""
     (tmp_path / "deploy").symlink_to(ROOT / "deploy")
     (tmp_path / "my-values.yaml").write_text("registry: registry.example.org\n")
-    (tmp_path / "study.yaml").write_text(STUDY.read_text())
+    for name in ("study", "other"):
+        (tmp_path / f"{name}.yaml").write_text(STUDY.read_text())
     return tmp_path
 
 
@@ -57,6 +58,14 @@ def test_installs_and_upgrades_render(line: str, helm: Helm, place: Path) -> Non
         } <= names
         revision = "2" if "revision=2" in line else "1"
         assert ("Secret", f"mergesearch-ray-token-{revision}") in names
+
+
+def test_a_further_study_keeps_the_first(helm: Helm, place: Path) -> None:
+    """The second command of the queue has the RayJob of the first one: Helm deletes what a release no longer makes."""
+    lines = [line for line in HELM if "profiles/kueue.yaml" in line and line.startswith("helm upgrade")]
+    releases = [Manifests(render(helm, line, place).stdout) for line in lines]
+    first, both = ({job["metadata"]["name"] for job in release.of("RayJob")} for release in releases)
+    assert (first < both, len(both)) == (True, 2)
 
 
 @pytest.mark.parametrize("line", [*HELM, *(line for line in INLINE if line.startswith("helm "))])

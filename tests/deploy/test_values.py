@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from service.engine_machines import VARIABLE, parse_machines
 from tests.deploy.chart import CHART, NAMESPACE, PROFILES, Helm, values_of
 
 REFUSED: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())
@@ -85,3 +86,10 @@ def _resolved(known: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = schema["$defs"][known["$ref"].rpartition("/")[2]]
         return found
     return known
+
+
+def test_the_memory_of_gpus_is_stated(helm: Helm) -> None:
+    manifests = helm.manifests("multi-gpu", "--set", "ray.gpuGroups[1].gpuMemory=48G")
+    (pod,) = [pod for pod in manifests.pods if pod.component == "ray-head"]
+    (text,) = [each["value"] for each in pod.containers[0]["env"] if each["name"] == VARIABLE]
+    assert [machines.gpu_bytes for machines in parse_machines(text)] == [None, None, 48 * 10**9]

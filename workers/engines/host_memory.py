@@ -1,4 +1,4 @@
-"""Free host memory, for all engines."""
+"""Host memory of this machine or container, for all engines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["free_host_bytes"]
+__all__ = ["free_host_bytes", "total_host_bytes"]
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -18,6 +18,20 @@ def free_host_bytes(cgroup: Path = CGROUP) -> int:
     `cgroup` is the directory of the container's control group (cgroup v2).
     """
     return min([int(psutil.virtual_memory().available), *_left_by_limit(cgroup)])
+
+
+def total_host_bytes(cgroup: Path = CGROUP) -> int:
+    """Bytes of host memory of this machine, or of this process's container if that has a lower limit.
+
+    `cgroup` is the directory of the container's control groups (cgroup v2, or v1 with the controller `memory`).
+    """
+    found = [int(psutil.virtual_memory().total)]
+    for file in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            found.append(int((cgroup / file).read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return min(found)
 
 
 def _left_by_limit(cgroup: Path) -> Iterator[int]:

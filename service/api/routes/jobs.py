@@ -20,7 +20,7 @@ from service.api.problems import Json, Unavailable, refusals
 from service.api.protocols import Principal
 from service.api.requests import JSON_TYPES, YAML_TYPES, read_body, sent_as_json
 from service.api.routes.events import add_events_route
-from service.disk import DRAINED, is_drained
+from service.disk import DRAINED
 from service.errors import Conflict, StaleAttempt
 from service.jobs.base import JobKind
 from service.jobs.registry import KINDS, kind_of
@@ -238,7 +238,7 @@ async def _created(
     digest = hashlib.sha256(content).hexdigest()
     async with services.key_locks.setdefault(key, asyncio.Lock()) if key is not None else nullcontext():
         found = record = await run_in_threadpool(services.store.job_of_key, key) if key is not None else None
-        if record is None and is_drained(services.data_dir):
+        if record is None and await run_in_threadpool(services.store.is_drained):
             raise Unavailable(f"{DRAINED}; send the {kind.noun} again then")
         if record is None:
             accepted = await services.preflight.accept(content, is_json=is_json, kind=kind, client=sender.name)

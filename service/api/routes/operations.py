@@ -41,7 +41,7 @@ async def healthz() -> Response:
 def readyz(services: Context) -> Response:
     """Report whether the database responds and jobs can make progress.
 
-    Jobs can be submitted even if they cannot make progress yet.
+    Jobs can be submitted even if they cannot make progress yet, but not while the server is drained.
     """
     services.store.last_event_id("")
     if reason := services.cluster.not_ready():
@@ -64,5 +64,5 @@ def metrics(services: Context) -> Response:
     except SQLAlchemyError:
         logger.exception("metrics: the database does not respond")
         stored = None
-    scrape = Scrape(stored, services.cluster.not_ready() is None, services.requests, services.data_dir)
+    scrape = Scrape(stored, services.cluster.not_ready(), services.requests, services.data_dir)
     return PlainTextResponse(prometheus_text(scrape), media_type="text/plain; version=0.0.4")

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from search_spaces.preferences import parse_preference
 from service.api.conditional import NOT_MODIFIED, answer
 from service.api.dependencies import MAX_NUMBER, PAGE_HEADERS, Context, Services, Study, TrialNumber
+from service.api.prefix import below_root
 from service.api.problems import Json, Refusal, refusals
 from service.errors import NotFound
 from service.jobs.search.kind import SEARCH
@@ -58,7 +59,9 @@ def list_trials(
     page = found[:limit]
     query: dict[str, Any] = {"limit": limit, **({"state": state} if state else {})}
     more = (
-        f"{SEARCH.path_of(study.id)}/trials?{urlencode({'after': page[-1].number, **query})}" if found[limit:] else None
+        below_root(f"{SEARCH.path_of(study.id)}/trials?{urlencode({'after': page[-1].number, **query})}")
+        if found[limit:]
+        else None
     )
     return Json(TrialsDocument(trials=_documents(services, study, page), next=more))
 
@@ -133,7 +136,7 @@ async def get_report(study: Study, services: Context, request: Request) -> Respo
 )
 def list_plots(study: Study) -> Response:
     """List the plots of a study, with their titles and links."""
-    path = f"{SEARCH.path_of(study.id)}/plots"
+    path = below_root(f"{SEARCH.path_of(study.id)}/plots")
     document: PlotsDocument = {
         "plots": [{"name": name, "title": chart.title, "link": f"{path}/{name}"} for name, chart in CHARTS.items()]
     }

@@ -45,7 +45,8 @@ class CheckedPlan:
       included
     - `tokens`: the least and the most tokens that a sample is expected to have
     - `hours`, `most_hours`: rough estimates of the running time for these two numbers of tokens
-    - `memory_bytes`, `disk_bytes`: bytes needed for each use, and bytes available
+    - `memory_bytes`, `disk_bytes`: bytes needed for each use, and bytes available, which the memory of machines for
+      engines lacks if it is not known
     - `absent_models`: models whose weights must be downloaded first
     """
 
@@ -100,7 +101,7 @@ class CheckedPlan:
                 f"{_range(*(f'{number:.0f}' for number in self.tokens))} tokens a sample",
                 f"memory    {memory['needed']} (source weights {memory['bank']}, {memory['engines']} for engines"
                 + (f", {memory['gradients']} for gradients" if self.memory_bytes["gradients"] else "")
-                + f") of {memory['available']}",
+                + f") of {memory.get('available', 'an unknown size')}",
                 f"disk      {gib(self.disk_bytes['export'])} for an exported model, "
                 f"{gib(self.disk_bytes['available'])} free",
                 *([f"engine    {self.engine_remark}"] if self.engine_remark else []),
@@ -197,7 +198,7 @@ def _plan(study: Study, preflight: PreflightResult, directory: Path) -> CheckedP
             "engines": memory.replicas * memory.engine_bytes,
             "gradients": memory.gradient_bytes,
             "needed": memory.needed_bytes,
-            "available": memory.available_bytes,
+            **({} if memory.available_bytes is None else {"available": memory.available_bytes}),
         },
         disk_bytes={
             "export": preflight.models.export_bytes,

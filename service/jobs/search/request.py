@@ -14,6 +14,7 @@ from service.errors import Conflict
 from service.jobs.base import Accepted, RequestContext
 from service.jobs.search.prepare import prepared
 from service.store import Store
+from service.store.database_url import known_url
 from service.studies.chains import OpenStudy, on_server
 from service.studies.preflight.files import (
     check_files,
@@ -55,7 +56,7 @@ def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
         artifacts_in=context.files,
         access=context.access,
         downloads=False,
-        num_machines=context.num_machines,
+        machines=context.machines,
         before_weights=context.lift_limits,
     )
     return Accepted(study.name, study.canonical(), preflight.resolved().to_json())
@@ -70,10 +71,11 @@ def studies_of(context: RequestContext) -> OpenStudy:
 
     @contextmanager
     def open_study(source: AnotherStudy) -> Iterator[tuple[Store, JobRecord]]:
-        if context.store_url is None:
+        if context.store_url is None and context.data_dir is None:
             raise Conflict("requests here cannot name other studies")
+        url = context.store_url or known_url(context.data_dir or Path())
         context.lift_limits()
-        store = Store(context.store_url)
+        store = Store(url)
         try:
             with on_server(store)(source) as found:
                 yield found

@@ -39,7 +39,7 @@ def work(attempt: Attempt) -> None:
         artifacts_in=attempt.artifacts.location,
         before=before,
         access=before.access,
-        available_bytes=sys.maxsize,  # the request's check compared the memory of a machine that can run engines
+        available_bytes=sys.maxsize,  # no engine runs in this process; the request's check compared memory
         note=attempt.progressed,
     )
     check_unchanged(job, preflight.resolved())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from service.engine_machines import runs_on_gpus
+
 if TYPE_CHECKING:
     from search_spaces.study.file import Study
 
@@ -13,12 +15,11 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def engine_dtype(study: Study) -> str:
-    """The dtype in which a study's engines compute on this machine.
+    """The dtype in which a study's engines compute.
 
-    If the study file says "auto", it is "bfloat16" on a machine with a GPU, else "float32".
+    If the study file says "auto", it is "bfloat16" if engines run on GPUs, of this machine or of others, else
+    "float32".
     """
-    import torch
-
     if study.engine.dtype != "auto":
         return study.engine.dtype
-    return "bfloat16" if torch.cuda.is_available() else "float32"
+    return "bfloat16" if runs_on_gpus() else "float32"

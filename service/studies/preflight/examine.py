@@ -18,7 +18,8 @@ from search_spaces.fidelity import Bracket, bracket_cycle, bracket_plan
 from search_spaces.preferences import equal_preference
 from search_spaces.spaces.base import AlignedSpace, LayeredSpace, SearchSpace
 from search_spaces.study.file import Study
-from service.disk import lack_of_space
+from service.disk import gib, lack_of_space
+from service.engine_machines import VARIABLE, EngineMachines
 from service.resolved_study import ChainedSource
 from service.studies.preflight.algorithm import GRADIENT, Algorithm, algorithm_of
 from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
@@ -32,7 +33,7 @@ from service.studies.preflight.models import (
     searched_models,
     start_probe,
 )
-from service.studies.preflight.resources import check_devices, check_memory, plan_memory
+from service.studies.preflight.resources import check_devices, check_memory, machines_for, plan_memory
 from service.studies.preflight.result import PreflightResult, StudyBudget, StudyModels, StudyTasks
 from service.studies.preflight.tasks import check_prompts, check_tasks, objectives_of
 from workers.file_access import FileAccess
@@ -51,7 +52,7 @@ def examine(
     study: Study,
     *,
     available_bytes: int | None = None,
-    num_machines: int = 1,
+    machines: Sequence[EngineMachines] = (),
     export_dir: Path | None = None,
     downloads: bool = True,
     access: FileAccess | None = None,
@@ -61,8 +62,9 @@ def examine(
 ) -> PreflightResult:
     """Check everything about a study that can be checked without an engine, and return the result.
 
-    - `available_bytes`: the memory of one machine; None for that of this machine
-    - `num_machines`: the number of machines that the replicas are spread over
+    - `machines`: the machines that are known to run engines; those that are stated for this installation come first,
+      and without any it is this machine (`service.studies.preflight.resources.machines_for`)
+    - `available_bytes`: the memory of this machine, on which engines run then; None for the one that it has
     - `export_dir`: the directory to which the best merge will be exported, whose disk must have room for it
     - `downloads`: whether weights that are not on this machine are downloaded once all other checks have passed;
       otherwise they are not checked
@@ -107,8 +109,7 @@ def examine(
             plan_memory,
             study,
             sources,
-            available_bytes,
-            num_machines=num_machines,
+            machines_for(study, known=machines, available_bytes=available_bytes),
             computes_gradients=computes_gradients,
             aligns=aligns,
         )
@@ -116,6 +117,11 @@ def examine(
         check_prompts(study, sources.result_dir, problems)
         shorter = range(sources.layout.num_layers, max_layers)
         check_memory(memory, problems, shorter=shorter, plan=lambda layers: plan(max_layers=layers))
+        if memory.available_bytes is None:
+            note(
+                f"The memory of the machines for engines is not known here, and was not compared with the "
+                f"{gib(memory.needed_bytes)} that the study needs: state these machines in {VARIABLE}"
+            )
         if not problems:
             _check_sample_limit(study, sources, rung_samples, cycle, problems)
         if export_dir is not None and (lack := lack_of_space(export_dir, export_bytes)):

@@ -5,15 +5,16 @@ from __future__ import annotations
 import bisect
 import math
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import psutil
 
 from search_spaces.errors import Problem
 from search_spaces.study.file import Study
 from service.disk import gib
+from service.engine_machines import EngineMachines, runs_on_gpus, stated_machines
 from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
+from workers.engines.host_memory import total_host_bytes
 from workers.engines.vllm.memory import HOST_SHARE
 from workers.engines.vllm.paths.sizes import alignment_bytes, outside_bytes, widest_layer_bytes
 from workers.merging.recent import recent_bytes
@@ -27,6 +28,7 @@ __all__ = [
     "MemoryPlan",
     "check_devices",
     "check_memory",
+    "machines_for",
     "plan_memory",
 ]
 
@@ -45,19 +47,37 @@ RANK_BYTES = 2
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory that a study needs on this machine, and memory that is available, in bytes."""
+    """Memory that a study needs on one machine, and memory that is available there, in bytes."""
 
     bank_bytes: int
     engine_bytes: int
     replicas: int
-    available_bytes: int
+    available_bytes: int | None
+    """None if it is not known."""
     gradient_bytes: int = 0
     """Bytes of the gradient actor; 0 if there is none."""
+    gpu_weight_bytes: int = 0
+    """Bytes of one merge's weights on each GPU; 0 if the engine has no GPU, or merges have any number of layers."""
+    gpu_bytes: int | None = None
+    """Memory of each GPU; None if it is not known."""
 
     @property
     def needed_bytes(self) -> int:
         # Replicas on one machine map the same files.
         return self.bank_bytes + self.replicas * self.engine_bytes + self.gradient_bytes
+
+    @property
+    def has_host_memory(self) -> bool:
+        return self.available_bytes is None or self.needed_bytes <= self.available_bytes
+
+    @property
+    def has_gpu_memory(self) -> bool:
+        return self.gpu_bytes is None or self.gpu_weight_bytes <= self.gpu_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing that is known says that the study does not fit."""
+        return self.has_host_memory and self.has_gpu_memory
 
 
 def check_devices(study: Study, sources: ResolvedFamily | None, problems: list[Problem]) -> None:
@@ -97,51 +117,98 @@ def check_devices(study: Study, sources: ResolvedFamily | None, problems: list[P
         )
 
 
+def machines_for(
+    study: Study, *, known: Sequence[EngineMachines] = (), available_bytes: int | None = None
+) -> tuple[EngineMachines, ...]:
+    """Groups of machines that can run a study's engines.
+
+    They are those that are stated for this installation, else those that are `known`, else this machine; those with
+    GPUs if there are any. If engines need GPUs and none is seen, the result is one machine with a GPU of which nothing
+    else is known. With `available_bytes` it is always this machine, with that memory.
+    """
+    import torch
+
+    here = EngineMachines(torch.cuda.device_count(), total_host_bytes() if available_bytes is None else available_bytes)
+    found = (here,) if available_bytes is not None else stated_machines() or tuple(known) or (here,)
+    with_gpus = tuple(machines for machines in found if machines.num_gpus)
+    if with_gpus or available_bytes is not None or not (runs_on_gpus() or study.engine.tensor_parallel_size > 1):
+        return with_gpus or found
+    return (EngineMachines(num_gpus=1),)
+
+
 def plan_memory(
     study: Study,
     sources: ResolvedFamily,
-    available_bytes: int | None,
+    machines: Sequence[EngineMachines],
     *,
-    num_machines: int = 1,
     computes_gradients: bool = False,
     max_layers: int = 0,
     aligns: bool = False,
 ) -> MemoryPlan:
     """Plan the memory of the bank of source weights, of the engines and, if there is one, of the gradient actor.
 
-    The plan is for one machine; with several machines (`num_machines`), it has only its share of the replicas. With
-    `available_bytes` None, all memory of this machine is available. `max_layers` is the number of layers of the longest
-    merge if merges have any number of layers, else 0. With `aligns`, merges may have alignments between layers.
+    The plan is for one machine; with several machines, it has only its share of the replicas. `machines` are the groups
+    of machines that can run engines: the plan is for the first one that the study fits on, or for the one with most
+    memory if it fits on none. `max_layers` is the number of layers of the longest merge if merges have any number of
+    layers, else 0. With `aligns`, merges may have alignments between layers.
     """
-    import torch
+    replicas = math.ceil(study.engine.replicas / sum(group.most for group in machines))
+    plans = [
+        _plan_on(
+            group,
+            study,
+            sources,
+            replicas=replicas,
+            computes_gradients=computes_gradients,
+            max_layers=max_layers,
+            aligns=aligns,
+        )
+        for group in machines
+    ]
+    fitting = [plan for plan in plans if plan.fits]
+    return fitting[0] if fitting else max(plans, key=lambda plan: (plan.available_bytes or 0, plan.gpu_bytes or 0))
 
+
+def _plan_on(
+    machines: EngineMachines,
+    study: Study,
+    sources: ResolvedFamily,
+    *,
+    replicas: int,
+    computes_gradients: bool,
+    max_layers: int,
+    aligns: bool,
+) -> MemoryPlan:
     from workers.merging.methods.plain import PLAIN
 
     # In host memory: on CPU vLLM computes with a packed copy, besides the plain weights that merges are written into.
-    copies = 0 if torch.cuda.is_available() else 2
-    available = psutil.virtual_memory().total if available_bytes is None else available_bytes
+    copies = 0 if machines.num_gpus else 2
+    element_bytes = DTYPE_BYTES[engine_dtype(study)]
     held = sources.num_parameters
     if max_layers:
         aligned = alignment_bytes(sources.base.config, max_layers, 1) if aligns else 0
+        available = sys.maxsize if machines.memory_bytes is None else machines.memory_bytes
         held = (
             outside_bytes(sources, 1)
             + aligned
-            + widest_layer_bytes(sources, 1)
-            * _pool_size(sources, max_layers, available, copies * DTYPE_BYTES[engine_dtype(study)])
+            + widest_layer_bytes(sources, 1) * _pool_size(sources, max_layers, available, copies * element_bytes)
         )
     ranks = RANK_BYTES * len(study.models.experts) if study.engine.rank_cache else 0
-    weights = held * copies * DTYPE_BYTES[engine_dtype(study)] + sources.num_parameters * ranks
+    weights = held * copies * element_bytes + sources.num_parameters * ranks
     keeps_recent = any(PLAIN[method].uses & OF_SEVERAL for method in study.search_space.merge_methods)
     statistics = recent_bytes(sources) if keeps_recent else 0
     # One merged model, and the gradient of its largest tensor.
     largest = max((math.prod(header.shape) for header in sources.base.tensors.values()), default=0)
-    model = 0 if torch.cuda.is_available() else (sources.num_parameters + largest) * DTYPE_BYTES[engine_dtype(study)]
+    model = 0 if machines.num_gpus else (sources.num_parameters + largest) * element_bytes
+    on_gpu = sources.num_parameters * element_bytes // study.engine.tensor_parallel_size
     return MemoryPlan(
         bank_bytes=stored_bytes(sources.checkpoints.values()),
         engine_bytes=weights + statistics + ENGINE_OVERHEAD_BYTES,
-        replicas=math.ceil(study.engine.replicas / num_machines),
-        available_bytes=available,
+        replicas=replicas,
+        available_bytes=machines.memory_bytes,
         gradient_bytes=model + GRADIENT_OVERHEAD_BYTES if computes_gradients else 0,
+        gpu_weight_bytes=on_gpu if machines.num_gpus and not max_layers else 0,
+        gpu_bytes=machines.gpu_bytes,
     )
 
 
@@ -171,12 +238,18 @@ def check_memory(
     `shorter` are the numbers of layers to which `limits.max_layers` could be lowered, ascending. `plan` gives the
     memory for one of them, which must grow with the number of layers.
     """
-    if memory.needed_bytes > memory.available_bytes:
+    if not memory.has_gpu_memory and memory.gpu_bytes is not None:
+        problems.append(
+            Problem(
+                "engine",
+                f"the weights of a merge need {gib(memory.gpu_weight_bytes)} of each GPU, which has "
+                f"{gib(memory.gpu_bytes)}; use a larger tensor_parallel_size, a smaller dtype or larger GPUs",
+            )
+        )
+    if memory.available_bytes is not None and not memory.has_host_memory:
         layers = ""
         if plan is not None:
-            fitting = shorter[
-                : bisect.bisect_right(shorter, memory.available_bytes, key=lambda n: plan(n).needed_bytes)
-            ]
+            fitting = shorter[: bisect.bisect_left(shorter, True, key=lambda n: not plan(n).has_host_memory)]
             layers = f", limits.max_layers of at most {fitting[-1]}" if fitting else ""
         gradients = f" + {gib(memory.gradient_bytes)} for gradients" if memory.gradient_bytes else ""
         problems.append(

@@ -14,6 +14,7 @@ from urllib.parse import urljoin
 import httpx
 import pytest
 
+from service.disk import DRAINED
 from service.types import JobState
 from tests.postgresql import PASSWORD, PostgreSQL
 from tests.service.api.harness import ApiServer, stored_study
@@ -77,7 +78,11 @@ def test_requests_are_counted_by_route(http: httpx.Client, server: ApiServer) ->
         http.get(f"/v1/studies/{record.id}")
     http.get("/nowhere")
     lines = http.get("/metrics").text.splitlines()
-    assert "mergesearch_ready 1" in lines
+    assert {"mergesearch_ready 1", "mergesearch_drained 0"} <= set(lines)
+    server.cluster.reason = DRAINED
+    drained = http.get("/metrics").text.splitlines()
+    server.cluster.reason = None
+    assert {"mergesearch_ready 0", "mergesearch_drained 1"} <= set(drained)
     assert 'mergesearch_http_requests_total{method="GET",route="/v1/studies/{study_id}",status="200"} 2' in lines
     assert 'mergesearch_http_requests_total{method="GET",route="none",status="404"} 1' in lines
 

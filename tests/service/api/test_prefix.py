@@ -8,9 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.api.prefix import prefix_problem
+from service.api.prefix import ROOT_PATH, prefix_problem, with_root
 from service.client import Client
-from tests.service.api.harness import ApiServer, document, stored_study
+from tests.service.api.harness import ApiServer, document, finished_study, stored_study
 
 PREFIX = "/teams/search"
 
@@ -38,10 +38,44 @@ def test_routes_answer_below_the_prefix_and_at_the_root(server: ApiServer, url: 
         assert httpx.get(server.url + path).status_code == 404
 
 
-def test_clients_work_below_the_prefix(url: str) -> None:
+def test_clients_work_below_the_prefix(url: str, server: ApiServer) -> None:
+    """Clients follow links of a server below a prefix, whether or not the proxy that they ask passes it on."""
     with Client(url) as client:
         study = client.submit(document())
         assert [each["id"] for each in client.studies()] == [study["id"]]
+        assert client.log(study) == server.cluster.log_text
+    with Client(server.url) as client:
+        assert client.log(study) == server.cluster.log_text
+
+
+def test_links_have_the_prefix_of_their_request(server: ApiServer, url: str) -> None:
+    """Links in documents of jobs, exports, pages and plots can be asked for as they are."""
+    study = f"/v1/studies/{finished_study(server.store, num_trials=3).id}"
+    for base, prefix in ((server.url, ""), (url, PREFIX)):
+        with httpx.Client(base_url=base) as http:
+            job = http.get(study).json()
+            listed = http.get("/v1/studies").json()["studies"][0]
+            export = http.post(f"{study}/exports", json={"dtype": "float32"}).json()
+            page = http.get(f"{study}/trials", params={"limit": 1}).json()
+            plots = http.get(f"{study}/plots").json()["plots"]
+        assert job["links"] == listed["links"]
+        links = [*job["links"].values(), export["links"]["self"], page["next"], *(plot["link"] for plot in plots)]
+        assert len(links) > 10
+        assert [link for link in links if not link.startswith(prefix + study)] == []
+        for link in links:
+            if not link.endswith("/events"):
+                assert httpx.get(server.url + link).status_code == 200, link
+
+
+def test_an_expert_may_be_named_links() -> None:
+    own = {"links": {"download": "/v1/x"}, "steps": 3}
+    token = ROOT_PATH.set(PREFIX)
+    try:
+        assert with_root({"experts": {"links": own}}) == {
+            "experts": {"links": {"links": {"download": f"{PREFIX}/v1/x"}, "steps": 3}}
+        }
+    finally:
+        ROOT_PATH.reset(token)
 
 
 def test_locations_have_the_prefix_of_their_request(server: ApiServer, url: str) -> None:

@@ -26,12 +26,15 @@ from service.api.problems import Unavailable
 from service.cluster import job_client, node_calls
 from service.cluster.node_calls import Node, NodeCalls
 from service.disk import artifacts_dir
+from service.engine_machines import EngineMachines
 from service.jobs.base import RequestContext
 from service.jobs.search.kind import SEARCH
+from service.store import Store
+from service.store.database_url import VARIABLE
 from service.worker_process import CallLimits, LimitExceeded
 from tests.end_to_end.server import ROOT
 from tests.s3_server import S3
-from tests.service.api.harness import document
+from tests.service.api.harness import document, resolved
 
 HERE = Node("c0ffee", "10.0.0.7", 0.0, 4.0, is_head=True)
 
@@ -45,6 +48,7 @@ class Jobs:
         self.selectors: list[dict[str, str]] = []
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.head: dict[str, str] = {}  # further variables of jobs on HERE
         self.is_killing = False
 
     def submit_job(
@@ -56,7 +60,10 @@ class Jobs:
         assert program == "python"
         with (self.directory / submission_id).open("wb") as log:
             self.processes[submission_id] = subprocess.Popen(
-                [sys.executable, *arguments], stdout=log, stderr=log, env=self.environment
+                [sys.executable, *arguments],
+                stdout=log,
+                stderr=log,
+                env=self.environment | (self.head if entrypoint_label_selector["ray.io/node-id"] == HERE.id else {}),
             )
         if self.is_killing:
             self.processes[submission_id].kill()
@@ -160,35 +167,73 @@ def test_all_nodes_of_a_large_cluster_are_listed(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("is_remote", [True, False], ids=["object store", "directory"])
 @pytest.mark.parametrize(
-    ("nodes", "able", "head_only"),
-    [  # nodes: address, GPUs, CPUs, the head first; then where checks run, with an object store and without; "" is here
-        ([("127.0.0.1", 0, 8)], {""}, ""),
-        ([("127.0.0.1", 0, 0), ("10.0.0.2", 0, 8)], {"1"}, ""),
-        ([("10.0.0.1", 0, 0), ("10.0.0.2", 0, 8)], {"1"}, "0"),
-        ([("10.0.0.1", 0, 8), ("10.0.0.2", 1, 8), ("10.0.0.3", 2, 0)], {"1", "2"}, "0"),
-        ([("10.0.0.1", 0, 0)], {"0"}, "0"),
+    ("nodes", "place", "machines"),
+    [  # nodes: address, GPUs, CPUs, the head first; then where checks run, "" is here; and the GPUs of each machine
+        ([("127.0.0.1", 0, 8)], "", []),
+        ([("127.0.0.1", 0, 0), ("10.0.0.2", 0, 8)], "", [0]),
+        ([("127.0.0.1", 0, 4), ("10.0.0.2", 0, 8)], "", [0, 0]),
+        ([("10.0.0.1", 0, 0), ("10.0.0.2", 0, 8)], "0", [0]),
+        ([("10.0.0.1", 0, 8), ("10.0.0.2", 1, 8), ("10.0.0.3", 2, 0)], "0", [0, 1, 2]),
+        ([("10.0.0.1", 0, 8), ("10.0.0.2", 0, 8), ("10.0.0.2", 0, 4)], "0", [0, 0]),
+        ([("10.0.0.1", 0, 0)], "0", []),
     ],
 )
-def test_jobs_are_checked_where_engines_can_run(
+def test_jobs_are_checked_on_the_head(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     nodes: list[tuple[str, float, float]],
-    able: set[str],
-    head_only: str,
+    place: str,
+    machines: list[int],
     is_remote: bool,
 ) -> None:
-    """On nodes with GPUs, or else with CPUs; without an object store only the head shares files with the server."""
-    found = tuple(Node(str(number), *node, is_head=number == 0) for number, node in enumerate(nodes))
+    """Drivers check jobs again there, with the same models and database, whether or not other nodes have GPUs."""
+    found = tuple(
+        Node(str(number), *node, is_head=number == 0, memory_bytes=2**30) for number, node in enumerate(nodes)
+    )
     monkeypatch.setattr(node_calls, "nodes_of", lambda _: found)
     calls = NodeCalls(lambda: (object(), None), tmp_path, "s3://bucket/files" if is_remote else None)
-    node, num_machines = calls.place()
-    assert ("" if node is None else node.id) in (able if is_remote else {head_only})
-    assert num_machines == len(able)
+    node, known = calls.place()
+    assert ("" if node is None else node.id) == place
+    assert known == tuple(EngineMachines(number, 2**30) for number in machines)
+
+
+@pytest.mark.slow
+def test_a_study_that_names_another_is_checked_where_the_database_is(
+    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3: S3
+) -> None:
+    """Only the head has the variable with the database, so a check there alone finds the other study."""
+    monkeypatch.setattr(node_calls, "nodes_of", lambda _: (HERE, Node("beef", "10.0.0.8", 1.0, 4.0)))
+    database = f"sqlite:///{tmp_path / 'server.db'}"
+    jobs.head = {VARIABLE: database}
+    store = Store(database)
+    try:
+        study = parse_study(document())
+        other = store.create_job(
+            kind="search", name=study.name, document=study.canonical(), accepted=resolved(study).to_json()
+        ).id
+    finally:
+        store.close()
+    calls = NodeCalls(lambda: (jobs, None), tmp_path / "data", f"{s3.bucket()}/files")
+    preflight = PreflightProcess(RequestContext(store_url=database, data_dir=tmp_path / "data"), cluster=calls)
+
+    def problem(study: str) -> str:
+        models = {"base": "/models/base", "experts": {"math": {"from_study": {"id": study}}, "text": "/models/text"}}
+        body = json.dumps(document(models=models)).encode()
+        with pytest.raises(InvalidStudy) as refused:
+            asyncio.run(preflight.accept(body, is_json=True, kind=SEARCH))
+        (found,) = refused.value.problems
+        assert found.field == "models.experts.math.from_study"
+        return found.message
+
+    assert "no trial has reached the full budget yet" in problem(other)
+    jobs.head = {}
+    assert f"set {VARIABLE} to the URL of its database (for jobs: where Ray's head is started)" in problem(other)
+    assert not list((tmp_path / "data").glob("*.db")), "a check makes no database"
 
 
 def test_an_absent_cluster_delays_few_checks(tmp_path: Path) -> None:
     """A server that shares its files with the head checks jobs itself while Ray starts."""
-    assert NodeCalls(lambda: (None, None), tmp_path).place() == (None, 1)
+    assert NodeCalls(lambda: (None, None), tmp_path).place() == (None, ())
     with pytest.raises(ConnectionError, match="Ray's dashboard does not answer"):
         NodeCalls(lambda: (None, None), tmp_path, "s3://bucket/files").place()
 

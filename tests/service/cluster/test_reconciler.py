@@ -27,7 +27,7 @@ from service.cluster.reconciler import (
     decide,
     submission_id,
 )
-from service.disk import DRAINED, set_drained
+from service.disk import DRAINED
 from service.store import Store
 from service.types import JobRecord, JobState
 from tests.postgresql import PASSWORD, PostgreSQL
@@ -399,15 +399,15 @@ def test_a_drained_server_stops_drivers_and_starts_none(tmp_path: Path, monkeypa
         try:
             first = submission_id(job, 1)
             wait_until(lambda: first in dashboard.jobs)
-            set_drained(tmp_path, drained=True)
+            store.set_drained(drained=True)
             wait_until(lambda: dashboard.stopped == [first])
             later = store.create_job(kind="search", name="later", document={}, accepted={})
             cluster.wake()
             time.sleep(2.5)  # two rounds
             assert (list(dashboard.jobs), dashboard.stopped) == ([first], [first])
             assert cluster.not_ready() == DRAINED == cluster.waiting_for(later)
-            set_drained(tmp_path, drained=False)
-            assert cluster.not_ready() is None
+            store.set_drained(drained=False)
+            wait_until(lambda: cluster.not_ready() is None)
             wait_until(lambda: {submission_id(job, 2), submission_id(later, 1)} <= set(dashboard.jobs))
         finally:
             cluster.stop()

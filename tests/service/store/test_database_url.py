@@ -10,11 +10,24 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+import uvicorn
 
+from service.cli.main import main
 from service.disk import DATABASE
-from service.errors import Conflict, DatabaseUnavailable
+from service.errors import Conflict, DatabaseUnavailable, InUse
+from service.server import alone, serve
 from service.store import Store
-from service.store.database_url import URL_FILE, VARIABLE, database_url, has_password, parse_url, remember, shown
+from service.store.database_url import (
+    URL_FILE,
+    VARIABLE,
+    database_url,
+    has_password,
+    known_url,
+    named_url,
+    parse_url,
+    remember,
+    shown,
+)
 from tests.postgresql import PASSWORD, PostgreSQL
 from workers.file_access import FileAccess
 
@@ -96,6 +109,52 @@ def test_a_remembered_url_is_for_its_user_alone(tmp_path: Path) -> None:
     assert access.refusal(link) is not None
     remember(tmp_path, parse_url(f"sqlite:///{tmp_path / DATABASE}"))
     assert not file.exists()
+
+
+@pytest.mark.parametrize("is_own_ray", [True, False])
+def test_a_server_stores_no_password_where_ray_has_the_variable(
+    is_own_ray: bool, postgresql: PostgreSQL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A URL of the variable is stored for the server's own Ray alone; else commands miss the variable by name."""
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setenv(VARIABLE, url := postgresql.migrated())
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if not is_own_ray:
+        monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")
+    data = tmp_path / "data"
+    for _ in range(2):
+        serve(data, port=0)
+    secrets = [str(parse_url(url).password).encode(), url.partition("@")[0].rpartition(":")[2].encode()]  # quoted
+    contents = {file.name: file.read_bytes() for file in data.rglob("*") if file.is_file()}
+    stored = [name for name, content in contents.items() if any(secret in content for secret in secrets)]
+    assert stored == ([URL_FILE] if is_own_ray else [])
+    assert database_url(data) == parse_url(url)
+    monkeypatch.delenv(VARIABLE)
+    if is_own_ray:
+        assert database_url(data) == parse_url(url)
+        postgresql.drop(url)
+        return
+    missing = rf"database\.url: the server takes its database, postgresql:.*, from {VARIABLE}; set this variable"
+    for look_up in (database_url, known_url, lambda directory: named_url(str(directory))):
+        with pytest.raises(Conflict, match=missing):
+            look_up(data)
+    assert main(["clean", "--data", str(data), "--keep", "jobs=1d", "--dry-run"]) != 0
+    with alone(data, parse_url(url)):
+        with alone(data, parse_url(url)):
+            pass
+        with pytest.raises(InUse, match="a server with another database, postgresql:"):
+            alone(data, parse_url("postgresql:///x")).__enter__()
+    postgresql.drop(url)
+
+
+def test_a_command_makes_no_database(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Commands for a server refuse a directory without a database, and name the variable."""
+    for command in (["drain"], ["clean", "--keep", "jobs=1d"]):
+        assert main([*command, "--data", str(tmp_path)]) != 0
+        assert f"is not there; give the server's own data directory, or set {VARIABLE}" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.db"))
 
 
 def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def filled(url: str) -> Store:
             connection.execute(sa.insert(schema.samples), [old_sample(job.id, *each) for each in enumerate(ODD)])
         writer.set_state(JobState.COMPLETE)
     store.delete_job(job.id)
+    store.set_drained(drained=True)
     return store
 
 

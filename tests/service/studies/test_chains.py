@@ -20,6 +20,7 @@ from search_spaces.spaces.layerwise import LayerwiseSection
 from search_spaces.study.file import Study, parse_study
 from service.cli.main import main
 from service.disk import alignments_dir
+from service.engine_machines import VARIABLE
 from service.jobs.base import RequestContext
 from service.jobs.search.local_run import DATABASE, open_run
 from service.jobs.search.request import read_study, studies_of
@@ -120,14 +121,15 @@ def test_a_merge_of_a_run_becomes_a_directory_that_is_a_source(finished: Finishe
     assert set(family.fingerprints) == {"base", "text", "merged"}
 
 
-def test_lost_export_is_made_again(finished: Finished, tmp_path: Path) -> None:
-    """A chained trial stays the same, and its lost export is made again."""
+def test_lost_export_is_made_again(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chained trial stays the same, and its lost export is made again, in its dtype whatever engines use now."""
     study = finished.next_study(dir=str(finished.directory), trial=2)
     _, chained = with_exported_sources(study, open_study=open_run, directory=tmp_path)
     before = ResolvedStudy.from_json(resolved_study(chained=chained).to_json())
     assert before.chained == chained
     first = resolve_family(study.models.base, {"merged": chained["merged"].directory}).fetched().fingerprints
     shutil.rmtree(tmp_path / SOURCES)
+    monkeypatch.setenv(VARIABLE, "gpus=8")
     store = Store(finished.url)
     best = study.model_copy(update={"models": finished.next_study(id=finished.study).models})
     again, found = with_exported_sources(best, open_study=on_server(store), directory=tmp_path, before=before)

@@ -123,6 +123,20 @@ imagePullSecrets:
   valueFrom: {secretKeyRef: {name: {{ include "ms.databaseSecret" . }}, key: {{ .Values.database.key }}}}
 {{- end }}
 
+{{/* The nodes for engines, for those who check studies and drive them: the API and the head. */}}
+{{- define "ms.engineNodes" -}}
+{{- $root := . -}}
+{{- $nodes := list -}}
+{{- range concat (list (merge (dict "gpus" 0) .Values.ray.cpuGroup)) .Values.ray.gpuGroups -}}
+{{- $most := ternary (int $root.Values.kueue.workers) (int .maxReplicas) $root.Values.kueue.enabled -}}
+{{- $memory := ternary (printf ",gpu_memory=%sB" (default "" .gpuMemory)) "" (not (empty .gpuMemory)) -}}
+{{- if $most -}}
+{{- $nodes = append $nodes (printf "gpus=%d,memory=%sB%s,nodes=%d" (int .gpus) .memory $memory $most) -}}
+{{- end -}}
+{{- end -}}
+- {name: MERGESEARCH_ENGINE_NODES, value: {{ join " " $nodes | quote }}}
+{{- end }}
+
 {{- define "ms.token" -}}
 - {name: RAY_AUTH_MODE, value: token}
 - name: RAY_AUTH_TOKEN

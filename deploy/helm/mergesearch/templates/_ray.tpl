@@ -16,6 +16,9 @@ ports:
   - {name: metrics, containerPort: 8080}
 env:
   {{- include "ms.env" $root | nindent 2 }}
+  {{- if eq $kind "head" }}
+  {{- include "ms.engineNodes" $root | nindent 2 }}
+  {{- end }}
   {{- if and (eq $kind "head") (not (index . 3)) }}
   {{- include "ms.database" $root | nindent 2 }}
   {{- end }}

@@ -20,9 +20,11 @@ from search_spaces.fidelity import Bracket
 from search_spaces.searchers import SEARCHERS
 from search_spaces.study.engine import EngineOptions
 from search_spaces.study.file import Study, parse_study
+from service.engine_machines import VARIABLE, EngineMachines
 from service.jobs.search.dry_run import check
 from service.merges.merge import check_merge
 from service.resolved_study import ResolvedStudy
+from service.studies.preflight import resources
 from service.studies.preflight.examine import examine
 from service.studies.preflight.models import check_models
 from service.studies.preflight.resources import ENGINE_OVERHEAD_BYTES, GRADIENT_OVERHEAD_BYTES
@@ -492,6 +494,43 @@ def test_what_does_not_fit_is_refused_with_all_sizes(root: Path) -> None:
     )
     with pytest.raises(InvalidStudy, match="engine: needs"):
         examine(study_of(root), available_bytes=needed - 1)
+
+
+def refusal_of(study: Study, **options: Any) -> str:
+    with pytest.raises(InvalidStudy) as caught:
+        examine(study, **options)
+    return str(caught.value)
+
+
+def test_memory_is_that_of_the_machines_for_engines(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a GPU that checks a study compares the memory of stated nodes, else of known ones."""
+    monkeypatch.setattr(resources, "total_host_bytes", lambda: 2**30)
+    study = study_of(root, engine={"max_model_len": 64, "replicas": 5})
+    known = [EngineMachines(memory_bytes=2**30), EngineMachines(memory_bytes=2**40)]
+    assert "needs 10.0 GiB of memory, 1.0 GiB are available" in refusal_of(study)
+    assert examine(study, machines=known).memory.available_bytes == 2**40
+    assert "needs 6.0 GiB of memory, 4.0 GiB" in refusal_of(study, machines=[EngineMachines(0, n) for n in (1, 2**32)])
+    monkeypatch.setenv(VARIABLE, "gpus=0,memory=64GiB gpus=8,memory=2GiB,nodes=2 gpus=4,memory=16GiB,gpu_memory=1MB")
+    memory = examine(study, machines=known).memory
+    assert (memory.available_bytes, memory.replicas) == (16 * 2**30, 2), "those with GPUs, and of these one that fits"
+    assert memory.engine_bytes == ENGINE_OVERHEAD_BYTES, "weights are in the memory of the GPU"
+    monkeypatch.setenv(VARIABLE, "gpus=8,memory=2GiB gpus=4,memory=16GiB,gpu_memory=1KB")
+    assert "the weights of a merge need 0.0 GiB of each GPU, which has 0.0 GiB" in refusal_of(study)
+    monkeypatch.setenv(VARIABLE, "gpus=8,memory=2GiB gpus=4,memory=3GiB")
+    assert "needs 6.0 GiB of memory, 3.0 GiB are available" in refusal_of(study)
+
+
+def test_studies_wait_for_gpus_that_nobody_has_seen(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a build for GPUs, on a machine without any, memory is not compared, and a message says so."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(resources, "total_host_bytes", lambda: 2**30)
+    told: list[str] = []
+    study = study_of(root, engine={"max_model_len": 64, "replicas": 9})
+    found = examine(study, machines=[EngineMachines(memory_bytes=2**30)], note=told.append)
+    assert found.memory.available_bytes is None
+    assert [text for text in told if f"state these machines in {VARIABLE}" in text]
+    assert found.models.export_bytes == 2 * found.models.num_parameters, "engines compute in bfloat16"
 
 
 def test_what_headers_tell_is_told_before_any_weights_are_read(

@@ -1,0 +1,85 @@
+"""Machines on which engines run, as an installation states them.
+
+Studies are checked where drivers run, often on a machine without a GPU, and nodes with GPUs may come only once a study
+waits for them. The environment variable MERGESEARCH_ENGINE_NODES therefore states these machines, for the server and
+for the head of its cluster.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from service.disk import parse_bytes
+from service.errors import Conflict
+
+__all__ = ["VARIABLE", "EngineMachines", "parse_machines", "runs_on_gpus", "stated_machines"]
+
+VARIABLE = "MERGESEARCH_ENGINE_NODES"
+
+ACCEPTED = 'give groups such as "gpus=8,memory=900GiB,gpu_memory=80GB,nodes=4 gpus=4,memory=350GiB,nodes=8"'
+
+
+@dataclass(frozen=True)
+class EngineMachines:
+    """A group of equal machines that can run engines.
+
+    Attributes:
+        num_gpus: Number of GPUs of each machine.
+        memory_bytes: Host memory of each machine for engines, in bytes; None if it is not known.
+        gpu_bytes: Memory of each GPU in bytes; None if it is not known.
+        most: Largest number of machines in the group.
+    """
+
+    num_gpus: int = 0
+    memory_bytes: int | None = None
+    gpu_bytes: int | None = None
+    most: int = 1
+
+
+def stated_machines() -> tuple[EngineMachines, ...]:
+    """Groups of machines that MERGESEARCH_ENGINE_NODES states; none if it is not set.
+
+    Raises:
+        Conflict: The variable cannot be read.
+    """
+    return parse_machines(os.environ.get(VARIABLE, ""))
+
+
+def parse_machines(text: str) -> tuple[EngineMachines, ...]:
+    """Parse groups of machines that are separated by spaces, each with fields such as `gpus=8,memory=900GiB,nodes=4`.
+
+    Raises:
+        Conflict: A field is unknown, or has a wrong value.
+    """
+    return tuple(_parsed(group) for group in text.split())
+
+
+def _parsed(group: str) -> EngineMachines:
+    fields = {"gpus": "num_gpus", "memory": "memory_bytes", "gpu_memory": "gpu_bytes", "nodes": "most"}
+    found: dict[str, int] = {}
+    for field in group.split(","):
+        name, _, value = field.partition("=")
+        if name not in fields:
+            raise Conflict(
+                f"{VARIABLE}: {field!r} is not one of {', '.join(f'{each}=' for each in fields)}; {ACCEPTED}"
+            )
+        try:
+            found[fields[name]] = parse_bytes(value) if name.endswith("memory") else int(value)
+        except ValueError as error:
+            raise Conflict(f"{VARIABLE}: {field!r}: {error}; {ACCEPTED}") from error
+    if found.get("num_gpus", 0) < 0 or found.get("most", 1) < 1:
+        raise Conflict(f"{VARIABLE}: {group!r} has fewer than 0 GPUs or than 1 machine; {ACCEPTED}")
+    return EngineMachines(**found)
+
+
+def runs_on_gpus() -> bool:
+    """Whether engines of this installation run on GPUs, here or on other machines.
+
+    They do if PyTorch here is a build for GPUs, because vLLM then runs on GPUs only, or if machines with GPUs are
+    stated.
+    """
+    import torch
+
+    is_gpu_build = torch.version.cuda is not None or torch.version.hip is not None
+    return is_gpu_build or any(machines.num_gpus for machines in stated_machines())
