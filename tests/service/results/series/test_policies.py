@@ -54,7 +54,7 @@ def test_the_report_draws_how_far_policies_moved() -> None:
     charts = ("KL divergence of an update, nats per step", "share of ratios outside the clip after an update")
 
     def drawn(**statistics: float) -> list[bool]:
-        page = render_report(replace(RUN, updates=updates(num_iterations=4, **statistics)))
+        page = render_report(replace(RUN, updates=updates(num_iterations=4, **statistics)))  # type: ignore[arg-type]
         return [f"{chart}, over the iterations" in page for chart in charts]
 
     assert drawn() == [False, False]

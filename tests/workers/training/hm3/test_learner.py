@@ -115,7 +115,7 @@ def test_the_policy_keeps_its_actions_while_the_encoder_learns(action: Action, m
 
     def drift(*, keeps: bool) -> float:
         own = learner(action, target_kl=1e-6, epochs=12)
-        torch.nn.init.normal_(own.networks.policy[2].weight, generator=torch.Generator().manual_seed(0))
+        torch.nn.init.normal_(own.networks.policy[2].weight, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type]
         waiting = episodes_of(own)
         if not keeps:
             descend = own._descend
@@ -141,7 +141,7 @@ def test_values_are_outcomes_discounted_by_the_steps_left(gamma: float) -> None:
     """The value network learns the outcome times gamma to the power of the steps that are left."""
     paths = LayerPaths(("a", "b"), num_layers=4, min_length=4, max_length=4, max_jump=1)
     own = Learner(paths, SMALL, LearnerOptions(gamma=gamma, epochs=1, mini_batches=1), seed=3)
-    torch.nn.init.zeros_(own.networks.value[2].weight)
+    torch.nn.init.zeros_(own.networks.value[2].weight)  # type: ignore[arg-type]
     found = own.update(episodes_of(own), torch.ones(12, 1))
     # It begins with the mean outcome, 1, in units of SMALLEST_SPREAD, 0.001.
     expected = sum(((1 - gamma**left) / 0.001) ** 2 for left in range(5)) / 5
@@ -151,7 +151,7 @@ def test_values_are_outcomes_discounted_by_the_steps_left(gamma: float) -> None:
 def test_an_advantage_does_not_depend_on_the_length_of_the_path() -> None:
     """The outcome is paid at the end without discount; where a value says nothing, all steps have equal advantages."""
     own = learner(gae_lambda=1.0)
-    torch.nn.init.zeros_(own.networks.value[2].weight)
+    torch.nn.init.zeros_(own.networks.value[2].weight)  # type: ignore[arg-type]
     episodes = episodes_of(own)
     assert len({len(episode.steps) for episode in episodes}) > 1
     batch = EpisodeBatch.of(episodes, torch.arange(12.0)[:, None])
@@ -179,7 +179,7 @@ def test_legal_steps_are_those_of_each_path() -> None:
 
 def test_a_categorical_policy_draws_by_its_probabilities() -> None:
     own = learner(Action.CATEGORICAL)
-    torch.nn.init.normal_(own.networks.policy[2].bias, generator=torch.Generator().manual_seed(0))
+    torch.nn.init.normal_(own.networks.policy[2].bias, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type]
     roles = [Role(number, (1.0,), 0.0) for number in range(4000)]
     episodes = play(own.networks, roles, seed=1, k=4, action=Action.CATEGORICAL)
     assert all(PATHS.contains(episode.path) for episode in episodes)
@@ -232,7 +232,7 @@ def test_numbers_that_are_not_finite_end_the_learning(kind: type[BaseLearner]) -
         own.update(waiting, outcomes)
     own = new()
     with torch.no_grad():
-        own.networks.policy[2].bias[0] = torch.inf
+        own.networks.policy[2].bias[0] = torch.inf  # type: ignore[operator]
     message = r"hm3: .*loss is nan in update 1 .*below search.hm3.learning_rate=0.003"
     with pytest.raises(TrainingFailed, match=message):
         own.update(waiting, outcomes_of(waiting))
