@@ -262,7 +262,8 @@ def test_without_scales_none_is_searched() -> None:
 # Scales of MLPs, and the range of scales.
 
 
-def test_the_scale_of_an_mlp_is_that_of_the_last_layer_of_each_block() -> None:
+def test_the_scale_of_an_mlp_is_that_of_the_last_layer() -> None:
+    """The scale of an mlp is that of the last layer of each block."""
     own = dis(models(num_layers=2, max_layers=3), scale_of="mlp")
     chosen = dict.fromkeys(own.parameters.names, False) | {"b1.order": 0, "b2.order": 0, "b1.scale": 1.25}
     chosen |= {"b1.use.0.math": True, "b1.use.0.text": True, "b2.use.1.code": True, "b2.scale": 0.5}
