@@ -327,9 +327,8 @@ def test_an_end_of_the_range_is_not_rounded_out_of_it() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"layer_retention": False}, {"scale_of": "mlp", "scale_range": (0.0, 2.0)}, {"scales": False}]
 )
-def test_a_uniform_draw_is_the_repaired_one_of_each_parameter_by_itself(
-    options: dict[str, Any], seed: int, num_layers: int, room: int
-) -> None:
+def test_a_uniform_draw_is_the_repaired_one(options: dict[str, Any], seed: int, num_layers: int, room: int) -> None:
+    """A uniform draw is the repaired one of each parameter by itself."""
     family = models(num_layers=num_layers, max_layers=num_layers + room)
     own = dis(family, sampling="uniform", **options)
     drawn = own.parameters.sample(np.random.default_rng(seed))
@@ -339,7 +338,7 @@ def test_a_uniform_draw_is_the_repaired_one_of_each_parameter_by_itself(
     assert own.from_recipe(recipe) == drawn
 
 
-def test_uniform_draws_have_every_path_of_a_block_and_every_scale() -> None:
+def test_uniform_draws_have_every_path() -> None:
     """The paths of a block of three models have the shares that uniform bits and orders give them.
 
     A set of layers has the probability 1/8, and each of its orders an equal share of that.

@@ -727,7 +727,7 @@ def test_limit_of_layers_identifies_a_study() -> None:
     assert same_but_limits(parse_study(DOCUMENT), parse_study(changed("limits.max_layers", 60))) == ()
 
 
-def test_a_study_of_paths_that_was_stored_before_an_option_existed_continues() -> None:
+def test_a_study_of_paths_that_was_stored() -> None:
     """The options that were added to `dis` have the values that its studies had before."""
     stored = changed("search_space", {"kind": "dis"})
     now = parse_study(stored)

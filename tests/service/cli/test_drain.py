@@ -80,7 +80,7 @@ def test_a_drain_misses_no_driver_that_begins(terminal: Terminal, tmp_path: Path
     store.close()
 
 
-def test_servers_with_directories_of_their_own_are_drained_together(terminal: Terminal, tmp_path: Path) -> None:
+def test_servers_with_directories_of_their(terminal: Terminal, tmp_path: Path) -> None:
     """The drain is in the database, which a server's own directory or the option names."""
     database = f"sqlite:///{tmp_path / 'shared.db'}"
     for name in ("one", "two"):

@@ -198,9 +198,7 @@ def test_jobs_are_checked_on_the_head(
 
 
 @pytest.mark.slow
-def test_a_study_that_names_another_is_checked_where_the_database_is(
-    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3: S3
-) -> None:
+def test_a_study_that_names_another(jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3: S3) -> None:
     """Only the head has the variable with the database, so a check there alone finds the other study."""
     monkeypatch.setattr(node_calls, "nodes_of", lambda _: (HERE, Node("beef", "10.0.0.8", 1.0, 4.0)))
     database = f"sqlite:///{tmp_path / 'server.db'}"

@@ -263,7 +263,8 @@ def test_paths_are_of_types_whose_layers_and_mlps_can_be_scaled() -> None:
 
 
 @pytest.mark.slow
-def test_a_scale_of_an_mlp_costs_the_shipped_expert_less_than_one_of_the_stream(tmp_path: Path) -> None:
+def test_a_scale_of_an_mlp_costs_the_shipped(tmp_path: Path) -> None:
+    """A scale of an mlp costs the shipped expert less than one of the stream."""
     family = open_family(SHIPPED / "base", {"math": SHIPPED / "experts" / "math"}, cache=tmp_path)
     bank = Bank(family, cache=tmp_path)
     lines = (SHIPPED / "tasks" / "math_search.jsonl").read_text().splitlines()[:200]

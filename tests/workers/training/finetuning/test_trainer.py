@@ -173,7 +173,7 @@ def test_noise_is_where_merges_move_weights(place: Path) -> None:
         moved_by(spec_of(place, method={"noise_layers": [5]}), place)
 
 
-def test_training_with_noise_on_trained_layers_is_continued_only_by_name(place: Path, tmp_path: Path) -> None:
+def test_training_with_noise_on_trained(place: Path, tmp_path: Path) -> None:
     """A checkpoint of a version with noise on trained layers alone is refused unless these layers are named."""
     out = tmp_path / "out"
     named = {"training": {"layers": [1]}, "method": {"noise_layers": [1]}}
@@ -278,7 +278,8 @@ def test_packing_is_refused_where_documents_see_each_other(place: Path, tmp_path
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gemma3_text", "qwen3_moe"])
-def test_packing_is_accepted_where_attention_ends_with_a_document(tmp_path: Path, model_type: str) -> None:
+def test_packing_is_accepted_where_attention(tmp_path: Path, model_type: str) -> None:
+    """Packing is accepted where attention ends with a document."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(layout_family(tmp_path, model_type).base.directory)
