@@ -117,7 +117,7 @@ class Machine:
             f"mkdir -p /tmp/ray; mount --bind {shlex.quote(str(ray_dir))} /tmp/ray; "
         )
         if self.hidden is not None:
-            setup += f"mount -t tmpfs -o size=256m tmpfs {shlex.quote(str(self.hidden))}; "
+            setup += f"mount -t tmpfs -o size=2g tmpfs {shlex.quote(str(self.hidden))}; "
         setup += 'exec "$@"'
         namespaces = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--uts", "--ipc"]
         return ["ip", "netns", "exec", self.name, *namespaces, "bash", "-ec", setup, self.name]

@@ -11,6 +11,7 @@ import secrets
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -67,6 +68,20 @@ class Project:
             time.sleep(1)
         raise AssertionError(f"not ready: {said}\n{self.call('logs', '--tail=40')}")
 
+    def check_health(self, ended: threading.Event) -> None:
+        """Run the health checks of all services until `ended` is set.
+
+        podman has them run by systemd; without it services would never count as healthy.
+        """
+        if Path("/run/systemd/system").exists():
+            return
+        names = ["podman", "ps", "--quiet", "--filter", f"label=com.docker.compose.project={self.name}"]
+        while not ended.wait(2):
+            found = subprocess.run(names, capture_output=True, text=True, env=self.environment, check=False)
+            for container in found.stdout.split():
+                command = ["podman", "healthcheck", "run", container]
+                subprocess.run(command, capture_output=True, env=self.environment, check=False)
+
     def get(self, path: str) -> Any:
         response = httpx.get(f"{self.url}{path}", timeout=60)
         assert response.status_code == 200, response.text
@@ -95,6 +110,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     service = subprocess.Popen(["podman", "system", "service", "--time=0", f"unix://{place}"], env=environment)
     environment |= {"DOCKER_HOST": f"unix://{place}", "PORT": str(free_port())}
     made = Project(f"mergesearch-{secrets.token_hex(4)}", environment)
+    ended = threading.Event()
+    checks = threading.Thread(target=made.check_health, args=(ended,))
+    checks.start()
     try:
         while not place.exists():
             time.sleep(0.1)
@@ -103,6 +121,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
         yield made
     finally:
         made.call("down", "--volumes", "--timeout=10")
+        ended.set()
+        checks.join()
         service.terminate()
         service.wait()
 

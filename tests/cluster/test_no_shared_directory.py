@@ -6,6 +6,7 @@ servers, Ray, Serve, PostgreSQL and the downloads of models are real. The tasks 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import shutil
@@ -105,7 +106,7 @@ def apart(tmp_path: Path) -> Iterator[Apart]:
             "RAY_ADDRESS": f"http://{cluster.head.address}:{DASHBOARD_PORT}",
             "AWS_ENDPOINT_URL": s3.url,
         }
-        command = ["tests.benchmarks.fake_serve", "--allow-url", bucket]
+        command = ["tests.benchmarks.fake_serve", "--allow-url", bucket, "--files", f"{bucket}/files"]
         servers = [
             stack.enter_context(serving(command, site / f"server-{number}", environment=environment))
             for number in range(2)
@@ -143,6 +144,8 @@ def test_kills_without_a_shared_directory_change_no_trial(apart: Apart, tmp_path
     tiny_family(models, experts=EXPERTS)
     shutil.rmtree(models / "cache")
     for directory in models.iterdir():
+        sums = (f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in directory.iterdir())
+        (directory / "SHA256SUMS").write_text("".join(list(sums)))
         objects = ObjectStore(f"{apart.bucket}/{directory.name}")
         for file in directory.iterdir():
             objects.upload(file, file.name)

@@ -22,8 +22,7 @@ from service.cli.main import main
 from service.jobs.search.local_run import read_run
 from service.store import EvidenceRecord
 from service.store.database_url import VARIABLE
-from service.types import Origin
-from tests.cluster.machines import STORE_BYTES, Cluster, Machine, machines
+from tests.cluster.machines import BRIDGE_ADDRESS, STORE_BYTES, Cluster, Machine, machines
 from tests.deploy.test_machines import CLUSTER, INSTALLED, PAGE, SLURM
 from tests.deploy.test_machines import ENVIRONMENT as ENVIRONMENT_FILE
 from tests.docs.pages import Page
@@ -128,6 +127,9 @@ def test_ray_up_starts_all_machines(tmp_path: Path, cluster_file: Path) -> None:
         environment = ENVIRONMENT_FILE.read_text().replace("RAY_AUTH_TOKEN=", f"RAY_AUTH_TOKEN={token}")
         (tmp_path / "environment").write_text(environment)
         for machine in cluster.machines:
+            # Ray takes the address of the default route; without one it would take 127.0.0.1.
+            route = ["ip", "-n", machine.name, "route", "add", "default", "via", BRIDGE_ADDRESS]
+            subprocess.run(route, check=True)
             stack.enter_context(sshd(machine, tmp_path))
         command = [str(Path(sys.executable).with_name("ray")), "up", "--yes", "--no-config-cache", str(cluster_file)]
         done = subprocess.run(command, env=dict(cluster.environment), capture_output=True, text=True, timeout=600)
