@@ -22,6 +22,7 @@ from service.cli.main import main
 from service.jobs.search.local_run import read_run
 from service.store import EvidenceRecord
 from service.store.database_url import VARIABLE
+from service.types import Origin
 from tests.cluster.machines import BRIDGE_ADDRESS, STORE_BYTES, Cluster, Machine, machines
 from tests.deploy.test_machines import CLUSTER, INSTALLED, PAGE, SLURM
 from tests.deploy.test_machines import ENVIRONMENT as ENVIRONMENT_FILE
