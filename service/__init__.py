@@ -16,6 +16,7 @@ A package imports only packages listed below it, and the modules at the end of t
 - `schemas`: the shapes of result files and of the API's documents
 - `store`: jobs and their results in SQL
 - `resolved_study`: what a study file resolved to, as stored
+- `engine_machines`: the machines on which engines run, as an installation states them
 - `worker_process`: a separate process for heavy or risky calls
 - `disk`: locks on directories, and room on disks
 - `types`: records and enums

@@ -165,7 +165,7 @@ def test_variables_are_those_that_mergesearch_reads(rendered: Rendered) -> None:
         if each["name"].startswith("MERGESEARCH_")
     }
     sources = "".join(file.read_text() for room in ("service", "workers") for file in (ROOT / room).rglob("*.py"))
-    assert names == {"MERGESEARCH_DATABASE", "MERGESEARCH_CACHE"}
+    assert names == {"MERGESEARCH_DATABASE", "MERGESEARCH_CACHE", "MERGESEARCH_ENGINE_NODES"}
     assert [name for name in names if f'"{name}"' not in sources] == []
 
 

@@ -8,6 +8,7 @@ Importing this package does not import the libraries that propose: SMAC, scikit-
 - `history`: each trial at its highest rung, and which of two is better
 - `loss_comparison`: whether a search uses gradients
 - `midpoints`: points halfway between two trials of a front
+- `rung_choice`: whether a surrogate learns from all rungs or from the highest alone
 - `optuna_study`: proposals by Optuna's samplers
 """
 

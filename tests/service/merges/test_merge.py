@@ -371,7 +371,7 @@ def test_shards_are_as_large_as_asked(home: Path, capsys: pytest.CaptureFixture[
     assert len(list((home / "out").glob("model-*.safetensors"))) > 1
     with pytest.raises(SystemExit):
         main(["merge", str(file), "--out", str(home / "out"), "--max-shard-size", "large"])
-    assert "'large' is not a size; write it as 500MB or 5GB" in capsys.readouterr().err
+    assert "'large' is not a size; write it as 500MB, 5GB or 8GiB" in capsys.readouterr().err
 
 
 def test_a_model_of_another_shape_is_refused_by_its_header(

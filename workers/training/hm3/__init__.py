@@ -16,7 +16,9 @@ whereas episode n here is a function of the seed, n and the networks.
 - `wolpertinger`: from a proto-action to a step
 - `episodes`: one path, played with given networks
 - `ppo`: advantages and losses, as formulas on tensors
+- `actions`: the distributions from which a policy draws its actions
 - `learner`: improves networks by the episodes of one iteration; checkpoints
+- `first_learner`: the learner of studies of version 1 of the searcher
 - `training`: which networks play which episode, with which preference
 - `descriptors`: statistics of each layer's weights
 """
