@@ -32,6 +32,7 @@ HEAD, FIRST_WORKER = 10, 11
 GCS_PORT, DASHBOARD_PORT = 6379, 8265
 STORE_BYTES = 80_000_000
 START_S = 180.0
+STARTS = 5
 POLL_S = 0.5
 PROGRAMS = ("ip", "unshare", "mount")
 BIN = Path(sys.executable).parent
@@ -178,9 +179,15 @@ class Cluster:
         self.wait_for_nodes(1)
 
     def start_worker(self, worker: Machine) -> None:
+        """Start a worker's Ray, and again if it gives up, as systemd does: `ray start` waits 30 s for its node."""
         before = self.num_nodes()
-        worker.start(f"--address={self.address}", "--num-cpus=1", f"--object-store-memory={STORE_BYTES}")
-        self.wait_for_nodes(before + 1)
+        for _ in range(STARTS):
+            worker.start(f"--address={self.address}", "--num-cpus=1", f"--object-store-memory={STORE_BYTES}")
+            while worker.is_running:
+                if self.num_nodes() > before:
+                    return
+                time.sleep(POLL_S)
+        self.wait_for_nodes(before + 1, timeout_s=0.0)
 
     def start(self) -> None:
         self.start_head()
