@@ -44,8 +44,8 @@ class ProgressView:
     """Progress reporter that shows a study's progress on `stream` (default: standard error).
 
     Use it as a context manager. It is thread-safe. Its method `update` is cheap enough to be called for every sample.
-    Lines appear every `interval_s` seconds, at each new stage, and at the end. `worked_s` are the seconds that earlier
-    attempts at the study have worked.
+    Lines appear every `interval_s` seconds, at each new stage, and at the end. `worked_s` is the number of seconds that
+    earlier attempts worked on the study.
     """
 
     def __init__(

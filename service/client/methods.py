@@ -57,9 +57,9 @@ def named(client: type[C]) -> type[C]:
 
 
 def _described(method: T, flow: Callable[..., Any]) -> T:
-    """Give `method` the name, signature and docstring of the function `flow`, and return it.
+    """Give `method` the name, signature and docstring of the function `flow`, and return `method`.
 
-    They are shown by `help` and on the API pages.
+    `help` and the API pages show them.
     """
     signature = inspect.signature(flow)
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), *signature.parameters.values()]

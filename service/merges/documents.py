@@ -1,4 +1,4 @@
-"""Reading of files that describe merges, as JSON or YAML, and collecting of the problems in them."""
+"""Reads files that describe merges, as JSON or YAML, and collects the problems in them."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _last(pairs: list[tuple[str, Any]], warn: Callable[[str], None]) -> dict[str
 
 
 def _from_yaml(text: str, warn: Callable[[str], None]) -> list[Any]:
-    """Read the documents of a YAML text in the way of mergekit, with PyYAML's SafeLoader.
+    """Read the documents of a YAML text with PyYAML's SafeLoader, as mergekit does.
 
     If a key is repeated, the last value counts, and `warn` is called.
     """

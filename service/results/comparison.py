@@ -36,8 +36,9 @@ def compare(
         bounds: Lowest and highest value that a sample of an objective can have, where they are known.
 
     Returns:
-        The estimates (`estimate`) and their mean (`mean_of`), which is None without objectives to average. With
-        `reference`, also the paired differences "this row minus reference" by objective and, as "mean", of the mean.
+        The estimate of each objective (`estimate`) and their mean (`mean_of`), which is None if there are no objectives
+        to average. With `reference`, the row also has the paired differences "this row minus reference" by objective,
+        and the difference of the means under "mean".
 
     Raises:
         ValueError: `estimate` or `paired_difference` refuses the values.

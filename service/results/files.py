@@ -1,6 +1,6 @@
 """Writes the result files of a run: trials.jsonl, summary.json, pareto.json and report.html.
 
-Everything is computed from stored records: writing the files again gives the same files.
+Everything is computed from stored records, so writing the files again gives the same files.
 """
 
 from __future__ import annotations

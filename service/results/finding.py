@@ -33,7 +33,7 @@ RIVALS = {Origin.SOURCE: "single model", Origin.PUBLISHED: "published recipe"}
 class RivalTest:
     """Comparison of the finalists that the search proposed with a rival, the best baseline of one kind.
 
-    The rival is the baseline that is best on the holdout data themselves. It may owe this to luck, which makes the
+    The rival is the baseline that is best on the holdout data themselves. Part of its lead may be luck, which makes the
     comparison harder for the finalists.
 
     Attributes:
@@ -74,8 +74,9 @@ def rival_tests(
 ) -> tuple[RivalTest, ...]:
     """Compare the finalists that the search proposed with the best source model and the best published recipe.
 
-    What is estimated is the mean of the paired differences over the accuracy objectives. Without accuracy objectives it
-    is the mean over all objectives, each as a share of its range. Objectives without holdout data are left out.
+    Each comparison estimates the mean of the paired differences over the accuracy objectives. Without accuracy
+    objectives it estimates the mean over all objectives, each divided by the width of its range. Objectives without
+    holdout data are left out.
 
     Args:
         finalists: The finalists, the best on search data first.
@@ -114,7 +115,7 @@ def finding_text(
     """State in one sentence whether a merge is better than the best baselines on held-out data.
 
     Args:
-        tests: Comparisons of the finalists with the best baselines, that with source models first.
+        tests: Comparisons of the finalists with the best baselines; the comparison with source models comes first.
         objectives: Objectives that all rows have holdout data for.
         best: The best trial on search data.
         was_scored: Whether the held-out stage has results.

@@ -35,7 +35,7 @@ class ArtifactQuota:
     def admit(self, num_bytes: int, make: Callable[[], Made]) -> Made:
         """Store a job by calling `make`, if the `num_bytes` of artifacts that the job will store fit into the quota.
 
-        The quota also has to hold the artifacts that are stored, and those that unfinished jobs will still store.
+        The artifacts that are stored already, and those that unfinished jobs will still store, take up the quota too.
         Returns what `make` returns. Raises Conflict, without calling `make`, if the job's artifacts do not fit.
         """
         with self._lock:

@@ -1,8 +1,8 @@
 """Events and progress of a stored fine-tuning, from the histories that its training workers write.
 
 An event of the kind `training` has the step, losses and other numbers of an expert's last updates, or the results of an
-evaluation. The stored events say which lines of the histories were stored already, so that a driver continues where the
-previous one ended.
+evaluation. From the stored events, a new driver knows which lines of the histories are stored already, and continues
+after them.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def storing_events(
 ) -> Iterator[None]:
     """Context in which new losses and evaluations of running trainings are stored as events every 2 s.
 
-    `places` has the experts' directories by alias. `spec_file` and `worker_file` are names of files there: the first is
-    written when a training starts, the second when the training's workers start. While the second is missing, or older
-    than the first, the driver reports that it waits for workers.
+    `places` has the experts' directories by alias. `spec_file` and `worker_file` are names of files in these
+    directories: `spec_file` is written when a training starts, `worker_file` when the training's workers start. While
+    `worker_file` is missing, or older than `spec_file`, the driver reports that it waits for workers.
     """
     history = _HistoryEvents(store, writer, heartbeat, places)
     done = threading.Event()

@@ -1,7 +1,7 @@
 """Verification of a study: plain transformers score some of its trials again.
 
-Stored reports say which trials were verified, and with which samples. Every attempt verifies the chosen trials without
-a report, and verifies trials again whose samples differed before.
+A stored report states which trial was verified, and with which samples. Every attempt verifies the chosen trials that
+have no report yet, and the trials whose samples differed in an earlier verification.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def _samples(store: Store, study_id: str, trial: TrialRecord, spans: Sequence[Sp
 def _is_verified(report: TrialVerification | None, trial: TrialRecord, digest: str) -> bool:
     """Whether a stored report found the samples of a trial's merge equal; `digest` is the hash of these samples.
 
-    False if `report` is None, or if it is about another recipe or other samples. Reports of earlier versions do not say
-    which samples they compared, so their trials count as not verified.
+    The result is False if `report` is None, or if it is about another recipe or other samples. Reports of earlier
+    versions do not say which samples they compared, so their trials count as not verified.
     """
     return (
         report is not None
