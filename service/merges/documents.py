@@ -46,7 +46,7 @@ class Problems:
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Context that catches errors about the file, the models and the result's directory as problems."""
+        """Context that adds errors about the file, the models or the result's directory to the problems."""
         try:
             yield
         except InvalidRecipe as error:

@@ -127,7 +127,7 @@ class MergePlan:
         )
 
     def _download(self) -> tuple[str, ...]:
-        """Line about weights that will be downloaded from the hub, in a tuple; an empty tuple if there are none."""
+        """Tuple with one line about weights that must be downloaded from the hub; empty if there are none."""
         num_bytes = self.disk_bytes.download
         if not num_bytes:
             return ()

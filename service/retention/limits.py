@@ -35,7 +35,7 @@ class Limit:
 
 
 def parse_keep(text: str) -> tuple[str, Limit]:
-    """Parse a limit such as "responses=30d", "files=5GB" or "jobs=180d,50GB". Raises ValueError for other texts."""
+    """Parse a limit such as "responses=30d", "files=5GB" or "jobs=180d,50GB". Raises ValueError for an invalid text."""
     kind, sign, given = text.partition("=")
     if kind not in KINDS or not sign:
         raise ValueError(f"{text!r} is not a limit; write KIND=LIMIT with one of {', '.join(KINDS)}, as responses=30d")

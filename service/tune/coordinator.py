@@ -1,6 +1,6 @@
 """The coordinator of one study: hands out evaluations and stores their results.
 
-It knows the evaluations in flight, and handles those that fail. `ask_and_tell` decides what is evaluated, `trials`
+It keeps the running evaluations, and handles failed evaluations. `ask_and_tell` decides what is evaluated, `trials`
 keeps the trials, `samples` checks and stores results, `holdout_stage` follows the search. The coordinator does not know
 Ray: `ray_tune` runs its evaluations.
 """
@@ -40,9 +40,10 @@ MAX_LOST_ACTORS = 3
 class Coordinator:
     """The coordinator of one study, which hands out evaluations and stores their results.
 
-    It is not thread-safe: Tune's controller loop is its only caller. `observer` is called with a word for what has just
-    happened or follows next ("ask", "chunk", "commit", "rung", "promotion", ...), so that tests can stop the process
-    there. `is_out_of_budget` is called before a new trial starts and returns the limit that is exhausted, or None.
+    It is not thread-safe: Tune's controller loop is its only caller. `observer` is called with a word for the event
+    that has just happened or follows next ("ask", "chunk", "commit", "rung", "promotion", ...), so that tests can stop
+    the process at this event. `is_out_of_budget` is called before a new trial starts and returns the limit that is
+    exhausted, or None.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Coordinator:
     def num_samples_used(self) -> int:
         """Number of samples that the search has used in all attempts.
 
-        They are the samples scored for the search, and those that the searcher's steps count as.
+        The samples scored for the search and the samples that the searcher's steps count as are added up.
         """
         return self._ask_and_tell.num_samples_used
 
@@ -132,7 +133,7 @@ class Coordinator:
         """The next evaluation to run, or None if no evaluation can start before a running one has finished.
 
         Waits up to `timeout_s` for the searcher if there is nothing else to do. Samples of an engine that failed a
-        check are scored again first; nothing new starts before.
+        check are scored again first; no other evaluation starts before that.
         """
         self.look_for_faults(at_once=False)
         if self._chunks.is_rescoring:
@@ -203,7 +204,8 @@ class Coordinator:
         Returns True if the evaluation is finished. Errors that end the study or this attempt at it are raised.
 
         Raises:
-            EvidenceMismatch: The result is not of the requested recipe, sources or prompts; the study ends.
+            EvidenceMismatch: The result belongs to another recipe, other sources or other prompts than requested; the
+                study ends.
             StudyFailed: A metric fails on the base model, or samples that were scored again after an engine failed a
                 check have other values; the study ends.
             StudyUnusable: An engine cannot use its models or a task; the attempt ends.

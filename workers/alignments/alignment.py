@@ -30,7 +30,7 @@ class Alignment:
     """Map of the residual stream between two layers: a linear map or a scale for each channel, and optionally a shift.
 
     An alignment has either a `projection` [hidden, hidden] or a `scale` [hidden]; the `shift` [hidden] is optional.
-    Raises ValueError for other tensors or shapes, and for values that are NaN or infinite.
+    Raises ValueError if the tensors or shapes differ from this, or if values are NaN or infinite.
     """
 
     projection: torch.Tensor | None = None

@@ -71,8 +71,8 @@ def aligned_parts(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> AlignedPart
     """The tensors and configuration that a recipe's alignments add to a checkpoint; None if it has no alignments.
 
     The alignments are read from the bank's directory of alignments and rounded to `dtype`. Raises InvalidRecipe if an
-    alignment does not fit the models, if its file is missing, and for model types whose merges with alignments cannot
-    be exported (those not in `CLASSES`).
+    alignment does not fit the models, if its file is missing, or if merges of this model type cannot be exported with
+    alignments (types not in `CLASSES`).
     """
     if not any(alignments_before(recipe)):
         return None

@@ -67,9 +67,9 @@ def _points(run: RunRecord) -> tuple[HypervolumePoint, ...]:
 
 
 def _spent(run: RunRecord) -> dict[int, int]:
-    """Number of samples spent up to each trial, that trial included, by trial number.
+    """Number of samples spent until each trial has ended, by trial number, counting all trials with smaller numbers.
 
-    They are the scored samples, and those that the searcher's steps for proposals count as.
+    Scored samples, and the samples that the searcher's steps for proposals count as, are added up.
     """
     trials = sorted(run.trials, key=lambda trial: trial.number)
     each = [trial.samples_scored + run.search.charges.get(trial.number, 0) for trial in trials]

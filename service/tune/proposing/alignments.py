@@ -1,4 +1,7 @@
-"""The alignments of a study, learned in Ray tasks: one task reads the texts for each model, one fits each pair."""
+"""Learning of a study's alignments in Ray tasks.
+
+One task for each model reads the texts, and one task for each pair of layers fits the pair's alignment.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +132,7 @@ def _read(inputs: AlignmentInputs, alias: str, before: Sequence[int]) -> list[An
     """Read the activations before certain layers of one model of the pool, as a Ray task.
 
     `alias` names the model, `before` has the indices of the layers. Returns a NumPy array for each of these layers, and
-    then one array that says of each row of activations whether it is held out from fitting.
+    then one boolean array that is True for the rows of activations that are held out from fitting.
     """
     torch.set_num_threads(TASK_CPUS)  # equal bits on every machine
     family = on_this_machine(inputs.family)

@@ -35,8 +35,8 @@ class GradientInputs:
 class GradientActor:
     """The actor that computes losses and gradients of merges, one step at a time.
 
-    It holds a trainable model and the bank of source weights. Equal requests have equal results on one device with one
-    number of threads.
+    It holds a trainable model and the bank of source weights. Equal requests have equal results on the same device with
+    the same number of threads.
     """
 
     def __init__(self, inputs: GradientInputs) -> None:
@@ -112,7 +112,8 @@ class GradientActor:
         """The derivatives of a loss with respect to the parameters of the search space, by the parameter's name.
 
         `result` has the derivatives with respect to the coefficients of the merge. Several coefficients may have the
-        value of one parameter. The parameter's derivative is the sum of theirs.
+        value of one parameter. The derivative with respect to this parameter is the sum of the derivatives with respect
+        to these coefficients.
         """
         space = self._inputs.space
         slopes: dict[str, float] = {}
@@ -128,11 +129,12 @@ class GradientActor:
 
 
 def _with_stated_coefficients(space: DifferentiableSpace, point: tuple[float, ...]) -> tuple[float, ...]:
-    """Move `point` as little as needed so that its recipe states every coefficient, and return the new point.
+    """Change `point` as little as possible so that its recipe contains every coefficient, and return the new point.
 
-    A loss has derivatives with respect to stated coefficients only. A point has a value for each parameter of `space`.
-    A recipe in canonical form does not state a source's coefficient of 0, or a shared coefficient that has its default.
-    Such a value of `point` is changed by the smallest step that recipes can express, upwards if the range allows.
+    A loss has derivatives only with respect to coefficients that the recipe contains. A point has a value for each
+    parameter of `space`. A recipe in canonical form leaves out a source's coefficient that is 0, and a shared
+    coefficient that has its default. Such a value of `point` is changed by the smallest step that recipes can express,
+    upwards if the range allows.
     """
     declared = METHODS[space.method].coefficient(space.coefficient)
     left_out = 0.0

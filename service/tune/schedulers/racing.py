@@ -1,9 +1,9 @@
-"""Racing: a trial is compared with the best trials on the same samples, and stopped when it is behind.
+"""Racing: each trial is compared with the best trials on the same samples, and stopped when it is behind them.
 
 Trials are compared at each rung, which is a fixed number of samples of every objective. Birattari et al., "A racing
-algorithm for configuring metaheuristics" (2002), stop a trial by a statistical test. Here it is stopped as soon as it
-is behind: a worse trial costs few samples, at the risk of losing a better one that starts badly. With a `Bound`, a
-trial is stopped when that risk is known to be small.
+algorithm for configuring metaheuristics" (2002), stop a trial by a statistical test. Here a trial is stopped as soon as
+it is behind: bad trials cost few samples, but a good trial that starts badly may be lost. With a `Bound`, a trial is
+stopped only if the probability of this is known to be small.
 """
 
 from __future__ import annotations

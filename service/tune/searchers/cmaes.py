@@ -30,7 +30,8 @@ class CmaEsSearcher:
 
     A generation consists of the next trials in order, even if some of them were drawn from an earlier distribution,
     because proposals may run ahead of results. The first distribution has the standard deviation `first_sigma`, as a
-    share of each parameter's range. Up to `max_full` parameters, all correlations between parameters are learned.
+    share of each parameter's range. In spaces of at most `max_full` parameters, all correlations between parameters are
+    learned.
     """
 
     # A share of each parameter's range. The search starts at a good recipe: with 0.2, the first generations were far

@@ -27,7 +27,8 @@ class Descent:
     """A gradient descent of `num_steps` steps for one preference vector.
 
     `num_points` of its points, evenly spaced and including the end, become trials. `neighbours` are the numbers of
-    earlier descents, the nearest first. `learning_rate` is that of the first step; it falls linearly.
+    earlier descents, the nearest first. `learning_rate` is the learning rate of the first step; it falls linearly from
+    step to step.
     """
 
     preference: tuple[float, ...]
@@ -66,9 +67,10 @@ def descents_of(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]
 
 
 def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
-    """The number of the descent and the index of the point in it that become the proposal with index `index`.
+    """The descent, and the index of its point, that become the proposal with index `index`.
 
-    Proposals are counted from 0 without baselines. Returns None if the proposal follows the points of all descents.
+    Descents are identified by their numbers. Proposals are counted from 0 without baselines. Returns None if the
+    proposal comes after the points of all descents.
     """
     for number, descent in enumerate(descents):
         if index < descent.num_points:

@@ -32,9 +32,8 @@ _SMALLEST_WEIGHT = 1e-6
 class MoeadSearcher:
     """The searcher MOEA/D-DE (Li and Zhang, 2009), for several objectives.
 
-    The size of the population and the rates of crossover and mutation are those with which papers on merging run
-    MOEA/D-DE as a baseline. Choices and inactive parameters are treated as numbers in [0, 1], as numeric parameters
-    are.
+    The size of the population and the rates of crossover and mutation are the values that papers on merging use for
+    MOEA/D-DE as a baseline. Choices and inactive parameters are treated as numbers in [0, 1], like numeric parameters.
     """
 
     population_size: int = 30

@@ -97,8 +97,8 @@ def nothing_to_compare(
 ) -> str | None:
     """The reason why a merge cannot be verified, by its tasks or for lack of memory; None if it can be verified.
 
-    Only tasks with greedy completions or options can be compared. `depth` is the merge's number of layers divided by
-    that of the checkpoint in `directory`; the memory that is needed grows with it.
+    Only samples of tasks with greedy completions or with options can be compared. `depth` is the merge's number of
+    layers divided by that of the checkpoint in `directory`; the memory that is needed grows with it.
     """
     if not any(evaluator.is_greedy(span.task) for span in spans):
         return _sampled([span.objective for span in spans])
@@ -196,8 +196,8 @@ class _Comparison:
     def difference(self, pair: _Pair) -> SampleDifference | None:
         """The difference between the answers of engine and transformers to one sample; None if they are equal.
 
-        The difference is beyond rounding if the log-probabilities differ by more than the tolerance, or if answers
-        differ where rounding cannot explain it. The method `read` must have been called before.
+        The difference counts as larger than rounding explains if the log-probabilities differ by more than the
+        tolerance, or if answers differ although no token is unclear. The method `read` must have been called before.
         """
         apart = self.apart.get(pair.key, 0.0)
         is_apart = apart > self.tolerance
@@ -224,7 +224,7 @@ class _Comparison:
         )
 
     def _parting(self, pair: _Pair) -> tuple[str, float] | None:
-        """How the completions of engine and transformers differ: in "tokens" or only in "text", and by which gap.
+        """How the completions of engine and transformers differ: in "tokens" or only in "text", and with which gap.
 
         A gap is a difference of log-probabilities by transformers. For "tokens" it is the largest amount by which a
         token of the engine's completion is less likely than the likeliest token in its place. For "text" it is the gap
@@ -239,9 +239,9 @@ class _Comparison:
         return None
 
     def _choice_gap(self, prompt: Tokens, completion: Tokens) -> float:
-        """The largest amount by which a token of `completion` is less likely than the likeliest token in its place.
+        """The largest gap of a token of `completion`: how much less likely it is than the likeliest token in its place.
 
-        The amount is a difference of log-probabilities by transformers, at most FAR. It is FAR if the completion has a
+        The gap is a difference of log-probabilities by transformers, at most FAR. It is FAR if the completion has a
         token that the exported model lacks.
         """
         if max(completion) >= self.reference.model.get_input_embeddings().num_embeddings:

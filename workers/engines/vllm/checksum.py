@@ -18,8 +18,9 @@ WEIGHT = 0x9E3779B97F4A7C15
 def checksum(parameters: Mapping[str, torch.Tensor]) -> str:
     """Checksum of a model's parameters: sha256 (hex) over names, dtypes, shapes and one 64-bit sum for each parameter.
 
-    Each sum multiplies every 64-bit word with an odd number that depends on the word's position, modulo 2^64. Odd
-    numbers can be inverted, so that a change of a single word always changes the sum; exchanging words changes it too.
+    In each sum, every 64-bit word is multiplied by an odd number that depends on the word's position, modulo 2^64. Odd
+    numbers are invertible modulo 2^64, so a change of a single word always changes the sum; exchanging words changes it
+    too.
     """
     return combined(parameters, {name: word_sum(parameter) for name, parameter in parameters.items()})
 
