@@ -23,7 +23,7 @@ MODEL = "model"
 
 @contextmanager
 def turn(place: Path) -> Iterator[None]:
-    """Context manager for exclusive work on the file or directory `place`: other processes of this machine wait."""
+    """Context manager for exclusive work on the file or directory `place`; other processes of this machine wait."""
     place.parent.mkdir(parents=True, exist_ok=True)
     with place.with_name(f".{place.name}.lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

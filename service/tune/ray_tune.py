@@ -119,7 +119,7 @@ class _Interrupt:
 
 
 class _Raised:
-    """Keeps the error that the coordinator raised while Tune handled a result, so that it can be raised again later.
+    """Holder of the error that the coordinator raised while Tune handled a result, so that it can be raised again.
 
     Tune itself raises a TuneError, which has only the text of the traceback.
     """

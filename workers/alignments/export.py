@@ -45,10 +45,10 @@ class AlignedParts:
         }
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The config.json of the export with alignments, made from `config`, that of the same model without alignments.
+        """The config.json of the export with alignments, made from `config`, the same model's without alignments.
 
-        The result has other values for architectures and model_type, and also auto_map and alignments. The model class
-        with alignments needs these.
+        The result has other values of `architectures` and `model_type`, and the additional keys `auto_map` and
+        `alignments`. The model class with alignments needs these.
         """
         name = CLASSES[self._model_type]
         module = MODELING_FILE.stem

@@ -37,9 +37,9 @@ CHECKSUM = xxhash.xxh3_128
 
 @dataclass(frozen=True)
 class Progress:
-    """How far an export is: `written` of `total` bytes of tensors are written.
+    """Progress of an export: `written` of `total` bytes of tensors are written.
 
-    `kept` of the written bytes are from an earlier export that was killed.
+    `kept` is the number of written bytes that are from an earlier, killed export.
     """
 
     written: int
@@ -92,7 +92,7 @@ def write_shards(
     A file's checksum is recorded, in a state file beside `directory`, once the file is on disk. Files that an earlier,
     killed export completed are kept if they still have the recorded checksum. The tensors in `added`, such as those of
     alignments, come after those of the merge. `progress` is called at the beginning and for every tensor. A single file
-    gets no index.
+    has no index.
     """
     state = directory.parent / STATE
     checksums = _complete_shards(shards, directory, state)

@@ -69,8 +69,8 @@ class Bank:
     no GPU memory to other processes.
 
     Statistics of the sources, such as tables of magnitudes, are cached once computed. Statistics of several sources
-    together are cached only within a share of memory (`recent`). With `keeps_statistics=False` nothing is cached. That
-    is right for a single merge, which needs each statistic once.
+    together are cached only within a share of memory (`recent`). With `keeps_statistics=False` nothing is cached. This
+    saves memory for a single merge, which needs each statistic once.
 
     `sources` are models that are already opened, or a description of models. Described models are opened here and must
     have the fingerprints that the description states. Weights are searched for NaN and infinity once for each content.
@@ -145,12 +145,12 @@ class Bank:
     def view(self, alias: str) -> Checkpoint:
         """The model `alias`, with its embedding and output head for the family's vocabulary.
 
-        Their rows are in the order of this vocabulary, as merges need them.
+        The rows of both are in the order of this vocabulary, which merges require.
         """
         return self._checkpoints[alias]
 
     def views(self, models: Mapping[str, str]) -> dict[str, Checkpoint]:
-        """The models of a recipe that the bank has, by the recipe's aliases, as the method `view` returns them.
+        """Views of those models of a recipe that the bank has, by the recipe's aliases (see the method `view`).
 
         `models` maps the recipe's aliases to content fingerprints. Models that the bank does not have are left out.
         """
@@ -267,7 +267,7 @@ class Bank:
     def num_elements(self, *, stacks_experts: bool = False) -> int:
         """The number of elements of all merged tensors together.
 
-        With `stacks_experts` the experts of a mixture count as one tensor, which changes nothing but the names.
+        With `stacks_experts` the experts of a mixture count as one tensor; the number of elements is the same.
         """
         return self._merged_names(stacks_experts)[1]
 
@@ -281,7 +281,7 @@ class Bank:
         stacks_experts: bool = False,
         compiles: bool = True,
     ) -> tuple[ModelMagnitudes, ...]:
-        """For each source, the thresholds of its tensor at which its model's whole task vector is cut at ranks.
+        """For each source, the thresholds that cut the whole task vector of its model at given ranks, for its tensor.
 
         Tensors are given as (alias, name). `ranks` has the ranks for each source: rank n is the n-th largest magnitude
         of all tensors of the source's model, minus those of the model of `base`. `masks` has for each source the
@@ -304,11 +304,12 @@ class Bank:
         stacks_experts: bool = False,
         compiles: bool = True,
     ) -> int:
-        """By how many elements of the whole model a positive sign is elected more often than a negative one.
+        """Number of elements of the whole model with a positive elected sign, minus the number with a negative one.
 
-        Signs are elected among the task vectors of the models of `sources`, trimmed to `shares` of the whole model, as
-        if all tensors were merged alike. The other arguments are those of `whole_magnitudes`. It is computed by plain
-        torch, tensor by tensor on `device`, once for each combination, and then cached.
+        The sign of an element is elected among the task vectors of the models of `sources`. These are trimmed to
+        `shares` of the whole model, as if all tensors were merged in the same way. The other arguments are those of
+        `whole_magnitudes`. The result is computed by plain torch, tensor by tensor on `device`, once for each
+        combination of arguments, and then cached.
         """
         aliases = tuple(alias for alias, _ in sources)
         key = aliases, base[0], tuple(shares), tuple(masks), stacks_experts
@@ -357,7 +358,7 @@ class Bank:
         return self._of_model[stacks_experts]
 
     def _mask_of(self, key: Key, mask: Mask | None) -> tuple[float, int] | None:
-        """The density and the key of a source's random mask, of which `mask` has the density and the seed."""
+        """The density and the key of a source's random mask, from the density and the seed in `mask`; or None."""
         return None if mask is None else (mask[0], mask_key(mask[1], self.sources.fingerprints[key[0]], key[1]))
 
     def norms(self, sources: Sequence[Key], base: Key) -> tuple[float, ...]:
@@ -386,7 +387,7 @@ class Bank:
         return order
 
     def merge_on(self, device: torch.device | str) -> None:
-        """Compute merges on `device` from now on; the sources stay in the memory where they are.
+        """Compute merges on `device` from now on; the sources are not moved.
 
         Cached statistics that are stored on a device, or whose bits depend on it, are dropped.
         """
@@ -400,8 +401,8 @@ class Bank:
     def summary(self) -> dict[str, Any]:
         """Placement and size of the sources, as a document for the statistics of engines.
 
-        Its keys are placement, bytes (of the sources), statistics_bytes (of cached statistics), models (their number)
-        and fingerprint (that of the family).
+        The keys are placement, bytes (size of the sources), statistics_bytes (size of cached statistics), models
+        (number of models) and fingerprint (of the family).
         """
         return {
             "placement": self.placement.value,
@@ -414,8 +415,8 @@ class Bank:
     def ranks(self, sources: Sequence[Key], base: Key) -> tuple[torch.Tensor, ...]:
         """For each source, the rank of each magnitude |source - base| within its row of the tensor.
 
-        Rank 0 is that of the smallest. Tensors are given as (alias, name). Ranks are computed at every call unless
-        `keep_ranks` was called before.
+        Rank 0 is the rank of the smallest magnitude. Tensors are given as (alias, name). Ranks are computed at every
+        call unless `keep_ranks` was called before.
         """
         known = []
         for source in sources:
@@ -431,7 +432,7 @@ class Bank:
     def keep_ranks(self) -> None:
         """From now on, cache the ranks that the method `ranks` computes, in host memory.
 
-        They take two bytes for each element of a source, or four in rows longer than 65536.
+        Ranks take two bytes for each element of a source, or four bytes in rows longer than 65536.
         """
         self._keeps_ranks = True
 
@@ -463,7 +464,7 @@ class Bank:
 
 
 def _content_problems(sources: ResolvedFamily, stated: Family) -> tuple[str, ...]:
-    """What is wrong with the content of the models: changed files, or values such as NaN; one line per problem.
+    """Problems with the content of the models, one line each: changed files, or values such as NaN.
 
     A model has changed if its fingerprint in `sources` is not the one that `stated` has for it.
     """

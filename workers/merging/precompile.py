@@ -1,8 +1,8 @@
 """Compilation of the CPU kernels of the most used methods: `python -m workers.merging.precompile`.
 
 `make install` runs it. A kernel is compiled for a rule, a number of sources and a dtype, at its first use, which takes
-seconds; the code is kept on disk (`kernels.compilation`). The command saves no time where the code cannot be kept, or
-is on disk already.
+seconds; the code is kept on disk (`kernels.compilation`). The command saves no time if the code cannot be kept on disk,
+or is on disk already.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHAPE = (64, 512)
 class Usual:
     """A merge whose kernel is compiled in advance, with the `dtype` of its operands and its result.
 
-    `is_tied` says that many elements have the magnitude of a threshold; another kernel handles this case.
+    If `is_tied` is True, many elements have the magnitude of a threshold; another kernel handles this case.
     """
 
     merge: Merge

@@ -1,4 +1,4 @@
-"""A cache for statistics of several sources: those used last, within a share of memory.
+"""A cache for statistics of several sources, which keeps the statistics used last, within a share of memory.
 
 A search may use any subset of its experts; the tables of all subsets would be larger than the models.
 """

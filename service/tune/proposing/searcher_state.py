@@ -149,9 +149,9 @@ class SentObservations:
         self._indices: dict[int, tuple[int, Observation]] = {}  # by id; observations are kept so that ids stay theirs
 
     def add(self, observations: Sequence[Observation]) -> tuple[list[Observation], list[int]]:
-        """The observations that must be sent before a call, and the indices by which the call names its observations.
+        """Observations that must be sent to the other process before a call, and the indices of all that the call uses.
 
-        Observations to send are those that were not sent before, in order.
+        The observations to send are those that were not sent before, in order.
         """
         new = []
         for observation in observations:

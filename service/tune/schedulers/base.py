@@ -394,7 +394,7 @@ class RungTable(ABC):
         return True
 
     def _see(self, number: int, rung: int) -> bool:
-        """Let proposals use the result of a trial at a rung, and return whether the trial was evaluated there.
+        """Let proposals use a trial's result at a rung, if it exists; return whether the trial was evaluated there.
 
         A trial that failed counts as evaluated, but has no result that proposals could use.
         """

@@ -1,4 +1,4 @@
-"""The descents of a search by gradients: one for each preference vector, ordered so that each follows a neighbour.
+"""The descents of a search by gradients: one for each preference vector, in an order in which neighbours are similar.
 
 The first descent is for the preference vector nearest to equal weights. Each later descent is for the vector nearest to
 the vectors of earlier ones, and starts at the end of the nearest earlier descent, so that few steps are enough.

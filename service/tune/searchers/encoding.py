@@ -122,7 +122,7 @@ class Encoding:
         return self._is_categorical
 
     def fill(self, rows: Rows, rng: np.random.Generator) -> Rows:
-        """The rows with a random number for each inactive parameter, so that rows can be added and subtracted."""
+        """Copy of the rows with random numbers for inactive parameters, so that rows can be added and subtracted."""
         return np.where(rows == INACTIVE, rng.random(rows.shape), rows)
 
     def first_unknown(self, rows: Rows, known: Sequence[Mapping[str, Any]]) -> Rows | None:

@@ -97,9 +97,9 @@ def most_compared_samples(setting: SearchSetting) -> int:
 
 
 def reference_completions(steps: Sequence[Step]) -> Mapping[str, Sequence[int]] | None:
-    """The sample positions that have a correct completion, by objective, for objectives that use them as references.
+    """Sample positions with a correct completion, for each objective whose references are such completions.
 
-    Returns None if the search has not asked for completions.
+    Returns None if the search has not requested completions.
     """
     for step in steps:
         if isinstance(step, CompletionsStep):

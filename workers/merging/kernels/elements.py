@@ -1,7 +1,7 @@
 """Compiled functions on single elements: reading a stored one as float32, common operations, and rounding to store.
 
-The words in which bfloat16 and float16 are stored are those of `arguments.as_array`. Infinity and NaN come from
-arithmetic, never from the sources: the bank refuses those.
+The words in which bfloat16 and float16 are stored are those of `arguments.as_array`. Infinity and NaN come only from
+arithmetic, because the bank refuses sources that contain them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
 
 @intrinsic
 def stores_done(typing_context: Any) -> Any:
-    """A memory fence: after it, other threads see everything that was stored past the processor's caches."""
+    """Memory fence: after the call, other threads see all data that was stored past the processor's caches."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -82,7 +82,7 @@ def stores_done(typing_context: Any) -> Any:
 
 @compiled
 def copied_past_caches(block: Any, out: Any, start: Any, stop: Any) -> None:
-    """Copy block[: stop - start] to out[start:stop], without the processor's caches where alignment and size allow it.
+    """Copy block[: stop - start] to out[start:stop], past the processor's caches where alignment and size allow it.
 
     The arrays have one element type; positions are unsigned. `stores_done` must be called after the last copy.
     """
@@ -145,7 +145,7 @@ def _from_float16(word: Any) -> Any:
 
 
 def rounded(number: Any, like: Any) -> Any:
-    """Round a float32 number to the element type of the array `like`, to nearest, ties to even; returns what to store.
+    """Round a float32 number to the element type of the array `like`, to nearest, ties to even; return the word.
 
     Callable only in compiled code.
     """

@@ -1,6 +1,6 @@
-"""The value that each kind of sparsification gives to an element of a task vector.
+"""Functions that compute the value of a task vector's element after each kind of sparsification.
 
-The dict KEPT has the function that computes it, by the type of the sparsification.
+The dict KEPT has the function of each type of sparsification.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The threads of the CPU kernels: a pool of their own, with as many threads at work as torch uses.
+"""The threads of the CPU kernels: a separate pool, of which as many threads work as torch uses.
 
 Kernels run without Python's interpreter lock.
 """

@@ -52,10 +52,10 @@ def sce(
 
     theta_pre is the base, and tau_t the task vectors, the differences of the models from the base. Only elements that
     vary between the task vectors count. Of these, SCE selects the share `select_topk` with the largest variance. The
-    weight w_t of a model is the mean square of its selected elements over the tensor. Elements whose sign is not that
-    of the sum of the task vectors are erased. The result is theta_pre + sum_t w_t tau_t / sum_t w_t over the elements
-    that are left, and the base where the sum is zero or nothing is selected. `variances` is the table of the elements'
-    variances, if known; `order` orders elements of equal variance.
+    weight w_t of a model is the mean square of its selected elements over the tensor. In each task vector, elements
+    whose sign differs from the sign of the sum of the task vectors are erased. The result is theta_pre + sum_t w_t
+    tau_t / sum_t w_t over the elements that are left, and the base where the sum is zero or nothing is selected.
+    `variances` is the table of the elements' variances, if known; `order` orders elements of equal variance.
     """
     taus = [tensor - base for tensor in tensors]
     if select_topk < 1:
@@ -83,7 +83,7 @@ def sce_mergekit(
     variances: Ranked | None = None,
     order: TieOrder = ANY_ORDER,
 ) -> torch.Tensor:
-    """SCE as mergekit computes it, which differs from `sce` where task vectors sum to zero, and for small weights.
+    """SCE as mergekit computes it, which differs from `sce` if task vectors sum to zero, and for small weights.
 
     As in `sce`, a share `select_topk` of the elements is selected: those that vary most between the task vectors. The
     weight of a model is the mean square of its selected elements, and elements with a minority sign are erased. Weights
@@ -119,7 +119,7 @@ def num_selected(select_topk: float, num_variable: int) -> int:
 def sce_weights(squares: Sequence[float]) -> list[float]:
     """The weight of each model in `sce`, from the sum of squares of its selected elements.
 
-    The sums, `squares`, are divided by their total. The result is zeros if all sums are zero.
+    The sums, `squares`, are divided by their total. All weights are zero if all sums are zero.
     """
     whole = math.fsum(squares)
     return [square / whole if whole else 0.0 for square in squares]
@@ -129,9 +129,9 @@ def sce_weights(squares: Sequence[float]) -> list[float]:
 def ram(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, epsilon: float) -> torch.Tensor:
     """RAM (arXiv:2601.13572): add what one model changed, average what several models changed.
 
-    A model has changed an element if it differs from the base by more than epsilon. Where several models changed an
-    element, the base gets the mean of their task vectors. Where one model changed an element, the base gets this
-    model's task vector.
+    A model has changed an element if it differs from the base by more than epsilon. If several models changed an
+    element, the mean of their task vectors is added to the base. If one model changed an element, this model's task
+    vector is added.
     """
     return _ram([tensor - base for tensor in tensors], base, epsilon, None)
 
@@ -142,10 +142,10 @@ def ramplus_tl(
 ) -> torch.Tensor:
     """RAM+ with counts for each tensor (arXiv:2601.13572; mergekit calls it tensor-local).
 
-    A model has changed an element if it differs from the base by more than epsilon. Where several models changed an
-    element, the base gets the mean of their task vectors. Where one model changed an element, the base gets this
-    model's task vector times 1 + r min(alpha, shared / unique). Of the elements that this model changed, `shared` is
-    the number that others changed too, and `unique` the number that it changed alone.
+    A model has changed an element if it differs from the base by more than epsilon. If several models changed an
+    element, the mean of their task vectors is added to the base. If one model changed an element, this model's task
+    vector times 1 + r min(alpha, shared / unique) is added. Of the elements that this model changed, `shared` is the
+    number that others changed too, and `unique` the number that it changed alone.
     """
     return _ram([tensor - base for tensor in tensors], base, epsilon, (r, alpha))
 
@@ -378,7 +378,7 @@ def _balanced(
 
 
 def _unit_range(tensor: torch.Tensor) -> torch.Tensor:
-    """Scale a tensor to [0, 1]; the result is zeros if all elements are equal."""
+    """Scale a tensor to [0, 1]; the result is all zeros if all elements are equal."""
     low, high = torch.aminmax(tensor)
     return (tensor - low).div_(high - low) if high > low else torch.zeros_like(tensor)
 

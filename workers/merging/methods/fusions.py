@@ -72,8 +72,8 @@ def importances_at(
 def importance_of(first: torch.Tensor, second: torch.Tensor, select: ImportancesAt = importances_at) -> Importance:
     """The criterion by which `arcee_fusion` takes elements from `second` instead of `first`.
 
-    It has a number for each row, and the smallest importance of elements that are taken. The tensors are on CPU and
-    have at least one element. `select` returns the importances at given indices of the sorted importances, as
+    The criterion has a number for each row, and the smallest importance of elements that are taken. The tensors are on
+    CPU and have at least one element. `select` returns the importances at given indices of the sorted importances, as
     `importances_at` does.
     """
     width = first.shape[-1] if first.dim() else 1

@@ -120,8 +120,8 @@ class HeldPath(HeldWeights):
     def _write_path(self, plan: TensorPlan, bank: Bank, into: Into, recipe: Recipe) -> Writing:
         """Write the tensors of `plan`, made from `recipe`, into the engine.
 
-        They include the parameters outside layers (embedding, final norm and output head). After a failure the content
-        of all layers of the pool counts as unknown.
+        The tensors include the parameters outside layers (embedding, final norm and output head). After a failure the
+        content of all layers of the pool counts as unknown.
         """
         try:
             done = self._write(plan, bank, into)
@@ -165,10 +165,10 @@ class HeldPath(HeldWeights):
 
 
 class _Checked:
-    """Record of what the layers of earlier recipes contain: a recipe of known layers need not be planned again.
+    """Record of the contents of layers in earlier recipes, so that a recipe of known layers need not be planned again.
 
-    Recipes with merges of single tensors, or with another vocabulary than the base's, are not recorded. About `most`
-    layers are kept; then the record begins anew.
+    Recipes with merges of single tensors, or with another vocabulary than the base's, are not recorded. When it has
+    more than about `most` layers, the record is emptied.
     """
 
     def __init__(self, most: int) -> None:
@@ -181,7 +181,7 @@ class _Checked:
         self._contents: dict[tuple[Merge, ...], Hashable] = {}
 
     def contents(self, recipe: Recipe) -> list[Hashable] | None:
-        """A description of what each layer of `recipe` contains, as `_by_layer` gives it, known from earlier recipes.
+        """Description of the content of each layer of `recipe`, in the form of `_by_layer`, known from earlier recipes.
 
         Returns None if a layer is unknown, or the recipe has other models or settings than the recorded ones.
         """
@@ -205,7 +205,7 @@ class _Checked:
 
 @dataclass(frozen=True)
 class _Between:
-    """What a path has besides its layers: for each layer, the factors of its branches and the alignment before it.
+    """The parts of a path besides its layers: for each layer, the factors of its branches and the alignment before it.
 
     `before` has the digest of the alignment before each layer, or None; `alignments` maps digests to alignments.
     """
@@ -259,13 +259,13 @@ def _digest_of(alignment: Alignment) -> str:
 
 
 def _outside(recipe: Recipe) -> Hashable:
-    """A value that is equal for two recipes if their merges outside layers (embedding, head) are equal."""
+    """A value that is equal for two recipes if their merges outside layers (embedding and head) are equal."""
     recipe = recipe.canonical()
     return _of(recipe), recipe.embedding, recipe.head
 
 
 def _of(recipe: Recipe) -> Hashable:
-    """The base of a recipe and the options `keeps_equal` and `trim`, on which all of its merged tensors depend."""
+    """The parts of a recipe on which all of its merged tensors depend: base, `keeps_equal` and `trim`."""
     return recipe.base, recipe.keeps_equal, recipe.trim
 
 
