@@ -27,7 +27,7 @@ class Section(BaseModel):
 def one_of(tag_of: Any, accepted: str) -> Discriminator:
     """A pydantic discriminator for a union of sections, which selects the branch with the tag `tag_of(value)`.
 
-    `tag_of` is a function of the value in the study file. `accepted` names the accepted values in words; if no branch
-    has the tag, the error message says to give one of them.
+    `tag_of` is a function of the value in the study file. `accepted` is a text that names the accepted values; if no
+    branch has the tag, the error message asks for one of these values.
     """
     return Discriminator(tag_of, custom_error_type="union", custom_error_message=f"give {accepted}")

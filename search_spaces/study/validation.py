@@ -1,6 +1,6 @@
 """Validation errors as messages for users: the value seen, what is accepted, the nearest known name.
 
-pydantic's errors become Problems with the help of the model's JSON Schema. Nothing here is specific to studies; names
+pydantic's errors become Problems with the help of the model's JSON Schema. The module is not specific to studies; names
 that are reserved for later versions are arguments.
 """
 
@@ -60,7 +60,7 @@ class MessageHints:
 def is_tag(part: str | int) -> bool:
     """Whether a part of the location of a validation error is a tag, such as "<inline>", and not a key of the file.
 
-    pydantic adds the tag of the branch where a value may have one of several forms.
+    If a value may have one of several forms, pydantic adds the tag of the form to the location.
     """
     return isinstance(part, str) and part.startswith("<") and part.endswith(">")
 
@@ -197,8 +197,8 @@ def _shown(value: Any) -> str:
 def _node(schema: Mapping[str, Any], place: Sequence[str | int]) -> Mapping[str, Any]:
     """The part of a JSON Schema that describes the value at `place`, the location of a validation error.
 
-    Of several parts that may describe it, the first one with properties is chosen, else with an enumeration, a constant
-    or a type. Returns an empty mapping if there is none.
+    If several parts may describe the value, the result is the first part with properties or, if there is none, the
+    first with an enumeration, a constant or a type. Returns an empty mapping if there is none.
     """
     found = _nodes(schema, place)
     wanted = ("properties", "enum", "const", "type")

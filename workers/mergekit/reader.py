@@ -113,7 +113,7 @@ def shown(value: Any) -> str:
 
 
 class _Reader:
-    """Reads a mergekit file, and collects its errors (`problems`) and what mergekit would ignore (`warnings`)."""
+    """Reader of a mergekit file. It collects errors (`problems`) and settings that mergekit ignores (`warnings`)."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []

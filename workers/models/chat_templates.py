@@ -1,6 +1,6 @@
 """Chat templates: those of models, and published formats by name.
 
-Templates are not rendered here.
+This module renders no templates.
 """
 
 from __future__ import annotations

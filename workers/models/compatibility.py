@@ -1,4 +1,4 @@
-"""Reasons why a base and its experts cannot be merged, as far as configurations and headers show."""
+"""Reasons why a base and its experts cannot be merged, found in configurations and headers."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Alignment of vocabularies: the token of each row of a model's embedding and output head.
 
-The rows of all models follow one vocabulary: the base's, the base's with the tokens that others have added (union), or
-one expert's. Rows are found by the token's string. A model without a row for a token gets the base's row. If the base
-has no row for the token either, both get the mean of the rows of the models that have one. So the task vectors of
-models without the token are zero. Some rows represent no token; all models take these from the model whose vocabulary
-is used.
+The rows of all models are brought into the order of one vocabulary: the base's, the base's with the tokens that other
+models have added (union), or one expert's. Rows are found by the token's string. A model without a row for a token gets
+the base's row. If the base has no row for the token either, both get the mean of the rows of the models that have one.
+So the task vectors of models without the token are zero in this row. Some rows represent no token; in all models, these
+rows are taken from the model whose vocabulary is used.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ TOKENIZER = "tokenizer.json"
 class TokenRow:
     """Where the embedding row of a token comes from, for a token that the options of a vocabulary list.
 
-    It is the row of `model` for the token itself, for another `token`, or for the token with an `id`. Without a model
-    the row is zero. Only models without the token get the row, unless `is_forced`.
+    It is the row of `model` for the token itself, for another `token`, or for the token with an `id`. If `model` is
+    None, the row is zero. Only models without the token get the row; with `is_forced`, all models get it.
     """
 
     model: str | None = None
@@ -63,10 +63,10 @@ class TokenRow:
 class VocabularyOptions:
     """Options of the vocabulary of merges.
 
-    `tokens` says for single tokens from where their embedding rows are taken; these tokens are added to the vocabulary
-    if it lacks them. The number of rows is rounded up to a multiple of `multiple_of`. With `by_id`, a union (the base's
-    vocabulary with the tokens that others added) has the added tokens in the order of their ids, otherwise in the order
-    of their names.
+    `tokens` defines for single tokens where their embedding rows come from; these tokens are added to the vocabulary if
+    it lacks them. The number of rows is rounded up to a multiple of `multiple_of`. With `by_id`, a union (the base's
+    vocabulary with the tokens that others added) has the added tokens in the order of their ids; otherwise, in the
+    order of their names.
     """
 
     tokens: Mapping[str, TokenRow] = field(default_factory=dict)
@@ -100,7 +100,7 @@ NO_OPTIONS = VocabularyOptions()
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A model's directory, tensors and token ids, as the alignment of vocabularies needs them.
+    """The data of a model that the alignment of vocabularies needs: its directory, tensors and token ids.
 
     `tokens` maps a token to its id; it is None if the model has no readable tokenizer.json.
     """
@@ -291,11 +291,11 @@ def _added_by_others(
 
 
 class _Plan:
-    """Where each row of one model's aligned embedding and output head comes from.
+    """The source of each row of one model's aligned embedding and output head.
 
     - `alias`: the model that is aligned
-    - `target`: the vocabulary that it is aligned to, as the ids by token
-    - `owner`: the model that gives the rows without a token
+    - `target`: the vocabulary to which it is aligned, as the ids by token
+    - `owner`: the model from which the rows without a token are taken
     - `tokens`: the ids of each model's tokens, by alias
     - `chosen`: the rows that options choose (`_chosen_rows`)
     """

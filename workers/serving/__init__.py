@@ -1,8 +1,8 @@
 """Scoring replicas: warm engines behind Ray Serve. Only this package of `workers` imports Ray Serve.
 
 - `deployment`: start the replicas of a family
-- `serve_scorer`: the handle that studies score with
-- `application`: Serve's state of the application that has the replicas
+- `serve_scorer`: the handle through which studies score
+- `application`: the state of the Serve application that runs the replicas
 - `replica`: what Serve runs: one worker, with its lock, health checks and metrics
 - `engine_worker`: the worker of a replica: swap, score, describe tasks, verify
 - `recipe_lock`: the order in which a replica takes its chunks

@@ -1,4 +1,4 @@
-"""Losses by teacher forcing: targets in minibatches of similar length, each read in one forward pass."""
+"""Losses by teacher forcing: targets are grouped into minibatches of similar length, with one forward pass for each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IMPOSSIBLE = float("-inf")
 
 
 def minibatches(targets: Sequence[Target], max_tokens: int) -> Iterator[list[int]]:
-    """Yield the indices of the targets that are read together in one forward pass, the shortest first.
+    """Yield the indices of the targets that one forward pass takes together; the shortest targets come first.
 
     A target has the texts from which the loss of a sample is computed. A minibatch has at most `max_tokens` tokens with
     padding, or a single target.

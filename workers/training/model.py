@@ -1,6 +1,6 @@
-"""A transformers model that merges are written into, in place, and whose parameters have gradients.
+"""A transformers model into which merges are written in place, and whose parameters have gradients.
 
-It knows which parameter each merged tensor is, not what a merge or a loss is.
+It knows which parameter each merged tensor belongs to, but nothing about merges or losses.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ Leaves = Sequence[tuple[torch.nn.Parameter, Mapping[str, ParameterPart]]]
 
 
 class TrainableModel:
-    """A transformers model that merges are written into, with gradients of its parameters.
+    """A transformers model into which merges are written, with gradients of its parameters.
 
     It has the architecture of the family in `bank`, in `dtype` on `device`, with one copy of its weights. `memory` has
     the merged tensors by name. `leaves` has the parameters, each with the merged tensors that it contains. A tied
-    output head is a parameter of its own over the embedding's memory, so that the gradients of both appear, and can be
-    freed, one after the other. With `recomputes` activations within layers are computed again in the backward pass.
-    Raises InvalidModel for a model whose tensors transformers holds in another form.
+    output head is a separate parameter in the embedding's memory, so that the gradients of both are computed, and can
+    be freed, one after the other. With `recomputes` activations within layers are computed again in the backward pass.
+    Raises InvalidModel if transformers holds the tensors of the model in another form.
     """
 
     def __init__(self, bank: Bank, dtype: torch.dtype, *, device: torch.device, recomputes: bool = False) -> None:
@@ -67,7 +67,7 @@ class TrainableModel:
     def logits(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
         """The logits [rows, last, vocabulary] after the last `last` columns of `tokens` [rows, columns].
 
-        Rows may be padded at their ends. This does not change the logits of earlier tokens, because attention is
+        Rows may be padded at their ends. Padding does not change the logits of earlier tokens, because attention is
         causal.
         """
         output = self.module(input_ids=tokens, use_cache=False, logits_to_keep=last)
@@ -78,7 +78,7 @@ class TrainableModel:
 def _loaded(bank: Bank, dtype: torch.dtype) -> Any:
     """Make a transformers model of the base's tensors in `bank`.
 
-    Its parameters are copies, because transformers would use the bank's memory otherwise.
+    Its parameters are copies, because otherwise transformers would use the bank's memory.
     """
     import transformers
 

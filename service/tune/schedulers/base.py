@@ -182,7 +182,7 @@ class RungTable(ABC):
 
     @abstractmethod
     def position(self) -> tuple[int, int] | None:
-        """The (bracket, rung) at which the search is, for progress displays; None if it is at several at once."""
+        """The bracket and the rung that the search is at, for displays of progress; None if there are several."""
 
     # -- state -----------------------------------------------------------------------------------------------------
 

@@ -72,13 +72,13 @@ def ties(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """TIES-Merging (arXiv:2306.01708): trim task vectors, elect signs, average what agrees with them, and scale.
+    """TIES-Merging (arXiv:2306.01708): trim task vectors, elect signs, average elements with these signs, and scale.
 
     These are equations 6 to 9 of "Automated Model Merging". Trimming keeps the `num_kept(k, n)` largest magnitudes of
     the n elements of a tensor. The elected sign of an element is that of the unweighted sum of the trimmed task
-    vectors. Where the sum is zero there is no elected sign, and the result is the base. Elsewhere it is the base plus
-    lambda times the mean of the trimmed task vectors that have the sign. `magnitudes` has for each model the table of
-    its task vector's magnitudes, if known, and `orders` the order of equal magnitudes.
+    vectors. Where the sum is zero there is no elected sign, and the result is the base. Elsewhere the result is the
+    base plus lambda times the mean of the trimmed task vectors that have the elected sign. `magnitudes` has for each
+    model the table of its task vector's magnitudes, if known, and `orders` the order of equal magnitudes.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_mean(taus).mul_(lambda_).add_(base)  # eq. 9

@@ -1,4 +1,4 @@
-"""Downloads of models: how much is missing, whether the disk has room for it, and the download itself."""
+"""Downloads of models: the bytes that are missing, whether the disk has room for them, and the download itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MARGIN_BYTES = 2**30
 
 
 class Origin(Protocol):
-    """Place that models come from: the Hugging Face hub or an object store.
+    """Place from which models are downloaded: the Hugging Face hub or an object store.
 
     `title` names it in messages. `variable` is the environment variable that chooses the directory that the method
     `cache` returns.

@@ -48,5 +48,5 @@ def weight_files(directory: Path, names: Collection[str]) -> list[str]:
 
 
 def pickles(names: Iterable[str]) -> list[str]:
-    """Those of `names` that are files of pickled weights, which are never read."""
+    """The `names` that belong to files of pickled weights, which are never read."""
     return [name for name in names if any(Path(name).match(pattern) for pattern in PICKLES)]
