@@ -1,7 +1,7 @@
 """Rungs and brackets of successive halving, as pure functions of budgets and eta.
 
-A budget is a number of samples of every objective. Li et al., "Hyperband" (2018), algorithm 1; bracket sizes are those
-that SMAC computes. This module does not know trials or scores.
+A budget is a number of samples of every objective. Li et al., "Hyperband" (2018), algorithm 1; bracket sizes are equal
+to SMAC's. This module does not depend on trials or scores.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Bracket:
     def num_promoted(self, num_scored: int) -> int:
         """The number of configurations that are promoted when a rung has scored `num_scored`.
 
-        It is floor(num_scored / eta), but at least one.
+        The number is floor(num_scored / eta), but at least one.
         """
         return max(1, num_scored // self.eta)
 

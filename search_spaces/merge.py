@@ -181,10 +181,10 @@ def canonical_merge(merge: Merge, *, base: str, fingerprints: Mapping[str, str])
     """The simplest merge that gives the same tensors as `merge`.
 
     Sources without influence are left out. A merge that equals one of its sources becomes passthrough. Sources are
-    ordered by (fingerprint, layer), except where their order has a meaning. Coefficients equal to their defaults are
-    left out, and equal coefficients of all sources become one number. Two merges with equal tensors have the same
-    canonical form only if the declarations of their methods show that they are equal. `base` is the alias of the
-    recipe's base model.
+    ordered by (fingerprint, layer), unless their order has a meaning. Coefficients equal to their defaults are left
+    out, and equal coefficients of all sources become one number. Two merges with equal tensors have the same canonical
+    form only if the declarations of their methods show that they are equal. `base` is the alias of the recipe's base
+    model.
     """
     base_source, declared = merge.base_in(base), METHODS[merge.method]
     coefficients, sources = dict(merge.coefficients), merge.sources

@@ -174,10 +174,10 @@ class Parameters:
     ) -> None:
         """Store the parameters, after checking their names and conditions.
 
-        `roles` has the role of each parameter that has one, by the parameter's name. `structure` has the rules of the
-        space for drawing and repairing configurations; if it is None, configurations are drawn uniformly and stored
-        unchanged. Raises ValueError for a repeated name, a condition that never holds, or a parent that is missing or
-        comes later.
+        `roles` maps the name of a parameter to its role; parameters without a role are left out. `structure` has the
+        rules of the space for drawing and repairing configurations; if it is None, configurations are drawn uniformly
+        and stored unchanged. Raises ValueError for a repeated name, a condition that never holds, or a parent that is
+        missing or comes later.
         """
         self.roles = dict(roles or {})
         self.structure = structure

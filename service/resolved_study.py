@@ -96,7 +96,7 @@ class ResolvedStudy:
 
     @classmethod
     def of(cls, study: JobRecord) -> Self:
-        """Read what a stored study resolved to when it was created."""
+        """Read the `ResolvedStudy` that was stored with a study when the study was created."""
         return cls.from_json(study.accepted)
 
     @classmethod

@@ -78,7 +78,7 @@ def serve(
             data directory.
         artifact_quota_bytes: Size of all experts and policies beyond which fine-tunings are refused; by default a tenth
             of the disk, or no limit in an object store.
-        keep: Limits of what is kept of jobs that have ended, by kind; by default everything is kept.
+        keep: Limits on the data that are kept of ended jobs, by kind; by default all data are kept.
 
     Raises:
         Conflict: The port or the data directory is taken, the database or `files` cannot be used, or the variable

@@ -35,7 +35,7 @@ def appearing(out: Path, key: str) -> Iterator[Path]:
     """Context manager that yields a directory to write to, which gets the name `out` when it is complete and on disk.
 
     Until then the directory has a hidden name next to `out`. If this process is killed or interrupted, the hidden
-    directory stays, and the next writer with the same `key` continues in it; `key` stands for the content that is
+    directory stays, and the next writer with the same `key` continues in it; `key` identifies the content that is
     written. If writing fails with an exception, the directory is removed. Raises FileExistsError while another process
     writes to `out`, and if `out` was created meanwhile and is not empty.
     """

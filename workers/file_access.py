@@ -1,4 +1,4 @@
-"""Which files a study may name when it is sent over HTTP: those below configured directories and URLs.
+"""Files that a study may name when it is sent over HTTP: files below configured directories and URLs.
 
 This module opens no file. Code that opens a file which a study names calls it first.
 """
@@ -37,7 +37,7 @@ class FileAccess:
     def of(cls, document: Mapping[str, Any]) -> FileAccess:
         """Make the object from a stored document, which `dataclasses.asdict` made from a `FileAccess`.
 
-        A document of an earlier version may lack fields; they get their defaults.
+        A document of an earlier version may lack fields; missing fields have their defaults.
         """
         return cls(**{name: tuple(values) for name, values in document.items()})
 

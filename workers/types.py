@@ -42,7 +42,7 @@ CHUNKS_IN_FLIGHT_PER_REPLICA = 3
 
 
 class Placement(StrEnum):
-    """Where the weights of the source models are kept.
+    """Place where the weights of the source models are kept.
 
     `MAPPED`: in their files, mapped into memory, so that all processes of a machine share the pages. `HOST`: a copy in
     the memory of the process that merges, pinned for a GPU. `GPU`: a copy in the memory of the device that computes
@@ -90,10 +90,9 @@ class Family:
     """A base model and its experts: the models that one engine can merge.
 
     `tokenizer` selects the vocabulary of every merge: "base", "union", or an expert's alias. `vocabulary` has further
-    options of the vocabulary, such as where the embedding rows of single tokens come from
-    (`workers.models.vocabulary`). `alignments_dir` is the directory, or the URL of the object store, that has the
-    alignments which recipes name (`workers.alignments`); it is "" if there are none. Files may be added to it while
-    engines run.
+    options of the vocabulary, such as the sources of embedding rows of single tokens (`workers.models.vocabulary`).
+    `alignments_dir` is the directory, or the URL of the object store, that has the alignments which recipes name
+    (`workers.alignments`); it is "" if there are none. Files may be added to it while engines run.
     """
 
     base: ModelSource
@@ -315,7 +314,7 @@ class SampleDifference:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """Comparison of a recipe's stored samples with those that plain transformers computes on the exported weights.
+    """Comparison of a recipe's stored samples with the results of plain transformers on the exported weights.
 
     - `num_samples`: the number of samples that were compared; 0 if nothing was verified
     - `num_equal`: the number of compared samples that are equal

@@ -5,8 +5,8 @@ Su and Geiping, "Fine, I'll Merge It Myself: A Multi-Fidelity Framework for Auto
 
 The base's L layers are divided into L / D blocks of D adjacent layers. A block of the merge is a sequence of layers
 from the D layers of this block in M models, each used up to R times, in any order. A block that uses no layer keeps the
-base's layers (layer retention) or, as an option, is left out. The embedding is that of the first layer's model; the
-final norm and the output head are those of the last layer's.
+base's layers (layer retention) or, as an option, is left out. The embedding is taken from the first layer's model; the
+final norm and the output head are taken from the last layer's model.
 
 Section 3.2.2 has scales "to normalize the output of each block". By default a block's scale multiplies the residual
 stream after the block's last layer, as in the published class for transformers. The published class for vLLM, on which

@@ -402,7 +402,7 @@ class _Names:
 def num_orders(num_candidates: int, repeats: int) -> int:
     """The number of different orders of `num_candidates` candidates that each occur `repeats` times.
 
-    Candidates are the layers that a block may use.
+    A candidate is a layer that a block may use.
     """
     alike: int = math.factorial(repeats) ** num_candidates
     return math.factorial(num_candidates * repeats) // alike
@@ -445,8 +445,8 @@ def first_order(path: Sequence[int], num_candidates: int, repeats: int) -> tuple
 
     Candidates are the numbers 0 to `num_candidates` - 1, which stand for the layers that the block may use. The order
     has `repeats` copies of each. The bits select the copies that the path uses, which are the first copies of each
-    candidate. The path has these copies, in their order. Of the orders that give the path, it is the lexicographically
-    first one. Raises ValueError if the path uses a candidate more than `repeats` times.
+    candidate. The path has these copies, in their order. Several orders may give the path; the result has the
+    lexicographically first of them. Raises ValueError if the path uses a candidate more than `repeats` times.
     """
     used = [path.count(candidate) for candidate in range(num_candidates)]
     if max(used, default=0) > repeats:
@@ -499,8 +499,8 @@ def _used(bits: tuple[bool, ...], place: int, num_candidates: int, repeats: int)
 def _num_starting_with(candidate: int, left: Sequence[int]) -> int:
     """The number of different orders of candidates that start with `candidate`.
 
-    Candidates are numbers that stand for layers which a block may use. An order has each candidate as often as `left`
-    says, by the candidate's number. The result is 0 if `candidate` has no copy left.
+    Candidates are numbers that stand for layers which a block may use. `left` has, by the candidate's number, how often
+    an order contains each candidate. The result is 0 if `candidate` has no copy left.
     """
     if not left[candidate]:
         return 0

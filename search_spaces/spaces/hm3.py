@@ -2,9 +2,9 @@
 
 "HM3: Hierarchical Multi-Objective Model Merging for Pretrained Models", as its authors describe it to their reviewers.
 
-A merge is a path of any length between two limits. The embedding is that of the first layer's model; the final norm and
-the output head are those of the last layer's. The searcher `hm3` learns a policy that builds such paths. Every other
-searcher may search the space too, for comparison with the method.
+A merge is a path of any length between two limits. The embedding is taken from the first layer's model; the final norm
+and the output head are taken from the last layer's model. The searcher `hm3` learns a policy that builds such paths.
+Every other searcher may search the space too, for comparison with the method.
 
 With `merged`, the pool has one more model, whose layers are merged in their parameters (the upper level of HM3). This
 model is different for each preference vector, because its coefficients depend on the vector. A path has one of these
@@ -336,7 +336,7 @@ class Hm3Space:
         return self._wholes[key]
 
     def _steps(self, number: int) -> dict[LayerRecipe, int]:
-        """The step that stands for each layer that paths may use, by the layer's recipe.
+        """The number (step) of each layer that paths may use, by the layer's recipe.
 
         The layers of the merged model are merged by the preference vector with index `number`. If several models have
         an equal layer, its step is the step in the first of these models.

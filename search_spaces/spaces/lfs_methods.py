@@ -23,7 +23,7 @@ DEFAULT_DENSITY = 0.2
 
 @dataclass(frozen=True)
 class ComponentGroup:
-    """A component group of one layer group, the smallest unit with coefficients of its own.
+    """A component group of one layer group, the smallest unit with separate coefficients.
 
     `conditions` are the conditions under which the group uses a certain method; empty if there is only one method.
     `is_selected` has, for each expert, the conditions under which that expert is merged.
@@ -155,7 +155,7 @@ class Linear:
 
     There is one parameter per expert, which has a value only if a configuration selects the expert; in a recipe, these
     values are divided by their sum. Weights are equal if all values are zero. They are also equal if a configuration
-    selects no expert, because all experts are merged then, and no parameter has a value. A single expert is averaged
+    selects no expert: in this case all experts are merged, and no parameter has a value. A single expert is averaged
     with the base, whose weight is 1 minus the expert's.
     """
 

@@ -62,7 +62,7 @@ class ValidParts:
 
 
 def without_consequences(problems: list[Problem]) -> list[Problem]:
-    """Those of the problems that are not mere consequences of another problem.
+    """The given problems except those that are only consequences of another problem.
 
     If a holdout entry has a `cost`, which is a problem, its missing task and metric are not reported as well.
     """

@@ -66,7 +66,7 @@ def create_app(
         files: Location of artifacts: a directory, or the URL of an object store; by default in `data_dir`.
         artifact_quota_bytes: Bytes that experts and policies may take; by default a tenth of the disk, or no limit in
             an object store.
-        retention: Limits of what is kept of jobs that have ended, by kind; by default everything is kept.
+        retention: Limits on the data that are kept of ended jobs, by kind; by default all data are kept.
     """
     requests = RequestCounter()
     artifacts = ArtifactStore(store, files or artifacts_dir(data_dir))

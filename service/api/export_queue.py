@@ -152,7 +152,7 @@ class Exports:
         await anyio.to_thread.run_sync(self._delete, (record,))
 
     async def delete_job(self, job_id: str, *, noun: str) -> None:
-        """Delete a job that has ended, with its exports; messages call the job `noun`.
+        """Delete a job that has ended, with its exports. `noun` is the word for the job in messages.
 
         Raises NotFound if there is no such job, and Conflict if the job has not ended or one of its models is being
         written or downloaded. Nothing is deleted if an error is raised.

@@ -1,6 +1,6 @@
 """Metrics of the server for Prometheus: declared here, and read from the store and the server when they are scraped.
 
-Replicas have metrics of their own, which Ray exports (`workers.serving.replica.ReplicaMetrics`).
+Replicas have separate metrics, which Ray exports (`workers.serving.replica.ReplicaMetrics`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Live progress of a study: a redrawn panel in a terminal, plain lines elsewhere, or JSON lines for programs.
 
-The driver may report its state at any rate. This module decides what is shown, and how often.
+The driver may report its state at any rate. This module decides which reports are shown, and how often.
 """
 
 from __future__ import annotations

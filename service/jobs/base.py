@@ -1,8 +1,9 @@
-"""Interface of a kind of job: what the kind declares, and what its drivers receive.
+"""Interface of a kind of job: its declaration, and the data that its drivers receive.
 
-A job is what the server stores, runs on the cluster and shows: a study, which searches, or a fine-tuning, which trains.
-Everything that differs between kinds of job is in the `JobKind` that the package of the kind declares. The module
-`registry` lists all kinds. Every command imports the declarations, so they import heavy modules inside functions.
+The server stores jobs, runs them on the cluster and shows them. A job is a study, which searches, or a fine-tuning,
+which trains. Everything that differs between kinds of job is in the `JobKind` that the package of the kind declares.
+The module `registry` lists all kinds. Every command imports the declarations, so they import heavy modules inside
+functions.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ Accept: TypeAlias = Callable[[Mapping[str, Any], RequestContext], Accepted]
 
 @dataclass(frozen=True)
 class View:
-    """What a kind of job adds to the server's document of a job: fields and links, both by name."""
+    """Fields and links that a kind of job adds to the server's document of a job, both by name."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict)
@@ -144,8 +145,8 @@ class JobKind:
     - `example`: a submitted document, shown in the API's documentation.
     - `is_document`: whether a parsed document describes a job of this kind, for clients that know only the file.
     - `load`: reads a file that describes a job; returns its document in canonical form, with absolute paths.
-    - `accept`: checks a parsed document. Raises InvalidStudy with every problem. It is a function of a module, because
-      the server calls it in another process.
+    - `accept`: checks a parsed document. Raises InvalidStudy with every problem. It must be defined at the top level of
+      a module, because the server calls it in another process.
     - `models`: returns the directories, hub ids and URLs of the models that an accepted job reads; if such a model is
       an artifact of another job, it becomes an artifact of the new job too.
     - `work`: continues a stored job from its stored state to its end, and stores how the job ended.

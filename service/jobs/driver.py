@@ -1,7 +1,7 @@
 """The driver of one stored job as a Ray Job: `python -m service.jobs.driver --data DIR --job ID`.
 
-The kind of the job declares what the driver does. The exit code is 0 if the job has ended, with success or failure, as
-stored. It is 1 if the job has not ended; another driver may then continue the job.
+The driver calls the function `work` that the job's kind declares. The exit code is 0 if the job has ended, with success
+or failure, as stored. It is 1 if the job has not ended; another driver may then continue the job.
 """
 
 from __future__ import annotations

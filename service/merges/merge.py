@@ -82,7 +82,7 @@ class DiskBytes:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """Plan of a merge: its models, what is merged in which layers, and the size of the result.
+    """Plan of a merge: its models, the merges in each layer, and the size of the result.
 
     `merges` are table rows with the columns layers, component, method, sources and coefficients. `digest` is the hash
     of the recipe. `is_done` says whether the complete merged model exists already. `warnings` are lines about keys of
@@ -144,7 +144,7 @@ def check_merge(
     document: Any = None,
     note: Callable[[str], None] = logger.info,
 ) -> MergePlan:
-    """Check a merge as `merge_file` does, without writing or downloading anything, and return its plan.
+    """Make the checks of `merge_file` without writing or downloading anything, and return the merge's plan.
 
     `directories` has directories of models by name, and `out` is the directory to check for the merged model. `strict`
     treats warnings about keys of the file without effect as errors. `document` is the parsed content of `file`; None
@@ -267,7 +267,7 @@ def _prepare(
 
 
 def _check(recipe: Recipe, bank: Bank) -> None:
-    """Check that the models in `bank` can be merged as `recipe` says.
+    """Check that the models in `bank` can be merged by `recipe`.
 
     Raises:
         InvalidRecipe: The recipe does not fit the models, for example their number of layers.

@@ -63,7 +63,7 @@ def excesses(
 ) -> dict[Constraint, float]:
     """Compute by how much `values` violate each constraint, in the metric's unit.
 
-    A constraint holds where its excess is at most 0.
+    A constraint holds if its excess is at most 0.
 
     Args:
         values: Values by objective.

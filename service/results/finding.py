@@ -84,7 +84,7 @@ def rival_tests(
         objectives: Objectives that are scored on samples.
         rows: Values on the holdout data by trial number and objective; all trials have the same samples.
         documents: Name of the data of each objective; equal names mean the same documents, position by position.
-        bounds: Lowest and highest value that a sample of an objective can have, where they are known.
+        bounds: Lowest and highest value that a sample of an objective can have, if they are known.
 
     Returns:
         One test for each kind of baseline that was scored; none if no finalist was proposed by the search.

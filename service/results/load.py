@@ -237,7 +237,7 @@ class _HeldOut:
 
     @property
     def described(self) -> frozenset[int]:
-        """The numbers of the trials that the results describe: the best trial and those of the held-out table."""
+        """Numbers of the trials that the results describe: the best trial and the trials of the held-out table."""
         best = self.inputs.best
         return frozenset({row.trial for row in self.results.rows} | (set() if best is None else {best.number}))
 

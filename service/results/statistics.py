@@ -2,7 +2,7 @@
 
 Every interval is two-sided, with 95 % nominal coverage unless another `level` is given. For metrics that are 0 or 1 on
 each sample, intervals stay inside the metric's range and have a width above 0 even at 0 % and 100 %. For other metrics,
-intervals are Student's t. This module does not know whether larger or smaller values are better.
+intervals are Student's t. This module does not depend on whether larger or smaller values are better.
 
 Sources:
     Wilson 1927, "Probable inference, the law of succession, and statistical inference", JASA 22 (one proportion;
@@ -52,8 +52,9 @@ def estimate(values: ArrayLike, *, bounds: Bounds | None = None) -> Estimate:
     """Estimate the mean of a metric, with its standard error and 95 % interval.
 
     The interval is Wilson's if every value lies on a bound (as with exact match), else Student's t, cut to the bounds.
-    The standard error is the sample standard deviation over sqrt(n). It is 0 if all values are equal; only the interval
-    is meaningful then. A single sample has no spread; its standard error is half of the distance between the bounds.
+    The standard error is the sample standard deviation over sqrt(n). It is 0 if all values are equal; in this case only
+    the interval is meaningful. A single sample has no spread; its standard error is half of the distance between the
+    bounds.
 
     Args:
         values: One value per sample [num_samples], in the metric's unit.

@@ -1,4 +1,4 @@
-"""Limits of what is kept of jobs that have ended, as the option `--keep` states them."""
+"""Limits on the data that are kept of ended jobs, in the form of the option `--keep`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _refusal(text: str, part: str) -> str:
 
 
 def limits_of(given: Iterable[tuple[str, Limit]]) -> dict[str, Limit]:
-    """Collect limits by what they limit, such as "responses". Raises Conflict if a kind is given twice."""
+    """Collect limits in a dict by their kind of data, such as "responses". Raises Conflict if a kind is given twice."""
     found: dict[str, Limit] = {}
     for kind, limit in given:
         if kind in found:

@@ -191,7 +191,7 @@ class ArtifactStore:
         return self._blobs.capacity()
 
     def collect(self, *, deletes: bool = True) -> int:
-        """Delete files that no artifact uses, such as those of deleted jobs.
+        """Delete files that no artifact uses, such as files of deleted jobs.
 
         In a directory, nothing is deleted while a process stores an artifact. In an object store, files that were
         written in the last 24 h are kept, because a process may be about to use them. A later call deletes these files.

@@ -50,7 +50,7 @@ class Outage:
 
 
 class Availability:
-    """Observer of a database's connections, which knows whether the database answered when it was last used.
+    """Observer of a database's connections, which records whether the database answered when it was last used.
 
     A message is logged when the database stops answering and when it answers again. `place` names the database in
     messages. Thread-safe.

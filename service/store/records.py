@@ -57,7 +57,7 @@ class EventRecord:
 
 @dataclass(frozen=True)
 class EvidenceRecord:
-    """Evidence of one scored chunk: what the engine held while scoring, and how long the parts of scoring took.
+    """Evidence of one scored chunk: the weights that the engine held, and how long the parts of scoring took.
 
     `prompts` has hashes of the scored prompts. Its keys are "split objective[start:stop]", with the position of the
     first sample and the position after the last sample. `finished_at` is in seconds since the epoch. `canaries` is None

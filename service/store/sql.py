@@ -111,7 +111,7 @@ class _Connections(Protocol):
 
 @dataclass(frozen=True)
 class _OneConnection:
-    """Opens the same connection for all reads of a store, so that they see the database at one moment.
+    """Opens the same connection for all reads of a store, so that all of them read the same state of the database.
 
     The transaction of this connection stays open.
     """
@@ -211,7 +211,7 @@ class Store:
 
     @contextmanager
     def snapshot(self) -> Iterator[Self]:
-        """Yield a copy of this store whose reads all see the present state of the database.
+        """Context with a copy of this store, all of whose reads see the same state of the database, the present one.
 
         The copy must not be used to write.
         """
@@ -357,7 +357,8 @@ class Store:
     def delete_job(self, job_id: str, *, noun: str = "job") -> None:
         """Delete a job that has ended, with all its stored data.
 
-        Messages call the job `noun`. Raises NotFound if there is no such job, and Conflict if the job has not ended.
+        `noun` is the word for the job in messages. Raises NotFound if there is no such job, and Conflict if the job has
+        not ended.
         """
         table = schema.studies
         with transaction(self._engine) as connection:
@@ -453,7 +454,7 @@ class Store:
     def consecutive_waits(self, job_id: str) -> int:
         """Number of a job's drivers since its last result that ended to wait for something that was missing.
 
-        Results are those of `consecutive_failures`. The number is 0 if the last driver ended for another reason.
+        The method `consecutive_failures` defines results. The number is 0 if the last driver ended for another reason.
         """
         setbacks = self._setbacks(job_id)
         return setbacks.count(EventKind.WAITING) if setbacks[-1:] == [EventKind.WAITING] else 0
@@ -614,7 +615,7 @@ class Store:
         """Values of the scored samples of a study, by recipe digest and objective, as arrays [last position + 1].
 
         `recipes` has the digests of the recipes to read; None reads all. An array has the value of the sample at each
-        position, and NaN where none is stored. A position is a sample's index in the order in which the objective's
+        position, or NaN if no value is stored. A position is a sample's index in the order in which the objective's
         samples are scored.
         """
         found: dict[str, dict[str, NDArray[np.float64]]] = defaultdict(dict)
@@ -639,7 +640,7 @@ class Store:
             return read_samples(connection, study_id, recipe_digest, split)
 
     def move_old_samples(self) -> int:
-        """Move the samples of one recipe that an earlier version stored to where this version stores samples.
+        """Move the samples of one recipe that an earlier version stored to the tables that this version uses.
 
         Returns the number of moved samples; 0 if none is left. Earlier versions stored a row for each sample, which
         takes ten times the space. The study stays readable meanwhile, and its driver may write.
@@ -706,7 +707,7 @@ class Store:
         return self.job(job_id).created_at if time is None else float(time)
 
     def evidence(self, study_id: str, *, after: int = 0, limit: int | None = None) -> tuple[EvidenceRecord, ...]:
-        """Evidence of what a study's engines held: one record for each scored chunk, in the order of storing.
+        """Evidence of the weights that a study's engines held: one record for each scored chunk, in stored order.
 
         Only records with an id above `after` are returned, and at most `limit` (None: all).
         """

@@ -26,7 +26,7 @@ ADVISORY_LOCK = 0x6D657267
 
 @dataclass(frozen=True)
 class _Marks:
-    """Schema versions that a database states; None where it states none.
+    """Schema versions that a database states; each is None if it is not stated.
 
     `revision` is Alembic's revision. `version` is a number in the table `schema_version`, which earlier versions of the
     program wrote before they used Alembic.

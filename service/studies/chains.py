@@ -3,7 +3,8 @@
 A source that is a trial of another study is exported to a checkpoint in the data directory, in the same way as by
 `service.studies.export`; from then on it is a directory like any other source. If artifacts are in an object store, the
 checkpoint is stored there as an artifact of the other study, and is a model at a URL from then on. The trial and its
-recipe are fixed when the study is created. The checkpoint's fingerprint is checked like those of all sources.
+recipe are fixed when the study is created. The checkpoint's fingerprint is checked like the fingerprint of every
+source.
 
 In a study with `path_of`, the models get the layers of a trial's path: for each model, a checkpoint is written with the
 model's own layers in the path's order. Searchers of coefficients of whole models, gradients included, can then improve

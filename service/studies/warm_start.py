@@ -1,4 +1,4 @@
-"""Warm starts: studies whose searcher knows the results of an earlier study from its first proposal on.
+"""Warm starts: studies whose searcher uses the results of an earlier study from its first proposal on.
 
 When the new study first runs, the observations that the earlier study has at that time are stored as an artifact of the
 new study, and their origin as one of its documents. So the new study can be resumed even if the earlier study has

@@ -1,6 +1,6 @@
 """The search of one study.
 
-- `schedulers`: which trial is evaluated at which rung, and which are promoted
+- `schedulers`: decide which trial is evaluated at which rung, and which trials are promoted
 - `searchers`: propose configurations
 - `proposing`: proposals and the steps computed for them, on Ray
 - `samples`: scored samples, and the checks before new samples are stored

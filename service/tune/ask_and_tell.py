@@ -1,7 +1,7 @@
 """The search of one study: what is proposed and evaluated next, and what follows from each evaluated rung.
 
 Decisions depend only on the stored trials, so a resumed search makes the same decisions as an uninterrupted one. This
-module knows neither engines nor chunks: its caller reports when a rung of a trial is complete, and when a trial has
+module does not handle engines and chunks: its caller reports when a rung of a trial is complete, and when a trial has
 failed.
 """
 

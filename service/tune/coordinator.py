@@ -1,8 +1,8 @@
 """The coordinator of one study: hands out evaluations and stores their results.
 
-It keeps the running evaluations, and handles failed evaluations. `ask_and_tell` decides what is evaluated, `trials`
-keeps the trials, `samples` checks and stores results, `holdout_stage` follows the search. The coordinator does not know
-Ray: `ray_tune` runs its evaluations.
+It keeps the running evaluations, and handles failed evaluations. `ask_and_tell` decides which trial is evaluated at
+which rung, `trials` keeps the trials, `samples` checks and stores results, `holdout_stage` is used after the search.
+The coordinator does not use Ray itself: `ray_tune` runs its evaluations.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class Coordinator:
     # -- what comes back -------------------------------------------------------------------------------------------
 
     def on_outcome(self, evaluation: Evaluation, outcome: ScoreResult | ChunkFailed) -> bool:
-        """Store what a trial actor reported about a chunk of samples.
+        """Store a trial actor's report about a chunk of samples.
 
         Returns True if the evaluation is finished. Errors that end the study or this attempt at it are raised.
 

@@ -1,4 +1,4 @@
-"""Plan of one study: what its driver evaluates, as plain data."""
+"""Plan of one study: all settings that determine which samples its driver evaluates, as plain data."""
 
 from __future__ import annotations
 

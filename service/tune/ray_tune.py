@@ -272,7 +272,7 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
 
 
 def _count_memory_kills_as_deaths(actor_manager: Any) -> None:
-    """Make Tune replace a trial actor that Ray's memory monitor ended, as it does after any other death of an actor.
+    """Make Tune replace a trial actor that Ray's memory monitor ended, as after any other death of an actor.
 
     Ray reports such an end to Tune as OutOfMemoryError, not as RayActorError, after which Tune's actor manager would
     end the whole run of Tune (Ray 2.60). So the error is replaced by a RayActorError with the same text.

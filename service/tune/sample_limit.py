@@ -1,12 +1,12 @@
-"""The limit of a study's samples, `limits.max_samples`: how many are used, and what may still start.
+"""The limit of a study's samples, `limits.max_samples`: how many are used, and which trials and steps may still start.
 
-Each sample that is scored in the search uses one, baselines included. A step of the searcher, such as a gradient, uses
-the number of samples that it counts as. Samples of the held-out stage and of the verification are not counted.
+Each sample that is scored in the search, also for a baseline, counts as one. A step of the searcher, such as a
+gradient, counts as a stated number of samples. Samples of the held-out stage and of the verification are not counted.
 
-Nothing starts that could exceed the limit. Whether a trial starts depends on the samples that the trials before it have
-used when all of them have ended. So the decision is the same with any number of replicas and after any interruption. It
-is made earlier if the trial is within the limit even when each trial before it takes as many samples as it possibly
-can.
+No trial or step starts that could exceed the limit. Whether a trial starts depends on the samples that the trials
+before it have used when all of them have ended. So the decision is the same with any number of replicas and after any
+interruption. It is made earlier if the trial is within the limit even when each trial before it takes as many samples
+as it possibly can.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SampleLimit:
 
     @property
     def num_used(self) -> int:
-        """Number of samples that the study has used."""
+        """Number of samples that the study has used, which counts towards the limit."""
         return self._samples.num_searched + self.num_charged
 
     def admits(self, proposal: Proposal, *, num_charged: int = 0) -> bool | None:

@@ -5,14 +5,14 @@ in its own model. An alignment between the two layers corrects this shift.
 
 Alignments and their files:
 
-- `alignment`: the tensors of one alignment, and what it computes
+- `alignment`: the tensors of one alignment, and the function that they define
 - `files`: alignments as safetensors files that are named by their digests
 - `recipes`: which layers of a recipe have an alignment before them
 
 Learning of alignments:
 
-- `samples`: which search samples are read, and their prompts
-- `activations`: what each layer of a model receives while it reads these prompts
+- `samples`: the search samples that are read, and their prompts
+- `activations`: the inputs of each layer of a model while it reads these prompts
 - `fitting`: the map from one layer's activations to another's, by moments or a light network
 - `pairs`: the alignment of a pair of layers, learned once and kept in the cache
 

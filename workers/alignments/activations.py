@@ -78,7 +78,7 @@ def _batches(texts: Sequence[int], prompts: Sequence[Sequence[int]]) -> Iterator
     """Yield batches of prompts of similar length; a batch is a list of indices of prompts.
 
     Only the prompts with the indices `texts` are used. A batch has at most MAX_TOKENS tokens after all its prompts are
-    padded to the longest one. A prompt that is longer than MAX_TOKENS is a batch of its own.
+    padded to the longest one. A prompt that is longer than MAX_TOKENS is the only one in its batch.
     """
     batch: list[int] = []
     for index in sorted(texts, key=lambda each: (len(prompts[each]), each)):

@@ -93,8 +93,8 @@ def find_alignment(inputs: AlignmentInputs, pair: LayerPair) -> tuple[str, Fitte
 def keep_alignment(inputs: AlignmentInputs, pair: LayerPair, content: bytes) -> str:
     """Store the alignment of a pair of layers in the cache, and return its digest, by which recipes name it.
 
-    `inputs` and `pair` determine the key under which `find_alignment` finds it. `content` is what
-    `FittedAlignment.to_bytes` returned. Raises OSError if the cache cannot be written.
+    `inputs` and `pair` determine the key under which `find_alignment` finds it. `content` is the result of
+    `FittedAlignment.to_bytes`. Raises OSError if the cache cannot be written.
     """
     digest = store_alignment(_directory(), content)
     cached(inputs.key(pair), digest)

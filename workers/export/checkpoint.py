@@ -59,11 +59,12 @@ def export(
     mergekit_config.yml. A merge with alignments also has their tensors and the file of the model class that computes
     them, which transformers loads with trust_remote_code.
 
-    The tensors are bit for bit those of `merged_tensors` for `dtype`, in files of at most `max_shard_bytes`; the
-    tokenizer is that of the source models' family. `scores` maps an objective to its held-out value, and `study` is the
-    name of the study; both are shown in the model card, README.md. `chat_template` replaces the tokenizer's chat
-    template. `progress` is called for every tensor. An existing export of the same recipe, dtype and template is left
-    unchanged. If an earlier export was killed or interrupted, its complete files of tensors are checked and kept.
+    The tensors are bit for bit the result of `merged_tensors` for `dtype`, in files of at most `max_shard_bytes`; the
+    tokenizer is the tokenizer of the source models' family. `scores` maps an objective to its held-out value, and
+    `study` is the name of the study; both are shown in the model card, README.md. `chat_template` replaces the
+    tokenizer's chat template. `progress` is called for every tensor. An existing export of the same recipe, dtype and
+    template is left unchanged. If an earlier export was killed or interrupted, its complete files of tensors are
+    checked and kept.
 
     Raises FileExistsError if `out_dir` has other content, and while another process writes to it. Raises
     PermissionError if the directory cannot be created, InvalidRecipe and InvalidModel if the merge cannot be computed,

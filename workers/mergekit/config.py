@@ -82,7 +82,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class TokenSource:
-    """Where the embedding row of a token comes from.
+    """Source of the embedding row of a token.
 
     It is the row of `model` for the token itself, for another `token`, or for the token with an `id`. If `model` is
     None, the row is zero. With `force`, the row is used for all models, even for models that have a row for the token;

@@ -189,8 +189,8 @@ def _counterpart_slice(recipe: Recipe, index: int, method: MergeMethod, layout: 
 def _pieces(recipe: Recipe, index: int, layout: Layout) -> dict[str, Merge]:
     """The merges that a slice must state in a mergekit file, by piece; `index` is the slice's merged layer.
 
-    A piece is a component; if single tensors of the recipe have merges of their own, it is a tensor by its name within
-    the layer. The first layer also has the embedding and the last layer the head, because mergekit takes their
+    A piece is a component; if single tensors of the recipe have separate merges, a piece is a tensor, by its name
+    within the layer. The first layer also has the embedding and the last layer the head, because mergekit takes their
     parameters from the first and the last slice.
     """
     parts: dict[str, tuple[Merge, int | None]] = {

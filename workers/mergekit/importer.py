@@ -39,7 +39,7 @@ def to_recipe(
     seed: int = 0,
     warn: Callable[[str], None] = log.warning,
 ) -> Recipe:
-    """The recipe that computes what a mergekit configuration describes.
+    """The recipe that computes the merge of a mergekit configuration.
 
     `layout` has the tensor names of the base. Models with another number of layers have their layout in `layouts`, by
     alias. `aliases` maps the names of models in the configuration to their aliases in the recipe, `fingerprints` maps
@@ -96,8 +96,8 @@ class _Builder:
     def parts(self) -> Parts:
         """The recipe's layers, embedding, head, and merges of single tensors by name.
 
-        Single tensors are those whose merge differs from that of their component. Problems are added to `problems`; the
-        result is then not usable.
+        Single tensors are the tensors whose merge differs from the merge of their component. Problems are added to
+        `problems`; the result is then not usable.
         """
         slices = [self._with_all_inputs(slice_) for slice_ in self._configuration.slices]
         if self.problems:

@@ -56,10 +56,10 @@ class MergekitMethod:
         return "unused" if bases == {"none"} else "optional"
 
     def to_merge(self, inputs: Inputs) -> Merge:
-        """The merge of one tensor by the method of this project that computes the same as mergekit's with these inputs.
+        """The merge of one tensor by the method of this project that gives the same result as mergekit's method.
 
         If there are no sources, a method that adds task vectors to a base gives the base itself. Raises InvalidRecipe
-        if no method of this project computes the same.
+        if no method of this project gives the same result.
         """
         method, counterpart = self._variant(inputs)
         sources = inputs.sources

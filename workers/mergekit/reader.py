@@ -198,8 +198,8 @@ class _Reader:
     def _check_depth(self, slices: Sequence[Slice], place: str) -> None:
         """Report slices without layers: an error if no slice has layers, a warning for a slice in the middle.
 
-        A slice without layers has a meaning at the beginning and at the end, where it says which models the embedding
-        and the head come from. `place` is the key of the slices in the file.
+        A slice without layers has a meaning only at the beginning and at the end, as the source of the embedding and of
+        the head. `place` is the key of the slices in the file.
         """
         ranges = [source.layers for slice_ in slices for source in slice_.inputs if source.layers]
         if ranges and all(start == stop for start, stop in ranges):
@@ -356,7 +356,7 @@ class _Reader:
         return {str(token): self._token(entry, f"{place}.{token}") for token, entry in node.items()}
 
     def _token(self, node: Any, place: str) -> TokenSource | None:
-        """Read where the embedding row of a token comes from; None if the file names no source for it.
+        """Read the source of a token's embedding row; None if the file names no source for it.
 
         `node` is the token's entry in the file, and `place` the key of the entry.
         """
@@ -438,7 +438,7 @@ class _Reader:
 
 
 def _number(node: Any) -> float | None:
-    """Convert a value of a YAML file to a number as pydantic does; None if it is not a number.
+    """Convert a value of a YAML file to a number by the rules of pydantic; None if it is not a number.
 
     Texts of numbers are accepted, because YAML reads 1e-5 as a text. True counts as 1.
     """

@@ -207,7 +207,7 @@ class Bank:
         return products
 
     def importance(self, first: Key, second: Key) -> Importance | None:
-        """The criterion by which Arcee Fusion takes elements of the tensor `second` instead of those of `first`.
+        """The criterion by which Arcee Fusion chooses elements of the tensor `second` instead of elements of `first`.
 
         Returns None for empty tensors. The result is cached while it is recently used. Tensors are given as (alias,
         name).
@@ -284,9 +284,10 @@ class Bank:
         """For each source, the thresholds that cut the whole task vector of its model at given ranks, for its tensor.
 
         Tensors are given as (alias, name). `ranks` has the ranks for each source: rank n is the n-th largest magnitude
-        of all tensors of the source's model, minus those of the model of `base`. `masks` has for each source the
-        density and the seed of a random mask of the task vector, or None. With `stacks_experts`, all experts of a layer
-        of a mixture are one tensor. A threshold is found once, in a few passes over both models, and then cached.
+        in the difference between all tensors of the source's model and of the model of `base`. `masks` has for each
+        source the density and the seed of a random mask of the task vector, or None. With `stacks_experts`, all experts
+        of a layer of a mixture are one tensor. A threshold is found once, in a few passes over both models, and then
+        cached.
         """
         found = []
         for source, of_source, mask in zip(sources, ranks, masks, strict=True):

@@ -114,7 +114,7 @@ class TieOrder:
         return Threshold(threshold.magnitude, 0) if self.keeps_equal else threshold
 
     def above(self, threshold: Threshold) -> Threshold:
-        """The lowest threshold that excludes the element at `threshold` and all smaller ones.
+        """The lowest threshold that excludes the element at `threshold` and all smaller elements.
 
         Usually it has the same magnitude and the next larger tie-breaking mark. With `keeps_equal`, when elements of
         equal magnitude have the same rank, it has the next larger magnitude.

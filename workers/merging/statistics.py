@@ -52,7 +52,7 @@ def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = 
 
 
 def importance_of(first: torch.Tensor, second: torch.Tensor) -> Importance:
-    """The criterion by which Arcee Fusion takes elements of `second` instead of those of `first`.
+    """The criterion by which Arcee Fusion chooses elements of `second` instead of elements of `first`.
 
     The result is that of `methods.fusions.importance_of`, but is computed with little memory. The tensors are on CPU
     and have at least one element.

@@ -127,8 +127,8 @@ def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
     """Assign every tensor of a model to a layer and component, by the names of the modules that contain it.
 
     Norms count as norms in every module, biases belong to their module, and modules that mix token positions count as
-    attention. Routers and the experts of a mixture are parts of the MLP, each a tensor of its own. Position embeddings
-    belong to the embedding; the final norm and the output head form the head. `config` has common key names
+    attention. Routers and the experts of a mixture are parts of the MLP; each of them is a separate tensor. Position
+    embeddings belong to the embedding; the final norm and the output head form the head. `config` has common key names
     (`config.in_common_names`). Raises InvalidModel, which names the tensors that cannot be assigned.
     """
     names = [name for name in names if not IGNORED.search(name)]

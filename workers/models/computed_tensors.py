@@ -105,7 +105,7 @@ class LowRank(_Changed):
 class LowRankExpert(_Changed):
     """A matrix of one expert of a mixture that a LoRA adapter changes: weight + scaling x B_e A_e, in float32.
 
-    Experts are here those of a layer's mixture of experts. The adapter has two matrices for all `num_experts` of them
+    Here an expert is one of a layer's mixture of experts. The adapter has two matrices for all `num_experts` of them
     together; A_e and B_e are the parts for expert e = `number`.
 
     - `a`: [experts x rank, inputs], ordered by expert
@@ -256,8 +256,8 @@ class RowsOfOthers:
 class Rows:
     """A tensor made of rows of the tensor `own` in another order, and of rows of other models.
 
-    Row i of the result is row `index[i]` of `own`; where `index[i]` is negative, the row is given by one of `others`.
-    The dtype is that of all tensors involved, or float32 if they have several, because any other dtype would round.
+    Row i of the result is row `index[i]` of `own`; if `index[i]` is negative, the row comes from one of `others`. The
+    dtype is that of all tensors involved, or float32 if they have several, because any other dtype would round.
     """
 
     own: SourceTensor

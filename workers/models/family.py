@@ -300,8 +300,8 @@ class LocatedFamily:
         """Open and check all models of the family.
 
         `tokenizer` and `vocabulary` select the vocabulary of merges. With `any_depth` the models may have different
-        numbers of layers. `cache` is the directory of the cache, or None for the default one. `names` has the names by
-        which messages call models that are not experts. Raises InvalidModel with every problem of every model.
+        numbers of layers. `cache` is the directory of the cache, or None for the default directory. `names` has the
+        names by which messages call models that are not experts. Raises InvalidModel with every problem of every model.
         """
         base_alias, *experts = self.given
         names = {alias: f"expert {alias!r}" for alias in experts} | dict(names or {})

@@ -70,8 +70,8 @@ def fingerprint(checkpoint: Checkpoint, *, base: str | None = None, cache: str |
     The directory does not matter. The files of a whole model are its safetensors files, config.json,
     generation_config.json and tokenizer files. The files of an adapter are its safetensors files, adapter_config.json
     and tokenizer files; the fingerprint of its base is added to them. `base` is the base's fingerprint; if it is None,
-    it is computed. `cache` is the directory of the cache, or None for the default one. Raises InvalidModel if a file
-    cannot be read.
+    it is computed. `cache` is the directory of the cache, or None for the default directory. Raises InvalidModel if a
+    file cannot be read.
     """
     hashes = [(file.name, _file_hash(file, cache)) for file in _defining_files(checkpoint)]
     if checkpoint.base is not None:
@@ -83,8 +83,8 @@ def content_problems(checkpoint: Checkpoint, content: str, *, cache: str | Path 
     """The problems in a checkpoint's weights: NaN or infinity, or a tied output head that differs from the embedding.
 
     All weights are read, but only once for each content, because results are cached by the checkpoint's fingerprint,
-    which is the argument `content`. `cache` is the directory of the cache, or None for the default one. The result is
-    empty for models whose weights are not on this machine.
+    which is the argument `content`. `cache` is the directory of the cache, or None for the default directory. The
+    result is empty for models whose weights are not on this machine.
     """
     if not checkpoint.is_here:
         return ()

@@ -50,8 +50,8 @@ def load_tokenizer(directory: str | Path) -> Any:
 
     transformers chooses a tokenizer class by the model's type, and this class may split or join text in its own way. If
     it disagrees with tokenizer.json, the plain class that only reads this file is used, with a warning. For a directory
-    without tokenizer.json, the tokenizer is the one that transformers makes of the other files. Raises InvalidModel if
-    there is no tokenizer, or if the plain class disagrees too. Never runs code from the directory.
+    without tokenizer.json, transformers makes the tokenizer from the other files. Raises InvalidModel if there is no
+    tokenizer, or if the plain class disagrees too. Never runs code from the directory.
     """
     path = Path(directory)
     tokenizer, difference = _found(path)
@@ -64,7 +64,7 @@ def check_tokenizer(directory: str | Path, *, cache: str | Path | None = None) -
 
     A single template is called "default". Logs the warnings and raises the InvalidModel of `load_tokenizer`. Results
     are cached on disk by the contents of the files, because importing transformers' tokenizers takes seconds. `cache`
-    is the directory of the cache, or None for the default one.
+    is the directory of the cache, or None for the default directory.
     """
     path = Path(directory)
     key = f"tokenizer {tokenizer_digest(path)}"

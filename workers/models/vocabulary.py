@@ -47,7 +47,7 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Where the embedding row of a token comes from, for a token that the options of a vocabulary list.
+    """Source of the embedding row of a token, for a token that the options of a vocabulary list.
 
     It is the row of `model` for the token itself, for another `token`, or for the token with an `id`. If `model` is
     None, the row is zero. Only models without the token get the row; with `is_forced`, all models get it.
@@ -136,9 +136,9 @@ class TokenAlignment:
 def align(models: Mapping[str, Vocabulary], tokenizer: str, options: VocabularyOptions = NO_OPTIONS) -> TokenAlignment:
     """Align the embeddings and output heads of `models` to one vocabulary.
 
-    The models are by alias, the base first. `tokenizer` selects the vocabulary: BASE, UNION (the base's tokens and
-    those that others added) or the alias of the model whose vocabulary it is. A model without a tokenizer.json that has
-    as many rows as the base is assumed to have the tokens of the base. Raises InvalidModel with every problem.
+    The models are by alias, the base first. `tokenizer` selects the vocabulary: BASE, UNION (the base's tokens and the
+    tokens that others added) or the alias of the model whose vocabulary it is. A model without a tokenizer.json that
+    has as many rows as the base is assumed to have the tokens of the base. Raises InvalidModel with every problem.
     """
     base, *_ = models
     tokens, problems = _tokens_with_rows(models)
@@ -238,8 +238,8 @@ def _chosen_rows(
     """The embedding row that the options choose for each token that they list.
 
     The result maps the token to (row, is_forced): the row is (alias of the model, index), or None for a row of zeros.
-    All models get the row if `is_forced`, else only those without the token. `tokens` are the ids of each model's
-    tokens, by alias. Raises InvalidModel if a model has no such row.
+    If `is_forced`, all models get the row; otherwise, only models without the token get it. `tokens` are the ids of
+    each model's tokens, by alias. Raises InvalidModel if a model has no such row.
     """
     found: dict[str, tuple[tuple[str, int] | None, bool]] = {}
     problems = []
@@ -259,12 +259,12 @@ def _chosen_rows(
 def _added_by_others(
     models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapping[str, int]], *, by_id: bool
 ) -> list[str]:
-    """The tokens that a union, the common vocabulary of all models, has beyond those of the base.
+    """The tokens that are in the union (the common vocabulary of all models), but not in the base's vocabulary.
 
     `models` are by alias, the base first; `tokens` has the ids of each model's tokens by alias. The result is sorted by
     token, or with `by_id` by the smallest id that a token has, and does not depend on the order of the models. Raises
-    InvalidModel if a model has such tokens in its tokenizer's own vocabulary, not as added ones, or if the base's
-    tokenizer has tokens without a row.
+    InvalidModel if a model has such tokens in its tokenizer's own vocabulary instead of as added tokens, or if the
+    base's tokenizer has tokens without a row.
     """
     base, *others = models
     problems = []

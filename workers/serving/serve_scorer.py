@@ -180,8 +180,8 @@ class ServeScorer:
     def _result(self, response: Any) -> Any:
         """Wait for the result of a request, without limit while the application is running.
 
-        `response` is what Serve's handle returned. Raises EngineUnavailable if the application has failed, or has not
-        been running for `deadline_s` seconds.
+        `response` is the object that Serve's handle returned. Raises EngineUnavailable if the application has failed,
+        or has not been running for `deadline_s` seconds.
         """
         missing_since: float | None = None
         while True:

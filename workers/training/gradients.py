@@ -49,11 +49,12 @@ class CoefficientGradients:
     """Computes losses of merges of one family, and their derivatives with respect to the merges' coefficients.
 
     Merges are written, one at a time, into a transformers model. `tasks` has the task of each objective; all tasks must
-    have right answers (`references.lack_of_references`). `options` are those of the study's engines, which define
+    have right answers (`references.lack_of_references`). `options` are the options of the study's engines, which define
     prompts and dtype. float32 replaces float16, in which gradients vanish. Sums over tensors are in float32 or finer.
-    `placement` is where the source weights are kept. `recomputes` saves the memory of activations, and takes a third
-    more time. Equal calls give equal bits on the same device with the same number of threads, independent of earlier
-    calls. All arguments are picklable. Raises InvalidModel and InvalidTask if the models or the tasks cannot be used.
+    `placement` is the place where the source weights are kept. `recomputes` saves the memory of activations, and takes
+    a third more time. Equal calls give equal bits on the same device with the same number of threads, independent of
+    earlier calls. All arguments are picklable. Raises InvalidModel and InvalidTask if the models or the tasks cannot be
+    used.
     """
 
     def __init__(
@@ -157,8 +158,8 @@ class CoefficientGradients:
     ) -> dict[str, tuple[float, ...]]:
         """The loss of each sample in `batch`, by objective and in the order of `batch`.
 
-        The objectives named in `completions` are measured on the completions given to `set_completions`, the others on
-        the right answers. Each loss is divided by its objective's unit, which makes objectives comparable
+        The objectives named in `completions` are measured on the completions given to `set_completions`, all other
+        objectives on the right answers. Each loss is divided by its objective's unit, which makes objectives comparable
         (`references.References.unit`).
         """
         targets = self._targets(batch, completions)
@@ -224,7 +225,7 @@ class CoefficientGradients:
         """Context manager in which each gradient is passed to one of `reducers` when it is computed, and then freed.
 
         A reducer adds up the derivatives with respect to the coefficients of one merged tensor; `reducers` are by the
-        tensor's name. Parameters without a reducer get no gradients.
+        tensor's name. No gradients are computed for parameters without a reducer.
         """
         hooks = []
         leaf: Any  # torch's hooks have no types

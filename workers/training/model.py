@@ -150,7 +150,7 @@ def _layer(name: str) -> str | None:
 
 
 def _with_content(tensor: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> Iterator[ParameterPart]:
-    """Yield the parts of `parameters` whose values equal those of a tensor.
+    """Yield the parts of `parameters` that have the same values as a tensor.
 
     A part is a whole parameter, or the rows of one expert of a mixture of experts. This search is needed if
     transformers gives a parameter another name than the stored tensor has, or joins the matrices of a mixture's experts

@@ -36,7 +36,7 @@ class ArtifactQuota:
         """Store a job by calling `make`, if the `num_bytes` of artifacts that the job will store fit into the quota.
 
         The artifacts that are stored already, and those that unfinished jobs will still store, take up the quota too.
-        Returns what `make` returns. Raises Conflict, without calling `make`, if the job's artifacts do not fit.
+        Returns the result of `make`. Raises Conflict, without calling `make`, if the job's artifacts do not fit.
         """
         with self._lock:
             used, reserved, quota = self._artifacts.num_bytes(), self._reserved(), self._quota_bytes()

@@ -33,7 +33,7 @@ def verify_trials(
     *,
     note: Callable[[str], None],
 ) -> str | None:
-    """Verify some trials: compare their stored samples with those that plain transformers give.
+    """Verify some trials: compare their stored samples with the results of plain transformers.
 
     The trials are the best one and others drawn with the study's seed. Trials whose samples a stored report found equal
     are not verified again.
@@ -42,7 +42,8 @@ def verify_trials(
     verification off.
 
     Raises:
-        StudyFailed: Samples differ by more than rounding explains, or transformers cannot score what the engine scored.
+        StudyFailed: Samples differ by more than rounding explains, or transformers cannot score samples that the engine
+            scored.
     """
     options = preflight.study.engine.verify
     document = store.document(writer.job_id, VERIFICATION)

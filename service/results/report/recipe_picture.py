@@ -130,8 +130,8 @@ def _contributions(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, float]]]:
 def _distinct_components(recipe: Recipe) -> tuple[Component, ...]:
     """Components of layers whose shares the picture shows separately.
 
-    There are none if each layer of the recipe is merged as a whole, because the shares of all components are equal
-    then.
+    There are none if each layer of the recipe is merged as a whole, because in this case all components have equal
+    shares.
     """
     is_whole = all(layer.attention == layer.mlp == layer.norm for layer in recipe.layers)
     return () if is_whole else COMPONENTS

@@ -67,9 +67,9 @@ def _points(run: RunRecord) -> tuple[HypervolumePoint, ...]:
 
 
 def _spent(run: RunRecord) -> dict[int, int]:
-    """Number of samples spent until each trial has ended, by trial number, counting all trials with smaller numbers.
+    """Number of samples that all trials up to each trial have used, by the number of this last trial.
 
-    Scored samples, and the samples that the searcher's steps for proposals count as, are added up.
+    The samples that were scored, and the samples that the searcher's steps for proposals count as, are added up.
     """
     trials = sorted(run.trials, key=lambda trial: trial.number)
     each = [trial.samples_scored + run.search.charges.get(trial.number, 0) for trial in trials]

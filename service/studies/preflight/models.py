@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 def with_revisions(study: Study, resolved: ResolvedStudy) -> Study:
     """Replace the models in a study by the versions with which the study was created.
 
-    A hub model gets the commit of that time. A merge of another study is replaced by the directory to which it was
-    exported.
+    A hub model gets the commit that it had at that time. A merge of another study is replaced by the directory to which
+    it was exported.
     """
 
     def name(model: str) -> str:
@@ -128,7 +128,7 @@ def check_weights(
     downloads: bool,
     note: Callable[[str], None] = logger.info,
 ) -> ResolvedFamily:
-    """Read the weights of the models, after downloading those that are missing if `downloads` says so.
+    """Read the weights of the models, after downloading missing weights if `downloads` is True.
 
     Returns the models with their content fingerprints. A problem is added to `problems` for each model with invalid
     weights. Raises InvalidStudy if weights cannot be read.

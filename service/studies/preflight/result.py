@@ -139,7 +139,7 @@ class PreflightResult:
 
     @property
     def engine_options(self) -> EngineOptions:
-        """Options of the study's engines. `max_layers` is set if merges may have other layers than the base."""
+        """Options of the study's engines. `max_layers` is set if merges may have any number and order of layers."""
         options = self.study.engine.options
         if not isinstance(self.space, LayeredSpace):
             return options

@@ -49,8 +49,8 @@ def alignments_in(
 
     `before` has the names of alignments that the study already has, by pair; they are not learned again unless their
     file is missing. `note` receives lines of progress. Returns the name of each pair's alignment. Raises StudyFailed if
-    the file of such an alignment is missing and the alignment learned in its place is different. It also raises what
-    `learn_alignments` raises.
+    the file of such an alignment is missing and the alignment learned in its place is different. It also raises the
+    errors of `learn_alignments`.
     """
     whole = {name for name in set(before.values()) if is_stored(directory, name)}
     kept = {pair: name for pair, name in before.items() if name in whole}

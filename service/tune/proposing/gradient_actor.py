@@ -51,8 +51,8 @@ class GradientActor:
     def run(self, request: LossesRequest | GradientRequest) -> LossesResult | GradientResult:
         """Compute the mean loss of each objective and, for a GradientRequest, the derivatives of their weighted sum.
 
-        The derivatives are with respect to all parameters of the search space. If a loss is not finite, the result has
-        a failure. Raises InvalidModel and InvalidTask if models or task data cannot be used.
+        The derivatives are with respect to all parameters of the search space. If a loss is not finite, the result
+        contains a failure instead of losses. Raises InvalidModel and InvalidTask if models or task data cannot be used.
         """
         return self._losses(request) if isinstance(request, LossesRequest) else self._gradient(request)
 

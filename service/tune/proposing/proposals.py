@@ -152,7 +152,7 @@ class Observations:
     def _of_baseline(self, trial: TrialRecord) -> Mapping[str, Any] | None:
         """The configuration of the search space that gives a baseline's recipe, or None if there is none.
 
-        It is computed once for each baseline.
+        The configuration of each baseline is computed only once.
         """
         if trial.number not in self._baselines:
             self._baselines[trial.number] = self._space.from_recipe(replace(trial.read_recipe(), keeps_equal=False))

@@ -1,4 +1,4 @@
-"""Proposals on Ray: the searcher in a process of its own, and the gradient actor that computes its steps."""
+"""Proposals on Ray: the searcher in a separate process, and the gradient actor that computes its steps."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class RayProposer:
         self._propose_rest()
 
     def _propose_rest(self) -> None:
-        """Start to compute the proposals of the batch that follow the present one, if the searcher computes no steps.
+        """Begin to compute the proposals of the batch that follow the present one, if the searcher computes no steps.
 
         Proposals that were computed earlier, for example before the searcher's last note, are dropped.
         """
@@ -227,8 +227,8 @@ class RayProposer:
     def _updated(self, request: UpdateRequest) -> Step | None:
         """The update of a policy, which the searcher's actor has computed, as a step.
 
-        Stores the policy's checkpoint if the actor returned one. Returns None if the actor died; this method has then
-        started a new actor, which computes the update again.
+        Stores the policy's checkpoint if the actor returned a checkpoint. Returns None if the actor died; this method
+        has then started a new actor, which computes the update again.
         """
         try:
             result, content = _learned(self._pending)
@@ -298,7 +298,7 @@ class RayProposer:
     # -- both ------------------------------------------------------------------------------------------------------
 
     def _count_death(self, what: str, error: Exception) -> None:
-        """Count the death of an actor; messages call the actor `what`.
+        """Count the death of an actor; `what` is the word for the actor in messages.
 
         Raises EngineUnavailable if MAX_DEATHS actors have died since an actor last returned a result.
         """

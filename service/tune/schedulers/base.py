@@ -1,6 +1,6 @@
 """The table of rungs and brackets: which trial is evaluated at which rung next, and which trials are promoted.
 
-The table is rebuilt from the stored trials, rungs and brackets at every start, and knows neither SQL nor Ray. A
+The table is rebuilt from the stored trials, rungs and brackets at every start, and uses neither SQL nor Ray. A
 scheduler is a subclass, which decides when a rung promotes trials and which results a proposal may use.
 
 A search gives the same trials for any number of replicas and after any interruption, because nothing depends on the
@@ -257,7 +257,7 @@ class RungTable(ABC):
         return sum(self._most_of(self._entries[number], totals) for number in self._runnable | self._waiting)
 
     def most_samples_of(self, proposal: Proposal, totals: Sequence[int]) -> int:
-        """The most samples that a new proposal adds to the result of `most_samples_left`; here those of the last rung.
+        """The most samples that a new proposal adds to the result of `most_samples_left`: all samples of the last rung.
 
         `totals` has each rung's number of samples, of all objectives together.
         """

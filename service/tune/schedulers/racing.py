@@ -20,7 +20,7 @@ __all__ = ["RacingTable"]
 
 
 class RacingTable(RungTable):
-    """A rung table for racing: each trial climbs the rungs by itself, and is stopped when a rival is ahead of it.
+    """A rung table for racing: each trial moves up the rungs independently, and is stopped when a rival is ahead of it.
 
     Trial and rival are compared at the trial's rung. A rival is ahead if it has a smaller cost or, with several
     objectives, if it dominates the trial; with constraints, a rival that violates them less is ahead. With a `bound`, a

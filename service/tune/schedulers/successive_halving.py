@@ -20,10 +20,10 @@ class HyperbandTable(RungTable):
     Proposal n, in bracket b, uses these results:
 
     - the first result of each trial up to n - max_staleness; the proposal waits for these results
-    - all other results of those trials up to n - max_staleness that are in brackets up to b - open_brackets; bracket b
-      opens when those brackets are closed
+    - all other results of the trials up to n - max_staleness whose brackets are at most b - open_brackets; bracket b
+      opens when these brackets are closed
 
-    No other results are used, even if they are known, so the evaluations of `open_brackets` brackets may overlap. In a
+    Other results are not used, even if they are known. So the evaluations of `open_brackets` brackets may overlap. In a
     batch, all proposals use the same results: n is the last proposal of the batch, and b the bracket of its first one.
     With one open bracket, brackets follow each other as in the paper.
     """

@@ -1,8 +1,8 @@
-"""The interface of a searcher: a pure function from what is known to the next configuration.
+"""The interface of a searcher: a pure function from the known results to the next configuration.
 
-Searchers keep no state between proposals. Proposal n depends only on its context, so a resumed search proposes what an
-uninterrupted one would have proposed. A searcher that needs more than scores is such a function too: it returns a
-request for a step, and finds the step's result in the context of its next call, until it returns a configuration.
+Searchers keep no state between proposals. Proposal n depends only on its context, so a resumed search makes the same
+proposals as an uninterrupted one. A searcher that needs more than scores is such a function too: it returns a request
+for a step, and finds the step's result in the context of its next call, until it returns a configuration.
 """
 
 from __future__ import annotations

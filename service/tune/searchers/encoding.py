@@ -187,7 +187,7 @@ class Encoding:
     def normalise(self, rows: Rows) -> Rows:
         """Convert rows of arbitrary numbers in [0, 1] to valid rows of this encoding; `rows` is not changed.
 
-        - A whole number or a choice is moved to the middle of the interval that stands for it.
+        - A whole number or a choice is moved to the middle of its interval.
         - Inactive parameters get the number INACTIVE.
         - Configurations that the space does not allow are repaired.
         """

@@ -195,9 +195,10 @@ def _with_one_cost(context: ProposalContext) -> list[Observation]:
 
 
 def _turn(number: int, setting: SearchSetting) -> int:
-    """The index of the gradient descent for whose preference vector trial `number` is proposed.
+    """The index of the gradient descent whose preference vector is used to propose trial `number`.
 
-    It is the descent of which the trial is a point. Trials after all descents use the descents' vectors in turn.
+    A trial that is a point of a descent uses this descent's vector. Trials after all descents use the vectors of the
+    descents in turn.
     """
     descents = _descents(setting)
     index = number - setting.num_baselines

@@ -1,7 +1,7 @@
 """Proposals halfway between two trials of a front.
 
-Coefficients halfway between those of two good compromises mostly give another good compromise. Merges are averages of
-models, and losses of models that were fine-tuned from one base change smoothly along the line between them (linear mode
+The mean of the coefficients of two good compromises is mostly another good compromise. Merges are averages of models,
+and losses of models that were fine-tuned from one base change smoothly along the line between them (linear mode
 connectivity: Frankle et al., ICML 2020; for fronts: Rame et al., "Rewarded soups", NeurIPS 2023). So a trial in the
 middle of a gap of the front costs one evaluation and no gradient.
 """

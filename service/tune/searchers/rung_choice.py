@@ -1,4 +1,4 @@
-"""The choice of the results that a surrogate model learns from: those of all rungs, or those of the highest rung alone.
+"""The choice of the results from which a surrogate model learns: results at all rungs, or at the highest rung alone.
 
 Results at lower rungs are many and cheap. They help if they order configurations in the same way as results at the full
 budget; otherwise they mislead. So the two choices are compared by cross-validation: for each, a model predicts results

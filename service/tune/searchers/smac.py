@@ -35,10 +35,10 @@ class SmacSearcher:
     """The searcher SMAC, a random forest with expected improvement; its options are those of `search.smac`.
 
     It proposes the candidate with the largest expected improvement. Candidates are `num_uniform` random configurations,
-    `num_tied` in which all layers have the same values, and `num_mutants` random changes of each of `num_parents`
-    scored configurations, those that the forest predicts to be best. A configuration that violates constraints counts
-    as worse than all configurations that do not, and as worse the larger its violation is. The defaults were chosen
-    with tests/benchmarks/bench_searchers.py.
+    `num_tied` configurations in which all layers have the same values, and `num_mutants` random changes of each of the
+    `num_parents` scored configurations that the forest predicts to be best. A configuration that violates constraints
+    counts as worse than all configurations that do not, and as worse the larger its violation is. The defaults were
+    chosen with tests/benchmarks/bench_searchers.py.
     """
 
     # Configurations with results, baselines included, before the forest is used; with `highest_budget`, at one rung.

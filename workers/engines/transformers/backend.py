@@ -142,7 +142,7 @@ def typical_difference(ours: Sequence[float], theirs: Sequence[float], *, dtype:
 
 
 def whole_characters(text: str) -> str:
-    """Remove replacement characters (U+FFFD) from the end of `text`, where a character is still incomplete.
+    """Remove replacement characters (U+FFFD), which stand for an incomplete character, from the end of `text`.
 
     Engines hold back the bytes of a character until it is complete.
     """

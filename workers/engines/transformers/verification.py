@@ -1,8 +1,8 @@
 """Verification: plain transformers scores an exported checkpoint again, and the samples are compared.
 
-The checkpoint is what users get, so the comparison covers everything behind a score: merge, swap, scoring and export.
-Samples are equal if three things agree: the metric values, the tokens of the completions, and the log-probabilities
-within the tolerance for rounding. A completion may still differ from its first unclear token on. A token is unclear if
+Users get this checkpoint, so the comparison covers all steps behind a score: merge, swap, scoring and export. Samples
+are equal if three things agree: the metric values, the tokens of the completions, and the log-probabilities within the
+tolerance for rounding. A completion may still differ from its first unclear token on. A token is unclear if
 transformers finds the engine's choice as likely as its own, within the tolerance.
 """
 
@@ -95,7 +95,7 @@ def verify(
 def nothing_to_compare(
     directory: str | Path, evaluator: TaskEvaluator, spans: Sequence[Span], *, depth: float = 1.0
 ) -> str | None:
-    """The reason why a merge cannot be verified, by its tasks or for lack of memory; None if it can be verified.
+    """The reason why a merge cannot be verified, such as its tasks or too little memory; None if it can be verified.
 
     Only samples of tasks with greedy completions or with options can be compared. `depth` is the merge's number of
     layers divided by that of the checkpoint in `directory`; the memory that is needed grows with it.

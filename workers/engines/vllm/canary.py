@@ -151,7 +151,7 @@ class Canary:
         free_bytes: int,
         swap_count: int,
     ) -> CanaryReport:
-        """Compare the engine with transformers by the method `compare`, and count the canary as passed or skipped.
+        """Compare the engine with transformers with the method `compare`, and count the canary as passed or skipped.
 
         `recipe` is the recipe that the engine should hold. `engine_logprobs` returns the engine's log-probabilities of
         the tokens of each prompt except the first. `free_bytes` is the memory that a second model may take, and

@@ -26,7 +26,7 @@ def checksum(parameters: Mapping[str, torch.Tensor]) -> str:
 
 
 def combined(parameters: Mapping[str, torch.Tensor], sums: Mapping[str, int]) -> str:
-    """Checksum of a model's parameters, as `checksum` gives it, from sums that are known already.
+    """Checksum of a model's parameters, equal to that of `checksum`, from sums that are known already.
 
     `sums` has the `word_sum` of each parameter by name.
     """

@@ -1,7 +1,7 @@
 """The weights of the model in vLLM's worker, and how a merge is written over them in place.
 
 `HeldWeights` is one model with the base's layers; `paths.held.HeldPath` is a path through a pool of layers. This module
-does not depend on why a merge is written, or on what is scored.
+does not depend on scoring.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class HeldWeights:
     def _needed(self, parameters: Iterable[str]) -> Collection[str]:
         """The names of those `parameters` without which the model is incomplete: all of them here, fewer in subclasses.
 
-        Writing a merge fails if such a parameter has never been written, neither by this swap nor by an earlier one.
+        Writing a merge fails if such a parameter has never been written, by this swap or by an earlier one.
         """
         return set(parameters)
 

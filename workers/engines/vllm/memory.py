@@ -76,7 +76,7 @@ class MemoryRequirements:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Where source weights may be kept, and the engine's share of a GPU's memory (`gpu_share`).
+    """The places where source weights may be kept, and the engine's share of a GPU's memory (`gpu_share`).
 
     The sources go to the first of `placements` that has room once the engine runs. `reason` explains the choice in
     words.

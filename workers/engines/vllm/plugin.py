@@ -2,10 +2,10 @@
 
 On CPU, vLLM packs the weights of linear layers and of mixtures of experts for its kernels and drops the plain weights,
 so that no merge could be written in place. This module makes engines of this package keep the plain weights next to the
-packed copies. A layer that has both gets two attributes: `PACK`, a function that packs the layer again, and
-`IS_PACKED`, a function that returns whether the packed copies equal the plain weights. The module also keeps vLLM from
-changing transformers' classes, so that plain transformers remains available for comparison, and registers the model of
-path engines.
+packed copies. A layer with both kinds of weights has two more attributes: `PACK`, a function that packs the layer
+again, and `IS_PACKED`, a function that returns whether the packed copies equal the plain weights. The module also keeps
+vLLM from changing transformers' classes, so that plain transformers remains available for comparison, and registers the
+model of path engines.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Capability:
 
 
 class CapabilityProbe:
-    """A query to vLLM, in a process of its own, about which models it can run; the constructor starts the process.
+    """A query to vLLM, in a separate process, about which models it can run; the constructor starts the process.
 
     Models whose answer is in the cache are left out of the query.
     """
@@ -60,7 +60,7 @@ class CapabilityProbe:
         """Start the query.
 
         `configs` are the contents of the models' config.json, `cache` is the directory of the cache, or None for the
-        default one.
+        default directory.
         """
         self._vllm = _vllm_version()
         self._cache = cache

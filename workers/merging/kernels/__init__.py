@@ -1,8 +1,8 @@
 """Fused kernels for CPU (Numba), of most methods, and for CUDA (Triton), of the methods that searches use most.
 
 On the same kind of device, they give the same bits as the plain methods of `workers.merging.methods`. They need one
-pass over the sources in their stored dtype, or two if coefficients depend on what a method drops. The result is rounded
-once and written to its destination. Kernels receive the sources' statistics and do not know where these are kept.
+pass over the sources in their stored dtype, or two if coefficients depend on the elements that a method drops. The
+result is rounded once and written to its destination. Kernels receive the sources' statistics as arguments.
 
 - `lowering`: the rule of each fused method, from its coefficients and operands.
 - `rules`: the rules, plain numbers that every backend can execute.

@@ -1,7 +1,7 @@
 """Fused merge kernels for CPU: one pass over the operands, no temporaries, bit for bit the plain methods.
 
 There is one pass, `_merge`, which Numba compiles for every rule (`rules`), number of sources and dtype. The rule's type
-selects its formula (`formulas`), the elements that it keeps (`sparsity`) and those that it leaves undecided
+selects its formula (`formulas`), the elements that it keeps (`sparsity`) and the elements that it leaves undecided
 (`thresholds`). Elements do not depend on each other, so the number of threads changes no bit.
 """
 

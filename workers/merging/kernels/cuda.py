@@ -1,8 +1,8 @@
 """Fused merge kernels for tensors on one CUDA device.
 
-Multiplications and additions are not contracted, and divisions are rounded correctly. So the results are bit for bit
-those of the plain methods on the same device. The tests marked `gpu` run the kernels on a device; without a device they
-run in Triton's interpreter.
+Multiplications and additions are not contracted, and divisions are rounded correctly. So the results have the same bits
+as those of the plain methods on the same device. The tests marked `gpu` run the kernels on a device; without a device
+they run in Triton's interpreter.
 """
 
 from __future__ import annotations

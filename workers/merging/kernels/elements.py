@@ -1,6 +1,6 @@
 """Compiled functions on single elements: reading a stored one as float32, common operations, and rounding to store.
 
-The words in which bfloat16 and float16 are stored are those of `arguments.as_array`. Infinity and NaN come only from
+`arguments.as_array` defines the words in which bfloat16 and float16 are stored. Infinity and NaN come only from
 arithmetic, because the bank refuses sources that contain them.
 """
 
@@ -185,7 +185,7 @@ def _as_float16(number: Any, like: Any) -> Any:
 def variance_of(base: Any, xs: Any, i: Any) -> Any:
     """The variance of element i between the task vectors, with the bits of `methods.competition.variance`.
 
-    `base` and `xs` are the arrays of the base and the sources, as `arguments.as_array` returns them. Callable only in
+    `base` and `xs` are the arrays of the base and the sources, in the form of `arguments.as_array`. Callable only in
     compiled code.
     """
     b, count = value(base[i]), np.float32(len(xs))
@@ -232,8 +232,8 @@ def has_sign_of(number: Any, total: Any) -> Any:
 def reaches(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
     """Whether an element is at a threshold or above it.
 
-    The element is given by its magnitude `size` and by `turned`, its tie-breaking mark as `turned_mark` returns it. The
-    threshold is the magnitude `low` with the mark `low_mark`.
+    The element is given by its magnitude `size` and by `turned`, its tie-breaking mark in the form of `turned_mark`.
+    The threshold is the magnitude `low` with the mark `low_mark`.
     """
     return size >= (low if turned >= I32(low_mark ^ TOP) else following(low))
 
@@ -242,8 +242,8 @@ def reaches(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
 def passes(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
     """Whether an element is above a threshold.
 
-    The element is given by its magnitude `size` and by `turned`, its tie-breaking mark as `turned_mark` returns it. The
-    threshold is the magnitude `low` with the mark `low_mark`.
+    The element is given by its magnitude `size` and by `turned`, its tie-breaking mark in the form of `turned_mark`.
+    The threshold is the magnitude `low` with the mark `low_mark`.
     """
     return size >= (low if turned > I32(low_mark ^ TOP) else following(low))
 

@@ -200,9 +200,9 @@ def _variable_squares(spread: Any, base: Any, xs: Any, sums: Any, found: Any, st
     """Add the squares of elements whose variance is at a threshold or above, block by block, from `start` to `stop`.
 
     An element's variance is its variance between the task vectors of the sources `xs`; the squares are those of each
-    source's task vector. `spread` has two bounds of the threshold. `sums` gets a sum for each source and block.
-    Elements between the bounds are not decided yet and are not added. Their positions are written to `found`, and their
-    number is returned.
+    source's task vector. `spread` has two bounds of the threshold. A sum for each source and block is written to
+    `sums`. Elements between the bounds are not decided yet and are not added. Their positions are written to `found`,
+    and their number is returned.
     """
     num_found, taus, lanes = 0, np.empty((len(xs), LANES), np.float32), np.empty((len(xs), LANES))
     for begin in range(U64(start), U64(stop), U64(SUMMED)):

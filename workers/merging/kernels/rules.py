@@ -213,8 +213,8 @@ class Weighted(NamedTuple):
     """Rule: the base plus lambda times the sum of the weighted task vectors that have the elected sign.
 
     This is computed for each element of the task vectors after the sparsification `sparse`, times their `weights`. The
-    elected sign is that of the sum of all weighted task vectors, and + where this sum is zero. If `normalize` is 1, the
-    sum is divided by the sum of the weights of the task vectors that have the sign.
+    elected sign is that of the sum of all weighted task vectors, and positive if this sum is zero. If `normalize` is 1,
+    the sum is divided by the sum of the weights of the task vectors that have the sign.
     """
 
     sparse: Sparsity
@@ -227,7 +227,7 @@ class WeightedMean(NamedTuple):
     """Rule: base + (weighted sum of the task vectors that have the elected sign) / (number of these task vectors).
 
     This is computed for each element of the task vectors after the sparsification `sparse`. The elected sign is that of
-    the unweighted sum of all task vectors, and + where this sum is zero.
+    the unweighted sum of all task vectors, and positive if this sum is zero.
     """
 
     sparse: Sparsity
@@ -249,7 +249,7 @@ class Interpolation(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """Rule: the base plus lambda m where enough sources agree with the merged task vector m, else the base.
+    """Rule: the base plus lambda m if enough sources agree with the merged task vector m, else the base.
 
     This is computed for each element. Source s agrees if |tau_s| >= w_s |m - tau_s|, with tau_s its difference from the
     base and w_s its number in `mask_lambdas`; at least `agreement` sources must agree. m is the sum of all tau_s if
@@ -274,10 +274,10 @@ class SharedOut(NamedTuple):
 
 
 class Variable(NamedTuple):
-    """Rule: the base plus a weighted mean of task vectors where their variance reaches a threshold, else the base.
+    """Rule: the base plus a weighted mean of task vectors if their variance reaches a threshold, else the base.
 
     This is computed for each element. The mean is over the task vectors that have the sign of their sum. The threshold
-    is the variance `threshold` with the tie-breaking mark `mark`. `by` is a comparison that tells for every element
+    is the variance `threshold` with the tie-breaking mark `mark`. `by` is the comparison that decides for every element
     whether its variance reaches the threshold; `factor` gives the marks of elements.
     """
 
@@ -291,10 +291,10 @@ class Variable(NamedTuple):
 class VariableElection(NamedTuple):
     """Rule of mergekit's SCE: the base plus a weighted mean of task vectors where their variance reaches a threshold.
 
-    Elsewhere it is the base. The mean is over the task vectors that have the sign of their sum; a sum of zero counts as
-    positive. The divisor of the mean, a sum of weights, is at least `least`. The threshold is the variance `threshold`
-    with the tie-breaking mark `mark`. `by` is a comparison that tells for every element whether its variance reaches
-    the threshold; `factor` gives the marks of elements.
+    For all other elements, the result is the base. The mean is over the task vectors that have the sign of their sum; a
+    sum of zero counts as positive. The divisor of the mean, a sum of weights, is at least `least`. The threshold is the
+    variance `threshold` with the tie-breaking mark `mark`. `by` is the comparison that decides for every element
+    whether its variance reaches the threshold; `factor` gives the marks of elements.
     """
 
     by: Comparison

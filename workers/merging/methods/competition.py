@@ -54,7 +54,7 @@ def sce(
     vary between the task vectors count. Of these, SCE selects the share `select_topk` with the largest variance. The
     weight w_t of a model is the mean square of its selected elements over the tensor. In each task vector, elements
     whose sign differs from the sign of the sum of the task vectors are erased. The result is theta_pre + sum_t w_t
-    tau_t / sum_t w_t over the elements that are left, and the base where the sum is zero or nothing is selected.
+    tau_t / sum_t w_t over the elements that are left, and the base if the sum is zero or no element is selected.
     `variances` is the table of the elements' variances, if known; `order` orders elements of equal variance.
     """
     taus = [tensor - base for tensor in tensors]
@@ -83,7 +83,7 @@ def sce_mergekit(
     variances: Ranked | None = None,
     order: TieOrder = ANY_ORDER,
 ) -> torch.Tensor:
-    """SCE as mergekit computes it, which differs from `sce` if task vectors sum to zero, and for small weights.
+    """SCE as in mergekit; the result differs from `sce` where task vectors sum to zero, and for small weights.
 
     As in `sce`, a share `select_topk` of the elements is selected: those that vary most between the task vectors. The
     weight of a model is the mean square of its selected elements, and elements with a minority sign are erased. Weights
@@ -109,7 +109,7 @@ def sce_mergekit(
 
 
 def num_selected(select_topk: float, num_variable: int) -> int:
-    """The number of elements that SCE selects: a share of those that vary between task vectors.
+    """The number of elements that SCE selects: a share of the elements that vary between task vectors.
 
     `num_variable` is the number of elements that vary, `select_topk` the share.
     """
@@ -127,7 +127,7 @@ def sce_weights(squares: Sequence[float]) -> list[float]:
 
 @merges("ram")
 def ram(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, epsilon: float) -> torch.Tensor:
-    """RAM (arXiv:2601.13572): add what one model changed, average what several models changed.
+    """RAM (arXiv:2601.13572): add changes of single models, and average changes that several models made to an element.
 
     A model has changed an element if it differs from the base by more than epsilon. If several models changed an
     element, the mean of their task vectors is added to the base. If one model changed an element, this model's task
@@ -241,9 +241,9 @@ def consensus_ties(
 
     TIES' merged task vector, tau, is that of equations 6 to 8 of "Automated Model Merging", with the share k of
     elements kept and without lambda. An element matters to model t if |tau_t| >= mask_lambda_t |tau - tau_t|, with
-    tau_t the task vector of the model. Those that matter to at least `agreement` models are multiplied by lambda and
-    added to the base. `magnitudes` has for each model the table of its task vector's magnitudes, if known, and `orders`
-    the order of equal magnitudes.
+    tau_t the task vector of the model. The elements that matter to at least `agreement` models are multiplied by lambda
+    and added to the base. `magnitudes` has for each model the table of its task vector's magnitudes, if known, and
+    `orders` the order of equal magnitudes.
     """
     merged = consensus.disjoint_mean(trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders))
     taus = [tensor - base for tensor in tensors]

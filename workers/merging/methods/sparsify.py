@@ -133,8 +133,8 @@ def magnitude_sampled(
     magnitude in its row. `key` is the key of the random mask. With `rescale`, elements that are kept are divided by
     their probability.
 
-    The paper's epsilon is twice this one. Its drop probability is p_min + epsilon r / n, where rank r is 0 for the
-    largest element. So the smallest element is kept with a probability one step above density - epsilon. With
+    The paper's epsilon is twice the argument `epsilon`. Its drop probability is p_min + epsilon r / n, where rank r is
+    0 for the largest element. So the smallest element is kept with a probability one step above density - epsilon. With
     `is_symmetric` the divisor is n - 1, as in mergekit, and this probability is density - epsilon. Equal magnitudes are
     ranked by `order`; in recipes of format 1 they are ranked by position, where the earlier element counts as the
     smaller one. A tensor with fewer than two dimensions is one row. `ranks` are the ranks of magnitudes in their rows,

@@ -431,7 +431,7 @@ def della_l1(
     """TIES with weights, on task vectors from which MagPrune has dropped elements (mergekit's della).
 
     MagPrune (`sparsify.magnitude_sampled`) keeps each element with a probability from density - epsilon to density +
-    epsilon, by the rank of its magnitude in its row; `keys` are those of the random masks. With `rescale`, the kept
+    epsilon, by the rank of its magnitude in its row; `keys` are the keys of the random masks. With `rescale`, the kept
     elements of a task vector are scaled to the sum of magnitudes of the whole task vector. Then signs are elected and
     task vectors averaged with `weights`, as in `ties_weighted`; the mean is multiplied by lambda and added to the base.
     Without `normalize` the mean is replaced by a weighted sum. `ranks` has for each model the ranks of its magnitudes
@@ -462,7 +462,7 @@ def della_linear(
 
     theta_pre is the base, and tau_t the task vector of model t. MagPrune (`sparsify.magnitude_sampled`) keeps each
     element with a probability from density - epsilon to density + epsilon, larger ones more often, and divides it by
-    this probability. `keys` are those of the random masks. `ranks` has for each model the ranks of its magnitudes in
+    this probability. `keys` are the keys of the random masks. `ranks` has for each model the ranks of its magnitudes in
     each row, if known, and `orders` the order of equal magnitudes.
     """
     merged = base.clone()

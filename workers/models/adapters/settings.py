@@ -34,7 +34,7 @@ EMBEDDING_MODULES = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings in adapter_config.json that merging needs, with the names of peft's options where they differ.
+    """The settings in adapter_config.json that merging needs, with the names of peft's options if they differ.
 
     - `r`: the rank of matrices
     - `alpha` (`lora_alpha`): a number that determines the factor of matrices

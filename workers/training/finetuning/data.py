@@ -43,8 +43,8 @@ class Document:
 class Batch:
     """Rows of tokens in the form of the model's input, as tensors of [rows, length].
 
-    `tokens` are ids. `positions` restart at 0 with each document in a row. `labels` are the next tokens, or IGNORED
-    where no loss counts.
+    `tokens` are ids. `positions` restart at 0 with each document in a row. `labels` are the next tokens, or IGNORED for
+    tokens whose loss does not count.
     """
 
     tokens: torch.Tensor

@@ -124,7 +124,7 @@ def _model(place: Path | str) -> str:
 def is_pipeline(document: Mapping[str, Any]) -> bool:
     """Whether a document describes a fine-tuning and not a study.
 
-    A study has the key `models` where a fine-tuning has `base`.
+    A study has the key `models`; a fine-tuning has the key `base` instead.
     """
     return "base" in document and "models" not in document
 
@@ -132,7 +132,7 @@ def is_pipeline(document: Mapping[str, Any]) -> bool:
 def load_pipeline(file: Path) -> Pipeline:
     """Read the fine-tuning of one or several experts from a YAML or JSON file.
 
-    Relative paths are relative to the file's directory. A single expert has the specification's name as alias. Raises
+    Relative paths are relative to the file's directory. A single expert's alias is the specification's name. Raises
     InvalidStudy with every problem found.
     """
     return parse_pipeline(read_document(file), file.absolute().parent)

@@ -72,7 +72,7 @@ class HeldPath(HeldWeights):
         self._outside_digest, self._outside_held = "", None
 
     def fill(self, bank: Bank, into: Into) -> None:
-        """Write the layers of source models into the engine's pool in advance, those of the base last.
+        """Write the layers of source models into the engine's pool in advance, the layers of the base last.
 
         Only as many sources are written as fit beside the layers of the longest merge, but at least the base.
         """
@@ -270,7 +270,7 @@ def _of(recipe: Recipe) -> Hashable:
 
 
 def _is_known_by_layers(recipe: Recipe) -> bool:
-    """Whether the merged tensors of each layer depend only on what the recipe says about this layer.
+    """Whether the merged tensors of each layer depend only on this layer's entry in the recipe.
 
     This holds for recipes without merges of single tensors that use the vocabulary of the base.
     """
@@ -305,7 +305,7 @@ def _planned(recipe: Recipe, bank: Bank) -> TensorPlan:
 
 
 def _by_layer(plan: TensorPlan, bank: Bank) -> tuple[list[MergedTensor], list[Hashable], list[list[MergedTensor]]]:
-    """Split the tensors of a plan into those outside layers and those of each layer, without the layers' scales.
+    """Split the tensors of a plan into tensors outside layers and tensors of each layer, without the layers' scales.
 
     Returns three values:
 

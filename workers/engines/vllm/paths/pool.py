@@ -1,4 +1,4 @@
-"""Record of what each layer of an engine's pool contains.
+"""Record of the content of each layer of an engine's pool.
 
 Layers of the pool that the present path uses are kept; the others are replaced, least recently used first.
 """
@@ -27,7 +27,7 @@ class Hop:
 
 
 class LayerPool:
-    """Record of what each of the `size` layers of an engine's pool contains.
+    """Record of the contents of the `size` layers of an engine's pool.
 
     The content of a layer is described by any hashable value; equal values mean equal weights.
     """
