@@ -30,7 +30,7 @@ BY_DEFAULT: tuple[BaselineGroup, ...] = ("sources", "published")
 
 
 class Baseline(NamedTuple):
-    """A recipe that is known before the search and scored beside its proposals.
+    """A recipe that is known before the search and scored in addition to the search's proposals.
 
     `label` is its name, for example "expert:math"; it is unique within a study.
     """

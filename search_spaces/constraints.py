@@ -1,7 +1,7 @@
 """Constraints: bounds on the value of an objective, such as "general >= base - 0.01" or "math >= 0.5".
 
-A bound is a number, or relative to the value that the base model, an expert or the best expert has in the same
-objective on the same samples. Numbers are in the metric's own unit.
+A bound is a number, or is relative to the value of the base model, an expert or the best expert in the same objective
+on the same samples. Numbers are in the metric's own unit.
 """
 
 from __future__ import annotations

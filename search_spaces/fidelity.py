@@ -146,9 +146,9 @@ def bracket_plan(cycle: Sequence[Bracket], max_trials: int) -> tuple[Bracket, ..
 def open_brackets(cycle: Sequence[Bracket], *, max_staleness: int) -> int:
     """The number of adjacent brackets of a search whose trials may run at the same time, at least two.
 
-    It is the number of brackets that `max_staleness` configurations fill. If k brackets may be open, a bracket opens
-    once the bracket k places before it and all brackets before that one are closed. `cycle` has the brackets that the
-    search repeats.
+    The result is the number of brackets that `max_staleness` configurations fill, but at least two. If k brackets may
+    be open, a bracket opens when the bracket k places before it, and all earlier brackets, are closed. `cycle` has the
+    brackets that the search repeats.
     """
     size = sum(bracket.num_configurations for bracket in cycle)
     return max(OPEN_BRACKETS, max_staleness * len(cycle) // size)

@@ -100,8 +100,8 @@ def augmented_chebyshev(gaps: Vectors, vector: ArrayLike, *, rho: float = AUGMEN
 def parse_preference(text: str) -> dict[str, float]:
     """The weight of each objective in a text such as "math=0.6,code=0.4".
 
-    Whether the objectives exist and the weights sum to one is checked by `preference_vector`. Raises InvalidPreference
-    for text of another form and for an objective that is named twice.
+    `preference_vector` checks whether the objectives exist and the weights sum to one. Raises InvalidPreference if the
+    text has another form, or names an objective twice.
     """
     weights: dict[str, float] = {}
     for part in text.split(","):

@@ -2,7 +2,7 @@
 
 A search space decodes a configuration into a Recipe. Code that merges, scores, exports, plots or caches receives
 recipes, not configurations. A recipe names its models by alias and by content fingerprint. Its digest depends on the
-fingerprints only: the same merge has the same digest, whatever the aliases and directories of its models.
+fingerprints only: the same merge has the same digest, independent of the aliases and directories of its models.
 
 `workers.models` decides which tensor belongs to which component.
 """
@@ -208,7 +208,7 @@ class Recipe:
     def rewritten(self, rewrite: Callable[[Merge], Merge]) -> Recipe:
         """The recipe with every merge replaced by `rewrite(merge)`.
 
-        `rewrite` is called once for equal merges.
+        If several merges are equal, `rewrite` is called only once for them.
         """
         once = functools.cache(rewrite)
         layers = tuple(

@@ -1,4 +1,4 @@
-"""Models, tasks, rungs and objectives that a study file resolved to when its study was accepted."""
+"""The models, tasks, rungs and objectives to which a study file was resolved when its study was accepted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ChainedSource:
 
 @dataclass(frozen=True)
 class ResolvedStudy:
-    """The models, tasks, rungs and objectives that a study file resolved to when the study was created.
+    """The models, tasks, rungs and objectives to which a study file was resolved when the study was created.
 
     A study that is resumed must resolve to the same models, tasks, rungs and objectives. This record is stored as JSON
     in the field `accepted` of the study's job.

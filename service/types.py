@@ -96,7 +96,7 @@ class ExportState(StrEnum):
 
 
 class EventKind(StrEnum):
-    """Kind of a job's event, as it is stored and as clients read it.
+    """Kind of a job's event, in the database and in the API.
 
     Later versions may store further kinds.
     """
@@ -170,9 +170,9 @@ class StoredRecipe:
 
     @property
     def keeps_equal(self) -> bool:
-        """Whether the recipe keeps all elements as large as the smallest kept one (`Recipe.keeps_equal`).
+        """Whether the recipe keeps all elements as large as the smallest kept element (`Recipe.keeps_equal`).
 
-        The recipe is parsed only if its text alone does not answer the question.
+        The recipe is parsed only if its text alone does not show the answer.
         """
         return may_keep_equal(self.text) and self.read().keeps_equal
 

@@ -42,7 +42,7 @@ class FileAccess:
         return cls(**{name: tuple(values) for name, values in document.items()})
 
     def allowing(self, places: Iterable[str]) -> Self:
-        """This access, extended by `places`: directories and URLs to which the service itself has written."""
+        """Copy of this object that also allows `places`: directories and URLs to which the service has written."""
         added = [place for place in places if place not in (*self.readable, *self.urls)]
         urls = tuple(filter(is_object_url, added))
         directories = tuple(place for place in added if place not in urls)
@@ -95,7 +95,7 @@ class FileAccess:
     def distrust(self, directory: str | Path) -> str | None:
         """The reason why Python functions named by task files in `directory` must not be run; None if they may be run.
 
-        They may be run if the directory is below one of `trusted`.
+        They may be run if the directory is below one of the directories `trusted`.
         """
         if _is_below(directory, self.trusted):
             return None

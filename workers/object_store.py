@@ -195,7 +195,7 @@ class ObjectStore:
     def _asking(self, what: str, path: str) -> Iterator[None]:
         """Context manager that turns errors of the store's driver into ObjectStoreError.
 
-        `what` names the operation, and `path` the object, for the message.
+        For the message, `what` names the operation and `path` the object.
         """
         try:
             yield

@@ -163,7 +163,7 @@ class MergeMethod:
         return "ordered pair" if self.is_ordered else "pair"
 
     def coefficient(self, name: str) -> Coefficient | None:
-        """The declared coefficient with this name, or None if the method takes no such coefficient."""
+        """The declared coefficient with this name, or None if the method has no such coefficient."""
         for coefficient in self.coefficients:
             if coefficient.name == name:
                 return coefficient

@@ -149,7 +149,7 @@ def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 
 
 def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
-    """A conversion of mergekit's parameters to coefficients, for methods that add task vectors that agree in sign.
+    """A conversion of mergekit's parameters to coefficients, for methods that add the task vectors that agree in sign.
 
     The result is a function of the parameters' values. `sparse` are the names of mergekit's parameters for the mask
     that makes task vectors sparse: `density` first, and `rescale` if it is a coefficient.

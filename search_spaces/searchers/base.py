@@ -51,7 +51,7 @@ class SearcherDeclaration:
 
     @property
     def proposes_at_once(self) -> bool:
-        """Whether the searcher computes no steps before it proposes; it may note decisions."""
+        """Whether the searcher proposes without computing steps first; it may still note decisions."""
         return not (self.computes_steps or self.trains_policy)
 
     @property

@@ -250,7 +250,7 @@ class SpaceSection(Section, ABC):
     def scaled_by(self) -> str | None:
         """The option that gives layers scales of the stream (`LayerRecipe.scale`), or None if no option does.
 
-        Not every model type supports them.
+        Not every model type supports such scales.
         """
         return None
 

@@ -266,7 +266,8 @@ class DisPaths:
     def _keys(self, order: Sequence[int]) -> list[float]:
         """Numbers in [0, 1], one for each copy of each layer, such that sorting the copies by them gives `order`.
 
-        `order` lists layers by their numbers. It has each layer that a block may use, as often as a block may use it.
+        `order` lists layers by their numbers. The list has each layer that a block may use, as often as a block may use
+        it.
         """
         next_copy = [candidate * self.repeats for candidate in range(self.num_candidates)]
         keys = [0.0] * self.num_copies

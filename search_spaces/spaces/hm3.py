@@ -283,7 +283,7 @@ class Hm3Space:
     def _is_natural(self, first: tuple[str, int], second: tuple[str, int]) -> bool:
         """Whether layer `second` follows layer `first` in one model, so that no alignment between them is needed.
 
-        A layer is given as a model's name and its number. Models with equal recipes count as one.
+        A layer is given as a model's name and its number. Models with equal recipes count as the same model.
         """
         return second[1] == first[1] + 1 and self._digests[first[0]] == self._digests[second[0]]
 

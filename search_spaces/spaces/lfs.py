@@ -388,8 +388,8 @@ class LfsSpace:
     def _operands_of(self, group: str, method: str, merges: Mapping[str, Merge]) -> tuple[str, ...] | None:
         """The models from which `method` can give all `merges`, for a method whose models a search chooses.
 
-        It is the first choice, a model or a pair, for which the method has parameter values for each merge; None if
-        there is no such choice. `merges` are the merges of the layer group `group`, by component group.
+        The result is the first choice, a model or a pair, with which the method has parameter values for each merge;
+        None if there is no such choice. `merges` are the merges of the layer group `group`, by component group.
         """
         return next(
             (

@@ -48,8 +48,8 @@ class MessageHints:
     """Texts for error messages that a JSON Schema cannot supply.
 
     `later_values` has, for the path of a field, the values that are planned but not accepted yet. `later_keys` has, for
-    the path of a key that is not accepted, the message about it. In a path, "*" stands for any position in a list, as
-    in "objectives.*.cost". `patterns` has, for a regular expression, a description of what it accepts.
+    the path of a key that is not accepted yet, a message about the key. In a path, "*" stands for any position in a
+    list, as in "objectives.*.cost". `patterns` has, for a regular expression, a description of what it accepts.
     """
 
     later_values: Mapping[str, tuple[str, ...]]
@@ -66,7 +66,7 @@ def is_tag(part: str | int) -> bool:
 
 
 def problems_of(errors: Sequence[ErrorDetails], schema: Mapping[str, Any], hints: MessageHints) -> list[Problem]:
-    """Validation errors as problems with messages for users, in the order of the errors.
+    """Convert validation errors to problems with messages for users, in the order of the errors.
 
     Only the first MAX_PROBLEMS errors become problems; one more problem then says how many errors are left. `schema` is
     the JSON Schema that the document violates.

@@ -134,7 +134,7 @@ class Exports:
             return None
 
     def reading(self, owner: str, chunks: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield the `chunks` of a download; until the last one, the downloaded files are not deleted.
+        """Yield the `chunks` of a download. The downloaded files are not deleted before the last chunk was yielded.
 
         `owner` is the id of the export or fine-tuning that the files belong to.
         """

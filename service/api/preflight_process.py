@@ -95,7 +95,7 @@ class PreflightProcess:
     - `context`: the files that jobs may read, and the earlier jobs that they may refer to; None means all files and no
       jobs
     - `cluster`: calls functions on nodes of the cluster; None if jobs run on this machine
-    - `limits`: the limits of the checks of one request; None means those of Limits()
+    - `limits`: the limits of the checks of one request; None means `Limits()`
     - `num_validators`: the number of processes that do the checks; at a time, at most `num_validators` - 1 of them, but
       at least one, work for one client
     """

@@ -1,4 +1,4 @@
-"""The blocking client: sends the requests that `flows`, `events` and `download` describe."""
+"""The blocking client, which sends the requests of the modules `flows`, `events` and `download`."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def awaited(flow: Callable[P, Flow[T]]) -> Callable[Concatenate[AwaitedRunner, P
 def named(client: type[C]) -> type[C]:
     """Class decorator that gives the methods made from flows the module and the name of the class `client`.
 
-    API pages show both. A flow is a generator of requests; `blocking` and `awaited` make methods from flows.
+    The API pages show both names. A flow is a generator of requests; `blocking` and `awaited` make methods from flows.
     """
     for name, method in vars(client).items():
         if inspect.isfunction(method) and method.__module__ == __name__:

@@ -52,8 +52,8 @@ class HostRecord:
     """Record of a running Ray cluster, as stored in the server's data directory.
 
     `process` is the id of the cluster's main process, and `started_at` its start time in seconds since the epoch.
-    Drivers connect to `address`. Browsers use `dashboard_url`, and jobs are submitted there. `session_dir` is Ray's
-    directory for the files of this cluster.
+    Drivers connect to `address`. `dashboard_url` is the address for browsers and for the submission of jobs.
+    `session_dir` is Ray's directory for the files of this cluster.
     """
 
     process: int

@@ -24,10 +24,10 @@ OTHER_PROGRAMS = {
 
 
 class Problems:
-    """Collector of problems and warnings of a merge, so that all can be reported together.
+    """Collector of problems and warnings of a merge, so that all of them can be reported together.
 
-    Problems are about the merge's file, its models or the directory of the result; `of_file` has those about the file.
-    Warnings are lines about keys of the file that have no effect. With `strict`, warnings count as problems.
+    Problems are about the merge's file, its models or the directory of the result; `of_file` has the problems about the
+    file. Warnings are lines about keys of the file that have no effect. With `strict`, warnings count as problems.
     """
 
     def __init__(self, file: Path, warnings: list[str], *, strict: bool) -> None:

@@ -1,4 +1,4 @@
-"""Models, vocabulary, chat template and dtype that a mergekit configuration names, and where the models are."""
+"""Models, vocabulary, chat template and dtype that a mergekit configuration names, and the places of the models."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class ChunkTimes:
     def _span_s(self) -> float | None:
         """Seconds of scoring in the search, from its first chunk to its last, or None if no chunk was scored.
 
-        A pause of more than PAUSE_S seconds between two chunks, such as that between two attempts, does not count.
+        A pause of more than PAUSE_S seconds between two chunks, for example between two attempts, does not count.
         """
         if not self._finished_at:
             return None

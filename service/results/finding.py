@@ -1,7 +1,7 @@
 """Tests of whether a merge that the search proposed is better than the best source model and published recipe.
 
-Every finalist that the search proposed is compared with both, sample by sample, in the value by which the best trial is
-selected. The more finalists there are, the likelier one of them is lucky. Therefore the intervals of their differences
+Every finalist that the search proposed is compared with these two, sample by sample, by the value that selects the best
+trial. The more finalists there are, the likelier one of them is lucky. Therefore the intervals of their differences
 hold jointly: each is at the level 1 - 0.05 / finalists. A merge counts as better if its interval is above 0. If no
 merge is better than a rival, the probability of claiming one is at most 5 %.
 
@@ -56,7 +56,7 @@ class RivalTest:
 
 
 def criterion(objectives: Sequence[Objective]) -> str:
-    """Name of the value in which finalists are compared with their rivals: an objective, or a mean of objectives."""
+    """Name of the value by which finalists and rivals are compared: an objective, or a mean of objectives."""
     names = accuracy_objectives(objectives)
     if len(objectives) == 1 or len(names) == 1:
         return names[0] if names else objectives[0].name

@@ -202,7 +202,7 @@ class RunReader:
 def held_out_estimates(
     store: Store, study_id: str, trial: int, *, trials: Sequence[TrialResult], objectives: Sequence[Objective]
 ) -> dict[str, Estimate] | None:
-    """Read the held-out values of one of `trials`, as its row of the held-out table has them.
+    """Read the held-out values of one of `trials` from its row of the held-out table.
 
     Returns None if the trial has no row.
     """

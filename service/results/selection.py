@@ -50,10 +50,10 @@ def accuracy_objectives(objectives: Sequence[Objective]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Criteria:
-    """The selection criteria of a study as texts.
+    """Texts that describe how a study selects trials.
 
-    `best` says which trial is the best, `promotion` which trials are promoted to the next rung, and `difference` why
-    the two can differ.
+    `best` describes which trial is the best, `promotion` which trials are promoted to the next rung, and `difference`
+    why the two can differ.
     """
 
     best: str

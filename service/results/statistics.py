@@ -178,8 +178,8 @@ def correlations(samples: Sequence[ArrayLike], documents: Sequence[str]) -> Samp
     Means over the same documents have correlated errors; means over different data are independent. The correlation of
     two means is Pearson's correlation of their values on the shared documents, times a factor. The factor is the number
     of shared documents, divided by the geometric mean of the two numbers of samples. Pearson's correlation is not
-    defined for values that do not vary, or for fewer than two. It is then assumed to be 1, which gives the widest
-    confidence interval of the average of the means.
+    defined for values that do not vary, or for fewer than two values. In these cases it is assumed to be 1, which gives
+    the widest confidence interval of the average of the means.
 
     Args:
         samples: Values of each mean [num_means][num_samples]. For means with the same name in `documents`, values at

@@ -25,7 +25,7 @@ UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 @dataclass(frozen=True)
 class Limit:
-    """How long and how much of one kind of data is kept, such as responses; None is no limit.
+    """Limits on the age and the size of one kind of kept data, such as responses; None is no limit.
 
     `age_s` is in seconds since the job ended, `num_bytes` the bytes of all jobs together.
     """

@@ -35,7 +35,7 @@ DIGEST_DIGITS = 16
 
 @repeated
 class ArtifactStore:
-    """Store of artifacts, the directories of files that the jobs in `store` made, such as trained experts.
+    """Store of artifacts, which are directories of files that the jobs in `store` made, such as trained experts.
 
     The files are at `location`: a directory or the URL of an object store. Every process may use it. Methods that read
     or write files raise OSError if the location cannot be used.
@@ -167,7 +167,7 @@ class ArtifactStore:
             `out`.
 
         Raises:
-            Conflict: A stored file is missing or has another content than when it was stored.
+            Conflict: A stored file is missing, or its content has changed.
         """
         with appearing(out, f"artifact-{record.digest[:16]}") as place:
             for path, entry in self._manifest(record.name, record.digest).items():

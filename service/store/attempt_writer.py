@@ -1,4 +1,4 @@
-"""Writing to one job; every transaction checks that the writer's driver still owns the job."""
+"""Writes of one driver to its job. Every transaction checks that the driver still owns the job."""
 
 from __future__ import annotations
 
@@ -170,9 +170,9 @@ class JobWriter:
         """Store a chunk's samples and evidence, and add their number and timings to the trial.
 
         Samples that are stored already are ignored; a chunk that has no other samples is not stored at all. `again` are
-        the samples, as (objective, position), that replace void ones: the stored samples are deleted first. The trial's
-        `samples_scored` grows by the new samples of search data. It counts neither samples that replace void ones nor
-        samples of holdout data.
+        the samples, as (objective, position), that replace void samples: the void samples are deleted first. The
+        trial's `samples_scored` grows by the new samples of search data. It does not count samples that replace void
+        samples, or samples of holdout data.
         """
         evidence = result.evidence
         table = schema.trials
@@ -350,7 +350,7 @@ class JobWriter:
             insert_event(connection, study_id, EventKind.ENGINE_FAULT, payload)
 
     def _insert_once(self, connection: sa.Connection, table: sa.Table, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Insert `rows` for the job into a table; a stored row with the same key stays as it is."""
+        """Insert `rows` for the job into a table; a stored row with the same key is not changed."""
         if not rows:
             return
         statement = insert(connection, table).on_conflict_do_nothing()

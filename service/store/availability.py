@@ -170,8 +170,8 @@ def _code(error: BaseException | None) -> str:
 def repeated(cls: Class) -> Class:
     """Class decorator that repeats public methods while the database does not answer, if the object waits for it.
 
-    The object waits if `is_waiting` is true of its `_engine`. A method is called again, with growing pauses, as long as
-    its transaction fails for one of two reasons: the database does not answer, or it rolled the transaction back
+    The object waits if `is_waiting` is True for its `_engine`. A method is called again, with growing pauses, as long
+    as its transaction fails for one of two reasons: the database does not answer, or it rolled the transaction back
     because of another transaction. Each public method must therefore be one transaction. It may call other public
     methods, each of which is repeated separately.
     """

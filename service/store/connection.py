@@ -41,7 +41,7 @@ RECYCLE_S = 1800
 
 
 def connect(url: sa.URL) -> sa.Engine:
-    """Create the SQLAlchemy engine for the database at `url`, which `parse_url` has returned; nothing is sent yet.
+    """Create the SQLAlchemy engine for the database at `url`, a result of `parse_url`, without connecting to it yet.
 
     Write transactions on SQLite take the write lock when they begin. NaN and infinite numbers in values of JSON columns
     are refused (ValueError).
@@ -152,8 +152,8 @@ def _store_token(connection: sa.Connection) -> str | None:
 def _is_committed(engine: sa.Engine, token: str) -> bool:
     """Whether PostgreSQL committed the transaction that stored `token`.
 
-    The token is inserted once more, which waits until the transaction that stored it has ended. The database is asked
-    again while it does not answer, if `is_waiting` is true of `engine`; otherwise the error is raised.
+    The token is inserted once more, which waits until the transaction that stored it has ended. While the database does
+    not answer, the query is repeated if `is_waiting` is True for `engine`; otherwise the error is raised.
     """
     query = sa.text("INSERT INTO commit_tokens (token, time) VALUES (:token, :now) ON CONFLICT DO NOTHING")
     while True:

@@ -53,8 +53,8 @@ def parse_url(text: str | sa.URL) -> sa.URL:
     """Parse the URL of a database, SQLite or PostgreSQL, for SQLAlchemy. The path of an SQLite file becomes absolute.
 
     Raises:
-        Conflict: The URL is not one of a database that can be used. The message contains no part of the URL that may be
-            secret.
+        Conflict: The URL does not belong to a database that can be used. The message contains no part of the URL that
+            may be secret.
     """
     try:
         url = sa.make_url(text)
@@ -172,7 +172,7 @@ def named_url(text: str) -> sa.URL:
     """URL of the database that `text` names: by its URL, or by the data directory of the server that uses it.
 
     Raises:
-        Conflict: `text` is neither.
+        Conflict: `text` is neither of these.
     """
     if "://" not in text and Path(text).is_dir():
         return database_url(Path(text))

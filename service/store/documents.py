@@ -1,4 +1,4 @@
-"""Documents of a study, which the table `documents` has as JSON by name: how it began, and its closing stages.
+"""Documents of a study in the table `documents`, as JSON by name: about the study's start and its closing stages.
 
 A document is stored as the fields of its type (`dataclasses.asdict`).
 """
@@ -78,7 +78,7 @@ class WarmStart:
 
 @dataclass(frozen=True)
 class RemovedResponses:
-    """Removal of the responses and tokens of a study's samples: when, in seconds since the epoch, and how much."""
+    """Removal of the responses and tokens of a study's samples: its time in seconds since the epoch, and its amount."""
 
     removed_at: float
     num_samples: int
@@ -112,7 +112,7 @@ class TrialVerification(VerificationReport):
 class Verification:
     """Result of a study's verification, with a report for each verified trial.
 
-    `reason` says why no trial was to be verified; None if trials were.
+    `reason` says why no trial was chosen for verification; None if trials were chosen.
     """
 
     reports: tuple[TrialVerification, ...] = ()

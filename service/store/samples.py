@@ -76,7 +76,7 @@ class SampleChunk:
 
 @dataclass(frozen=True)
 class VoidSample:
-    """A void sample: one that an engine scored after the last canary that it passed, before it failed a check.
+    """A void sample: a sample that an engine scored after the last canary that it passed, before it failed a check.
 
     `replica` is the engine's replica. `position` is the sample's index in the order in which the objective's samples
     are scored.
@@ -94,7 +94,7 @@ class VoidSample:
 
 
 def pack_values(values: Values, is_truncated: Flags) -> bytes:
-    """Pack the values of samples, and the flags whether their responses are truncated, into bytes.
+    """Pack the values of samples, and flags that mark truncated responses, into bytes.
 
     The function `_unpack_values` reads them.
     """
@@ -281,8 +281,8 @@ def store_samples(
 ) -> None:
     """Store samples of a recipe, which belong to the chunk whose evidence has the id `evidence`.
 
-    None of them may be stored already. `samples` must be all samples of the chunk that are to be stored, because this
-    function also sets the chunk's stored sizes: the bytes that its samples and their texts take.
+    No sample of `samples` may be stored already. `samples` must be all samples of the chunk that are to be stored,
+    because this function also sets the chunk's stored sizes: the bytes that its samples and their texts take.
     """
     chunks: list[dict[str, Any]] = []
     texts: list[dict[str, Any]] = []

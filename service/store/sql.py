@@ -165,7 +165,7 @@ class Store:
 
     @property
     def engine(self) -> sa.Engine:
-        """SQLAlchemy's engine of the database, for other stores there, such as `ArtifactStore`."""
+        """SQLAlchemy's engine of the database, for other stores in the same database, such as `ArtifactStore`."""
         return self._engine
 
     @property
@@ -181,7 +181,7 @@ class Store:
     def reading(self) -> AbstractContextManager[sa.Connection]:
         """Context with a connection whose transaction only reads, for other code that reads the database.
 
-        For a store that `snapshot` yields, it is the connection of the snapshot.
+        For a store that `snapshot` has yielded, it is the snapshot's connection.
         """
         return self._reads.connect()
 
@@ -199,7 +199,7 @@ class Store:
         return availability_of(self._engine).problem()
 
     def now(self) -> float:
-        """Present time in seconds since the epoch, by the clock of all stored times: the database's."""
+        """Present time in seconds since the epoch, by the clock of all stored times, which is the database's clock."""
         with self._reads.connect() as connection:
             time_s = clock(connection)
             return time_s if isinstance(time_s, float) else float(connection.execute(sa.select(time_s)).scalar_one())
@@ -287,7 +287,7 @@ class Store:
         return self._jobs(table.c.state.not_in(FINISHED) | is_recent)
 
     def job_ids(self, state: JobState) -> tuple[str, ...]:
-        """Ids of all jobs in a state, oldest job first; nothing else of the jobs is read."""
+        """Ids of all jobs in a state, oldest job first; no other data of the jobs are read."""
         table = schema.studies
         query = sa.select(table.c.id).where(table.c.state == state.value).order_by(table.c.created_at, table.c.id)
         with self._reads.connect() as connection:
@@ -396,7 +396,7 @@ class Store:
             insert_event(connection, job_id, EventKind.JOB_REFUSED, {"reason": reason})
 
     def refusal(self, job_id: str) -> str | None:
-        """Reason why the cluster refused the driver that was submitted last for the job; None if it did not."""
+        """Reason why the cluster refused the driver that was submitted last for the job; None if it was accepted."""
         events, jobs = schema.events, schema.studies
         query = (
             sa.select(events.c.payload)

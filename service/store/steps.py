@@ -59,7 +59,7 @@ class _Request:
 
     @property
     def num_charged(self) -> int:
-        """Number of samples that the step counts as against the study's limit of samples; 0 for most kinds of steps."""
+        """Number of samples that the step counts as towards the study's limit of samples; 0 for most kinds of steps."""
         return 0
 
 
@@ -123,7 +123,8 @@ class CompletionsRequest(_Request):
 class NoteRequest(_Request):
     """Request to store a decision of the searcher; nothing is computed.
 
-    `label` is its text for users. `decision` states it for the searcher, which reads it from the stored step.
+    `label` is a text about the decision for users. `decision` is its form for the searcher, which reads it from the
+    stored step.
     """
 
     decision: str
@@ -181,8 +182,8 @@ class GradientResult(LossesResult):
 class CompletionsResult:
     """Samples that sources answered correctly, by objective.
 
-    Each is a pair of the sample's position and the trial number of a source that answered it correctly; positions
-    ascend.
+    Each sample is given as a pair of its position and the trial number of a source that answered it correctly;
+    positions ascend.
     """
 
     completions: Mapping[str, tuple[tuple[int, int], ...]]
@@ -312,7 +313,7 @@ def step_document(step: Step) -> dict[str, Any]:
 def read_step(number: int, proposal: int, document: Mapping[str, Any]) -> Step:
     """The step whose request and result are in `document`.
 
-    The document is one that `step_document` of this or an earlier version returned.
+    The document must come from `step_document` of this or an earlier version.
     """
     request: dict[str, Any] = dict(document["request"])
     kind = request["kind"]

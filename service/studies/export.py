@@ -45,7 +45,8 @@ def export_trial(
 
     Raises:
         NotFound: There is no such trial.
-        Conflict: The sources have changed since the study, `out` has other content, or its disk is too small.
+        Conflict: The sources have changed since the study was created, `out` has other content, or its disk is too
+            small.
         InvalidStudy: The study may not read its models any more.
     """
     from search_spaces.study.file import Study

@@ -60,8 +60,8 @@ def with_warm_start(
     """Add the observations of a study's warm start to the study's preflight result.
 
     The observations are copied to the study's own artifacts when it first runs. If the study has no warm start, the
-    result is unchanged. Raises StudyFailed if the observations cannot be used; the study's state is then FAILED, with
-    the reason.
+    preflight result is returned unchanged. Raises StudyFailed if the observations cannot be used; the study's state is
+    then FAILED, with the reason.
     """
     if preflight.study.search.warm_start is None:
         return preflight

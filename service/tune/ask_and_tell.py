@@ -89,7 +89,7 @@ class AskAndTell:
     def finish(self, number: int, rung: int) -> None:
         """Finish a rung of a trial whose samples are all stored.
 
-        Trials are promoted or pruned if this result allows a decision.
+        Trials are promoted or pruned if the rung's result allows a decision.
         """
         record = self._samples.rung_record(self._trials[number].recipe, rung)
         try:

@@ -159,7 +159,7 @@ class Coordinator:
     def ask_ahead(self, *, timeout_s: float = 0.0) -> bool:
         """Take proposals for at most `timeout_s` seconds, until `Plan.proposals_ahead` trials wait to be evaluated.
 
-        Engines then need not wait for the searcher. Returns True if a trial was added.
+        This keeps engines from waiting for the searcher. Returns True if a trial was added.
         """
         deadline, num_before = time.monotonic() + timeout_s, len(self._trials)
         while not self._chunks.is_rescoring and self._num_unstarted() < self.plan.proposals_ahead:
@@ -246,7 +246,7 @@ class Coordinator:
     def on_engine_fault(self, fault: EngineFault) -> None:
         """Record that an engine failed a check.
 
-        The samples that it scored since its last passed check are to be scored again. Raises StudyFailed if too many
+        The samples that it scored since its last passed check must be scored again. Raises StudyFailed if too many
         engines have failed a check.
         """
         logger.warning("%s", fault)
@@ -282,15 +282,15 @@ class Coordinator:
     def _release(self, evaluation: Evaluation) -> None:
         """Remove an evaluation from those that are running.
 
-        The next evaluation of the same trial then has the samples that are still missing.
+        After that, the next evaluation of the same trial has the samples that are still missing.
         """
         self._in_flight.pop(evaluation.trial, None)
 
     def _finish(self, evaluation: Evaluation) -> None:
         """Finish an evaluation whose samples are all stored.
 
-        An evaluation on holdout data finishes the trial in the held-out stage, one on search data the trial's rung in
-        the search. If void samples were scored again (`is_again`), only the evaluation ends.
+        An evaluation on holdout data finishes the trial in the held-out stage. An evaluation on search data finishes
+        the trial's rung in the search. If void samples were scored again (`is_again`), only the evaluation ends.
         """
         self._release(evaluation)
         if evaluation.is_again:

@@ -50,8 +50,8 @@ class Crashes:
     def add(self, evaluation: Evaluation, failed: ChunkFailed) -> tuple[dict[str, Any], ChunkFailed | None]:
         """Count a crash of an engine, and return the event to store and the failure to report for the evaluation.
 
-        The failure says that the trial failed, because its merge crashes engines, or that there is no engine. It is
-        None if the chunk is scored again.
+        The failure means that the trial failed, because its merge crashes engines, or that there is no engine. The
+        failure is None if the chunk is scored again.
         """
         crash = failed.crash
         assert crash is not None

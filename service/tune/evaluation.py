@@ -1,4 +1,4 @@
-"""The unit of work that the coordinator hands to Ray Tune: a trial, a rung, and the samples to score there."""
+"""The unit of work that the coordinator gives to Ray Tune: a trial, a rung, and the samples to score at the rung."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ class Crash:
 class ChunkFailed:
     """A chunk that was not scored, with the reason.
 
-    `crash` is set if the engine crashed with the chunk, `fault` if the engine failed a check.
+    `crash` describes the crash if the engine crashed with the chunk, and `fault` the failed check if the engine failed
+    one.
     """
 
     kind: FailureKind

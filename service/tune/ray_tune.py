@@ -61,7 +61,7 @@ TUNE_SNAPSHOT_LOGGERS = ("ray.tune.execution.experiment_state", "ray.train._inte
 class _NotPickled:
     """Base class of objects that are pickled without their attributes.
 
-    Tune pickles the objects that it is given, to restore them after a crash. This project does not restore them.
+    Tune pickles the objects that it receives, to restore them after a crash. This project does not use this feature.
     """
 
     def __getstate__(self) -> dict[str, Any]:

@@ -26,10 +26,10 @@ CLASSES = {"llama": "AlignedLlama", "mistral": "AlignedMistral", "qwen2": "Align
 
 
 class AlignedParts:
-    """The tensors of alignments, and the entries in config.json, that an export with alignments has in addition.
+    """Additional parts of an export with alignments: the tensors of the alignments, and entries in config.json.
 
     `placed` has the alignments, in the dtype of the export, by the index of the layer that follows each of them.
-    `model_type` is that of the base model in transformers, such as "llama".
+    `model_type` is the base model's type in transformers, such as "llama".
     """
 
     def __init__(self, placed: Mapping[int, PlacedAlignment], model_type: str) -> None:

@@ -91,8 +91,9 @@ class MlpOptions:
     """Options for training the network that computes an alignment of kind `mlp`.
 
     The alignment's projection is diagonal plus a part of rank `rank`. `hidden_size` is the width of the network's two
-    hidden layers, and `learning_rate` that of Adam. An epoch uses all rows of activations once, `batch` rows at a time;
-    there are at most `epochs`. Training ends after `patience` epochs without improvement on held-out rows.
+    hidden layers, and `learning_rate` is Adam's learning rate. An epoch uses all rows of activations once, `batch` rows
+    at a time; there are at most `epochs` epochs. Training ends after `patience` epochs without improvement on held-out
+    rows.
     """
 
     rank: int = 8

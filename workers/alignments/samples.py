@@ -1,4 +1,4 @@
-"""The search samples that alignments are learned from, and their prompts.
+"""The search samples from which alignments are learned, and their prompts.
 
 They are the first tenth of the search samples, as in HM3.
 """
@@ -22,7 +22,7 @@ MIN_SAMPLES = 10
 
 
 def positions_of(num_samples: Mapping[str, int]) -> dict[str, range]:
-    """The positions of the search samples that alignments are learned from, by objective: the first tenth.
+    """The positions of the search samples from which alignments are learned, by objective: the first tenth.
 
     `num_samples` is each objective's number of search samples.
     """

@@ -1,7 +1,7 @@
 """Export of a recipe as a Hugging Face checkpoint with exactly the tensors that the engine scored.
 
-The directory has its name only once it is complete. Until then its files are in a hidden directory next to it, together
-with the checksums of the finished files. An export that was killed continues from them.
+The directory gets its name only when it is complete. Until then its files are in a hidden directory next to it,
+together with the checksums of the finished files. An export that was killed continues from these files.
 """
 
 from __future__ import annotations
@@ -139,9 +139,9 @@ def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_
 
 
 def _check_weights(out: Path, recipe: Recipe) -> None:
-    """Check that an export has all files from which a model is loaded, and that its files of tensors are whole.
+    """Check that an export has all files from which a model is loaded, and that its files of tensors are complete.
 
-    For a recipe with alignments these include the file of the model class. Raises OSError or ValueError if a file is
+    For a recipe with alignments, the file of the model class is required too. Raises OSError or ValueError if a file is
     missing or damaged.
     """
     if all(layer.alignment is None for layer in recipe.layers):
@@ -226,7 +226,7 @@ def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] 
 def _content_key(recipe: Recipe, bank: Bank, dtype: torch.dtype, max_shard_bytes: int) -> str:
     """A key that is equal for two exports if one can continue from the incomplete files of the other.
 
-    It depends on the recipe, the sources, the dtype, the size of the files and the version of mergesearch.
+    The key depends on the recipe, the sources, the dtype, the size of the files and the version of mergesearch.
     """
     return digest_of([recipe.digest, bank.fingerprint, _name(dtype), max_shard_bytes, version("mergesearch")])[:16]
 

@@ -106,8 +106,8 @@ def model_card(
 def recipe_rows(recipe: Recipe) -> list[tuple[str, ...]]:
     """The rows of a table that describes a recipe: (layers, component, method, sources, coefficients).
 
-    Adjacent layers with equal merges form one group, with a row for each component, and one for each scale that is
-    not 1. Merges of single tensors come last.
+    Adjacent layers with equal merges form one group. A group has a row for each component, and a row for each scale
+    that is not 1. Merges of single tensors come last.
     """
     recipe = recipe.canonical()
     rows = [("embedding", "embedding", *_described(recipe.embedding))]
@@ -190,7 +190,7 @@ def _merge_name(directory: Path) -> str | None:
 def _relative(merge: Merge, index: int) -> object:
     """A form of a merge that is equal for adjacent layers which merge their sources in the same way.
 
-    Layers of sources are counted from `index`, the index of the merged layer.
+    In this form, layers of sources are numbered relative to `index`, the index of the merged layer.
     """
     offsets = tuple((source.model, (source.layer or 0) - index) for source in merge.sources)
     base = merge.base and (merge.base.model, (merge.base.layer or 0) - index)

@@ -273,8 +273,8 @@ def _weights(merge: Merge, base: str) -> dict[str, float]:
 def _path_slices(recipe: Recipe) -> list[_Slice] | None:
     """The slices, one per layer, of a recipe that copies whole layers, some of them moved or repeated.
 
-    Returns None for any other recipe. It also returns None unless the embedding is that of the first layer's model and
-    the head is that of the last layer's model, because mergekit takes them from these models.
+    Returns None for any other recipe. mergekit takes the embedding from the first layer's model, and the head from the
+    last layer's model; if the recipe takes them from other models, the result is None too.
     """
     merges = [layer.component(name) for layer in recipe.layers for name in COMPONENTS]
     is_copy = all(each.method == "passthrough" and each.number("scale") == 1 for each in recipe.merges())

@@ -172,9 +172,9 @@ class _Builder:
     def _component(self, name: str, slice_: Slice, *, offset: int | None, index: int | None, t: float) -> Merge:
         """The merge that most tensors of the component `name` of a merged layer have.
 
-        `index` is the index of the merged layer, `offset` its index within the slice, and `t` the fraction of the way
-        through the slice, at which gradients are read. `index` and `offset` are None for the embedding and the head.
-        The component's tensors with other merges are added to the recipe's merges of single tensors.
+        `index` is the index of the merged layer, `offset` its index within the slice, and `t` its relative place in the
+        slice from 0 to 1, at which gradients are evaluated. `index` and `offset` are None for the embedding and the
+        head. The component's tensors with other merges are added to the recipe's merges of single tensors.
         """
         layers = [None if offset is None else self._range(source)[0] + offset for source in slice_.inputs]
         merges = {

@@ -1,6 +1,7 @@
 """The bank: the source weights of one family, held once per engine in their stored dtype.
 
-It maps names to tensors, and caches statistics that depend on the sources alone (`statistics`). It does not merge.
+The bank maps names to tensors, and caches statistics that depend only on the sources (`statistics`). It computes no
+merges.
 """
 
 from __future__ import annotations
@@ -170,8 +171,8 @@ class Bank:
     def get(self, alias: str, name: str) -> torch.Tensor:
         """The tensor `name` of the model `alias`, on the bank's device.
 
-        It may share memory with the bank and must not be written to. A tensor of an adapter is computed at every call.
-        Raises InvalidModel if the bank has no such tensor.
+        The result may share memory with the bank and must not be written to. A tensor of an adapter is computed at
+        every call. Raises InvalidModel if the bank has no such tensor.
         """
         found = self._at_hand.get((alias, name))
         if found is None:
@@ -191,8 +192,8 @@ class Bank:
     def products(self, sources: Sequence[Key], base: Key | None) -> Products:
         """The inner products of all pairs of the N tensors `sources`, [N, N].
 
-        With `base`, each tensor's difference from the base takes the place of the tensor. Each product is computed once
-        and then cached. Tensors are given as (alias, name).
+        With `base`, each tensor is replaced by its difference from the base. Each product is computed once and then
+        cached. Tensors are given as (alias, name).
         """
         keys = [[(frozenset((first, second)), base) for second in sources] for first in sources]
         known = [[self._products.get(key) for key in row] for row in keys]
@@ -224,9 +225,9 @@ class Bank:
     def variances(self, sources: Sequence[Key], base: Key) -> Ranked | None:
         """The variances of elements between the task vectors of `sources`, in an object that gives the n-th largest.
 
-        Tensors are given as (alias, name). The object is a table, which is cached while it is recently used. With
-        `keeps_statistics=False` of the bank there is no table, and the n-th largest is selected when needed. Returns
-        None for empty tensors.
+        Tensors are given as (alias, name). The object is a table, which is cached while it is recently used. If the
+        bank has `keeps_statistics=False`, there is no table, and the n-th largest is selected when it is needed.
+        Returns None for empty tensors.
         """
 
         def made() -> MagnitudeTable:
@@ -243,9 +244,9 @@ class Bank:
     def magnitudes(self, sources: Sequence[Key], base: Key) -> tuple[Ranked | None, ...]:
         """The magnitudes |source - base| of each source, in objects that give the n-th largest.
 
-        Tensors are given as (alias, name). The objects are tables, each computed once and then cached. With
-        `keeps_statistics=False` of the bank there are no tables, and the n-th largest is selected when needed. For
-        empty tensors the result has None for each source.
+        Tensors are given as (alias, name). The objects are tables, each computed once and then cached. If the bank has
+        `keeps_statistics=False`, there are no tables, and the n-th largest is selected when it is needed. For empty
+        tensors the result has None for each source.
         """
         if 0 in self._source(*base).shape:
             return (None,) * len(sources)
@@ -378,8 +379,8 @@ class Bank:
     def order(self, key: Key) -> TieOrder:
         """The order of elements of equal magnitude in a tensor's task vector.
 
-        For a tensor of the base, it is the order of elements of equal variance between task vectors. `key` is (alias,
-        name). The order depends on the model's content and on the tensor's name.
+        For a tensor of the base, the result is the order of elements of equal variance between task vectors. `key` is
+        (alias, name). The order depends on the model's content and on the tensor's name.
         """
         order = self._orders.get(key)
         if order is None:
@@ -484,7 +485,7 @@ def _content_problems(sources: ResolvedFamily, stated: Family) -> tuple[str, ...
 def _placing(placement: Placement, device: torch.device, num_bytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Make the function that copies a stored tensor to its placement.
 
-    For mapped files the function returns the tensor as it is. Otherwise the function copies the tensor to host memory,
+    For mapped files the function returns the tensor itself. Otherwise the function copies the tensor to host memory,
     pinned if `device` is a GPU, or to `device`. `num_bytes` is the size of all tensors together.
     """
     if placement is Placement.MAPPED:

@@ -1,6 +1,6 @@
 """The merged tensors of a recipe, as one stream for the live engine and for exports.
 
-Names are those of the merged model in Hugging Face form.
+Names of tensors are those of the merged model in Hugging Face's format.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Scratch:
     """Memory that is reused for one merged tensor after another.
 
     The method `tensor` can be passed to `merged_tensors` as `into` if each tensor is copied before the next one is
-    taken. The memory is on the device of `bank`.
+    computed. The memory is on the device of `bank`.
     """
 
     def __init__(self, bank: Bank, dtype: torch.dtype) -> None:

@@ -33,10 +33,10 @@ class Piece:
 class MergedTensor:
     """Description of one tensor of the merged model before it is computed.
 
-    `merge` says how it is computed. `suffix` is its name within merged layer `layer`; outside layers, `layer` is None
-    and `suffix` is the whole name. The result is multiplied by `factor`, which folds scales of layers into weights
-    (`residual_scales`). The tensor may be a stack: the matrices of all experts of a layer's mixture of experts.
-    The merged model does not have the stack itself but its `pieces`.
+    `merge` is the merge that computes it. `suffix` is its name within merged layer `layer`; outside layers, `layer` is
+    None and `suffix` is the whole name. The result is multiplied by `factor`, which folds scales of layers into weights
+    (`residual_scales`). The tensor may be a stack: the matrices of all experts of a layer's mixture of experts. The
+    merged model does not have the stack itself but its `pieces`.
     """
 
     name: str

@@ -85,7 +85,7 @@ class Threshold:
 
 @dataclass(frozen=True)
 class TieOrder:
-    """The order of elements of equal magnitude in a tensor: by their marks, numbers that depend on index and `key`.
+    """The order of elements of equal magnitude in a tensor: by their marks, which depend on index and `key`.
 
     With `keeps_equal`, elements of equal magnitude are not ordered but have the same rank, as in recipes of format 1.
     """
@@ -144,8 +144,8 @@ class Trim:
         """Two float32 magnitudes that decide for most elements whether they are below the threshold.
 
         Elements up to the first magnitude are below the threshold; elements from the second on are at the threshold or
-        above. Elements between the two have a magnitude from that of `low` to that of `high`, and need their
-        tie-breaking marks compared. The second is NaN if no element reaches `high`.
+        above. Elements between the two have a magnitude from that of `low` to that of `high`, and can only be decided
+        by their tie-breaking marks. The second magnitude is NaN if no element reaches `high`.
         """
         if self == NOTHING:
             return float("inf"), float("nan")
@@ -196,7 +196,7 @@ class Ranked(Protocol):
 class Selection:
     """The magnitudes of a tensor, of which the n-th largest is found by selection, without a table.
 
-    `select(n)` finds the element that comes after n others in ascending order. `num_zeros` counts the elements that are
+    `select(n)` finds the element that follows n others in ascending order. `num_zeros` counts the elements that are
     zero.
     """
 
@@ -306,7 +306,7 @@ class MagnitudeTable:
 
 
 class Words(Protocol):
-    """Interface of a tensor's elements as words of 64 bits: the bits of the magnitude above those of the mark.
+    """Interface of a tensor's elements as words of 64 bits: the bits of the magnitude, followed by those of the mark.
 
     The magnitude is a float32, and the mark orders equal magnitudes. A prefix is the bits of a word above the last
     `shift` bits.

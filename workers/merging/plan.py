@@ -1,6 +1,6 @@
 """Plans of merges: a recipe checked against a bank, as the list of the merged model's tensors to compute.
 
-This module computes no tensors. Names are those of the merged model in Hugging Face form.
+This module computes no tensors. Names of tensors are those of the merged model in Hugging Face's format.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = [
 class TensorPlan:
     """A recipe that was checked against the source models, with the list of all tensors to compute, in order.
 
-    Functions that take a recipe also take its plan for the same bank of source weights, so that a swap of several steps
-    makes the plan once. `aliases` maps the recipe's aliases to those of the bank.
+    Functions that accept a recipe also accept its plan for the same bank of source weights, so that a swap of several
+    steps makes the plan only once. `aliases` maps the recipe's aliases to those of the bank.
     """
 
     recipe: Recipe

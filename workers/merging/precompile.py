@@ -52,7 +52,7 @@ class Usual:
 
 
 def usual() -> Iterator[Usual]:
-    """Yield the merges whose kernels most users need: of two and three sources, in bfloat16 and in float32."""
+    """Yield the merges whose kernels most users need: merges of two and three sources, in bfloat16 and in float32."""
     for name, numbers in COEFFICIENTS.items():
         uses = PLAIN[name].uses
         for count in NUM_SOURCES:
@@ -92,7 +92,7 @@ def operands(case: Usual) -> Operands:
 
 
 def compile_kernels() -> None:
-    """Compile the kernels of the merges in `usual`, and those that compute their statistics.
+    """Compile the kernels of the merges in `usual`, and the kernels that compute their statistics.
 
     Code that is on disk already is not compiled again.
     """

@@ -61,7 +61,7 @@ class ModelTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelMagnitudes:
-    """The thresholds of one tensor that follow from ranks among all tensors of its model; it implements `Ranked`.
+    """The thresholds of one tensor for ranks among all tensors of its model; it implements `Ranked`.
 
     `num_elements` is the number of elements of the model. `trims` has the threshold of each rank that a merge uses.
     """

@@ -66,7 +66,7 @@ class Checkpoint:
         return self.directory if has_own or self.base is None else self.base.directory
 
     def tensor(self, name: str) -> SourceTensor | None:
-        """The tensor or stack called `name`; None if there is neither.
+        """The tensor or stack with the name `name`; None if there is neither.
 
         A stack is one matrix of all experts of a layer's mixture of experts (`Layout.stacks`), as one tensor.
         """
@@ -104,7 +104,7 @@ class Checkpoint:
 
     @cached_property
     def stored(self) -> frozenset[TensorInfo]:
-        """All stored tensors that the checkpoint's tensors are computed from, including those of other models."""
+        """All stored tensors from which the checkpoint's tensors are computed, including tensors of other models."""
         return frozenset(info for tensor in self.tensors.values() for info in tensor.stored())
 
     @property

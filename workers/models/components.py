@@ -58,8 +58,8 @@ class TensorPlace:
 class Layout:
     """The layer and component of each tensor of a model.
 
-    An output head that is tied to the embedding is not among `places`. `tied_head` is its name if a file contains it
-    anyway.
+    An output head that is tied to the embedding is not among `places`. `tied_head` is the name of this head if a file
+    contains it anyway.
     """
 
     places: Mapping[str, TensorPlace]

@@ -51,7 +51,7 @@ def in_common_names(config: Mapping[str, Any]) -> dict[str, Any]:
 def of_each_layer(config: Mapping[str, Any], num_layers: int) -> dict[str, list[Any]]:
     """The fields of a model's config.json that have an entry for each layer, such as `layer_types`.
 
-    They include fields that transformers derives from a layer's index, but not lists of layer indices.
+    The result includes fields that transformers derives from a layer's index, but not lists of layer indices.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

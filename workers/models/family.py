@@ -133,7 +133,10 @@ class ResolvedFamily:
 
     @cached_property
     def fingerprints(self) -> Mapping[str, str]:
-        """The content fingerprint of each model by alias (`fingerprints.fingerprint`). Raises InvalidModel."""
+        """The content fingerprint of each model by alias (`fingerprints.fingerprint`).
+
+        Raises InvalidModel if a file cannot be read.
+        """
         _ = self._states  # taken before the contents are read, so that a change meanwhile is noticed
         base = fingerprint(self.checkpoints[self.base_alias], cache=self.cache)
         return {

@@ -146,7 +146,7 @@ def _loaded(name: str, path: Path) -> Any:
 def _difference(tokenizer: Any, path: Path) -> str:
     """Describe the first difference of `tokenizer` from tokenizer.json in `path`; "" if there is none.
 
-    The texts of PROBES are encoded and decoded by both. The result is also "" if there is no tokenizer.json.
+    Both encode and decode the texts in PROBES. The result is also "" if there is no tokenizer.json.
     """
     from tokenizers import Tokenizer
 

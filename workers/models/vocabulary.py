@@ -75,7 +75,7 @@ class VocabularyOptions:
 
     @property
     def models(self) -> frozenset[str]:
-        """The aliases of the models from which the options take embedding rows of single tokens."""
+        """Aliases of the models that the options name as sources of single tokens' embedding rows."""
         return frozenset(row.model for row in self.tokens.values() if row.model is not None)
 
     @classmethod
@@ -199,7 +199,7 @@ def token_ids(directory: Path) -> Mapping[str, int] | None:
 
 
 def added_tokens(directory: Path) -> Mapping[str, Mapping[str, Any]]:
-    """The tokens that were added to a tokenizer's own vocabulary, by text, as tokenizer.json describes them."""
+    """The tokens that were added to a tokenizer's own vocabulary, by text, with their entries in tokenizer.json."""
     file = directory / TOKENIZER
     document = json.loads(file.read_bytes()) if file.is_file() else {}
     return {str(token["content"]): token for token in document.get("added_tokens", ())}

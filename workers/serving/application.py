@@ -1,4 +1,4 @@
-"""The state of a Ray Serve application, which runs the replicas of a family, as Serve's controller reports it."""
+"""The state of a Ray Serve application, which runs the replicas of a family, according to Serve's controller."""
 
 from __future__ import annotations
 

@@ -170,9 +170,9 @@ class CoefficientGradients:
     def _targets(self, batch: Batch, completions: Collection[str]) -> dict[str, _Targets]:
         """The targets from which the losses of the samples in `batch` are computed, by objective.
 
-        For the objectives in `completions`, a target is a completion given to `set_completions`; for the others it is
-        the task's right answer. Raises ValueError for an unknown objective, and for a position without a completion or
-        right answer.
+        For the objectives in `completions`, a target is a completion given to `set_completions`; for all other
+        objectives it is the task's right answer. Raises ValueError for an unknown objective, and for a position without
+        a completion or right answer.
         """
         found = {}
         for name, positions in batch.items():

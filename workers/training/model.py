@@ -109,7 +109,7 @@ def _settled(config: Any) -> Any:
 def _attention(config: Any) -> str | None:
     """The attention implementation for a model: "eager" if its attention scores are capped, else None.
 
-    Fused attention silently ignores the cap. With None transformers chooses.
+    Fused attention silently ignores the cap. With None, transformers chooses the implementation.
     """
     return "eager" if getattr(config, "attn_logit_softcapping", None) else None
 
@@ -117,8 +117,8 @@ def _attention(config: Any) -> str | None:
 def _parts(module: Any, bank: Bank, dtype: torch.dtype) -> dict[str, ParameterPart]:
     """For every tensor of the base, by name, the part of a parameter of `module` that is this tensor.
 
-    A part is found by the tensor's name, or else by its values. Therefore the model must hold the base's weights, in
-    `dtype`. Raises InvalidModel if a part is not found, or if several have the values.
+    A part is found by the tensor's name or, if this fails, by its values. Therefore the model must hold the base's
+    weights, in `dtype`. Raises InvalidModel if a part is not found, or if several have the values.
     """
     named = dict(module.named_parameters())
     prefix = f"{module.base_model_prefix}."

@@ -110,8 +110,8 @@ class _HistoryEvents:
 def _summed(updates: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield one event for the training `updates`: the last update, with a key `losses` for all of them.
 
-    `losses` has at most 10 pairs (step, loss). A pair stands for neighbouring updates: it has the step of the last one
-    and the mean of their losses. Nothing is yielded without updates.
+    `losses` has at most 10 pairs (step, loss). A pair represents several adjacent updates: it has the step of the last
+    of them and the mean of their losses. If there are no updates, no event is yielded.
     """
     if updates:
         size = -(-len(updates) // MAX_LOSSES)

@@ -137,7 +137,7 @@ def execute(
     view: ProgressReporter,
     observer: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Run the study whose id `writer` has, from its stored state until the study is COMPLETE.
+    """Run the study that `writer` writes to, from its stored state until the study is COMPLETE.
 
     Args:
         store: Database with the study's earlier results.
@@ -296,7 +296,7 @@ class _Snapshots:
     """Source of progress snapshots of a running study.
 
     The method `due` returns a snapshot if the last one was taken at least 0.25 s ago, else None. The method `now`
-    always returns one.
+    always returns a snapshot.
     """
 
     def __init__(self, coordinator: Coordinator, preflight: PreflightResult, planned: int) -> None:
@@ -388,8 +388,8 @@ def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
 def _check_engines(store: Store, writer: JobWriter, scorer: Scorer) -> None:
     """Run a canary (fixed prompts that show whether an engine computes correctly) in every running engine.
 
-    A sample counts as checked once its engine has passed a canary after scoring it. The number of the study's samples
-    that are not checked is stored with the study.
+    A sample counts as checked once its engine has passed a later canary. The number of the study's samples that are not
+    checked is stored with the study.
     """
     reports: Sequence[CanaryReport] = scorer.check()
     passed = {report.replica: report.canaries for report in reports}

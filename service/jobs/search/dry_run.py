@@ -110,7 +110,7 @@ class CheckedPlan:
         )
 
     def _limit(self) -> tuple[str, ...]:
-        """Line of the printed plan about the limit of samples: how many are used, and whether the planned ones fit.
+        """Line of the printed plan about the limit of samples: samples used, and whether the planned samples fit.
 
         The line is returned as a tuple of one text. If the study has no limit, the line says only how many samples
         earlier runs used. If there were no earlier runs either, the tuple is empty.
@@ -155,8 +155,8 @@ class CheckedPlan:
 def check(study: Study, directory: Path, *, exports: bool = False) -> CheckedPlan:
     """Check a study that would run in `directory`, and compute its expected cost.
 
-    No engine is started, and no weights are downloaded. With `exports`, whether the best merge can be exported is
-    checked too. Sources that are merges of other studies are exported to a temporary directory. Raises InvalidStudy
+    No engine is started, and no weights are downloaded. With `exports`, it is also checked whether the best merge can
+    be exported. Sources that are merges of other studies are exported to a temporary directory. Raises InvalidStudy
     with every problem.
     """
     with TemporaryDirectory() as temporary:

@@ -81,7 +81,7 @@ def _store(writer: JobWriter, verification: Verification) -> None:
 def _chosen(
     preflight: PreflightResult, options: Verify, trials: Sequence[TrialRecord], known: Mapping[int, TrialVerification]
 ) -> list[TrialRecord]:
-    """Trials to verify: those whose samples differed before, the best trial, and trials drawn at random.
+    """Trials to verify: trials whose samples differed before, the best trial, and trials drawn at random.
 
     The best trial and the drawn trials are `options.trials` trials together. The study's seed determines which trials
     at full budget are drawn. `known` has the stored reports of earlier verifications by trial number.

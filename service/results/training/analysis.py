@@ -107,7 +107,7 @@ def joined(analyses: Mapping[str, tuple[Pipeline, AnalysisDocument]]) -> Analysi
         analyses: Fine-tuning and analysis by the name that error messages use.
 
     Raises:
-        Conflict: The analyses are not of the same experts, base and samples.
+        Conflict: The analyses differ in experts, base or samples.
     """
     names = list(analyses)
     (first, _), *_ = analyses.values()
@@ -173,7 +173,7 @@ def _names(fleets: Sequence[Mapping[str, FinetuneSpec]]) -> list[str]:
 def _options(experts: Mapping[str, FinetuneSpec]) -> dict[str, str]:
     """Training options of a fleet as text, by the option's name; `experts` has the specifications by alias.
 
-    If the fleet's experts have different values, all are given, separated by "/".
+    If the fleet's experts have different values of an option, the text has all values, separated by "/".
     """
     documents = [spec.canonical() for spec in experts.values()]
     found = {}
@@ -184,7 +184,7 @@ def _options(experts: Mapping[str, FinetuneSpec]) -> dict[str, str]:
 
 
 def _finite(value: Any) -> Any:
-    """Convert a value to one that JSON can hold: numbers that are not finite become None, and tuples become lists."""
+    """Convert a value to a JSON value: numbers that are not finite become None, and tuples become lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -54,8 +54,9 @@ def with_start(
 ) -> PreflightResult:
     """The study's preflight result with the policies that the study starts with (`search.hm3.start`).
 
-    The policies are copied to the study's own artifacts when it first runs. If the study names no policies, the result
-    is unchanged. Raises StudyFailed if the policies cannot be used; the study's state is then FAILED, with the reason.
+    The policies are copied to the study's own artifacts when it first runs. If the study names no policies, the
+    preflight result is returned unchanged. Raises StudyFailed if the policies cannot be used; the study's state is then
+    FAILED, with the reason.
     """
     if preflight.study.search.hm3.start is None:
         return preflight

@@ -106,7 +106,7 @@ def check_models(located: LocatedFamily, study: Study, problems: list[Problem]) 
 
 
 def check_layers(study: Study, sources: ResolvedFamily, problems: list[Problem]) -> None:
-    """Check that the layers of the study's models can be reordered and scaled, if merges of the study need that."""
+    """Check that the layers of the study's models can be reordered and scaled, if merges of the study need this."""
     section = study.search_space
     if section.changes_layers:
         problems.extend(Problem("models", text) for text in path_problems(sources))

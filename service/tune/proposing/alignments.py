@@ -103,7 +103,8 @@ def learn_alignments(
 def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[LayerPair, Any]:
     """Start the Ray tasks that learn the alignments of `pairs`, and return references to their results by pair.
 
-    One task for each model reads activations (`_read`); one for each pair then fits the pair's alignment to them.
+    One task for each model reads activations (`_read`). After that, one task for each pair fits the pair's alignment to
+    them.
     """
     # Engines start later, so that a GPU is free.
     num_gpus = 1 if ray.available_resources().get("GPU", 0) >= 1 else 0

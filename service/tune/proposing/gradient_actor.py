@@ -91,8 +91,8 @@ class GradientActor:
         """The trainable model, which is opened at the first call and computes losses and gradients.
 
         Completions that `use_completions` has set since the last call are passed on to the model. The constructor does
-        not open the model, because Ray reports an error there as the death of the process. `use_completions` does not
-        open it either, because nobody reads the result of that call.
+        not open the model, because Ray reports an error in the constructor as the death of the process.
+        `use_completions` does not open it either, because errors of that call are not read.
         """
         if self._opened is None:
             import torch

@@ -56,7 +56,7 @@ class RayProposer:
     - `steps`: the steps that the study already has
     - `gradient_inputs`: the input of the gradient actor; None for a searcher that needs no gradients
     - `completions`: reads correct completions of the study's source models
-    - `checkpoints`: stores the policies of a searcher that trains some
+    - `checkpoints`: stores the policies of a searcher that trains policies
 
     The method `result` raises EngineUnavailable if an actor keeps dying or cannot read its files, InvalidModel and
     InvalidTask if an actor cannot use them, StudyFailed if an actor cannot work for another reason, for example because

@@ -20,7 +20,7 @@ class SearcherState:
 
     It runs in the process that proposes. In its methods, `call` has the fields of `ProposalContext` that differ between
     proposals: `number`, `seed`, `observations` and `pending`. `observations` may have an index in place of an
-    observation: the index of one of the observations that the method `receive` was given.
+    observation: the index of one of the observations that the method `receive` has received.
     """
 
     def __init__(

@@ -379,8 +379,8 @@ class RungTable(ABC):
     def _see_first(self, last: int) -> bool:
         """Let proposals use the first results of all trials up to number `last`.
 
-        Trials that failed without a result are added to the failed ones, which proposals receive. Returns False at the
-        first trial that has neither a result nor failed.
+        Trials that failed without a result are added to the failed trials, which proposals receive. Returns False if a
+        trial has no result yet and has not failed.
         """
         while self._num_known <= last:
             entry = self._entries[self._num_known]

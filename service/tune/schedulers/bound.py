@@ -5,7 +5,7 @@ Waudby-Smith and Ramdas, "Estimating means of bounded random variables by bettin
 rival: each sample multiplies the gambler's capital by a factor. If the trial is not worse on all samples together, the
 expectation of this factor is at most 1, so the capital is a nonnegative supermartingale. By Ville's inequality, the
 probability that it ever reaches 1 / alpha is then at most alpha. On paired differences of right and wrong answers, this
-needs far fewer samples than the bounds of Hoeffding and Serfling.
+bound needs far fewer samples than the bounds of Hoeffding and Serfling.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class RacingTable(RungTable):
         return self._num_ended > number - self._max_staleness
 
     def _rivals(self, number: int, rung: int) -> Iterator[Candidate]:
-        """The rivals of trial `number` that have costs at the rung, each with these costs.
+        """The rivals of trial `number` that have costs at the rung, each with its costs there.
 
         Rivals are the trials on the front of all trials up to `number` - `max_staleness`.
         """

@@ -43,7 +43,7 @@ class Ranking:
         self._feasible.add(candidate.number, candidate.costs)
 
     def take(self, count: int) -> list[int]:
-        """The trial numbers of the best `count` candidates, the best first, without those that were returned before."""
+        """The trial numbers of the best `count` candidates, the best first, except those that were returned before."""
         if self._feasible is None:
             return self._infeasible.take(count)
         return self._feasible.take(count) + self._infeasible.take(count - len(self._feasible))

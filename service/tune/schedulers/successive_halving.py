@@ -1,7 +1,7 @@
 """Hyperband and ASHA.
 
 Hyperband: Li et al., "Hyperband" (JMLR 18, 2018), algorithm 1. ASHA: Li et al., "A System for Massively Parallel
-Hyperparameter Tuning" (MLSys 2020), algorithm 2. Bracket sizes are `search_spaces.fidelity`'s.
+Hyperparameter Tuning" (MLSys 2020), algorithm 2. `search_spaces.fidelity` computes the sizes of brackets.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class HyperbandTable(RungTable):
         return 0 if proposal.opens is None else shape.samples(totals)
 
     def position(self) -> tuple[int, int] | None:
-        """The oldest bracket with unfinished trials, and the lowest rung at which one of them is.
+        """The oldest bracket with unfinished trials, and the lowest rung that has such a trial.
 
         Returns None if there is no such bracket.
         """

@@ -104,7 +104,7 @@ class SearchSetting:
         return self.first_in_batch(number) + self.batch - 1 - number
 
     def fitted(self, name: str) -> range:
-        """The sample positions of the objective `name` that losses and gradients may use."""
+        """The sample positions of the objective `name` that may be used for losses and gradients."""
         return range(self.first_fitted.get(name, 0), self.num_samples[name])
 
 
@@ -132,7 +132,7 @@ class ProposalContext:
         return proposal_generator(seed=self.seed, number=self.number)
 
     def known_configurations(self) -> list[Mapping[str, Any]]:
-        """The configurations that need not be proposed again: those of trials with results, then the pending ones."""
+        """Configurations that need not be proposed again: first those of trials with results, then pending ones."""
         return [*{o.number: o.configuration for o in self.observations}.values(), *self.pending]
 
     def sample_unseen(self, rng: np.random.Generator) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
 def _order(vectors: np.ndarray) -> list[tuple[int, tuple[int, ...]]]:
     """The order in which descents are made for the preference vectors [num_vectors, num_objectives].
 
-    The first descent is for the vector nearest to equal weights. Each later one is for the vector nearest to the
+    The first descent is for the vector nearest to equal weights. Each later descent is for the vector nearest to the
     vectors before it. For each descent, the result has the index of its vector and the numbers of all earlier descents,
     sorted by the distance of their vectors from this one. At equal distances the earlier descent comes first.
     """

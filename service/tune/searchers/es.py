@@ -2,7 +2,7 @@
 
 Rechenberg's one-fifth rule in the form of Kern et al., "Learning probability distributions in continuous evolutionary
 algorithms" (Natural Computing 3, 2004), section 4. In a mutant, each number moves with probability 0.5. The trials are
-replayed in their order for every proposal; each counts with its result at the highest rung that it has reached.
+replayed in their order for every proposal, each with its result at the highest rung that it has reached.
 """
 
 from __future__ import annotations

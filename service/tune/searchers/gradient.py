@@ -69,8 +69,8 @@ class GradientSearcher:
     def _descend(self, context: ProposalContext, number: int, point: int) -> GradientRequest | dict[str, Any] | None:
         """The configuration at the point with index `point` of the gradient descent with number `number`.
 
-        If the gradients on the way to the point are not all computed, returns a request for the next one. Returns None
-        if the descent has failed, because a loss was not finite.
+        If gradients on the way to the point are still missing, a request for the next gradient is returned instead.
+        Returns None if the descent has failed, because a loss was not finite.
         """
         setting, steps = context.setting, context.steps
         descent = _descents(setting)[number]

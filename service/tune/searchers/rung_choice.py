@@ -31,7 +31,7 @@ Predict: TypeAlias = Callable[[Rows, Rows, Rows, Rows], Rows]
 
 
 def chosen(steps: Sequence[Step]) -> tuple[RungChoice, int] | None:
-    """The last choice among a study's steps, with the number of results at the full budget that it was made from.
+    """The last choice among a study's steps, with the number of results at the full budget from which it was made.
 
     Returns None if no choice was made yet.
     """

@@ -1,6 +1,6 @@
 """Plain transformers as a backend: slow, simple and independent of vLLM.
 
-It always computes in float32 on CPU, and generates greedily. The module also compares log-probabilities.
+The backend always computes in float32 on CPU, and generates greedily. The module also compares log-probabilities.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class _Comparison:
 
     `apart` maps a sample (objective, position) to the largest `typical_difference` between the engine's and
     transformers' log-probabilities. `num_logprobs` is the number of log-probabilities compared. `tolerance` is the
-    largest difference that rounding explains; `dtype` is the engine's.
+    largest difference that rounding explains; `dtype` is the engine's dtype.
     """
 
     def __init__(self, reference: Reference, tolerance: float, dtype: str) -> None:
@@ -172,8 +172,8 @@ class _Comparison:
     def read(self, pairs: Sequence[_Pair], engine_logprobs: Mapping[Tokens, Sequence[float]]) -> None:
         """Compare log-probabilities by the engine and by transformers, and record the difference for each sample.
 
-        Compared are the tokens of all texts in `engine_logprobs`, and the options of the samples in `pairs` that are
-        multiple choices.
+        The method compares the tokens of all texts in `engine_logprobs`, and the options of those samples in `pairs`
+        that are multiple choices.
         """
         for text, values in engine_logprobs.items():
             self._add(_pair_of(text, pairs), values, logprobs(self.reference.model, text))
@@ -251,7 +251,7 @@ class _Comparison:
     def _gap_of_text(self, pair: _Pair) -> float:
         """The gap between transformers' two largest log-probabilities at the token where two texts begin to differ.
 
-        The texts are the completion by transformers and the stored one of the engine.
+        The texts are the completion by transformers and the stored completion by the engine.
         """
         steps = self.reference.gaps[pair.requests[0].tokens]
         gaps = (gap for text, gap in steps if not pair.stored.response.startswith(whole_characters(text)))
@@ -270,7 +270,7 @@ def _finite(difference: float) -> float:
 
 
 def _legible(text: str) -> str:
-    """Remove replacement characters (U+FFFD) from a text: their number depends on how the text was decoded."""
+    """Copy of a text without replacement characters (U+FFFD), whose number depends on how the text was decoded."""
     return text.replace("\ufffd", "")
 
 

@@ -73,9 +73,9 @@ class Calibration:
 
         `ours` are the engine's log-probabilities, `theirs` those of the merge by transformers. The share is 0 if `ours`
         equals `theirs`, and 1 if `ours` equals the base model's. It is a least squares estimate, which averages the
-        rounding of all tokens. Weights that a swap did not write show in the share long before they show in the typical
-        difference. The second result is the largest magnitude of the share that rounding explains. The result is (0,
-        infinity) if rounding was not measured or the merge equals the base model.
+        rounding of all tokens. The share detects weights that a swap did not write much earlier than the typical
+        difference does. The second result is the largest magnitude of the share that rounding explains. The result is
+        (0, infinity) if rounding was not measured or the merge equals the base model.
         """
         step = [base - merged for base, merged in zip(self.base, theirs, strict=True)]
         length = math.sqrt(sum(value * value for value in step))
@@ -231,7 +231,7 @@ def calibrate(model: Any, prompts: Sequence[Sequence[int]], *, dtype: str) -> Ca
 def read(model: Any, prompts: Sequence[Sequence[int]]) -> list[float]:
     """The log-probabilities, by a transformers model, of all prompts' tokens, in one list.
 
-    The first token of each prompt has none.
+    The first token of each prompt has no log-probability.
     """
     return _flat([logprobs(model, prompt) for prompt in prompts])
 

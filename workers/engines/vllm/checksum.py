@@ -37,7 +37,7 @@ def combined(parameters: Mapping[str, torch.Tensor], sums: Mapping[str, int]) ->
 
 
 def word_sum(parameter: torch.Tensor) -> int:
-    """Sum of a parameter's 64-bit words, each times an odd number that depends on its position, modulo 2^64.
+    """Sum of a parameter's 64-bit words, each multiplied by an odd number that depends on its position, modulo 2^64.
 
     Words are shorter if the parameter's bytes do not divide into words of 64 bits (`_words`).
     """

@@ -34,7 +34,7 @@ class Destination:
         return first < end and begin < last
 
     def is_in(self, parameters: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the destination's memory still belongs to its parameter, which `parameters` has by name.
+        """Whether the destination's memory still belongs to its parameter; `parameters` has all parameters by name.
 
         vLLM may have given the parameter other memory since it was loaded.
         """

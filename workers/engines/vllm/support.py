@@ -110,9 +110,9 @@ class CapabilityProbe:
             )
 
     def _finish(self, process: subprocess.Popen[bytes]) -> str:
-        """Wait for vLLM's answers, store them in the cache, and return "".
+        """Wait for vLLM's answers, and store them in the cache.
 
-        If there are no answers, the reason is returned, as a text for users.
+        Returns "", or the reason, as a text for users, if there are no answers.
         """
         self._process = None
         root = Path(self._directory.name)

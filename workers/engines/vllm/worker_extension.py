@@ -170,8 +170,8 @@ class MergeExtension:
     def mergesearch_bad_rows(self) -> list[int]:
         """The number of rows of logits that contained NaN, and the number of infinite rows, since the last call.
 
-        If there were any, all cached keys and values are set to zero: NaN in a block of the cache spreads to other
-        texts that reuse the block, even where it is masked.
+        If the numbers are not both 0, all cached keys and values are set to zero, because NaN in a block of the cache
+        spreads to other texts that reuse the block, even where the block is masked.
         """
         counts: list[int] = self._mergesearch_bad_rows.tolist()
         self._mergesearch_bad_rows.zero_()

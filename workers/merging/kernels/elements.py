@@ -54,7 +54,8 @@ def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
     """Copy 32 bytes from the address `source` to the address `target` without storing them in the caches.
 
     `target` is a multiple of 32. Results are written once and read much later, so that they need no place in the
-    caches. An ordinary store would first read the memory that it overwrites, a third of the traffic of copying.
+    caches. An ordinary store would first read the memory that it overwrites, which is a third of the memory traffic of
+    copying.
     """
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -213,15 +214,15 @@ def either(first: Any, second: Any) -> Any:
 def zero_unless(condition: Any, number: Any) -> Any:
     """The float32 number if the condition holds, else zero, computed without a conditional store.
 
-    It is for results that the caller stores to an array. LLVM would compile a conditional expression there to masked
-    stores, which take AMD's processors about ten times longer.
+    The function is for results that the caller stores in an array. LLVM would compile a conditional expression to
+    masked stores, which take about ten times longer on AMD's processors.
     """
     return _float(U32(bits_of(number) & U32(U32(0) - U32(condition))))
 
 
 @numba.njit(**IN_PLACE)
 def has_sign_of(number: Any, total: Any) -> Any:
-    """Whether `number` has the sign of `total`, where a total of zero counts as positive; false for a number of zero.
+    """Whether `number` has the sign of `total`, where a total of zero counts as positive; False if `number` is zero.
 
     The number's sign is flipped if the total is negative, which takes less time than two comparisons and a choice.
     """

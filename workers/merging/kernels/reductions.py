@@ -49,7 +49,7 @@ def projections(direction: torch.Tensor, tensors: Tensors, base: torch.Tensor) -
     """The inner product of `direction` with each tensor's difference from `base`, for each of `tensors`.
 
     The differences are rounded to float32 and not stored. All tensors are contiguous and on CPU; `direction` may have
-    another dtype than the others.
+    another dtype than the other tensors.
     """
     *xs, b = as_arrays([*tensors, base])
     sums = np.empty((len(xs), -(-b.size // SUMMED)))
@@ -124,9 +124,10 @@ def _spread(by: rules.Comparison, low: Threshold, high: Threshold, order: TieOrd
 
 
 def shared_counts(epsilon: float, tensors: Tensors, base: torch.Tensor) -> list[tuple[int, int]]:
-    """For each source, how many elements it changes by more than epsilon, and how many of these only it changes.
+    """For each source, the number of elements that it changes by more than epsilon, and that no other source changes.
 
-    A change is the magnitude of the difference from `base`; `tensors` are the sources.
+    The result has two numbers for each source: all elements that it changes, and those that only this source changes. A
+    change is the magnitude of the difference from `base`; `tensors` are the sources.
     """
     b, xs = as_array(base), as_arrays(tensors)
     parts = pieces(b.size, BLOCK)

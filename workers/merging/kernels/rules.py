@@ -67,9 +67,9 @@ class ByMark(NamedTuple):
 class ByMagnitude(NamedTuple):
     """Kind of comparison with a threshold: by magnitude alone, which leaves a few elements undecided.
 
-    Elements with a magnitude of `aboves` or more are at the threshold or above, and those with `belows` or less are
-    below it. The elements between the two are undecided; they include all that have the threshold's magnitude. Both
-    fields have a number for each source.
+    Elements with a magnitude of `aboves` or more are at the threshold or above, and elements with a magnitude of
+    `belows` or less are below it. The elements between the two are undecided; they include all elements that have the
+    threshold's magnitude. Both fields have a number for each source.
     """
 
     belows: Numbers
@@ -190,8 +190,8 @@ class Sum(NamedTuple):
 class Mean(NamedTuple):
     """Rule: the base plus lambda times the mean of the sparse task vectors that have the elected sign.
 
-    This is computed for each element. The elected sign is that of the sum of the task vectors after the sparsification
-    `sparse`. Where the sum is zero, the result is the base.
+    This is computed for each element. The elected sign is the sign of the sum of the task vectors after the
+    sparsification `sparse`. Where the sum is zero, the result is the base.
     """
 
     sparse: Sparsity
@@ -201,8 +201,8 @@ class Mean(NamedTuple):
 class AgreeingSum(NamedTuple):
     """Rule: the base plus lambda times the sum of the sparse task vectors that have the elected sign.
 
-    This is computed for each element. The elected sign is that of the sum of all task vectors after the sparsification
-    `sparse`. Where this sum is zero, the result is the base.
+    This is computed for each element. The elected sign is the sign of the sum of all task vectors after the
+    sparsification `sparse`. Where this sum is zero, the result is the base.
     """
 
     sparse: Sparsity
@@ -337,7 +337,7 @@ def bounds(trims: Iterable[Trim]) -> tuple[Numbers, Words, Numbers, Words, Words
     """The two bounds of each source's threshold, in the form of the fields of `Trimmed`.
 
     The result has the values of the fields `lows`, `low_marks`, `highs`, `high_marks` and `ranks`, in this order. Each
-    has one number for each of `trims`, one per source.
+    value has one number for each source, from the source's entry in `trims`.
     """
     rows = [
         (trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller) for trim in trims

@@ -128,10 +128,10 @@ def variance_threshold(
 ) -> tuple[Threshold, bool]:
     """Find the exact threshold of a rank among variances, and whether all elements with its variance reach it.
 
-    A variance is that of one element between the task vectors of the sources `xs`. `order` orders equal variances by
-    tie-breaking marks. `trim` has two bounds of the threshold, and `positions` the indices of all elements strictly
-    between the bounds. If variances were compared without marks (`trim.magnitudes`), `positions` also has all elements
-    with the threshold's variance.
+    A variance is the variance of one element between the task vectors of the sources `xs`. `order` orders equal
+    variances by tie-breaking marks. `trim` has two bounds of the threshold, and `positions` the indices of all elements
+    strictly between the bounds. If variances were compared without marks (`trim.magnitudes`), `positions` also has all
+    elements with the threshold's variance.
     """
     sizes, marks = _variances_at(base, xs, positions), _marks_at(positions, U32(order.factor))
     bounds = trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller

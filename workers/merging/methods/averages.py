@@ -70,7 +70,7 @@ def linear(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.T
     """Weighted average of models: sum_t w_t theta_t with sum_t w_t = 1 (model soups, arXiv:2203.05482).
 
     theta_t is the tensor of model t, w_t its weight; this is equation 11 of "Automated Model Merging". The given
-    weights are divided by their sum, since weights rounded to six decimals seldom sum to exactly one. Raises
+    weights are divided by their sum, because weights rounded to six decimals seldom sum to exactly one. Raises
     InvalidRecipe if they sum to zero.
     """
     return weighted_sum(tensors, linear_weights(weights))

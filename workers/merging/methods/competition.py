@@ -159,7 +159,8 @@ def pcb(
     theta_pre is the base, tau_i the task vector of model i, N the number of models, and Norm scales a tensor to [0, 1].
     The weights are beta_i = Softmax(N Norm(tau_i^2)) * sum_j Softmax(Norm(tau_i tau_j)); all but the share `density` of
     largest elements of each beta_i are set to zero. The result is theta_pre + lambda sum_i beta_i tau_i / sum_i beta_i,
-    and the base where all beta_i are zero. `orders` has for each model the order of equal elements of beta_i.
+    and the base for elements for which all beta_i are zero. `orders` has for each model the order of equal elements of
+    beta_i.
     """
     taus = [tensor - base for tensor in tensors]
     betas = []
@@ -261,7 +262,7 @@ def wudi(
 
     The gradient is 2 (m A - B), with A = sum_i tau_i^T tau_i / |tau_i|^2 and B = sum_i tau_i tau_i^T tau_i / |tau_i|^2,
     so that a step is one matrix product. The last bits of matrix products depend on the number of threads. Task vectors
-    that are zero do not count in the loss.
+    that are zero are left out of the loss.
     """
     taus = [tensor - base for tensor in tensors]
     if base.dim() != 2:

@@ -53,7 +53,7 @@ def disjoint_majority_mean(taus: Sequence[torch.Tensor], majority: int | None = 
 def disjoint_sum(taus: Sequence[torch.Tensor]) -> torch.Tensor:
     """For each element, the sum of the task vectors that have the elected sign (MergeBench).
 
-    The elected sign is that of the sum of all task vectors `taus`. Where this sum is zero, the result is zero.
+    The elected sign is the sign of the sum of all task vectors `taus`. Where this sum is zero, the result is zero.
     """
     elected = _sum(taus).sign_()
     merged = torch.zeros_like(elected)

@@ -17,8 +17,8 @@ __all__ = ["Importance", "ImportancesAt", "arcee_fusion", "importance_of", "impo
 def nearswap(tensors: Sequence[torch.Tensor], *, t: float) -> torch.Tensor:
     """The first model, with each element moved towards the second's by at most t (mergekit's NearSwap).
 
-    With theta_1 and theta_2 the tensors of the two models, it is w theta_2 + (1 - w) theta_1 with w = min(1, t /
-    |theta_1 - theta_2|).
+    With theta_1 and theta_2 the tensors of the two models, the result is w theta_2 + (1 - w) theta_1 with w = min(1, t
+    / |theta_1 - theta_2|).
     """
     first, second = tensors
     share = (t / (first - second).abs_().clamp_(min=1e-6)).clamp_(max=1)

@@ -52,7 +52,7 @@ class Operands:
     - `cosine`: the cosine of the angle between the first two tensors
     - `importance`: the criterion by which Arcee Fusion takes elements of the second tensor
     - `magnitudes`: for each source the table of |source - base|; for a merge that trims whole models, the thresholds
-      of whole task vectors, after the random masks of methods that draw these
+      of whole task vectors, after the random masks of methods that draw masks
     - `majority`: for a merge that trims whole models, a number with the sign that is elected for most of the model's
       elements
     - `products`: the inner products of all pairs of tensors; with a base, of all pairs of task vectors

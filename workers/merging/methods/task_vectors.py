@@ -54,7 +54,7 @@ def task_arithmetic(tensors: Sequence[torch.Tensor], base: torch.Tensor, lambdas
     """Task arithmetic (arXiv:2212.04089): theta_pre + sum_t lambda_t (theta_t - theta_pre).
 
     theta_pre is the base, theta_t is model t. These are equations 4 and 5 of "Automated Model Merging". Equation 5 has
-    one lambda for all task vectors; one for each is the common generalisation.
+    one lambda for all task vectors; a lambda for each task vector is the common generalisation.
     """
     merged = base.clone()
     for tensor, lambda_ in zip(tensors, lambdas, strict=True):
@@ -119,8 +119,8 @@ def ties_sum(
 ) -> torch.Tensor:
     """TIES-Merging (`ties`) in which the task vectors that have the elected sign are added, not averaged.
 
-    It is the variant "sum" of MergeBench. k is the share of elements that trimming keeps; the merged task vector is
-    multiplied by lambda and added to the base. `magnitudes` has for each model the table of its task vector's
+    This method is the variant "sum" of MergeBench. k is the share of elements that trimming keeps; the merged task
+    vector is multiplied by lambda and added to the base. `magnitudes` has for each model the table of its task vector's
     magnitudes, if known, and `orders` the order of equal magnitudes.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)

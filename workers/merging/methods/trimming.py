@@ -34,9 +34,9 @@ def trimmed_task_vectors(
 ) -> list[torch.Tensor]:
     """The task vectors (tensors minus base), each with all but its largest magnitudes set to zero.
 
-    `shares` has the share of elements to keep for each tensor. `magnitudes` has for each the table of |tensor - base|,
-    if known, and `orders` the order of equal magnitudes. With `rescale` the results are scaled to the sum of magnitudes
-    of the whole task vectors.
+    `shares` has the share of elements to keep for each tensor. `magnitudes` has for each tensor the table of |tensor -
+    base|, if known, and `orders` the order of equal magnitudes. With `rescale` the results are scaled to the sum of
+    magnitudes of the whole task vectors.
     """
     known = magnitudes or (None,) * len(tensors)
     taus = [

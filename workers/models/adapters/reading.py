@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Adapter:
-    """The tensors of a base model as an adapter changes them, and the adapter's own safetensors files.
+    """The tensors of a base model after the changes by an adapter, and the adapter's own safetensors files.
 
     Tensors that the adapter does not change are included.
     """
@@ -169,7 +169,8 @@ def _tied_problems(parts: Parts, settings: Settings) -> Iterator[str]:
 
     In a tied base the two are one tensor; in the adapted model they would differ. An adapter with the setting
     `ensure_weight_tying` and matrices of the embedding has no such problem, because peft trained the two as one tensor.
-    The product of the matrices is then added once to the tied tensor (the merge function of peft 0.21 adds it twice).
+    In this case, the product of the matrices is added once to the tied tensor (the merge function of peft 0.21 adds it
+    twice).
     """
     heads = [module for module in parts.matrices if is_output_head(f"{module}.weight")]
     embeddings = [module for module, matrices in parts.matrices.items() if matrices.is_embedding]

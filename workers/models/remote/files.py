@@ -1,4 +1,4 @@
-"""Files in object stores that are downloaded to a directory of this machine, each once."""
+"""Files in object stores, each of which is downloaded once to a directory of this machine."""
 
 from __future__ import annotations
 

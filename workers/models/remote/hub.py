@@ -72,7 +72,7 @@ def cached(name: str, revision: str) -> Path | None:
 def looked_up(name: str, revision: str) -> Path:
     """Ask the hub for the present commit of the model `name` at `revision`, and return a directory for this commit.
 
-    If all files are in the cache of the hub's client, it is the commit's directory there. Otherwise it is a
+    If all files are in the cache of the hub's client, the result is the commit's directory there. Otherwise it is a
     metadata-only snapshot, which has the files without the contents of the weights.
     """
     from huggingface_hub import HfApi

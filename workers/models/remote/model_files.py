@@ -1,4 +1,4 @@
-"""The files that a model consists of, among the names that a hub or an object store lists."""
+"""Selects the files that a model consists of from the names that a hub or an object store lists."""
 
 from __future__ import annotations
 

@@ -113,9 +113,9 @@ def make_snapshot(
 ) -> Path:
     """Create the metadata-only snapshot that `record` describes, if it does not exist yet, and return its directory.
 
-    It has the model's files without the contents of the weights. `small` is a directory with the small files. `pickles`
-    are names of pickled weights, for which empty files are made. `read(file, begin, end)` returns the bytes [begin,
-    end) of a weights file.
+    The snapshot has the model's files without the contents of the weights. `small` is a directory with the small files.
+    `pickles` are names of pickled weights, for which empty files are made. `read(file, begin, end)` returns the bytes
+    [begin, end) of a weights file.
     """
     place = snapshots_dir() / f"{record.name}@{record.commit}"
     if is_metadata_only(place):

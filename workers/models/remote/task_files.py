@@ -75,7 +75,7 @@ def local_file(name: str | Path) -> Path:
 def _downloaded(folder: str, file: str, of: str) -> Path:
     """Download a file of a folder in an object store, alone or with all files of the folder, and return its path here.
 
-    `folder` and `of` are URLs. `of` is the folder if all its files are downloaded, else the file.
+    `folder` and `of` are URLs. `of` is the URL of the folder if all its files are downloaded, else the URL of the file.
     """
     objects = ObjectStore(folder)
     listed = objects.list() if of == folder else {file: objects.info(file)}

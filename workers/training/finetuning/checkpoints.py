@@ -83,7 +83,7 @@ def _all(directory: Path) -> list[Path]:
 def _split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Split the state of an optimizer (`state_dict`) into its tensors and the rest as plain data.
 
-    A tensor's name is "N.NAME": the number of the parameter, and the name in the optimizer's state.
+    A tensor's name is "N.NAME", where N is the number of the parameter and NAME the name in the optimizer's state.
     """
     tensors, plain = {}, {}
     for number, entries in state["state"].items():

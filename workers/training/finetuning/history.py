@@ -42,7 +42,7 @@ def read_history(file: Path) -> list[dict[str, Any]]:
 
 
 class HistoryReader:
-    """Reads a training's history (file of one JSON line per update or evaluation) while another process writes it."""
+    """Reader of a training's history (one JSON line for each update or evaluation) while another process writes it."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

@@ -1,4 +1,4 @@
-"""The model that a fine-tuning trains: all its weights, those of some layers, or LoRA adapters on frozen weights."""
+"""The model that a fine-tuning trains: all its weights, weights of some layers, or LoRA adapters on frozen weights."""
 
 from __future__ import annotations
 

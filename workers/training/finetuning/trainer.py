@@ -350,7 +350,7 @@ class _Update:
     def loss_at_weights(self) -> float:
         """The mean loss over all targets of the batch at the present weights, without gradients.
 
-        Random numbers of dropout are those of `gradients`.
+        Dropout uses the same random numbers as in `gradients`.
         """
         ranks = self._passes.ranks
         devices = [ranks.device] if ranks.device.type == "cuda" else []

@@ -285,9 +285,9 @@ def _combined(outside: str, path: Iterable[Hop], digests: Mapping[int, str], ali
     """Checksum of a path, a sequence of layers: sha256 (hex) over the digests of all its parts.
 
     `outside` is the digest of the parameters outside layers. Each hop of the path then adds three parts: the digest of
-    its layer (in `digests`, by the layer's index in the pool), its factors (one if they are equal), and the digest of
-    its alignment (in `aligned`, by the name of the alignment). The checksum does not depend on which layers of the pool
-    hold the path, or in which order they were written.
+    its layer (in `digests`, by the layer's index in the pool), its factors (a single number if they are equal), and the
+    digest of its alignment (in `aligned`, by the name of the alignment). The checksum does not depend on which layers
+    of the pool hold the path, or in which order they were written.
     """
     total = hashlib.sha256(f"{outside}\n".encode())
     for number, hop in enumerate(path):

@@ -1,4 +1,4 @@
-"""The number of layers in the pool of a path engine, computed from sizes in bytes; nothing is allocated here."""
+"""The number of layers in the pool of a path engine, computed from sizes in bytes, without allocating memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The content of an engine, for the process that starts vLLM: options, sizes, and the merges that fit.
+"""The content of an engine, for the process that starts vLLM: options, sizes, and the merges that the engine can hold.
 
 `WeightContents` is one model with the base's layers. Other contents are subclasses; life cycle, evidence and canary
 (`engine`) are the same for all.
@@ -131,7 +131,7 @@ class WeightContents:
 
 
 def _has_code_for(config: Mapping[str, Any]) -> bool:
-    """Whether vLLM has code of its own for a model with the configuration `config`.
+    """Whether vLLM has its own code for a model with the configuration `config`.
 
     vLLM runs other models through transformers' modules. To compile these modules or to capture them as graphs, vLLM
     would change transformers' classes. Therefore engines do neither (`plugin`).

@@ -1,4 +1,4 @@
-"""The decorator that registers the rule of a fused method, and the statistics that rules are computed from."""
+"""The decorator that registers the rule of a fused method, and the statistics from which rules are computed."""
 
 from __future__ import annotations
 
