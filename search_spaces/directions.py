@@ -17,7 +17,7 @@ __all__ = ["Direction", "direction_of"]
 
 @dataclass(frozen=True)
 class Direction:
-    """Shares of the experts, by alias, which sum to 1, and the scale of the task vectors; None for an average."""
+    """Shares of the experts, by alias, which sum to 1, and the scale of the task vectors (None for an average)."""
 
     shares: Mapping[str, float]
     scale: float | None

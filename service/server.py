@@ -144,7 +144,7 @@ def alone(data_dir: Path, address: URL, *, is_shared: bool | None = None) -> Ite
     same time, unless `is_shared` is False.
 
     Raises:
-        InUse: Another server uses the SQLite database, or uses the data directory with another database.
+        InUse: Another server uses one of them and may not share it, or uses the data directory with another database.
     """
     from service.store.database_url import remembered_place, shown
 

@@ -194,7 +194,7 @@ def aligned(
 
 
 def stored_bytes(checkpoints: Iterable[Checkpoint]) -> int:
-    """Bytes of all stored tensors that `checkpoints` are made of; tensors that several share count once."""
+    """Bytes of all stored tensors from which `checkpoints` are made; a tensor that several of them use counts once."""
     return sum(info.num_bytes for info in frozenset().union(*(checkpoint.stored for checkpoint in checkpoints)))
 
 

@@ -89,9 +89,9 @@ class Calibration:
         """Compare log-probabilities of an engine with those of transformers, and return their typical difference.
 
         `ours` are the engine's log-probabilities, `theirs` those of transformers for the same tokens; the typical
-        difference is a root mean square (`typical_difference`). `of` is the words for the compared texts in the
-        message. Raises EvidenceMismatch if the difference, or the share of the base model in `ours` (`base_share`), is
-        larger than rounding explains.
+        difference is a root mean square (`typical_difference`). `of` names the compared texts in the message. Raises
+        EvidenceMismatch if the difference, or the share of the base model in `ours` (`base_share`), is larger than
+        rounding explains.
         """
         difference = typical_difference(ours, theirs, dtype=self.dtype)
         share, most = self.base_share(ours, theirs)

@@ -106,7 +106,7 @@ def dropped(tau: torch.Tensor, density: float, key: int) -> torch.Tensor:
 def masked_task_vectors(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, densities: Sequence[float], keys: Sequence[int]
 ) -> list[torch.Tensor]:
-    """The task vectors (tensors minus base) of which a random mask keeps a share, divided by this share (DARE).
+    """Task vectors (tensors minus base) after a random mask, divided by the share of elements that it keeps (DARE).
 
     `densities` has the share for each tensor, and `keys` the key of its mask.
     """

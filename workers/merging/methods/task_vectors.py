@@ -192,7 +192,7 @@ def m3_ties(
 
     Task vectors are trimmed to the share k of their elements, and only elements that have the elected sign count. An
     element that several task vectors keep is interpolated with their weights; an element that a single task vector
-    keeps is not changed. The result is multiplied by lambda and added to the base.
+    keeps is used without a weight. The result is multiplied by lambda and added to the base.
 
     The paper has two models with weights w and 1 - w. With more models, the weights of the models that keep an element
     are divided by their sum; where this sum is zero, the result is the base. So the result is not continuous where the
@@ -222,10 +222,10 @@ def m3_ties_majority(
     elements of the tensor. The result is multiplied by lambda and added to the base.
 
     The authors' code has two models with weights w and 1 - w: an element that both keep is interpolated, and an element
-    that a single model keeps is not changed. With more models, the shares of the models that do not keep an element are
-    divided equally among the models that keep it. For two models the result is that of the authors' code. It is
-    continuous in the weights, and for equal weights it is that of `ties_majority`. `magnitudes` has for each model the
-    table of its task vector's magnitudes, if known, and `orders` the order of equal magnitudes.
+    that a single model keeps is used without a weight. With more models, the shares of the models that do not keep an
+    element are divided equally among the models that keep it. For two models the result is that of the authors' code.
+    It is continuous in the weights, and for equal weights it is that of `ties_majority`. `magnitudes` has for each
+    model the table of its task vector's magnitudes, if known, and `orders` the order of equal magnitudes.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_majority_interpolation(taus, weights, majority).mul_(lambda_).add_(base)

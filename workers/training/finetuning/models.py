@@ -155,7 +155,7 @@ def _with_adapter(model: Any, spec: FinetuneSpec) -> tuple[Any, tuple[torch.nn.P
 
 
 def _of_layers(model: Any, layers: tuple[int, ...], option: str) -> tuple[torch.nn.Parameter, ...]:
-    """The weights of decoder layers, which `option` names. Raises InvalidModel for layers that the model lacks."""
+    """The weights of the given decoder layers. Raises InvalidModel, naming `option`, if the model lacks a layer."""
     count = model.config.num_hidden_layers
     if unknown := [layer for layer in layers if layer >= count]:
         raise InvalidModel((f"{option}: {unknown[0]}; the model has the layers 0 to {count - 1}",))
