@@ -239,7 +239,9 @@ def drain(options: argparse.Namespace) -> int:
     try:
         store.set_drained(drained=not options.end)
         deadline = time.monotonic() + options.wait
-        while not options.end and (working := [job.name for job in store.jobs() if job.has_driver(now=store.now())]):
+        while not options.end and (
+            working := [job.name for job in store.unfinished_jobs() if job.has_driver(now=store.now())]
+        ):
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.5)

@@ -406,9 +406,9 @@ class RayCluster:
 
         Each driver is asked only once.
         """
-        for job in self._store.jobs():
+        for job in self._store.unfinished_jobs():
             name = submission_id(job, job.submissions)
-            if job.state.is_finished or name in self._asked_to_stop:
+            if name in self._asked_to_stop:
                 continue
             if self._ray_job(job)[0] in ("PENDING", "RUNNING"):
                 logger.info("job %s: stopping %s: %s", job.id, name, DRAINED)

@@ -271,9 +271,13 @@ class Store:
             raise NotFound(f"job {job_id!r}: no such job in {self.place}")
         return found[0]
 
-    def jobs(self, kind: str | None = None) -> tuple[JobRecord, ...]:
-        """All jobs, oldest first; only those of one kind if `kind` names one."""
-        return self._jobs(sa.true() if kind is None else schema.studies.c.kind == kind)
+    def jobs(
+        self, kind: str | None = None, *, state: JobState | None = None, name: str | None = None
+    ) -> tuple[JobRecord, ...]:
+        """All jobs, oldest first; only those of one kind, in one state or with one name if one is given."""
+        table = schema.studies.c
+        wanted = ((table.kind, kind), (table.state, None if state is None else state.value), (table.name, name))
+        return self._jobs(sa.and_(sa.true(), *(column == value for column, value in wanted if value is not None)))
 
     def unfinished_jobs(self, *, heard_since: float = math.inf) -> tuple[JobRecord, ...]:
         """Jobs that have not ended, and ended jobs with a sign of life since the time `heard_since`, oldest first.

@@ -29,12 +29,13 @@ from service.types import EventKind, Origin, TrialRecord
 from workers.errors import EngineFault
 from workers.types import ScoreResult, Split
 
-__all__ = ["Coordinator"]
+__all__ = ["MAX_LOST_ACTORS", "Coordinator"]
 
 logger = logging.getLogger(__name__)
 
-# A trial fails when its actor has died this often: an actor only sends requests, so the trial is the likely cause.
-MAX_LOST_ACTORS = 3
+# A trial fails when its actor has died this often without a chunk being stored. Most deaths come from outside (a lost
+# node, a lack of memory), and the same chunk is scored first afterwards: a few deaths are no sign against the trial.
+MAX_LOST_ACTORS = 6
 
 
 class Coordinator:
@@ -216,6 +217,8 @@ class Coordinator:
             return self._on_failure(evaluation, outcome)
         self._observer("chunk")
         is_stored = self._chunks.add(evaluation, outcome)
+        if is_stored:
+            self._num_lost_actors.pop(evaluation.trial, None)
         if is_stored and self._chunks.are_complete(evaluation):
             self._finish(evaluation)
         elif is_stored and not evaluation.ends_with(outcome):
@@ -227,7 +230,7 @@ class Coordinator:
     def on_lost(self, evaluation: Evaluation, reason: str) -> None:
         """Restart an evaluation whose trial actor died, at the first chunk that is not stored.
 
-        After MAX_LOST_ACTORS deaths the trial fails.
+        After MAX_LOST_ACTORS deaths with no chunk stored between them the trial fails.
         """
         number = evaluation.trial
         if number not in self._in_flight:
@@ -235,7 +238,8 @@ class Coordinator:
         self._num_lost_actors[number] = self._num_lost_actors.get(number, 0) + 1
         logger.warning("trial %d: its actor died (%s)", number, reason)
         if self._num_lost_actors[number] >= MAX_LOST_ACTORS:
-            self._fail(evaluation, f"its trial actor died {MAX_LOST_ACTORS} times; the last time: {reason}")
+            deaths = f"its trial actor died {MAX_LOST_ACTORS} times with the same samples"
+            self._fail(evaluation, f"{deaths}; the last time: {reason}")
         else:
             self._release(evaluation)
 

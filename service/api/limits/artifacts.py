@@ -50,8 +50,8 @@ class ArtifactQuota:
 
     def _reserved(self) -> int:
         found = 0
-        for record in self._store.jobs():
-            if record.accepted.get("artifact_bytes") and not record.state.is_finished:
+        for record in self._store.unfinished_jobs():
+            if record.accepted.get("artifact_bytes"):
                 stored = sum(artifact.num_bytes for artifact in self._artifacts.of(record.id))
                 found += max(0, record.accepted.get("artifact_bytes", 0) - stored)
         return found

@@ -76,11 +76,7 @@ def _add_collection(router: APIRouter, kind: JobKind) -> None:
     of_name = Query(None, description=f"Only {kind.plural} with this name.")
 
     def list_all(services: Context, state: StateFilter | None = in_state, name: str | None = of_name) -> Response:
-        jobs = [
-            job
-            for job in services.store.jobs(kind.name)
-            if (state is None or job.state.value == state) and (name is None or job.name == name)
-        ]
+        jobs = services.store.jobs(kind.name, state=None if state is None else JobState(state), name=name)
         return Json({kind.collection: _documents(services, jobs, kind)})
 
     location = {"Location": {"description": f"The address of the {noun}.", "schema": {"type": "string"}}}
