@@ -40,7 +40,10 @@ BLOCK_BYTES = 8 * 2**20
 
 
 class ObjectStoreError(OSError):
-    """Raised if an object store refuses an operation or does not answer. The message names both and the URL."""
+    """Raised if an object store refuses an operation or does not answer.
+
+    The message names the URL, the operation and the store's answer.
+    """
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ class RangedMethod:
 
 @dataclass(frozen=True)
 class PairInterpolation:
-    """A merge method of two models with the weights 1 - t and t, where t in [0, 1] is searched as in SLERP."""
+    """A merge method of two models with the weights 1 - t and t; t in [0, 1] is searched as for the method SLERP."""
 
     method: MergeMethod
     share: PairShare

@@ -102,7 +102,7 @@ def problems_of(errors: Sequence[ErrorDetails], schema: Mapping[str, Any], hints
 
 
 def at_most(problems: Iterable[Problem]) -> Iterator[Problem]:
-    """The first MAX_PROBLEMS of `problems`, and a last problem that says whether there are more.
+    """The first MAX_PROBLEMS of `problems` and, if there are more, a last problem that says so.
 
     The problems that are left out are not computed.
     """
