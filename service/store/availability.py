@@ -66,7 +66,7 @@ class Availability:
     def watch(self, engine: sa.Engine) -> sa.Engine:
         """Observe every connection of `engine`, and return the engine with this object among its execution options.
 
-        The function `availability_of` finds the object there. Connections to SQLite are not observed, because a file
+        The function `availability_of` reads the object from these options. Connections to SQLite are not observed, because a file
         always answers.
         """
         if engine.dialect.name == "postgresql":

@@ -322,8 +322,8 @@ class Store:
     def set_drained(self, *, drained: bool) -> None:
         """Drain the servers of this database, or end the drain.
 
-        When this method returns, every driver that could still begin has begun, so that `JobRecord.has_driver` is True
-        for its job.
+        After a drain was started, no further driver begins. `JobRecord.has_driver` is True for the job of each driver
+        that began before.
         """
         with transaction(self._engine) as connection:
             _lock_drains(connection)

@@ -312,7 +312,7 @@ class RayProposer:
 
 
 def _learned(call: Any) -> Any:
-    """The result of a call to the searcher's actor; raises StudyFailed if its policy cannot learn further."""
+    """The result of a call to the searcher's actor; raises StudyFailed if the searcher's policy cannot learn."""
     try:
         return ray.get(call)
     except RayTaskError as error:
