@@ -66,8 +66,8 @@ class Availability:
     def watch(self, engine: sa.Engine) -> sa.Engine:
         """Observe every connection of `engine`, and return the engine with this object among its execution options.
 
-        The function `availability_of` reads the object from these options. Connections to SQLite are not observed, because a file
-        always answers.
+        The function `availability_of` reads the object from these options. Connections to SQLite are not
+        observed, because a file always answers.
         """
         if engine.dialect.name == "postgresql":
             event.listen(engine, "handle_error", self._on_error)

@@ -322,8 +322,8 @@ class Store:
     def set_drained(self, *, drained: bool) -> None:
         """Drain the servers of this database, or end the drain.
 
-        After a drain was started, no further driver begins. `JobRecord.has_driver` is True for the job of each driver
-        that began before.
+        Once the drain has begun, no further driver begins, and `JobRecord.has_driver` is True for every job that a
+        driver works on.
         """
         with transaction(self._engine) as connection:
             _lock_drains(connection)
