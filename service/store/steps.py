@@ -156,8 +156,8 @@ StepRequest: TypeAlias = ChargedRequest | CompletionsRequest | NoteRequest | Upd
 class LossesResult:
     """Mean losses by objective, of the merge at the requested point.
 
-    `failure` is the reason why there are no losses, or None. `recipe` is the digest of the merge's recipe, `bank` the
-    fingerprint of its sources.
+    `failure` is the reason why there are no losses; None if there are losses. `recipe` is the digest of the merge's
+    recipe, `bank` the fingerprint of its sources.
     """
 
     losses: Mapping[str, float] = field(default_factory=dict)

@@ -83,8 +83,8 @@ class Crash:
 class ChunkFailed:
     """A chunk that was not scored, with the reason.
 
-    `crash` describes the crash if the engine crashed with the chunk, and `fault` the failed check if the engine failed
-    one.
+    `crash` describes the crash if the engine crashed with the chunk. `fault` describes the failed check if the engine
+    failed a check.
     """
 
     kind: FailureKind

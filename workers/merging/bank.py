@@ -286,9 +286,9 @@ class Bank:
 
         Tensors are given as (alias, name). `ranks` has the ranks for each source: rank n is the n-th largest magnitude
         in the difference between all tensors of the source's model and of the model of `base`. `masks` has for each
-        source the density and the seed of a random mask of the task vector, or None. With `stacks_experts`, all experts
-        of a layer of a mixture are one tensor. A threshold is found once, in a few passes over both models, and then
-        cached.
+        source the density and the seed of a random mask of the task vector, or None for no mask. With `stacks_experts`,
+        all experts of a layer of a mixture are one tensor. A threshold is found once, in a few passes over both models,
+        and then cached.
         """
         found = []
         for source, of_source, mask in zip(sources, ranks, masks, strict=True):

@@ -302,7 +302,7 @@ class _Update:
     The method `gradients` is the closure, which an optimizer may call more than once; `loss` and `norm` are the loss
     and the gradient's norm at its first call, `second_loss` is the loss at its second call. `step` is the number of the
     update, from 0; `numbers` are the indices of the batch's rows. `kept` is the directory of the last checkpoint, for
-    messages, or None.
+    messages; None before the first checkpoint.
     """
 
     def __init__(
