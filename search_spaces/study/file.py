@@ -120,7 +120,7 @@ def load_study(file: Path | str) -> Study:
 
 
 def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> Study:
-    """Make the study that plain data describe, after checking them.
+    """Make a study from a mapping of plain data, such as a parsed YAML file, after checking the data.
 
     Relative paths are resolved against `directory`; with `directory` None they are left unchanged. Raises InvalidStudy
     with every problem found.

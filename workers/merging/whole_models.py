@@ -74,7 +74,7 @@ class ModelMagnitudes:
         raise NotImplementedError("zeros of whole models are not counted")
 
     def trim(self, rank: int) -> Trim:
-        """The threshold of this tensor at which the model keeps `rank` elements, as both bounds."""
+        """The threshold of this tensor at which the model keeps `rank` elements, as lower and upper bound."""
         return self.trims[rank]
 
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:

@@ -1,7 +1,6 @@
 """The weights of the model in vLLM's worker, and how a merge is written over them in place.
 
-`HeldWeights` is one model with the base's layers; `paths.held.HeldPath` is a path through a pool of layers. This module
-does not depend on scoring.
+`HeldWeights` is for merges with the layers of the base; `paths.held.HeldPath` is for paths through a pool of layers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The loop over updates, on one rank or several: the same batches, draws and losses, and one checkpoint for all.
+"""The training loop, on one rank or several; batches, random draws and losses do not depend on the number of ranks.
 
 Ranks share each batch's rows and average gradients (DDP). The loss of an update is the mean over the targets of the
 whole batch, so the number of workers, and of rows in a forward pass, changes only rounding. A training that was killed
-continues from its last checkpoint.
+continues from its last checkpoint, which all ranks share.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A merge in vLLM's worker, as a path through the pool.
+"""The merge in vLLM's worker, held as a path through a pool of layers.
 
 A layer of the pool holds a merged layer without its scale: one copy is used at every hop and with every scale.
 """
