@@ -224,7 +224,7 @@ def _resolved(study: Study, directory: Path) -> Study:
 
 
 def resolved_model(value: str, directory: Path) -> str:
-    """The absolute directory that a model's name in a study file stands for, or the unchanged name of a remote model.
+    """The absolute directory that a model's name in a study file refers to, or the unchanged name of a remote model.
 
     A name with "://" is the URL of a folder in an object store. A name of the form `name` or `owner/name` is a hub id,
     unless a directory of this name exists. Relative directories are relative to `directory`.

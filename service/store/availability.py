@@ -1,7 +1,7 @@
 """Whether the database answers, and calls that wait until it does.
 
-A server answers requests with an error while its database is away; a driver waits. Waiting is an option of SQLAlchemy's
-engine (`waiting`), so all objects that share a waiting store's engine wait, too.
+While the database does not answer, a server answers requests with an error, and a driver waits. Waiting is an option of
+SQLAlchemy's engine (`waiting`), so all objects that share a waiting store's engine wait, too.
 """
 
 from __future__ import annotations

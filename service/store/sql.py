@@ -181,7 +181,7 @@ class Store:
     def reading(self) -> AbstractContextManager[sa.Connection]:
         """Context with a connection whose transaction only reads, for other code that reads the database.
 
-        For a store that `snapshot` has yielded, it is the snapshot's connection.
+        A store that `snapshot` has yielded gives the connection of the snapshot.
         """
         return self._reads.connect()
 

@@ -33,7 +33,7 @@ class Evaluation:
     is_again: bool = False
 
     def ends_with(self, result: ScoreResult) -> bool:
-        """Whether `result` is of the last chunk of the evaluation."""
+        """Whether `result` is the result of the last chunk of the evaluation."""
         last = self.chunks[-1][-1]
         return any((s.objective, s.position) == (last.objective, last.stop - 1) for s in result.samples)
 

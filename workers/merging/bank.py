@@ -139,7 +139,7 @@ class Bank:
     def base(self) -> Checkpoint:
         """The base model with the tokens of the family's vocabulary.
 
-        Every merge has its configuration, tensor shapes and layout.
+        Every merge has the configuration, tensor shapes and layout of this model.
         """
         return self.sources.base
 
@@ -360,7 +360,7 @@ class Bank:
         return self._of_model[stacks_experts]
 
     def _mask_of(self, key: Key, mask: Mask | None) -> tuple[float, int] | None:
-        """The density and the key of a source's random mask, from the density and the seed in `mask`; or None."""
+        """The density and key of a source's random mask, from density and seed in `mask`; None if `mask` is None."""
         return None if mask is None else (mask[0], mask_key(mask[1], self.sources.fingerprints[key[0]], key[1]))
 
     def norms(self, sources: Sequence[Key], base: Key) -> tuple[float, ...]:

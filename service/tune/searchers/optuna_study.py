@@ -39,7 +39,7 @@ def propose(
     max_rows: int = 10**9,
     group: int = 1,
 ) -> dict[str, Any]:
-    """The configuration that a sampler of Optuna proposes, or a random configuration if the proposal is a known one.
+    """The configuration that a sampler of Optuna proposes, or a random configuration if this one is already known.
 
     `sampler_of` makes a sampler from a seed. `max_numbers`, `max_rows` and `group` limit the observations that the
     sampler receives (`history.thinned`). Until there are `num_initial` trials, configurations are random.

@@ -108,7 +108,7 @@ class HeldWeights:
         return dict(self.model.named_parameters())
 
     def _needed(self, parameters: Iterable[str]) -> Collection[str]:
-        """The names of those `parameters` without which the model is incomplete: all of them here, fewer in subclasses.
+        """The names of those `parameters` without which the model is incomplete; in this class, all of them.
 
         Writing a merge fails if such a parameter has never been written, by this swap or by an earlier one.
         """
