@@ -1,6 +1,6 @@
 """Live progress of a study: a redrawn panel in a terminal, plain lines elsewhere, or JSON lines for programs.
 
-The driver may report its state at any rate. This module decides what is shown, and how often.
+The driver may report its state at any rate. This module decides which reports are shown, and how often.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class ProgressView:
     """Progress reporter that shows a study's progress on `stream` (default: standard error).
 
     Use it as a context manager. It is thread-safe. Its method `update` is cheap enough to be called for every sample.
-    Lines appear every `interval_s` seconds, at each new stage, and at the end. `worked_s` are the seconds that earlier
-    attempts at the study have worked.
+    Lines appear every `interval_s` seconds, at each new stage, and at the end. `worked_s` is the number of seconds that
+    earlier attempts worked on the study.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Times of a study's scored chunks: how long its engines worked, swapped and waited.
 
-A study has many chunks, so only numbers are kept of each.
+A study has many chunks, so only a few numbers of each chunk are kept in memory.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ class ChunkTimes:
         return self._num_samples / span if span else None
 
     def tokens_per_second(self, num_tokens: Mapping[str, int]) -> dict[str, float]:
-        """Tokens per second in the held-out stage, by recipe digest, from the numbers of tokens by digest.
+        """Tokens per second in the held-out stage, by recipe digest.
 
-        All recipes are given the same prompts in this stage, so the rates can be compared. Recipes without a number of
-        tokens or a measured time are left out.
+        `num_tokens` has the number of generated tokens by recipe digest. All recipes are given the same prompts in this
+        stage, so the rates can be compared. Recipes without a number of tokens or a measured time are left out.
         """
         seconds = self._holdout_s
         return {digest: number / seconds[digest] for digest, number in num_tokens.items() if seconds.get(digest)}
@@ -87,7 +87,7 @@ class ChunkTimes:
     def _span_s(self) -> float | None:
         """Seconds of scoring in the search, from its first chunk to its last, or None if no chunk was scored.
 
-        A pause of more than PAUSE_S seconds between two chunks, such as that between two attempts, does not count.
+        A pause of more than PAUSE_S seconds between two chunks, for example between two attempts, does not count.
         """
         if not self._finished_at:
             return None

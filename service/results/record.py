@@ -1,4 +1,4 @@
-"""Record of a run: the data that result files, report and API are computed from."""
+"""Record of a run: the data from which result files, report and API responses are computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents of a study, which the table `documents` has as JSON by name: how it began, and its closing stages.
+"""Documents of a study in the table `documents`, as JSON by name: about the study's start and its closing stages.
 
 A document is stored as the fields of its type (`dataclasses.asdict`).
 """
@@ -50,7 +50,7 @@ class StartPolicy:
 
 @dataclass(frozen=True)
 class PolicyStart:
-    """Policies, trained by another study, that a study begins with, in the order of the study's own policies.
+    """Policies of another study from which a study's own policies start, in the order of the study's own policies.
 
     `study` and `name` are the id and name of the study that trained them.
     """
@@ -65,7 +65,7 @@ class WarmStart:
     """Results of an earlier study that a study's searcher begins with.
 
     `study` and `name` are the id and name of the earlier study. `rungs` is "all" if results at every rung are used, or
-    "full" if only those at the full budget are. `digest` is that of the artifact with the results.
+    "full" if only those at the full budget are. `digest` is the digest of the artifact that has the results.
     """
 
     study: str
@@ -78,7 +78,7 @@ class WarmStart:
 
 @dataclass(frozen=True)
 class RemovedResponses:
-    """Removal of the responses and tokens of a study's samples: when, in seconds since the epoch, and how much."""
+    """Removal of the responses and tokens of a study's samples: its time in seconds since the epoch, and its amount."""
 
     removed_at: float
     num_samples: int
@@ -87,9 +87,9 @@ class RemovedResponses:
 
 @dataclass(frozen=True)
 class Canaries:
-    """Results of the last canary that each engine of a study was given.
+    """Results of the last canary of each engine of a study.
 
-    `samples_not_checked` is the number of the study's samples that their engine scored after the last canary that it
+    `samples_not_checked` is the number of the study's samples that were scored after the last canary that their engine
     passed; None before the study's end. `skipped` has the reasons why canaries could not be run, by replica.
     """
 
@@ -112,7 +112,7 @@ class TrialVerification(VerificationReport):
 class Verification:
     """Result of a study's verification, with a report for each verified trial.
 
-    `reason` says why no trial was to be verified; None if trials were.
+    `reason` says why no trial was chosen for verification; None if trials were chosen.
     """
 
     reports: tuple[TrialVerification, ...] = ()
@@ -137,7 +137,7 @@ def read_canaries(document: Mapping[str, Any] | None) -> Canaries:
 def read_policy_start(document: Mapping[str, Any] | None) -> PolicyStart | None:
     """The stored `PolicyStart` of a study, from its JSON document.
 
-    Returns None if `document` is None, that is if nothing is stored.
+    Returns None if `document` is None, which means that nothing is stored.
     """
     return None if document is None else _POLICY_START.validate_python(document)
 
@@ -156,7 +156,7 @@ def read_verification(document: Mapping[str, Any] | None) -> Verification:
 def read_removed_responses(document: Mapping[str, Any] | None) -> RemovedResponses | None:
     """The stored `RemovedResponses` of a study, from its JSON document.
 
-    Returns None if `document` is None, that is if the responses were not removed.
+    Returns None if `document` is None, which means that the responses were not removed.
     """
     return None if document is None else _RESPONSES.validate_python(document)
 
@@ -164,7 +164,7 @@ def read_removed_responses(document: Mapping[str, Any] | None) -> RemovedRespons
 def read_warm_start(document: Mapping[str, Any] | None) -> WarmStart | None:
     """The stored `WarmStart` of a study, from its JSON document.
 
-    Returns None if `document` is None, that is if nothing is stored.
+    Returns None if `document` is None, which means that nothing is stored.
     """
     return None if document is None else _WARM_START.validate_python(document)
 

@@ -1,8 +1,8 @@
 """The coordinator of one study: hands out evaluations and stores their results.
 
-It knows the evaluations in flight, and handles those that fail. `ask_and_tell` decides what is evaluated, `trials`
-keeps the trials, `samples` checks and stores results, `holdout_stage` follows the search. The coordinator does not know
-Ray: `ray_tune` runs its evaluations.
+It keeps the running evaluations, and handles failed evaluations. `ask_and_tell` decides which trial is evaluated at
+which rung, `trials` keeps the trials, `samples` checks and stores results, `holdout_stage` is used after the search.
+The coordinator does not use Ray itself: `ray_tune` runs its evaluations.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ MAX_LOST_ACTORS = 6
 class Coordinator:
     """The coordinator of one study, which hands out evaluations and stores their results.
 
-    It is not thread-safe: Tune's controller loop is its only caller. `observer` is called with a word for what has just
-    happened or follows next ("ask", "chunk", "commit", "rung", "promotion", ...), so that tests can stop the process
-    there. `is_out_of_budget` is called before a new trial starts and returns the limit that is exhausted, or None.
+    It is not thread-safe: Tune's controller loop is its only caller. `observer` is called with a word for the event
+    that has just happened or follows next ("ask", "chunk", "commit", "rung", "promotion", ...), so that tests can stop
+    the process at this event. `is_out_of_budget` is called before a new trial starts and returns the limit that is
+    exhausted, or None.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Coordinator:
     def num_samples_used(self) -> int:
         """Number of samples that the search has used in all attempts.
 
-        They are the samples scored for the search, and those that the searcher's steps count as.
+        The samples scored for the search and the samples that the searcher's steps count as are added up.
         """
         return self._ask_and_tell.num_samples_used
 
@@ -133,7 +134,7 @@ class Coordinator:
         """The next evaluation to run, or None if no evaluation can start before a running one has finished.
 
         Waits up to `timeout_s` for the searcher if there is nothing else to do. Samples of an engine that failed a
-        check are scored again first; nothing new starts before.
+        check are scored again first; no other evaluation starts before that.
         """
         self.look_for_faults(at_once=False)
         if self._chunks.is_rescoring:
@@ -159,7 +160,7 @@ class Coordinator:
     def ask_ahead(self, *, timeout_s: float = 0.0) -> bool:
         """Take proposals for at most `timeout_s` seconds, until `Plan.proposals_ahead` trials wait to be evaluated.
 
-        Engines then need not wait for the searcher. Returns True if a trial was added.
+        This keeps engines from waiting for the searcher. Returns True if a trial was added.
         """
         deadline, num_before = time.monotonic() + timeout_s, len(self._trials)
         while not self._chunks.is_rescoring and self._num_unstarted() < self.plan.proposals_ahead:
@@ -199,12 +200,13 @@ class Coordinator:
     # -- what comes back -------------------------------------------------------------------------------------------
 
     def on_outcome(self, evaluation: Evaluation, outcome: ScoreResult | ChunkFailed) -> bool:
-        """Store what a trial actor reported about a chunk of samples.
+        """Store a trial actor's report about a chunk of samples.
 
         Returns True if the evaluation is finished. Errors that end the study or this attempt at it are raised.
 
         Raises:
-            EvidenceMismatch: The result is not of the requested recipe, sources or prompts; the study ends.
+            EvidenceMismatch: The result belongs to another recipe, other sources or other prompts than requested; the
+                study ends.
             StudyFailed: A metric fails on the base model, or samples that were scored again after an engine failed a
                 check have other values; the study ends.
             StudyUnusable: An engine cannot use its models or a task; the attempt ends.
@@ -248,7 +250,7 @@ class Coordinator:
     def on_engine_fault(self, fault: EngineFault) -> None:
         """Record that an engine failed a check.
 
-        The samples that it scored since its last passed check are to be scored again. Raises StudyFailed if too many
+        The samples that it scored since its last passed check must be scored again. Raises StudyFailed if too many
         engines have failed a check.
         """
         logger.warning("%s", fault)
@@ -284,15 +286,15 @@ class Coordinator:
     def _release(self, evaluation: Evaluation) -> None:
         """Remove an evaluation from those that are running.
 
-        The next evaluation of the same trial then has the samples that are still missing.
+        After that, the next evaluation of the same trial has the samples that are still missing.
         """
         self._in_flight.pop(evaluation.trial, None)
 
     def _finish(self, evaluation: Evaluation) -> None:
         """Finish an evaluation whose samples are all stored.
 
-        An evaluation on holdout data finishes the trial in the held-out stage, one on search data the trial's rung in
-        the search. If void samples were scored again (`is_again`), only the evaluation ends.
+        An evaluation on holdout data finishes the trial in the held-out stage. An evaluation on search data finishes
+        the trial's rung in the search. If void samples were scored again (`is_again`), only the evaluation ends.
         """
         self._release(evaluation)
         if evaluation.is_again:

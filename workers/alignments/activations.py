@@ -1,7 +1,7 @@
 """The input of each layer of a model, recorded while the model reads prompts.
 
 The first token of each text is left out. In trained models its activations are larger than all others by orders of
-magnitude (Sun et al., "Massive Activations in Large Language Models", 2024), so that they would dominate the alignment.
+magnitude (Sun et al., "Massive Activations in Large Language Models", 2024), so they would dominate the alignment.
 
 Axes: L layers, N tokens, D channels of the residual stream.
 """
@@ -32,8 +32,8 @@ class Activations:
     """Activations of a model with L layers: the residual stream before each layer and after the last, in float32.
 
     `before` [L + 1, N tokens, D channels] has the input of each layer, then the output of the last layer. `is_held_out`
-    [N] is true for the tokens of held-out texts: alignments are not learned from these, but their quality is measured
-    on them.
+    [N] is true for the tokens of held-out texts: alignments are not learned from these tokens, but the quality of
+    alignments is measured on them.
     """
 
     before: Tensor
@@ -78,7 +78,7 @@ def _batches(texts: Sequence[int], prompts: Sequence[Sequence[int]]) -> Iterator
     """Yield batches of prompts of similar length; a batch is a list of indices of prompts.
 
     Only the prompts with the indices `texts` are used. A batch has at most MAX_TOKENS tokens after all its prompts are
-    padded to the longest one. A prompt that is longer than MAX_TOKENS is a batch of its own.
+    padded to the longest one. A prompt that is longer than MAX_TOKENS is the only one in its batch.
     """
     batch: list[int] = []
     for index in sorted(texts, key=lambda each: (len(prompts[each]), each)):

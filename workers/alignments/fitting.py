@@ -1,14 +1,14 @@
 """The alignment of a pair of layers, fitted to their activations.
 
 A pair is (the layer before the alignment, the layer after it). X [N, D] is the output of the first in its own model, Y
-[N, D] the input of the second in its own model, over the same texts. The map gives X the distribution of Y;
-activations are not compared token by token.
+[N, D] the input of the second in its own model, over the same texts. The map gives X the distribution of Y; activations
+are not compared token by token.
 
 - `moments`: y = scale * x + shift for each channel, so that mean and variance are equal.
 - `mlp`: y = P x + shift, where P = diag(scale) + U V^T is the output of a light network with two hidden layers, given
   the statistics of every channel in X and Y. It starts as `moments`. Training minimises the loss of HM3's authors:
   squared errors of mean and variance, and CORAL of the covariances. Training stops early, and the epoch with the least
-  loss on held-out rows is kept: there an `mlp` is never worse than `moments`.
+  loss on held-out rows is kept, so an `mlp` is never worse than `moments` on these rows.
 
 The authors give the losses, two hidden layers and 5 to 15 epochs. The form of P, the statistics that the network
 receives and all other numbers were chosen here. A dense D x D output would have more weights than the two layers.
@@ -52,8 +52,8 @@ SMALLEST_DEVIATION = 1e-3
 class FittedAlignment:
     """An alignment, and how well it matches the activations of held-out texts.
 
-    - `before`, `moments`, `after`: the `discrepancy` of held-out rows of activations without an alignment, with an
-      alignment of kind `moments`, and with this alignment; 0 is best
+    - `before`, `moments`, `after`: the `discrepancy` on held-out rows of activations without an alignment, with an
+      alignment of kind `moments`, and with this alignment, respectively; 0 is best
     - `epochs`: the number of epochs of training; 0 for an alignment of kind `moments`
     """
 
@@ -91,8 +91,9 @@ class MlpOptions:
     """Options for training the network that computes an alignment of kind `mlp`.
 
     The alignment's projection is diagonal plus a part of rank `rank`. `hidden_size` is the width of the network's two
-    hidden layers, and `learning_rate` that of Adam. An epoch uses all rows of activations once, `batch` rows at a time;
-    there are at most `epochs`. Training ends after `patience` epochs without improvement on held-out rows.
+    hidden layers, and `learning_rate` is Adam's learning rate. An epoch uses all rows of activations once, `batch` rows
+    at a time; there are at most `epochs` epochs. Training ends after `patience` epochs without improvement on held-out
+    rows.
     """
 
     rank: int = 8

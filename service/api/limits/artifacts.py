@@ -35,8 +35,8 @@ class ArtifactQuota:
     def admit(self, num_bytes: int, make: Callable[[], Made]) -> Made:
         """Store a job by calling `make`, if the `num_bytes` of artifacts that the job will store fit into the quota.
 
-        The quota also has to hold the artifacts that are stored, and those that unfinished jobs will still store.
-        Returns what `make` returns. Raises Conflict, without calling `make`, if the job's artifacts do not fit.
+        The artifacts that are stored already, and those that unfinished jobs will still store, take up the quota too.
+        Returns the result of `make`. Raises Conflict, without calling `make`, if the job's artifacts do not fit.
         """
         with self._lock:
             used, reserved, quota = self._artifacts.num_bytes(), self._reserved(), self._quota_bytes()

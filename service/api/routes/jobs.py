@@ -262,7 +262,7 @@ async def _created(
 def _cancel(services: Services, job_id: str) -> JobRecord:
     """Cancel a job permanently. The results so far are kept.
 
-    A job that is CANCELLED stays so. Raises Conflict (409) if the job is COMPLETE or FAILED.
+    A job that is already CANCELLED is not changed. Raises Conflict (409) if the job is COMPLETE or FAILED.
     """
     while True:
         record = services.store.job(job_id)

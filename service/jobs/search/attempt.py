@@ -64,11 +64,11 @@ def with_alignments(
 ) -> PreflightResult:
     """Learn the alignments that a study's search space needs, and return the prepared study with alignments.
 
-    An alignment is a map of the residual stream between two layers. The files of the alignments are in `directory`.
-    They are learned once and stored with the study, so that the study's recipes stay the same. If `artifacts` is in an
-    object store, the files are stored there too, so that engines on other machines, and later drivers, can read them. A
-    study whose search space uses no alignments is returned unchanged. Ray must be connected. `note` is called with
-    messages about the progress.
+    An alignment is a map of the residual stream between two layers. The files of the alignments are written to
+    `directory`. Alignments are learned once and stored with the study, so that the study's recipes stay the same. If
+    `artifacts` is in an object store, the files are stored there too, so that engines on other machines, and later
+    drivers, can read them. A study whose search space uses no alignments is returned unchanged. Ray must be connected.
+    `note` is called with messages about the progress.
 
     Raises:
         StudyFailed: The alignments cannot be learned; the study is stored as FAILED.
@@ -137,7 +137,7 @@ def execute(
     view: ProgressReporter,
     observer: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Run the study whose id `writer` has, from its stored state until the study is COMPLETE.
+    """Run the study that `writer` writes to, from its stored state until the study is COMPLETE.
 
     Args:
         store: Database with the study's earlier results.
@@ -252,7 +252,7 @@ def _checkpoints(
 def described_recipes(
     store: Store, study_id: str, trials: Sequence[TrialRecord], objectives: Sequence[Objective]
 ) -> list[str]:
-    """Digests of the recipes whose responses a complete study always keeps, sorted.
+    """Digests, sorted, of the recipes whose responses are never removed from a complete study.
 
     They are the recipes of trials that are scored on holdout data, and of trials that were verified. A response is the
     text that a merge generated for a sample.
@@ -267,9 +267,9 @@ def _baselines(store: Store, study_id: str, preflight: PreflightResult) -> tuple
 
 
 class _EngineWatch:
-    """Reports to the driver's heartbeat, while an engine starts, that the driver waits for it and makes progress.
+    """Reports to the driver's heartbeat that the driver waits for an engine, while the engine starts.
 
-    Without these reports, the driver would be replaced if a start takes long.
+    A starting engine counts as progress. Without these reports, the driver would be replaced during a long start.
     """
 
     def __init__(self, scorer: Scorer, writer: JobWriter, heartbeat: Heartbeat) -> None:
@@ -296,7 +296,7 @@ class _Snapshots:
     """Source of progress snapshots of a running study.
 
     The method `due` returns a snapshot if the last one was taken at least 0.25 s ago, else None. The method `now`
-    always returns one.
+    always returns a snapshot.
     """
 
     def __init__(self, coordinator: Coordinator, preflight: PreflightResult, planned: int) -> None:
@@ -337,8 +337,8 @@ def _reason_to_fail(error: Exception, record: JobRecord, preflight: PreflightRes
 
     - After StudyFailed and EvidenceMismatch the study cannot continue.
     - After any other error the study's models and tasks are checked again. The study cannot continue if they have
-      changed since it was created, or may no longer be read. Another attempt may succeed if they cannot be used at the
-      moment.
+      changed since the study was created, or if the study may no longer read them. Another attempt may succeed if they
+      are only temporarily unusable.
     - If models and tasks are unchanged, another attempt may succeed only after EngineUnavailable.
     """
     if isinstance(error, (StudyFailed, EvidenceMismatch)):
@@ -373,7 +373,7 @@ def _no_result(trials: tuple[TrialRecord, ...]) -> str:
 def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
     """Call `close`, which checks the engines and verifies trials, and return whether the study is finished.
 
-    The study is not finished if an engine failed a check, during the call or earlier, because the samples that this
+    The study is not finished if an engine has failed a check, during this call or earlier, because samples that this
     engine scored must be scored again.
     """
     try:
@@ -388,8 +388,8 @@ def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
 def _check_engines(store: Store, writer: JobWriter, scorer: Scorer) -> None:
     """Run a canary (fixed prompts that show whether an engine computes correctly) in every running engine.
 
-    A sample counts as checked once its engine has passed a canary after scoring it. The number of the study's samples
-    that are not checked is stored with the study.
+    A sample counts as checked once its engine has passed a later canary. The number of the study's samples that are not
+    checked is stored with the study.
     """
     reports: Sequence[CanaryReport] = scorer.check()
     passed = {report.replica: report.canaries for report in reports}

@@ -1,6 +1,7 @@
-"""Progress of a run: snapshots of it, the protocol of reporters that show them, and the run's pace.
+"""Progress of a run: snapshots of the progress, the protocol of reporters that show them, and the run's speed.
 
-The module does not depend on terminals; `service.cli.progress` and `service.jobs.search.progress_log` display it.
+The module does not depend on terminals; `service.cli.progress` and `service.jobs.search.progress_log` display the
+snapshots.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class ProgressReporter(Protocol):
         ...
 
     def note(self, text: str) -> None:
-        """Receive a message to show once, such as that an engine starts."""
+        """Receive a message to show once, for example that an engine starts."""
         ...
 
 
@@ -44,12 +45,12 @@ class ProgressSnapshot:
 
     - `stage`: the current stage, "searching" or "held-out".
     - `trials`: the number of trials in each state; `max_trials`: the planned number of trials, baselines included.
-    - `bracket`, `rung`: the current bracket and rung, counted from 0; None while several are worked on.
+    - `bracket`, `rung`: the current bracket and rung, counted from 0; None while trials of several are scored.
     - `num_brackets`: the number of brackets; None if it is not known.
     - `rungs`: the samples at each rung, of the objective with the most samples.
     - `best_trial`: the number of the best trial at full budget so far; `best`: its values by objective.
     - `samples_planned`: the expected total number of samples, including the `samples_scored`.
-    - `samples_used`: the samples that the search has used: scored ones, and those that its steps count as.
+    - `samples_used`: the number of samples that the search has scored, plus the number that its steps count as.
     - `max_samples`: the limit of `samples_used`; None if there is none.
     """
 
@@ -86,7 +87,7 @@ class ProgressSnapshot:
 
 @dataclass(frozen=True)
 class Pace:
-    """Pace of a study: the seconds that it has been worked on, its speed, and the estimated seconds left.
+    """Pace of a study: the seconds that drivers have worked on it, its speed, and the estimated seconds left.
 
     The speed `samples_per_second` and `time_left_s` are None until they can be measured.
     """
@@ -99,8 +100,8 @@ class Pace:
 class PaceMeter:
     """Measures a study's `Pace`: the time worked, the samples scored per second, and the time left.
 
-    The speed is measured over the last 60 s of the current stage (search or held-out scoring). `worked_s` are the
-    seconds that earlier attempts worked, which count as time worked. `clock` returns a time in seconds.
+    The speed is measured over the last 60 s of the current stage (search or held-out scoring). `worked_s` is the number
+    of seconds that earlier attempts worked; it is included in the time worked. `clock` returns a time in seconds.
     """
 
     def __init__(self, *, worked_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,4 +1,4 @@
-"""The policies of a search that learns them: the outcomes of each iteration's paths."""
+"""Policies that a search trains: the outcomes of the layer paths in each iteration."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PoliciesPlot:
 
 @chart(place=10)
 def policies(run: RunRecord) -> PoliciesPlot:
-    """The mean outcome of each iteration of the policies that the search learned."""
+    """Mean outcome in each iteration of the policies that the search has trained."""
     found: dict[tuple[tuple[str, float], ...], list[UpdateStep]] = {}
     for update in run.updates:
         found.setdefault(tuple(update.request.preference.items()), []).append(update)

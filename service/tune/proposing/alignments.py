@@ -1,4 +1,7 @@
-"""The alignments of a study, learned in Ray tasks: one task reads the texts for each model, one fits each pair."""
+"""Learning of a study's alignments in Ray tasks.
+
+One task for each model reads the texts, and one task for each pair of layers fits the pair's alignment.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +49,8 @@ def alignments_in(
 
     `before` has the names of alignments that the study already has, by pair; they are not learned again unless their
     file is missing. `note` receives lines of progress. Returns the name of each pair's alignment. Raises StudyFailed if
-    the file of such an alignment is missing and the alignment learned in its place is different. It also raises what
-    `learn_alignments` raises.
+    the file of such an alignment is missing and the alignment learned in its place is different. It also raises the
+    errors of `learn_alignments`.
     """
     whole = {name for name in set(before.values()) if is_stored(directory, name)}
     kept = {pair: name for pair, name in before.items() if name in whole}
@@ -100,7 +103,8 @@ def learn_alignments(
 def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[LayerPair, Any]:
     """Start the Ray tasks that learn the alignments of `pairs`, and return references to their results by pair.
 
-    One task for each model reads activations (`_read`); one for each pair then fits the pair's alignment to them.
+    One task for each model reads activations (`_read`). After that, one task for each pair fits the pair's alignment to
+    them.
     """
     # Engines start later, so that a GPU is free.
     num_gpus = 1 if ray.available_resources().get("GPU", 0) >= 1 else 0
@@ -129,7 +133,7 @@ def _read(inputs: AlignmentInputs, alias: str, before: Sequence[int]) -> list[An
     """Read the activations before certain layers of one model of the pool, as a Ray task.
 
     `alias` names the model, `before` has the indices of the layers. Returns a NumPy array for each of these layers, and
-    then one array that says of each row of activations whether it is held out from fitting.
+    then one boolean array that is True for the rows of activations that are held out from fitting.
     """
     torch.set_num_threads(TASK_CPUS)  # equal bits on every machine
     family = on_this_machine(inputs.family)

@@ -1,4 +1,4 @@
-"""Proposals as the driver sees them: which results they may use, who computes them, and how their steps are stored."""
+"""How the driver obtains proposals: the results that they may use, the interface that computes them, their steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Proposer(Protocol):
     """The interface of objects that compute proposals while the driver works."""
 
     def submit(self, *, number: int, observations: Sequence[Observation], pending: Sequence[Mapping[str, Any]]) -> None:
-        """Start to compute the proposal of trial `number`.
+        """Begin to compute the proposal of trial `number` in the background.
 
         `observations` are the results that the proposal may use. `pending` are the configurations of earlier trials
         whose results it may not use.
@@ -31,16 +31,16 @@ class Proposer(Protocol):
         ...
 
     def result(self, *, timeout_s: float) -> Step | ChargedRequest | dict[str, Any] | None:
-        """The configuration that was proposed, a step that was computed for the proposal, or a request for a step.
+        """The outcome of the computation: a configuration, a computed step of the proposal, or a request for a step.
 
-        Returns None if none of them is ready within `timeout_s`. The caller stores a step and then calls `stored`. A
-        requested step counts against the limit of samples: the caller calls `compute` if the limit allows it. After
-        either call the computation continues.
+        Returns None if there is no outcome within `timeout_s` seconds. If the outcome is a step, the caller stores it
+        and then calls `stored`. A requested step counts against the limit of samples: the caller calls `compute` if the
+        limit allows it. After either call the computation of the proposal continues.
         """
         ...
 
     def compute(self, request: ChargedRequest) -> None:
-        """Start to compute the step that was requested last."""
+        """Begin to compute, in the background, the step that was requested last."""
         ...
 
     def stored(self, step: Step) -> None:
@@ -49,7 +49,7 @@ class Proposer(Protocol):
 
 
 class Asking:
-    """The proposal that the searcher is computing for the driver, if there is one.
+    """The proposal that is being computed for the driver, if there is one, and the steps that it needs.
 
     `may_compute` is called with a proposal and the searcher's request for a step that the proposal needs. If it returns
     False, the step is not started: the method `result` returns None, and calls `may_compute` again the next time.
@@ -72,8 +72,8 @@ class Asking:
     def result(self, *, timeout_s: float) -> tuple[Proposal, dict[str, Any], float] | None:
         """The proposal with its configuration and the seconds that it took, or None if it is not ready in time.
 
-        It waits up to `timeout_s` seconds. Steps that are ready are stored. Raises StaleAttempt if another driver has
-        replaced this one.
+        The method waits up to `timeout_s` seconds. Steps that are ready are stored. Raises StaleAttempt if another
+        driver has replaced this one.
         """
         assert self.proposal is not None
         deadline = time.monotonic() + timeout_s
@@ -101,7 +101,7 @@ class Asking:
 
 
 class Observations:
-    """Makes the observations that a searcher may use for a proposal, from the stored trials."""
+    """Converts stored trials to the observations that a searcher may use for a proposal."""
 
     def __init__(self, space: SearchSpace, plan: Plan, feasibility: Feasibility) -> None:
         self._space = space
@@ -116,7 +116,7 @@ class Observations:
         """The observations that a proposal may use: the results that its field `visible` lists, and the failed trials.
 
         `trials` are the study's trials by number. Trials whose recipe has no configuration in the search space are left
-        out. Every call returns the same object for the same result.
+        out. For the same result, every call returns the same `Observation` object.
         """
         for seen in proposal.visible:
             if seen not in self._built:
@@ -152,7 +152,7 @@ class Observations:
     def _of_baseline(self, trial: TrialRecord) -> Mapping[str, Any] | None:
         """The configuration of the search space that gives a baseline's recipe, or None if there is none.
 
-        It is computed once for each baseline.
+        The configuration of each baseline is computed only once.
         """
         if trial.number not in self._baselines:
             self._baselines[trial.number] = self._space.from_recipe(replace(trial.read_recipe(), keeps_equal=False))

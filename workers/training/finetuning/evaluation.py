@@ -1,4 +1,4 @@
-"""The tasks of studies, scored while training: the same prompts, samples and metrics, by plain transformers."""
+"""Scores the tasks of studies during training, with the same prompts, samples and metrics, by plain transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Evaluator:
     """Scores the objectives of a specification's evaluation (`section`) on a model that is being trained.
 
     `base` is the directory of the base model, whose tokenizer is used. `max_length` is the largest number of tokens in
-    a text. With `chat_template`, prompts are written out by the tokenizer's chat template. `access` limits the files
+    a text. With `chat_template`, prompts are formatted with the tokenizer's chat template. `access` limits the files
     that tasks may use, or is None for no limit. Raises InvalidTask if a task cannot be built, and if there is no chat
     template.
     """
@@ -53,7 +53,7 @@ class Evaluator:
             self._spans.append(Span(spec.name, task, 0, min(section.samples, available)))
 
     def values(self) -> dict[str, float]:
-        """Score the model now; returns the mean of each objective over its samples."""
+        """Score the model in its present state, and return the mean of each objective over its samples."""
         was_training = self._model.training
         self._model.eval()
         try:
@@ -67,7 +67,7 @@ class Evaluator:
 
 
 class _OnDevice:
-    """Wrapper of a model that moves input tensors from any device to the model's."""
+    """Wrapper of a model that moves input tensors from any device to the model's device."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

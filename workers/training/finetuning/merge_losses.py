@@ -1,7 +1,7 @@
 """The losses of merges of trained experts.
 
 Paper: "MergOPT: A merge-aware optimizer for robust model merging", figure 2 (the joint loss over two coefficients),
-table 1 (merge methods by optimizer). Losses are those of the reference answers of the experts' evaluation tasks, in
+table 1 (merge methods by optimizer). Losses are computed on the reference answers of the experts' evaluation tasks, in
 nats per token of an answer, in float32.
 """
 
@@ -63,7 +63,7 @@ class Landscape:
     """The sum of two experts' losses for merges with a grid of coefficients.
 
     The merge of losses[i][j] is the base plus `coefficients`[i] times the first expert's task vector and
-    `coefficients`[j] times the second's. The losses of each expert are those on its own tasks.
+    `coefficients`[j] times the second's. An expert's loss is the loss on this expert's tasks.
     """
 
     experts: tuple[str, str]
@@ -74,7 +74,7 @@ class Landscape:
 class Candidate(NamedTuple):
     """A merge of experts by a published method, with one of the coefficients that are compared.
 
-    `method` is the method's name in tables. `coefficient` is None for a method without one.
+    `method` is the method's name in tables. `coefficient` is None for a method without a coefficient.
     """
 
     method: str
@@ -92,7 +92,7 @@ class MergeLoss:
     - `losses`: the loss on each expert's evaluation tasks, by the expert's alias
     - `mean`: the mean of `losses`
     - `spread`: the standard deviation of `mean` over the coefficients that were tried for the method
-    - `coefficient`: the best coefficient, or None for a method without one
+    - `coefficient`: the best coefficient, or None for a method without a coefficient
     """
 
     method: str
@@ -107,9 +107,9 @@ class MergeLosses:
     """Measures the losses of merges of trained experts, on each expert's tasks.
 
     The first `samples` samples of each task are used. `directories` and `tasks` have each expert's directory and tasks,
-    by alias. `chats` are the aliases of the experts for whose tasks the chat template writes out the prompts.
-    `max_length` is the largest number of tokens in a text. Raises InvalidModel, and InvalidTask for a sample without a
-    reference answer.
+    by alias. `chats` are the aliases of the experts on whose tasks prompts are formatted with the chat template.
+    `max_length` is the largest number of tokens in a text. Raises InvalidModel if a model cannot be used, and
+    InvalidTask for a sample without a reference answer.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class MergeLosses:
             self._units[alias] = [references.unit(task) for task in own]
 
     def of(self, merge: Merge) -> dict[str, float]:
-        """The mean loss of a merge on the tasks of each expert that is merged, by alias."""
+        """The mean loss of a merge on the tasks of each merged expert, by the expert's alias."""
         recipe = Recipe.uniform(
             merge, models=self._fingerprints, base=self._base, num_layers=self._num_layers
         ).canonical()
@@ -213,8 +213,8 @@ def landscape(
 ) -> Landscape:
     """Measure the sum of two experts' losses over a grid of their coefficients (MergOPT, figure 2).
 
-    `grid` has the coefficients of either expert; all pairs of them are measured. `measure` returns a merge's loss on
-    each expert's tasks, by alias.
+    `grid` has the coefficients that are used for both experts; all pairs of them are measured. `measure` returns a
+    merge's loss on each expert's tasks, by alias.
     """
     sources = tuple(Source(alias) for alias in experts)
 

@@ -1,4 +1,4 @@
-"""The optimizers that the specification of a fine-tuning may name, all with `step(closure)`."""
+"""The optimizers that the specification of a fine-tuning may name; the step of each is `step(closure)`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_optimizer(
     """Make the optimizer that a specification names, for the parameters `trained` of `model`.
 
     `moved` are the parameters to which MergOPT adds its offset while the gradient is computed; None means the trained
-    ones. `fitted` is the result of `fitted_scale`, which gives the scale of this offset; if it is None, the
+    parameters. `fitted` is the result of `fitted_scale`, which gives the scale of this offset; if it is None, the
     specification gives the scale.
     """
     parameters = list(trained)

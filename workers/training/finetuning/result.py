@@ -31,8 +31,8 @@ def write_expert(
 ) -> Path:
     """Write a trained model, or its adapter, to the new directory `out`, and return `out`.
 
-    An existing directory is kept as it is. `facts` are stored in TRAINING_FILE and shown in the model card, `values`
-    are those of the last evaluation. The weights of `model` are rounded to the expert's dtype in place.
+    An existing directory is not changed. `facts` are stored in TRAINING_FILE and shown in the model card; `values` are
+    the values of the last evaluation. The weights of `model` are rounded to the expert's dtype in place.
     """
     if out.exists():
         return out
@@ -57,9 +57,9 @@ def write_expert(
 
 
 def _sources(spec: FinetuneSpec, base: Path) -> dict[str, str]:
-    """What the expert was made from, for the training record.
+    """Description of the expert's inputs for the training record.
 
-    It is the fingerprint of its base, as studies compute it, and the sha256 (hex) of its data file.
+    It has the fingerprint of the base, computed as in studies, and the sha256 (hex) of the data file.
     """
     data = {} if spec.data.file is None else {"data": content_hash(spec.data.file)}
     return {"base": fingerprint(open_checkpoint(base)), **data}

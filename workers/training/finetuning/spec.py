@@ -1,6 +1,6 @@
 """The specification of a fine-tuning: base model, data, optimizer, schedule, evaluation.
 
-All problems of a file are reported together. Models and data are not read here.
+All problems of a file are reported together. This module reads neither models nor data.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Training(Section):
 
 
 class Adapter(Section):
-    """A LoRA adapter (library peft), which is trained in place of the full weights."""
+    """A LoRA adapter (library peft), which is trained instead of the full weights."""
 
     rank: Count = 16
     alpha: Positive = 32
@@ -203,7 +203,7 @@ def parse_spec(document: Mapping[str, Any], directory: Path | None = None) -> Fi
 
 
 def task_of(objective: ObjectiveSpec, *, seed: int, access: FileAccess | None = None) -> TaskSpec:
-    """The evaluation task of an objective, as it is built while training.
+    """The evaluation task of an objective, in the form from which it is built during training.
 
     `access` limits the files that are read, or is None for no limit.
     """

@@ -1,7 +1,7 @@
 """The loop over updates, on one rank or several: the same batches, draws and losses, and one checkpoint for all.
 
 Ranks share each batch's rows and average gradients (DDP). The loss of an update is the mean over the targets of the
-whole batch, so that the number of workers and of rows read at once changes rounding only. A training that was killed
+whole batch, so the number of workers, and of rows in a forward pass, changes only rounding. A training that was killed
 continues from its last checkpoint.
 """
 
@@ -66,9 +66,10 @@ def train(
     """Train an expert as `spec` describes, or continue its training, in the directory `out`.
 
     No other training may use `out`. The function runs on every rank of the process group, if there is one. Each rank
-    calls `report` with the numbers of every update and evaluation, as METRICS lists them. `device` is this rank's; by
-    default it is a GPU if there is one. `access` limits the files that evaluation tasks may use, or is None for no
-    limit. Returns facts about the training. Raises InvalidModel, InvalidTask and TrainingFailed.
+    calls `report` with the numbers of every update and evaluation, as METRICS lists them. `device` is this rank's
+    device; by default it is a GPU if there is one. `access` limits the files that evaluation tasks may use, or is None
+    for no limit. Returns facts about the training. Raises InvalidModel, InvalidTask and TrainingFailed if the base
+    model, the data, or the training itself fails.
     """
     ranks = _Ranks.here(device)
     base = locate(spec.base)
@@ -158,14 +159,15 @@ def train(
 def noise_seed(spec: FinetuneSpec) -> int:
     """The seed of MergOPT's draws, a function of the specification's seed and name.
 
-    Experts of a fleet have the same seed. They would share all draws, which merges of them do not.
+    Experts of a fleet have the same seed. Without the name, they would share all draws, although merges combine
+    independent experts.
     """
     digest = hashlib.blake2b(f"{spec.seed}\x1f{spec.name}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
 
 
 def _load(checkpoint: Path, spec: FinetuneSpec, model: TrainedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Continue with a checkpoint. Raises InvalidModel if it is of a training with noise on other weights."""
+    """Continue from a checkpoint. Raises InvalidModel if it is from a training with noise on other weights."""
     had_noise_on_trained = (
         isinstance(optimizer, MergOPT)
         and spec.training.layers is not None
@@ -194,7 +196,7 @@ def check(spec: FinetuneSpec) -> None:
 
 
 def check_data(spec: FinetuneSpec) -> None:
-    """Check everything about a fine-tuning that `check` does, except the evaluation tasks.
+    """Make the checks of `check`, except those of the evaluation tasks.
 
     Raises InvalidModel for problems of the base, and InvalidTask for problems of the data.
     """
@@ -225,7 +227,7 @@ def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The processes that train together: this one's rank, their number (`size`), and operations over all of them."""
+    """The processes that train together: this process's rank, their number (`size`), and operations over all."""
 
     rank: int
     size: int
@@ -243,7 +245,7 @@ class _Ranks:
             dist.barrier()
 
     def total(self, number: float) -> float:
-        """The sum of `number` over the processes that train together, each of which must call this."""
+        """The sum of `number` over all processes that train together; each of them must call this method."""
         if self.size == 1:
             return number
         found = torch.tensor(number, dtype=torch.float64, device=self.device)
@@ -254,7 +256,7 @@ class _Ranks:
 class _Passes:
     """Forward and backward passes of a training over this rank's rows of each batch.
 
-    `rows` are the packed documents of the whole training data; `pad` is the id of the token that rows are padded with.
+    `rows` are the packed documents of the whole training data; `pad` is the id of the token with which rows are padded.
     """
 
     def __init__(
@@ -286,7 +288,7 @@ class _Passes:
     def without_averaging(self) -> AbstractContextManager[Any]:
         """Context manager in which backward passes add to this rank's gradients, without averaging over ranks.
 
-        All portions of a batch but the last are read in it, so that gradients are averaged once for each update.
+        It is used for all portions of a batch except the last, so that gradients are averaged once for each update.
         """
         if isinstance(self._forward, DistributedDataParallel):
             context: AbstractContextManager[Any] = self._forward.no_sync()
@@ -298,7 +300,7 @@ class _Update:
     """The batch of one update, and the closure that computes its gradients.
 
     The method `gradients` is the closure, which an optimizer may call more than once; `loss` and `norm` are the loss
-    and the gradient's norm at its first call, `second_loss` is the loss at its second one. `step` is the number of the
+    and the gradient's norm at its first call, `second_loss` is the loss at its second call. `step` is the number of the
     update, from 0; `numbers` are the indices of the batch's rows. `kept` is the directory of the last checkpoint, for
     messages, or None.
     """
@@ -348,7 +350,7 @@ class _Update:
     def loss_at_weights(self) -> float:
         """The mean loss over all targets of the batch at the present weights, without gradients.
 
-        Random numbers of dropout are those of `gradients`.
+        Dropout uses the same random numbers as in `gradients`.
         """
         ranks = self._passes.ranks
         devices = [ranks.device] if ranks.device.type == "cuda" else []
@@ -363,9 +365,9 @@ class _Update:
         return cross_entropy(logits, batch.labels.flatten().to(logits.device), ignore_index=IGNORED, reduction="sum")
 
     def _micro_batches(self) -> Iterator[tuple[Sequence[tuple[Document, ...]], bool]]:
-        """Yield this rank's rows of the batch in portions, each with a flag that is true for the last portion.
+        """Yield this rank's rows of the batch in portions, each with a flag that is True for the last portion.
 
-        The rows of a portion are read in one forward pass.
+        One forward pass takes the rows of one portion.
         """
         ranks, size = self._passes.ranks, self._passes.spec.training.micro_batch
         mine = self._batch[ranks.rank :: ranks.size]
