@@ -39,7 +39,7 @@ from workers.training.finetuning.data import (
     writes_chats,
 )
 from workers.training.finetuning.history import CHECKPOINTS, EXPERT, METRICS, History, Report
-from workers.training.finetuning.methods import fitted_scale, make_optimizer
+from workers.training.finetuning.methods import fitted_scale, make_optimizer, read_task_vectors
 from workers.training.finetuning.models import TrainedModel, check_packing, load_model, pad_token
 from workers.training.finetuning.result import write_expert
 from workers.training.finetuning.spec import FinetuneSpec, Training, task_of
@@ -90,6 +90,7 @@ def train(
         model=model.module,
         moved=model.moved,
         fitted=fitted,
+        vectors=read_task_vectors(spec.method, base, model.module, model.moved),
     )
     history = History(out / METRICS, is_writer=ranks.rank == 0, report=report)
     newest = checkpoints.latest(out / CHECKPOINTS)
