@@ -25,8 +25,8 @@ __all__ = ["fitted_scale", "make_optimizer", "read_task_vectors"]
 def fitted_scale(method: Method, base: Path) -> Fit | None:
     """Fit the scale of MergOPT's noise to the task vectors of the experts that the specification names (`fit_to`).
 
-    Returns None unless the method is MergOPT with `scale: auto` and noise that has a scale. `base` is the directory of the base model. Raises
-    InvalidModel, and ValueError if the task vectors are 0.
+    Returns None unless the method is MergOPT with `scale: auto` and noise that has a scale. `base` is the directory of
+    the base model. Raises InvalidModel, and ValueError if the task vectors are 0.
     """
     if method.scale != "auto" or method.kind != "mergopt" or method.noise in OF_EXPERTS:
         return None

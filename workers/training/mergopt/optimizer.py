@@ -89,9 +89,10 @@ class MergOPT(OptimizerWrapper):
     made again in the backward pass, which needs the memory of the largest tensor (`in_layers`). This is not possible
     for sharded parameters.
 
-    `noise` is the distribution of z, or the task vectors of experts of which offsets are made; of merges with N experts,
-    K is at most N + 1. alpha is drawn from `coefficients`, and K from 1 to `max_models`. `moved` are the parameters that
-    get an offset, by default those of the optimizer; with adapters they are the frozen weights that the adapters change. `seed` and the number of the step determine the draw; both are in `state_dict`. All ranks of a
+    `noise` is the distribution of z, or the task vectors of experts of which offsets are made; K of merges with N
+    experts is at most N + 1. alpha is drawn from `coefficients`, and K from 1 to `max_models`. `moved` are the
+    parameters that get an offset, by default those of the optimizer; with adapters they are the frozen weights that the
+    adapters change. `seed` and the number of the step determine the draw; both are in `state_dict`. All ranks of a
     data-parallel or fully sharded model must have the same seed, and hold their parameters in the same order.
     """
 

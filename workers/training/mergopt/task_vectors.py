@@ -5,7 +5,7 @@ With theta_0 as the base, D_j as the task vectors of the given experts, and the 
     resampled:  (K alpha - 1) z, where z is, for each parameter, the part of a D_j with j drawn anew
     of merges:  (alpha - 1) (theta - theta_0) + alpha sum_j D_j over K - 1 experts, drawn without repetition
 
-The second is the offset of equation 5 of the MergOPT paper, for which the first and the paper's noise are approximations.
+The second is the offset of equation 5 of the MergOPT paper. The first and the paper's noise approximate it.
 """
 
 from __future__ import annotations
