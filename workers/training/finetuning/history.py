@@ -5,7 +5,8 @@
 
 `loss` is that of the batch at the weights, with MergOPT at the weights plus the offset of the update. MergOPT's lines
 also have the draw, `alpha` and `models` (K), and every tenth has `weights_loss`, the loss of the batch at the weights.
-Lines of SAM and ASAM have `offset_loss`, the loss where the loss is highest nearby.
+Lines of SAM and ASAM have `offset_loss`, the loss where the loss is highest nearby. Evaluations of the method tangent
+also have `linearized_values`, those of the model that is trained; `values` are those of the exported weights.
 """
 
 from __future__ import annotations
@@ -18,10 +19,23 @@ from typing import Any
 
 from workers.directories import write_file
 
-__all__ = ["CHECKPOINTS", "EXPERT", "METRICS", "History", "HistoryReader", "Report", "read_history"]
+__all__ = [
+    "CHECKPOINTS",
+    "EXPERT",
+    "LINEARIZED",
+    "METRICS",
+    "VALUES",
+    "History",
+    "HistoryReader",
+    "Report",
+    "read_history",
+]
 
 # Names in the directory of a training: its history, its checkpoints, and the expert.
 METRICS, CHECKPOINTS, EXPERT = "metrics.jsonl", "checkpoints", "model"
+
+# Keys of the values of an evaluation: of the expert's weights, and of the linearization that tangent trains.
+VALUES, LINEARIZED = "values", "linearized_values"
 
 Report = Callable[[Mapping[str, Any]], None]
 

@@ -347,6 +347,24 @@ def test_the_tasks_of_studies_are_scored_while_training(place: Path, tmp_path: P
     assert "## Evaluation" in (tmp_path / "out" / EXPERT / "README.md").read_text()
 
 
+def test_tangent_experts_are_scored_as_trained_and_as_exported(place: Path, tmp_path: Path) -> None:
+    """The linearization that is trained learns the sums; the exported weights, in the model itself, are not it."""
+    objective = {"name": "sums", "task": {"file": "data.jsonl", "max_tokens": 4}, "metric": "exact_match"}
+    out = tmp_path / "out"
+    facts = run(
+        place,
+        out,
+        method={"kind": "tangent"},
+        training={"steps": 60, "batch": 8, "learning_rate": 0.02},
+        evaluation={"every": 60, "samples": 20, "objectives": [objective]},
+    )
+    (line,) = (line for line in read_history(out / METRICS) if "values" in line)
+    assert facts["values"] == line["values"]
+    assert facts["linearized_values"] == line["linearized_values"]
+    assert facts["linearized_values"]["sums"] > facts["values"]["sums"]
+    assert "is the linearization of the base, not the model" in (out / EXPERT / "README.md").read_text()
+
+
 def chat_model(directory: Path) -> Path:
     """A base whose tokenizer has a chat template, with data in which questions are answered by 7, other texts by 3."""
     base = tiny_llama(directory / "base")
