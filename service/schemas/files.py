@@ -333,8 +333,8 @@ class SummaryDocument(TypedDict):
         dict[str, float],
         Field(
             description="Seconds of each phase of the search that it had: alignments (of layer paths), updates (of "
-            "policies), gradients, merging (also writing merges into engines) and scoring; the last two are added up over "
-            "engines. Phases run at the same time."
+            "policies), gradients, merging (also writing merges into engines) and scoring. The last two are added up "
+            "over engines. Phases run at the same time."
         ),
     ]
     best: BestDocument | None

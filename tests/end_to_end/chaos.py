@@ -192,7 +192,11 @@ def results_of(store: Store, study: str) -> Results:
     """What a study that was disturbed must share with another one."""
 
     def without_seconds(step: Step) -> Step:
-        return replace(step, result=replace(step.result, seconds=0.0)) if isinstance(step, GradientStep | UpdateStep) else step
+        if isinstance(step, GradientStep):
+            return replace(step, result=replace(step.result, seconds=0.0))
+        if isinstance(step, UpdateStep):
+            return replace(step, result=replace(step.result, seconds=0.0))
+        return step
 
     steps = [(without_seconds(step), "a step") for step in store.steps(study)]
     return [*trial_list(store, study), *steps]

@@ -160,6 +160,7 @@ class SentObservations:
                 new.append(observation)
         return new, [self._indices[id(observation)][0] for observation in observations]
 
+
 def _timed(searcher: LearningSearcher, context: ProposalContext, iteration: int) -> tuple[UpdateResult, bytes | None]:
     """What `searcher.learn` returns, with the seconds that it took in the result."""
     started = time.perf_counter()
