@@ -26,7 +26,15 @@ from service.resolved_study import ResolvedStudy
 from service.results.selection import best_trial, held_out
 from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
-from service.store.documents import CANARIES, VERIFICATION, Canaries, read_verification
+from service.store.documents import (
+    ALIGNMENT_COST,
+    CANARIES,
+    VERIFICATION,
+    AlignmentCost,
+    Canaries,
+    read_alignment_cost,
+    read_verification,
+)
 from service.studies.preflight.algorithm import GRADIENT
 from service.studies.preflight.examine import examine
 from service.studies.preflight.files import FilesRefused
@@ -96,7 +104,10 @@ def with_alignments(
     try:
         if artifacts.remote is not None:
             _restore(artifacts, directory, before.values())
+        started = time.monotonic()
         names = alignments_in(directory, inputs, space.pairs, before=before, note=note)
+        earlier = read_alignment_cost(store.document(writer.job_id, ALIGNMENT_COST)).seconds
+        cost = AlignmentCost(earlier + time.monotonic() - started)
         if artifacts.remote is not None:
             artifacts.put(writer.job_id, ALIGNMENTS, directory)
     except (InvalidModel, InvalidTask, StudyFailed) as error:
@@ -105,6 +116,7 @@ def with_alignments(
     except OSError as error:
         raise EngineUnavailable(f"alignments cannot be stored: {error}") from error
     writer.set_document_named(ALIGNMENTS, [[*pair, name] for pair, name in names.items()])
+    writer.set_document_named(ALIGNMENT_COST, asdict(cost))
     family = replace(preflight.models.family, alignments_dir=artifacts.remote or str(directory.resolve()))
     return replace(preflight, space=space.with_alignments(names), models=replace(preflight.models, family=family))
 
