@@ -133,9 +133,9 @@ def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[La
 def _read(inputs: AlignmentInputs, alias: str, before: Sequence[int]) -> list[Any]:
     """Read the activations before certain layers of one model of the pool, as a Ray task.
 
-    `alias` names the model, `before` has the indices of the layers. Returns two NumPy arrays for each of these layers (the
-    activations of each text's first token, and before it those of all other tokens), and then one boolean array that is
-    True for the rows of other tokens that are held out from fitting.
+    `alias` names the model, `before` has the indices of the layers. Returns two NumPy arrays for each of these layers,
+    first the activations of all tokens but the first of each text, then those of these first tokens. After them comes
+    one boolean array that is True for the rows of the former that are held out from fitting.
     """
     torch.set_num_threads(TASK_CPUS)  # equal bits on every machine
     family = on_this_machine(inputs.family)

@@ -50,10 +50,9 @@ class Evaluator:
     """Scores the objectives of a specification's evaluation (`section`) on a model that is being trained.
 
     `base` is the directory of the base model, whose tokenizer is used. `max_length` is the largest number of tokens in
-    a text. With `chat_template`, prompts are formatted with the tokenizer's chat template. `linearized`, a linearization
-    of `model`, is scored in its place. `access` limits the files that tasks may use, or is None for no limit. Raises
-    InvalidTask if a task cannot be built, and if there is no chat
-    template.
+    a text. With `chat_template`, prompts are formatted with the tokenizer's chat template. `linearized`, a
+    linearization of `model`, is scored in its place. `access` limits the files that tasks may use, or is None for no
+    limit. Raises InvalidTask if a task cannot be built, and if there is no chat template.
     """
 
     def __init__(
