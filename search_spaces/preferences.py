@@ -56,21 +56,25 @@ def simplex_lattice(num_objectives: int, *, max_vectors: int) -> Vectors:
     return lattice(num_objectives, divisions=divisions)
 
 
-def lattice(num_objectives: int, *, divisions: int, corners: bool = True) -> Vectors:
+def lattice(num_objectives: int, *, divisions: int, corners: bool = True, interior: bool = False) -> Vectors:
     """All preference vectors whose weights are multiples of 1/divisions, in lexicographic order.
 
     The first objective's weights are ascending. Without `corners`, the vectors in which only one objective has a weight
-    above 0 are left out.
+    above 0 are left out. With `interior`, all vectors that have a weight of 0 are left out.
     """
     # Each vector is a placement of num_objectives - 1 bars among the steps: its weights are the gaps between bars.
     last = divisions + num_objectives - 1
     vectors = [np.diff((-1, *bars, last)) - 1 for bars in itertools.combinations(range(last), num_objectives - 1)]
     found = np.array(vectors, dtype=np.float64) / divisions
+    if interior:
+        return found[found.min(axis=1) > 0]
     return found if corners else found[found.max(axis=1) < 1]
 
 
-def lattice_size(num_objectives: int, *, divisions: int, corners: bool = True) -> int:
+def lattice_size(num_objectives: int, *, divisions: int, corners: bool = True, interior: bool = False) -> int:
     """Number of preference vectors in the result of the function `lattice` for the same arguments."""
+    if interior:
+        return math.comb(divisions - 1, num_objectives - 1)
     return math.comb(divisions + num_objectives - 1, num_objectives - 1) - (0 if corners else num_objectives)
 
 

@@ -5,7 +5,7 @@ from search_spaces.searchers.base import Feature, SearcherDeclaration
 SEARCHER = SearcherDeclaration(
     learns=True,
     reference="HM3 (its authors' description to the reviewers); Schulman et al., PPO, 2017",
-    version=2,
+    version=3,
     handles=frozenset(Feature) - {Feature.CONSTRAINTS},
     trains_policy=True,
     uses_preferences=True,

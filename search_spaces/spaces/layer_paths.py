@@ -186,8 +186,26 @@ class LayerPaths:
         another model, repeats a layer, or leaves a layer out.
         """
         own = int(rng.integers(len(self.models)))
-        layers = [(own, layer) for layer in range(self.num_layers)]
         num_changes = int(math.exp(rng.uniform(0.0, math.log(self.num_layers + 2)))) - 1
+        drawn = self._changed([(own, layer) for layer in range(self.num_layers)], num_changes, rng)
+        if self.num_preferences > 1:
+            drawn[PREFERENCE] = int(rng.integers(self.num_preferences))
+        return self.repair(drawn)
+
+    def mutant(self, path: Path, rng: np.random.Generator, *, most: int = 3) -> Path:
+        """A path with one to `most` random changes of `path`; one change is the likeliest.
+
+        The changes are those of `sample`. The result may be equal to `path`, as changes may undo each other.
+        """
+        num_changes = int(math.exp(rng.uniform(0.0, math.log(most + 1))))
+        layers = [(self.model_of(step), self.layer_of(step)) for step in path]
+        return self.path(self._changed(layers, num_changes, rng))
+
+    def _changed(self, layers: list[tuple[int, int]], num_changes: int, rng: np.random.Generator) -> dict[str, Any]:
+        """The values of a path's parameters after random changes to `layers`, pairs of a model and a layer.
+
+        The layers may be fewer or more than a path has; a layer that may not follow is not replaced yet.
+        """
         for _ in range(num_changes):
             at = int(rng.integers(len(layers)))
             model = int(rng.integers(len(self.models)))
@@ -205,9 +223,7 @@ class LayerPaths:
         drawn: dict[str, Any] = {LENGTH: len(layers)}
         for at, (model, layer) in enumerate(layers):
             drawn |= {_model(at): self.models[model], _layer(at): layer}
-        if self.num_preferences > 1:
-            drawn[PREFERENCE] = int(rng.integers(self.num_preferences))
-        return self.repair(drawn)
+        return drawn
 
     def passthrough(self, num_blocks: int, rng: np.random.Generator) -> dict[str, Any] | None:
         """The configuration of a random path of `num_blocks` blocks, each of consecutive layers of one model.

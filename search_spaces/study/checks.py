@@ -141,9 +141,18 @@ def _search_contradictions(search: Search, objectives: Sequence[str]) -> Iterato
         lack = "there is no lattice" if preferences.lattice is None else "lattice 1 has no other vectors"
         yield Problem(f"{place}.corners", f"false: {lack}; leave it out, or give lattice: 2 or more")
         return
+    if preferences.interior and (preferences.lattice is None or not preferences.corners):
+        lack = "there is no lattice" if preferences.lattice is None else "it leaves the corners out, too"
+        remedy = "leave it out" if preferences.lattice is None else "leave corners out"
+        yield Problem(f"{place}.interior", f"true: {lack}; {remedy}")
+        return
     if len(objectives) < 2:
         if objectives:
             yield Problem(place, "has no effect with one objective; leave it out")
+        return
+    if preferences.interior and preferences.size(len(objectives)) == 0:
+        message = f"true: lattice {preferences.lattice} has no vector of {len(objectives)} objectives without a weight of 0"
+        yield Problem(f"{place}.interior", f"{message}; give lattice: {len(objectives)} or more")
         return
     first: dict[tuple[float, ...], int] = {}
     for index, vector in enumerate(preferences.vectors or ()):

@@ -120,6 +120,18 @@ class PolicyOptions(Section):
     explored: Annotated[int, Field(ge=0, le=100_000)] = 10
     """The number of iterations of each policy, after the warm-up, over which the share of random paths decays to zero.
     """
+    scalarisation: Literal["weighted_sum", "tchebycheff"] = "weighted_sum"
+    """How a path's outcome follows from its objectives and a preference vector. weighted_sum: their weighted sum;
+    tchebycheff: the largest weighted distance from the best known values, which reaches every point of a front.
+    """
+    elite_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """The share of episodes, once results are known, whose paths are mutants of the best known paths for the preference
+    vector; 0: policies and random draws alone.
+    """
+    archive: Annotated[int, Field(ge=1, le=1000)] = 4
+    """The number of best known paths of each preference vector whose mutants are proposed."""
+    avoids_repeats: bool = True
+    """Whether a path that was proposed before is replaced by a new one with few changes."""
     length_penalty: Annotated[float, Field(ge=0)] = 0.001
     """The reduction of a path's reward for each of its layers: beta_1."""
     learning_rate: Annotated[float, Field(gt=0)] = 3e-3
@@ -162,16 +174,22 @@ class Preferences(Section):
     """All preference vectors whose weights are multiples of 1/lattice."""
     corners: bool = True
     """Whether the lattice includes the vectors that weight one objective alone, where experts are good already."""
+    interior: bool = False
+    """Whether the lattice leaves out all vectors with a weight of 0, which say nothing about one of the objectives."""
     dirichlet: DirichletOptions | None = None
     """Preference vectors drawn at random."""
     vectors: Annotated[tuple[dict[Name, float], ...], Field(min_length=1, max_length=MAX_PREFERENCES)] | None = None
     """A list of preference vectors: weights by objective that sum to one; objectives that are left out have weight 0.
     """
 
+    @property
+    def _left_out(self) -> dict[str, bool]:
+        return {"corners": self.corners, "interior": self.interior}
+
     def size(self, num_objectives: int) -> int:
         """The number of preference vectors in a study with `num_objectives` objectives."""
         if self.lattice is not None:
-            return preferences.lattice_size(num_objectives, divisions=self.lattice, corners=self.corners)
+            return preferences.lattice_size(num_objectives, divisions=self.lattice, **self._left_out)
         return self.dirichlet.count if self.dirichlet is not None else len(self.vectors or ())
 
     def weights(self, objectives: Sequence[str], *, seed: int) -> tuple[tuple[float, ...], ...]:
@@ -182,7 +200,7 @@ class Preferences(Section):
         if self.vectors is not None:
             return tuple(preferences.preference_vector(vector, objectives=objectives) for vector in self.vectors)
         if self.lattice is not None:
-            found = preferences.lattice(len(objectives), divisions=self.lattice, corners=self.corners)
+            found = preferences.lattice(len(objectives), divisions=self.lattice, **self._left_out)
         else:
             options = self.dirichlet or DirichletOptions(count=1)
             rng = np.random.default_rng((seed, PREFERENCES))

@@ -149,7 +149,10 @@ def _as_json(snapshot: ProgressSnapshot, pace: Pace) -> dict[str, Any]:
         "samples_planned": snapshot.samples_planned,
         "samples_used": snapshot.samples_used,
         "max_samples": snapshot.max_samples,
+        "steps": snapshot.steps,
+        "steps_planned": snapshot.steps_planned,
         "samples_per_second": None if rate is None else round(rate, 2),
+        "steps_per_second": None if pace.steps_per_second is None else round(pace.steps_per_second, 3),
         "time_left_s": None if time_left_s is None else round(time_left_s, 1),
     }
 
@@ -190,6 +193,8 @@ def _panel(snapshot: ProgressSnapshot, pace: Pace, *, width: int) -> RenderableT
             best.append(f"{name} ", style="dim").append(f"{value:.4g}   ", style="bold")
         rows.add_row(f"best #{snapshot.best_trial}", best)
 
+    if snapshot.steps_planned:
+        rows.add_row("steps", f"{snapshot.steps:,} of {snapshot.steps_planned:,}")
     rows.add_row("samples", f"{snapshot.samples_scored:,} of {snapshot.samples_planned:,}{speed_text(pace, '   ')}")
     if snapshot.max_samples is not None:
         rows.add_row("sample limit", f"{snapshot.samples_used:,} of {snapshot.max_samples:,} used")

@@ -32,6 +32,7 @@ class ChunkTimes:
         self._finished_at = array("d")
         self._worked_s = array("d")
         self._swap_s = array("d")
+        self._score_s = 0.0
         self._num_samples = 0
         self._bytes = [0, 0]
         self._holdout_s: dict[str, float] = defaultdict(float)
@@ -47,6 +48,7 @@ class ChunkTimes:
                 self._finished_at.append(row.finished_at)
                 self._worked_s.append(sum(seconds for name, seconds in row.timings_s.items() if name != "wait"))
                 self._swap_s.append(row.timings_s.get("materialise", 0.0) + row.timings_s.get("swap", 0.0))
+                self._score_s += row.timings_s.get("score", 0.0)
                 self._num_samples += row.num_samples
             if row.is_of(Split.HOLDOUT):
                 self._holdout_s[row.recipe_digest] += row.timings_s.get("score", 0.0)
@@ -61,6 +63,7 @@ class ChunkTimes:
             starts=len(self._replicas),  # engines that were killed count too
             kinds=tuple(sorted(self._kinds)),
             swap_s=tuple(seconds for seconds in self._swap_s if seconds > 0),
+            score_s=self._score_s,
             busy_fraction=min(1.0, sum(self._worked_s) / (span * num_replicas)) if span else None,
             samples_not_checked=canaries.samples_not_checked,
             skipped=tuple(sorted(set(canaries.skipped.values()))),

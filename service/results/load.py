@@ -23,11 +23,13 @@ from service.results.record import RunRecord, SearchFigures
 from service.results.selection import best_trial, compared_with, finalists, full_budget_trials
 from service.store import EventRecord, Store
 from service.store.documents import (
+    ALIGNMENT_COST,
     CANARIES,
     POLICY_START,
     RESPONSES,
     VERIFICATION,
     WARM_START,
+    read_alignment_cost,
     read_canaries,
     read_policy_start,
     read_removed_responses,
@@ -117,6 +119,7 @@ class RunReader:
             search=self._search(store, resolved),
             gradients=tuple(step for step in self._steps if isinstance(step, GradientStep)),
             updates=tuple(step for step in self._steps if isinstance(step, UpdateStep)),
+            alignment_s=read_alignment_cost(store.document(study_id, ALIGNMENT_COST)).seconds,
             max_samples=file.limits.max_samples,
             wall_clock_s=study.wall_clock_s,
             samples_per_second=self._chunks.samples_per_second(),

@@ -14,6 +14,7 @@ from service.resolved_study import ChainedSource, ResolvedStudy
 from service.results.documents import estimate_document, estimate_documents, holdout_documents, samples_document
 from service.results.feasibility import constraint_documents, violations
 from service.results.finding import criterion, finding_text
+from service.results.phases import phases
 from service.results.record import EngineFigures, RunRecord
 from service.results.selection import accuracy_objectives, criteria, full_budget_trials
 from service.results.statistics import Z, independent_difference
@@ -56,6 +57,7 @@ def summary(run: RunRecord) -> SummaryDocument:
         "lineage": _lineage_documents(ResolvedStudy.of(run.study).chained),
         "wall_clock_s": run.wall_clock_s,
         "engine": _engine_document(run.engine),
+        "phases": phases(run),
         "best": None
         if best is None
         else {

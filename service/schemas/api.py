@@ -69,6 +69,12 @@ class ProgressDocument(TypedDict):
     max_samples: NotRequired[
         Annotated[int | None, Field(description="Limit of `samples_used`; null if there is none.")]
     ]
+    steps: NotRequired[
+        Annotated[int, Field(ge=0, description="Gradient steps and policy updates that the searcher has made.")]
+    ]
+    steps_planned: NotRequired[
+        Annotated[int, Field(ge=0, description="Expected number of `steps`; 0 for a searcher without them.")]
+    ]
 
 
 class RayJobDocument(TypedDict):

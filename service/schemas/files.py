@@ -329,6 +329,14 @@ class SummaryDocument(TypedDict):
     ]
     wall_clock_s: float
     engine: EngineDocument
+    phases: Annotated[
+        dict[str, float],
+        Field(
+            description="Seconds of each phase of the search that it had: alignments (of layer paths), updates (of "
+            "policies), gradients, merging (also writing merges into engines) and scoring. The last two are added up "
+            "over engines. Phases run at the same time."
+        ),
+    ]
     best: BestDocument | None
     selection: SelectionDocument
     constraints: list[ConstraintDocument]

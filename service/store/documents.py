@@ -14,11 +14,13 @@ from pydantic import TypeAdapter
 from workers.types import VerificationReport
 
 __all__ = [
+    "ALIGNMENT_COST",
     "CANARIES",
     "POLICY_START",
     "RESPONSES",
     "VERIFICATION",
     "WARM_START",
+    "AlignmentCost",
     "Canaries",
     "PolicyStart",
     "RemovedResponses",
@@ -26,6 +28,7 @@ __all__ = [
     "TrialVerification",
     "Verification",
     "WarmStart",
+    "read_alignment_cost",
     "read_canaries",
     "read_policy_start",
     "read_removed_responses",
@@ -34,7 +37,14 @@ __all__ = [
 ]
 
 CANARIES, POLICY_START, VERIFICATION, WARM_START = "canaries", "policy_start", "verification", "warm_start"
-RESPONSES = "responses"
+RESPONSES, ALIGNMENT_COST = "responses", "alignment_cost"
+
+
+@dataclass(frozen=True)
+class AlignmentCost:
+    """Seconds that all attempts at a study took to learn its alignments; those from the cache take almost none."""
+
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -119,11 +129,17 @@ class Verification:
     reason: str | None = None
 
 
+_ALIGNMENT_COST = TypeAdapter(AlignmentCost)
 _CANARIES = TypeAdapter(Canaries)
 _POLICY_START = TypeAdapter(PolicyStart)
 _RESPONSES = TypeAdapter(RemovedResponses)
 _VERIFICATION = TypeAdapter(Verification)
 _WARM_START = TypeAdapter(WarmStart)
+
+
+def read_alignment_cost(document: Mapping[str, Any] | None) -> AlignmentCost:
+    """The stored `AlignmentCost` of a study, from its JSON document; of 0 seconds if `document` is None."""
+    return _ALIGNMENT_COST.validate_python(document or {})
 
 
 def read_canaries(document: Mapping[str, Any] | None) -> Canaries:

@@ -198,11 +198,13 @@ class NoteResult:
 class UpdateResult:
     """Result of an update of a policy: statistics by name, and the sha256 of the policy's new checkpoint.
 
-    `checkpoint` is "" if the policy learned nothing.
+    `checkpoint` is "" if the policy learned nothing. `seconds` is the time that computing the step took; it is 0 in
+    steps of versions that did not measure it.
     """
 
     statistics: Mapping[str, float] = field(default_factory=dict)
     checkpoint: str = ""
+    seconds: float = 0.0
 
 
 StepResult: TypeAlias = LossesResult | GradientResult | CompletionsResult | NoteResult | UpdateResult

@@ -39,6 +39,7 @@ class AskAndTell:
     - `is_out_of_budget`: called before a new trial starts; returns the study's limit that is exhausted as a text, or
       None
     - `num_charged`: the number of samples that the searcher's stored steps, such as gradients, count as
+    - `num_steps`: the number of stored gradient steps and policy updates
 
     The constructor makes all decisions on promotion again, from the brackets and the stored trials. Decisions that were
     not stored because of a crash are stored then.
@@ -57,6 +58,7 @@ class AskAndTell:
         observer: Callable[[str], None],
         is_out_of_budget: Callable[[], str | None],
         num_charged: int,
+        num_steps: int,
     ) -> None:
         self.end_reason: str | None = None
         self._plan = plan
@@ -68,7 +70,7 @@ class AskAndTell:
         self._is_out_of_budget = is_out_of_budget
         # A study that an earlier version began keeps the format of its recipes.
         self._keeps_equal = any(trial.recipe.keeps_equal for trial in trials.values())
-        self._asking = Asking(proposer, writer, may_compute=self._may_compute)
+        self._asking = Asking(proposer, writer, may_compute=self._may_compute, num_steps=num_steps)
         self._feasibility = Feasibility(plan.objectives, trials)
         self._observations = Observations(space, plan, self._feasibility)
         differences = samples.differences_of(trials)
@@ -79,6 +81,11 @@ class AskAndTell:
     @property
     def num_samples_used(self) -> int:
         return self._limit.num_used
+
+    @property
+    def num_steps(self) -> int:
+        """The number of gradient steps and policy updates computed in all attempts."""
+        return self._asking.num_steps
 
     # -- evaluations -----------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from search_spaces.spaces.base import SearchSpace
 from service.errors import StudyFailed
 from service.store import JobWriter, Store
+from service.store.steps import GradientStep, UpdateStep
 from service.tune.ask_and_tell import AskAndTell
 from service.tune.crashes import Crashes
 from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
@@ -80,6 +81,7 @@ class Coordinator:
             observer=observer,
             is_out_of_budget=is_out_of_budget,
             num_charged=store.num_charged(plan.study_id),
+            num_steps=sum(isinstance(step, (GradientStep, UpdateStep)) for step in store.steps(plan.study_id)),
         )
         self._holdout = HoldoutStage(plan, trials=self._trials, samples=self._samples, writer=writer)
         self.look_for_faults()
@@ -117,6 +119,11 @@ class Coordinator:
         The samples scored for the search and the samples that the searcher's steps count as are added up.
         """
         return self._ask_and_tell.num_samples_used
+
+    @property
+    def num_steps(self) -> int:
+        """The number of gradient steps and policy updates that the searcher has made in all attempts."""
+        return self._ask_and_tell.num_steps
 
     @property
     def num_in_flight(self) -> int:

@@ -31,6 +31,14 @@ def test_a_lattice_has_every_vector_of_its_steps_once() -> None:
     ]
 
 
+@pytest.mark.parametrize(("num_objectives", "divisions"), [(2, 4), (3, 7), (3, 3), (3, 2), (4, 6)])
+def test_the_interior_of_a_lattice_has_no_weight_of_0(num_objectives: int, divisions: int) -> None:
+    found = lattice(num_objectives, divisions=divisions, interior=True)
+    every = lattice(num_objectives, divisions=divisions)
+    assert found.tolist() == [vector.tolist() for vector in every if vector.min() > 0]
+    assert len(found) == lattice_size(num_objectives, divisions=divisions, interior=True)
+
+
 @pytest.mark.parametrize(
     ("num_objectives", "max_vectors", "steps"),
     [(1, 30, 1), (2, 30, 29), (2, 2, 1), (3, 30, 6), (3, 27, 5), (3, 91, 12), (5, 100, 4), (40, 30, 1)],

@@ -23,7 +23,7 @@ from workers.types import Family, TaskSpec
 __all__ = ["AlignmentInputs", "alignment_file", "find_alignment", "keep_alignment"]
 
 # Part of every key; increased when alignments are learned in another way.
-VERSION = 2
+VERSION = 3
 
 # Engine options that prompts depend on.
 PROMPT_OPTIONS = ("add_bos_token", "chat_template", "max_model_len")

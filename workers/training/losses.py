@@ -5,15 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 
 from workers.evaluation.references import Reading, Target
-from workers.training.model import TrainableModel
 
-__all__ = ["minibatches", "sample_losses"]
+__all__ = ["ModelOfLogits", "minibatches", "sample_losses"]
 
 IMPOSSIBLE = float("-inf")
+
+
+class ModelOfLogits(Protocol):
+    """Interface of models whose losses are computed, such as `TrainableModel`."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def logits(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
+        """The logits [rows, last, vocabulary] after the last `last` columns of `tokens` [rows, columns]."""
+        ...
 
 
 def minibatches(targets: Sequence[Target], max_tokens: int) -> Iterator[list[int]]:
@@ -36,7 +47,7 @@ def minibatches(targets: Sequence[Target], max_tokens: int) -> Iterator[list[int
         yield together
 
 
-def sample_losses(model: TrainableModel, targets: Sequence[Target]) -> torch.Tensor:
+def sample_losses(model: ModelOfLogits, targets: Sequence[Target]) -> torch.Tensor:
     """The loss of each target (the texts of one sample) by one forward pass of the model, in float32: [len(targets)].
 
     The losses have gradients if gradients are enabled in torch.

@@ -58,7 +58,7 @@ class TrainableModel:
         parts = _parts(self.module, bank, dtype)
         self.memory: Mapping[str, torch.Tensor] = {name: part.of(part.leaf.detach()) for name, part in parts.items()}
         self.leaves: Leaves = _leaves(self.module, parts)
-        self.device = device
+        self.device: torch.device = device
         # transformers computes activations again in training mode only. Nothing is random in it: see `_settled`.
         self.module.train(recomputes)
         if recomputes:

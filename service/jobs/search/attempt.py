@@ -15,6 +15,7 @@ from typing import Any
 
 from search_spaces.errors import InvalidStudy
 from search_spaces.objectives import Objective
+from search_spaces.searchers import SEARCHERS
 from search_spaces.spaces.base import AlignedSpace, LayerPair
 from search_spaces.study.file import Study
 from service.errors import Conflict, StaleAttempt, StudyFailed, StudyUnusable
@@ -25,7 +26,16 @@ from service.resolved_study import ResolvedStudy
 from service.results.selection import best_trial, held_out
 from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
-from service.store.documents import CANARIES, VERIFICATION, Canaries, read_verification
+from service.store.documents import (
+    ALIGNMENT_COST,
+    CANARIES,
+    VERIFICATION,
+    AlignmentCost,
+    Canaries,
+    read_alignment_cost,
+    read_verification,
+)
+from service.studies.preflight.algorithm import GRADIENT
 from service.studies.preflight.examine import examine
 from service.studies.preflight.files import FilesRefused
 from service.studies.preflight.models import check_unchanged
@@ -36,6 +46,7 @@ from service.tune.proposing.checkpoints import PolicyCheckpoints
 from service.tune.proposing.completions import SourceCompletions
 from service.tune.searchers import get_searcher
 from service.tune.searchers.base import LearningSearcher, SearchSetting
+from service.tune.searchers.descents import descents_of, num_steps_for
 from service.types import JobRecord, JobState, Origin, TrialRecord, TrialState
 from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask
 from workers.types import CanaryReport, Scorer
@@ -93,7 +104,10 @@ def with_alignments(
     try:
         if artifacts.remote is not None:
             _restore(artifacts, directory, before.values())
+        started = time.monotonic()
         names = alignments_in(directory, inputs, space.pairs, before=before, note=note)
+        earlier = read_alignment_cost(store.document(writer.job_id, ALIGNMENT_COST)).seconds
+        cost = AlignmentCost(earlier + time.monotonic() - started)
         if artifacts.remote is not None:
             artifacts.put(writer.job_id, ALIGNMENTS, directory)
     except (InvalidModel, InvalidTask, StudyFailed) as error:
@@ -102,6 +116,7 @@ def with_alignments(
     except OSError as error:
         raise EngineUnavailable(f"alignments cannot be stored: {error}") from error
     writer.set_document_named(ALIGNMENTS, [[*pair, name] for pair, name in names.items()])
+    writer.set_document_named(ALIGNMENT_COST, asdict(cost))
     family = replace(preflight.models.family, alignments_dir=artifacts.remote or str(directory.resolve()))
     return replace(preflight, space=space.with_alignments(names), models=replace(preflight.models, family=family))
 
@@ -188,7 +203,7 @@ def execute(
         )
         expected = preflight.expected_samples()
         planned = preflight.within_limit(expected.search) + expected.holdout
-        snapshots = _Snapshots(coordinator, preflight, planned)
+        snapshots = _Snapshots(coordinator, preflight, planned, _planned_steps(algorithm, setting))
         watch = _EngineWatch(scorer, writer, heartbeat)
 
         def show(snapshot: ProgressSnapshot) -> None:
@@ -267,6 +282,16 @@ def _baselines(store: Store, study_id: str, preflight: PreflightResult) -> tuple
     return baselines_of(store.trials(study_id), preflight.baselines(), has_begun=has_begun)
 
 
+def _planned_steps(algorithm: str, setting: SearchSetting) -> int:
+    """Number of gradient steps and policy updates that a search takes if nothing ends it early."""
+    options = setting.options
+    if algorithm == GRADIENT:
+        return num_steps_for(options.max_trials, descents_of(options.gradient, setting.vectors))
+    if SEARCHERS[algorithm].trains_policy:
+        return (options.max_trials - 1) // options.hm3.episodes  # none follows the last iteration
+    return 0
+
+
 class _EngineWatch:
     """Reports to the driver's heartbeat that the driver waits for an engine, while the engine starts.
 
@@ -300,10 +325,11 @@ class _Snapshots:
     always returns a snapshot.
     """
 
-    def __init__(self, coordinator: Coordinator, preflight: PreflightResult, planned: int) -> None:
+    def __init__(self, coordinator: Coordinator, preflight: PreflightResult, planned: int, planned_steps: int) -> None:
         self._coordinator = coordinator
         self._preflight = preflight
         self._planned = planned
+        self._planned_steps = planned_steps
         self._taken_at = 0.0
 
     def due(self) -> ProgressSnapshot | None:
@@ -330,6 +356,8 @@ class _Snapshots:
             samples_planned=max(self._planned, scored),
             samples_used=self._coordinator.num_samples_used,
             max_samples=study.limits.max_samples,
+            steps=self._coordinator.num_steps,
+            steps_planned=max(self._planned_steps, self._coordinator.num_steps),
         )
 
 

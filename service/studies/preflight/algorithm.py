@@ -54,8 +54,43 @@ def algorithm_of(
         problems.append(Problem("search.fit_share", f"{message}; searchers that fit samples: {able}"))
     if declared.trains_policy:
         problems += _problems_of_policy(study, space)
-        found = replace(found, reason=found.reason + _warning_of_policy(study, space))
+        found = replace(found, reason=found.reason + _warning_of_policy(study, space) + _warning_of_draws(study))
     return found
+
+
+def _warning_of_draws(study: Study) -> str:
+    """Warning about a search most of whose paths are drawn at random, so that its policies choose few.
+
+    Mutants of the best known paths are not counted: `elite_share` states their share. Returns "" if policies choose at
+    least half of the other trials.
+    """
+    drawn, chosen = _draws_of(study)
+    if chosen >= drawn:
+        return ""
+    policies = num_policies_of(study)
+    of = "its policy" if policies == 1 else f"its {policies} policies"
+    remedy = "fewer iterations in explored and warm_up" + (", or policy: conditioned" if policies > 1 else "")
+    return (
+        f"; warning: {of} would choose {chosen:.0f} of {study.search.max_trials} trials, and {drawn:.0f} would be drawn "
+        f"at random; give more trials or {remedy}"
+    )
+
+
+def _draws_of(study: Study) -> tuple[float, float]:
+    """The expected numbers of trials that are drawn at random and that are chosen by policies, without mutants."""
+    options, policies = study.search.hm3, num_policies_of(study)
+    if options.start is not None:
+        return 0.0, float(study.search.max_trials)
+    drawn = chosen = 0.0
+    for number in range(study.search.max_trials):
+        iteration = number // options.episodes
+        passed = iteration // policies - options.warm_up
+        share = 1.0 if passed < 0 else max(0.0, 1.0 - passed / max(options.explored, 1))
+        # The results of the iterations before are needed for mutants, and those are not known in the first two.
+        own = 1.0 if iteration < max(2, policies) else 1.0 - options.elite_share
+        drawn += own * share
+        chosen += own * (1.0 - share)
+    return drawn, chosen
 
 
 def _warning_of_policy(study: Study, space: SearchSpace) -> str:
@@ -87,6 +122,9 @@ def _problems_of_policy(study: Study, space: SearchSpace) -> Iterator[Problem]:
         message = f"{spec.cost}: hm3 has search.hm3.length_penalty for the length of a path; leave the objective out"
         yield Problem(f"objectives.{index}.cost", message)
     options = study.search.hm3
+    if options.scalarisation == "tchebycheff" and options.gamma is not None and options.gamma < 1:
+        message = f"{options.gamma:g}: with scalarisation: tchebycheff outcomes are distances, which have no discount"
+        yield Problem("search.hm3.gamma", f"{message}; leave it out, or write scalarisation: weighted_sum")
     if options.mini_batches > options.episodes:
         message = f"{options.mini_batches} is above episodes={options.episodes}; give at most {options.episodes}"
         yield Problem("search.hm3.mini_batches", message)

@@ -114,7 +114,8 @@ def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[La
     for (first, layer), (second, after) in pairs:
         needed.setdefault(first, set()).add(layer + 1)
         needed.setdefault(second, set()).add(after)
-    # The activations before each layer are an object of their own, so that a task fetches the two that it needs.
+    # The activations before each layer, those of first tokens apart, are an object of their own, so that a task fetches
+    # the two that it needs.
     rows: dict[tuple[str, int], Any] = {}
     is_held_out: dict[str, Any] = {}
     for alias in sorted(needed):
@@ -132,8 +133,9 @@ def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[La
 def _read(inputs: AlignmentInputs, alias: str, before: Sequence[int]) -> list[Any]:
     """Read the activations before certain layers of one model of the pool, as a Ray task.
 
-    `alias` names the model, `before` has the indices of the layers. Returns a NumPy array for each of these layers, and
-    then one boolean array that is True for the rows of activations that are held out from fitting.
+    `alias` names the model, `before` has the indices of the layers. Returns two NumPy arrays for each of these layers,
+    first the activations of all tokens but the first of each text, then those of these first tokens. After them comes
+    one boolean array that is True for the rows of the former that are held out from fitting.
     """
     torch.set_num_threads(TASK_CPUS)  # equal bits on every machine
     family = on_this_machine(inputs.family)
@@ -145,10 +147,11 @@ def _read(inputs: AlignmentInputs, alias: str, before: Sequence[int]) -> list[An
     with torch.no_grad():
         merge_into(inputs.pool[alias], bank, model.memory)
     activations = read_activations(model.module, prompts)
-    return [*(activations.before[layer].numpy() for layer in before), activations.is_held_out.numpy()]
+    found = [(activations.before[layer].numpy(), activations.first[layer].numpy()) for layer in before]
+    return [*found, activations.is_held_out.numpy()]
 
 
-def _fit(kind: Any, x: Any, y: Any, is_held_out: Any) -> bytes:
+def _fit(kind: Any, x: tuple[Any, Any], y: tuple[Any, Any], is_held_out: Any) -> bytes:
     torch.set_num_threads(TASK_CPUS)  # equal bits on every machine
-    rows = (torch.tensor(each) for each in (x, y, is_held_out))
-    return fit_alignment(kind, *rows).to_bytes()
+    rows_x, first_x, rows_y, first_y, held_out = map(torch.tensor, (*x, *y, is_held_out))
+    return fit_alignment(kind, rows_x, rows_y, held_out, first=(first_x, first_y)).to_bytes()

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from search_spaces.spaces.base import SearchSpace
 from service.store import JobWriter
-from service.store.steps import ChargedRequest, GradientRequest, LossesRequest, NoteStep, Step
+from service.store.steps import ChargedRequest, GradientRequest, GradientStep, LossesRequest, NoteStep, Step, UpdateStep
 from service.tune.feasibility import Feasibility
 from service.tune.plan import Plan
 from service.tune.schedulers.base import Proposal
@@ -53,10 +53,16 @@ class Asking:
 
     `may_compute` is called with a proposal and the searcher's request for a step that the proposal needs. If it returns
     False, the step is not started: the method `result` returns None, and calls `may_compute` again the next time.
+    `num_steps` is the number of gradient steps and policy updates that are stored; steps of this attempt are added.
     """
 
     def __init__(
-        self, proposer: Proposer, writer: JobWriter, *, may_compute: Callable[[Proposal, ChargedRequest], bool]
+        self,
+        proposer: Proposer,
+        writer: JobWriter,
+        *,
+        may_compute: Callable[[Proposal, ChargedRequest], bool],
+        num_steps: int = 0,
     ) -> None:
         self._proposer = proposer
         self._writer = writer
@@ -64,6 +70,7 @@ class Asking:
         self._asked_at = 0.0
         self._waiting: ChargedRequest | None = None
         self.proposal: Proposal | None = None
+        self.num_steps = num_steps
 
     def submit(self, proposal: Proposal, found: Sequence[Observation], pending: Sequence[Mapping[str, Any]]) -> None:
         self.proposal, self._asked_at = proposal, time.monotonic()
@@ -96,6 +103,7 @@ class Asking:
 
     def _store(self, step: Step) -> None:
         self._writer.add_step(step)
+        self.num_steps += isinstance(step, (GradientStep, UpdateStep))
         if isinstance(step, NoteStep):
             self._writer.add_event(EventKind.SEARCH_NOTE, {"trial": step.proposal, "text": step.request.label})
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from search_spaces.parameters import Parameters
@@ -100,7 +101,7 @@ class SearcherState:
             context = self._context(self._last_call)
             known = self._searcher.learned_from(context, iteration=iteration)
             if known is not None:
-                self._ahead = _Ahead(iteration, known, *self._searcher.learn(context, iteration=iteration))
+                self._ahead = _Ahead(iteration, known, *_timed(self._searcher, context, iteration))
 
     def _context(self, call: Mapping[str, Any]) -> ProposalContext:
         given = (each if isinstance(each, Observation) else self._received[each] for each in call["observations"])
@@ -117,7 +118,7 @@ class SearcherState:
         if ahead is not None and is_ahead and ahead.known == searcher.learned_from(context, iteration=iteration):
             result, content = ahead.result, ahead.content
         else:
-            result, content = searcher.learn(context, iteration=iteration)
+            result, content = _timed(searcher, context, iteration)
         self._ahead = None
         if content is not None:
             needed = kept_iterations(iteration + 1, searcher.num_policies(self._setting))
@@ -159,6 +160,13 @@ class SentObservations:
                 self._indices[id(observation)] = len(self._indices), observation
                 new.append(observation)
         return new, [self._indices[id(observation)][0] for observation in observations]
+
+
+def _timed(searcher: LearningSearcher, context: ProposalContext, iteration: int) -> tuple[UpdateResult, bytes | None]:
+    """What `searcher.learn` returns, with the seconds that it took in the result."""
+    started = time.perf_counter()
+    result, content = searcher.learn(context, iteration=iteration)
+    return replace(result, seconds=time.perf_counter() - started), content
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 from search_spaces.preferences import equal_preference
 from search_spaces.study.search import GradientOptions
 
-__all__ = ["Descent", "descents_of", "place_of"]
+__all__ = ["Descent", "descents_of", "num_steps_for", "place_of"]
 
 # Decimals to which distances are compared: neighbours on a lattice are equally far.
 DECIMALS = 9
@@ -77,6 +77,17 @@ def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
             return number, index
         index -= descent.num_points
     return None
+
+
+def num_steps_for(num_proposals: int, descents: Sequence[Descent]) -> int:
+    """The number of gradients that the first `num_proposals` proposals need, those of baselines not counted."""
+    total = 0
+    for descent in descents:
+        if num_proposals <= 0:
+            break
+        total += descent.num_steps_to(min(num_proposals, descent.num_points) - 1)
+        num_proposals -= descent.num_points
+    return total
 
 
 def _order(vectors: np.ndarray) -> list[tuple[int, tuple[int, ...]]]:

@@ -28,14 +28,16 @@ import numpy as np
 
 from search_spaces.parameters import Parameters
 from search_spaces.searchers import SEARCHERS
-from search_spaces.spaces.layer_paths import MERGED, LayerPaths
+from search_spaces.spaces.layer_paths import LENGTH, MERGED, LayerPaths
 from service.store.steps import StepRequest, UpdateRequest, UpdateResult, UpdateStep
 from service.tune.searchers.base import Observation, ProposalContext, SearchSetting
+from service.tune.searchers.elites import KnownPaths, archive, outcomes_of, unseen_near
 from workers.types import Family
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from workers.training.hm3.episodes import Episode
     from workers.training.hm3.training import PolicyTraining
 
 __all__ = ["FIRST_GAMMA", "SEARCHER", "Hm3Searcher", "action_of", "paths_of", "training_of"]
@@ -45,6 +47,9 @@ SAME_WEIGHT = 1e-6
 
 # The discount in studies of version 1 that do not state one.
 FIRST_GAMMA = 0.99
+
+# The first version of the searcher with elites, and whose policies do not repeat paths.
+FIRST_WITH_ELITES = 3
 
 # The largest number of allowed steps from which a policy with `action: auto` draws one.
 FEW_STEPS = 32
@@ -67,7 +72,9 @@ class Hm3Searcher:
             return _request(training, num_finished, context.setting)
         played, paths = training.play(episode), paths_of(context.parameters)
         vector = training.preferences.index(played.preference) if paths.num_preferences > 1 else 0
-        return paths.configuration(played.path, preference=vector)
+        if training.options.version < FIRST_WITH_ELITES or not training.options.learns:
+            return paths.configuration(played.path, preference=vector)
+        return _unseen(context, training, played, vector)
 
     def learn(self, context: ProposalContext, *, iteration: int) -> tuple[UpdateResult, bytes | None]:
         import torch
@@ -171,6 +178,7 @@ def training_of(
     from workers.training.hm3.actions import Action
     from workers.training.hm3.learner import LearnerOptions
     from workers.training.hm3.networks import NetworkOptions
+    from workers.training.hm3.scalarisation import Scalarisation
     from workers.training.hm3.training import PolicyTraining, PolicyTrainingOptions
 
     paths, options = paths_of(parameters), setting.options.hm3
@@ -201,6 +209,7 @@ def training_of(
                 mini_batches=options.mini_batches,
                 target_kl=options.target_kl,
                 action=Action(action_of(paths, setting)),
+                scalarisation=Scalarisation(options.scalarisation if version > 2 else "weighted_sum"),
             ),
             networks=NetworkOptions(
                 num_objectives=len(setting.objectives),
@@ -243,6 +252,35 @@ def _descriptors(family: Family, paths: LayerPaths) -> Tensor:
 
     found = layer_descriptors(family, tuple(model for model in paths.models if model != MERGED))
     return torch.cat([found, found.mean(dim=0, keepdim=True)]) if MERGED in paths.models else found
+
+
+def _unseen(context: ProposalContext, training: PolicyTraining, played: Episode, vector: int) -> dict[str, Any]:
+    """The configuration of an episode: a mutant of one of the best known paths, or the path that the policy built.
+
+    A path that was proposed before is replaced by a mutant of it, if one is found that is new. The archive of the
+    episode's preference vector has the results of the iterations that are learned from before the episode is built, so
+    that it is the same with any number of replicas.
+    """
+    setting, options, paths = context.setting, context.setting.options.hm3, paths_of(context.parameters)
+    rng = np.random.default_rng(training.seed_of("elites", played.number))
+    known = KnownPaths(context.known_configurations())
+    if rng.random() < options.elite_share:
+        end = setting.num_baselines + training.num_needed(played.number) * options.episodes
+        scored = [o for o in context.observations if o.number < end and o.costs is not None]
+        if scored and end > setting.num_baselines:
+            values = 1 - np.array([o.costs for o in scored], dtype=np.float64)
+            lengths = np.array([o.configuration[LENGTH] for o in scored])
+            values -= options.length_penalty * lengths[:, None]
+            outcomes = outcomes_of(values, played.preference, options.scalarisation)
+            elites = archive([o.configuration for o in scored], outcomes, size=options.archive)
+            parent = elites[int(rng.integers(len(elites)))]
+            found = unseen_near(paths, paths.path(parent), known, rng, preference=paths.preference(parent))
+            if found is not None:
+                return found
+    configuration = paths.configuration(played.path, preference=vector)
+    if configuration in known and options.avoids_repeats:
+        return unseen_near(paths, played.path, known, rng, preference=vector) or configuration
+    return configuration
 
 
 def _request(training: PolicyTraining, iteration: int, setting: SearchSetting) -> UpdateRequest:

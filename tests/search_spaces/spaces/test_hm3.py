@@ -55,6 +55,18 @@ def keeps_to_limits(paths: LayerPaths, path: tuple[int, ...]) -> bool:
 
 
 @shapes
+def test_mutants_are_other_paths_nearby(paths: LayerPaths) -> None:
+    rng = np.random.default_rng(0)
+    path = paths.path(paths.sample(rng))
+    mutants = {paths.mutant(path, rng) for _ in range(200)}
+    assert all(paths.contains(mutant) for mutant in mutants)
+    assert all(abs(len(mutant) - len(path)) <= 3 for mutant in mutants)
+    assert mutants - {path}
+    again = np.random.default_rng(1), np.random.default_rng(1)
+    assert paths.mutant(path, again[0]) == paths.mutant(path, again[1])
+
+
+@shapes
 def test_steps_build_every_path(paths: LayerPaths) -> None:
     """Steps build every path within the limits and no other."""
     lengths = range(1, paths.max_length + 1)

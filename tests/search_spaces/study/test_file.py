@@ -211,7 +211,7 @@ def test_a_study_cannot_be_changed() -> None:
         ("limits.max_gpu_hours", float("inf"), "Infinity is not accepted; give a finite number"),
         ("limits.max_wall_clock_s", float("nan"), "NaN is not accepted; give a finite number"),
         ("search_space.layer_groups", 0, "0 is not accepted; give at least 1"),
-        ("search.preferences", {"latice": 2}, 'unknown key; did you mean "lattice"? known keys: lattice, corners, dir'),
+        ("search.preferences", {"latice": 2}, 'unknown key; did you mean "lattice"? known keys: lattice, corners, int'),
         ("search.preferences", {"lattice": 0}, "0 is not accepted; give at least 1"),
         ("search.preferences", {"dirichlet": {"count": 2, "alpha": 0}}, "0 is not accepted; give at least 0.01"),
         ("search.preferences", {"dirichlet": {}}, "is missing; give a whole number"),
@@ -227,6 +227,21 @@ def test_a_study_cannot_be_changed() -> None:
             "search.preferences",
             {"vectors": [{"math": 1}], "corners": False},
             "false: there is no lattice; leave",
+        ),
+        (
+            "search.preferences",
+            {"vectors": [{"math": 1}], "interior": True},
+            "true: there is no lattice; leave it out",
+        ),
+        (
+            "search.preferences",
+            {"lattice": 4, "corners": False, "interior": True},
+            "true: it leaves the corners out, too; leave corners out",
+        ),
+        (
+            "search.preferences",
+            {"lattice": 1, "interior": True},
+            "true: lattice 1 has no vector of 2 objectives without a weight of 0; give lattice: 2 or more",
         ),
         ("search.preferences", {}, "has none of lattice, dirichlet, vectors; give one of them"),
         (
@@ -395,6 +410,7 @@ def test_preference_vectors_are_a_lattice_draws_or_written_out() -> None:
 
     assert weights(lattice=4) == ((0.0, 1.0), (0.25, 0.75), (0.5, 0.5), (0.75, 0.25), (1.0, 0.0))
     assert weights(lattice=4, corners=False) == ((0.25, 0.75), (0.5, 0.5), (0.75, 0.25))
+    assert weights(lattice=4, interior=True) == ((0.25, 0.75), (0.5, 0.5), (0.75, 0.25))
     assert weights(vectors=[{"text": 1}, {"math": 0.6, "text": 0.4}]) == ((0.0, 1.0), (0.6, 0.4))
     drawn = weights(dirichlet={"count": 5})
     assert drawn == weights(dirichlet={"count": 5})

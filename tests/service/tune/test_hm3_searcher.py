@@ -166,6 +166,7 @@ def test_every_episode_is_a_trial_and_every_iteration_a_step(undisturbed: Search
     assert [bool(step.result.checkpoint) for step in steps] == [False, True, True, True]
     # Each stands before the first episode of the iteration after the next.
     assert [step.proposal - NUM_BASELINES for step in steps] == [10, 15, 20, 25]
+    assert all(step.result.seconds > 0 for step in steps)
 
 
 def test_the_statistics_of_a_step_are_those_of_its_trials(undisturbed: Search) -> None:
@@ -187,24 +188,74 @@ def test_the_statistics_of_a_step_are_those_of_its_trials(undisturbed: Search) -
     }
 
 
-# The configurations of whole searches, as the last program with version 1 alone proposed them.
-SEARCHES_OF_VERSION_1: dict[str, tuple[dict[str, Any], str]] = {
-    "one policy": ({}, "42428196527b5caa"),
-    "a conditioned policy": ({"policy": "conditioned"}, "9f2b770a90ff49c9"),
+# The configurations of whole searches, as the last programs with these versions proposed them, with one policy and with
+# a conditioned one.
+EARLIER_SEARCHES: dict[tuple[int, str], str] = {
+    (1, "per_preference"): "42428196527b5caa",
+    (1, "conditioned"): "9f2b770a90ff49c9",
+    (2, "per_preference"): "9a635668d343289f",
+    (2, "conditioned"): "d92e769e617662ba",
 }
 
 
-@pytest.mark.parametrize("name", SEARCHES_OF_VERSION_1)
-def test_studies_of_version_1_keep_their_rule(undisturbed: Search, tmp_path: Path, name: str) -> None:
-    options, expected = SEARCHES_OF_VERSION_1[name]
-    vectors = VECTORS if options else ()
-    told = setting(preferences=vectors, options=with_policy(**options), version=1)
+@pytest.mark.parametrize(("version", "policy"), EARLIER_SEARCHES)
+def test_studies_of_earlier_versions_keep_their_rule(
+    undisturbed: Search, tmp_path: Path, version: int, policy: str
+) -> None:
+    expected = EARLIER_SEARCHES[version, policy]
+    vectors = VECTORS if policy == "conditioned" else ()
+    told = setting(preferences=vectors, options=with_policy(policy=policy, elite_share=1.0), version=version)
     search = Search(tmp_path, told=told).run()
     proposed = [t for t in search.store.trials(search.study) if t.origin is Origin.SEARCH]
     rows = [sorted((t.configuration or {}).items()) for t in proposed]
     assert hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16] == expected
-    assert "clipped" not in search.steps[-1].result.statistics
+    assert ("clipped" in search.steps[-1].result.statistics) == (version > 1)
     assert search.trials != undisturbed.trials
+
+
+def proposed_in(search: Search) -> list[Mapping[str, Any]]:
+    """The configurations that a search proposed, in order."""
+    rows = [row for row in search.store.trials(search.study) if row.origin is Origin.SEARCH]
+    return [row.configuration or {} for row in rows]
+
+
+def test_paths_are_mutants_of_the_best_that_are_known(tmp_path: Path) -> None:
+    """With `elite_share: 1` all paths are, once results are known; each is near one of the archive's."""
+    told = setting(options=with_policy(elite_share=1.0, archive=1))
+    search = Search(tmp_path, told=told).run()
+    paths = paths_of(search.space.parameters)
+    trials = [row for row in search.store.trials(search.study) if row.configuration is not None]
+    outcome = {
+        row.number: sum(row.values.values()) / 2 - 0.001 * row.configuration["length"]
+        for row in trials
+        if row.configuration is not None
+    }
+    own = [row for row in trials if row.origin is Origin.SEARCH]
+    first = own[0].number
+    for row in own[2 * POLICY.episodes :]:
+        end = first + ((row.number - first) // POLICY.episodes - 1) * POLICY.episodes
+        best = max((each for each in trials if each.number < end), key=lambda each: (outcome[each.number], -each.number))
+        steps, of_best = (paths.path(each.configuration or {}) for each in (row, best))
+        assert steps != of_best
+        assert abs(len(steps) - len(of_best)) <= 6
+        assert len(set(steps) & set(of_best)) >= len(set(of_best)) - 6
+
+
+def test_no_path_is_proposed_twice(tmp_path: Path) -> None:
+    """Paths are repeated only where no new one is near: the space has 16 paths here, and 4 models' worth of trials."""
+    repeating = Search(tmp_path / "v2", told=setting(version=2), max_jump=0).run(max_trials=14)
+    found = Search(tmp_path / "v3", max_jump=0).run(max_trials=14)
+    counts = [len({json.dumps(each, sort_keys=True) for each in proposed_in(each_of)}) for each_of in (repeating, found)]
+    assert counts[0] < counts[1]
+    assert counts[1] >= 13
+    plain = setting(options=with_policy(avoids_repeats=False, elite_share=0.0))
+    same = Search(tmp_path / "plain", told=plain, max_jump=0).run(max_trials=14)
+    assert proposed_in(same) == proposed_in(repeating)
+
+
+def test_policies_may_learn_by_tchebycheffs_function(undisturbed: Search, tmp_path: Path) -> None:
+    found = Search(tmp_path, told=setting(options=with_policy(scalarisation="tchebycheff"))).run()
+    assert found.trials != undisturbed.trials
 
 
 def test_a_policy_that_is_not_finite_ends_the_search(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@
 `loss` is the loss of the batch at the weights; with MergOPT, it is the loss at the weights plus the offset of the
 update. MergOPT's lines also have the drawn `alpha` and `models` (K), and every tenth line has `weights_loss`, the loss
 of the batch at the weights. Lines of SAM and ASAM have `offset_loss`, the loss at the point nearby where it is highest.
+Evaluations of the method tangent also have `linearized_values`, those of the model that is trained; `values` are those
+of the exported weights.
 """
 
 from __future__ import annotations
@@ -18,10 +20,23 @@ from typing import Any
 
 from workers.directories import write_file
 
-__all__ = ["CHECKPOINTS", "EXPERT", "METRICS", "History", "HistoryReader", "Report", "read_history"]
+__all__ = [
+    "CHECKPOINTS",
+    "EXPERT",
+    "LINEARIZED",
+    "METRICS",
+    "VALUES",
+    "History",
+    "HistoryReader",
+    "Report",
+    "read_history",
+]
 
 # Names in the directory of a training: its history, its checkpoints, and the expert.
 METRICS, CHECKPOINTS, EXPERT = "metrics.jsonl", "checkpoints", "model"
+
+# Keys of the values of an evaluation: of the expert's weights, and of the linearization that tangent trains.
+VALUES, LINEARIZED = "values", "linearized_values"
 
 Report = Callable[[Mapping[str, Any]], None]
 

@@ -51,6 +51,7 @@ TASK_ARITHMETIC = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 TIES_SCALES = (0.3, 0.5, 0.7, 1.0)
 TIES_KEEP = 0.2
 DARE_DENSITY = 0.5
+WUDI_SCALE = 1.0
 
 # The number of a fleet's first experts of which all pairs are merged too.
 IN_PAIRS = 4
@@ -226,10 +227,11 @@ def landscape(
     return Landscape(experts, tuple(grid), rows)
 
 
-def candidates(experts: Sequence[str], *, seed: int = 0) -> Iterator[Candidate]:
-    """Yield the merges of experts by the four methods of the MergOPT paper, with all coefficients to compare.
+def candidates(experts: Sequence[str], *, seed: int = 0, wudi: bool = False) -> Iterator[Candidate]:
+    """Yield the merges of experts by the methods of the MergOPT paper, with all coefficients to compare.
 
-    The methods are weight averaging, task arithmetic, TIES and DARE. `seed` determines the random masks of DARE.
+    The methods are weight averaging, task arithmetic, TIES and DARE, and with `wudi` WUDI-Merging (table 5), which
+    takes several hundred matrix products for each matrix. `seed` determines the random masks of DARE.
     """
     sources = tuple(Source(alias) for alias in experts)
     yield Candidate("weight averaging", None, Merge("linear", sources, {"weight": 1 / len(experts)}))
@@ -240,6 +242,8 @@ def candidates(experts: Sequence[str], *, seed: int = 0) -> Iterator[Candidate]:
     for lambda_ in TASK_ARITHMETIC:
         coefficients = {"lambda": lambda_, "density": DARE_DENSITY}
         yield Candidate("DARE", lambda_, Merge("dare_linear", sources, coefficients, seed=seed))
+    if wudi:
+        yield Candidate("WUDI", WUDI_SCALE, Merge("wudi", sources, {"lambda": WUDI_SCALE}))
 
 
 def merge_table(

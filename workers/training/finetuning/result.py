@@ -18,6 +18,7 @@ from workers.models.checkpoints import open_checkpoint
 from workers.models.fingerprints import fingerprint
 from workers.models.remote import commit_of, id_of
 from workers.models.tokenizers import TOKENIZER_FILES
+from workers.training.finetuning.history import LINEARIZED
 from workers.training.finetuning.spec import FinetuneSpec
 
 __all__ = ["TRAINING_FILE", "write_expert"]
@@ -85,6 +86,11 @@ def _card(spec: FinetuneSpec, base: Path, *, facts: Mapping[str, Any], values: M
         lines.append(
             f"## Evaluation\n\nOn up to {spec.evaluation.samples} samples each, in the course of training.\n\n"
             f"| objective | value |\n| --- | --- |\n{rows}"
+        )
+    if linearized := facts.get(LINEARIZED):
+        lines.append(
+            "What was trained is the linearization of the base, not the model with the exported weights: the former "
+            f"has {', '.join(f'{objective} {value:.4f}' for objective, value in linearized.items())}."
         )
     lines.append(f"`{TRAINING_FILE}` has the whole specification; `mergesearch finetune` repeats it.")
     return "\n\n".join(lines) + "\n"

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -38,13 +38,25 @@ from workers.training.finetuning.data import (
     tensors_of,
     writes_chats,
 )
-from workers.training.finetuning.history import CHECKPOINTS, EXPERT, METRICS, History, Report
-from workers.training.finetuning.methods import fitted_scale, make_optimizer
+from workers.training.finetuning.history import (
+    CHECKPOINTS,
+    EXPERT,
+    LINEARIZED,
+    METRICS,
+    VALUES,
+    History,
+    Report,
+)
+from workers.training.finetuning.methods import fitted_scale, make_optimizer, read_task_vectors
 from workers.training.finetuning.models import TrainedModel, check_packing, load_model, pad_token
 from workers.training.finetuning.result import write_expert
 from workers.training.finetuning.spec import FinetuneSpec, Training, task_of
 from workers.training.mergopt.optimizer import STATE as MERGOPT_STATE
 from workers.training.mergopt.optimizer import MergOPT
+from workers.training.mergopt.tangent import LinearizedModel, TangentModel
+
+if TYPE_CHECKING:
+    from workers.training.finetuning.evaluation import Evaluator
 
 __all__ = ["check", "check_data", "learning_rate_at", "noise_seed", "train"]
 
@@ -91,6 +103,7 @@ def train(
         model=model.module,
         moved=model.moved,
         fitted=fitted,
+        vectors=read_task_vectors(spec.method, base, model.module, model.moved),
     )
     history = History(out / METRICS, is_writer=ranks.rank == 0, report=report)
     newest = checkpoints.latest(out / CHECKPOINTS)
@@ -98,21 +111,10 @@ def train(
     if newest is not None:
         _load(newest, spec, model, optimizer)
     history.forget_after(start)
-    evaluator = None
-    if spec.evaluation is not None and ranks.rank == 0:
-        from workers.training.finetuning.evaluation import Evaluator
-
-        evaluator = Evaluator(
-            spec.evaluation,
-            base,
-            model.module,
-            max_length=spec.data.max_length,
-            seed=spec.seed,
-            chat_template=writes_chats(spec),
-            access=access,
-        )
+    evaluators = _evaluators(spec, base, model, access=access) if ranks.rank == 0 else {}
     passes = _Passes(spec, model, rows, ranks, pad=pad_token(spec, prompts.tokenizer, base))
-    loss, weights_loss, values = history.last("loss"), history.last("weights_loss"), history.last("values") or {}
+    loss, weights_loss = history.last("loss"), history.last("weights_loss")
+    values: dict[str, dict[str, float]] = {name: history.last(name) or {} for name in (VALUES, LINEARIZED)}
     for step in range(start, num_steps):
         began = time.perf_counter()
         rate = learning_rate_at(step, num_steps, spec.training)
@@ -135,9 +137,9 @@ def train(
             line["offset_loss"] = update.second_loss
         history.add({**line, "tokens": update.num_targets, "seconds": time.perf_counter() - began})
         if spec.evaluation is not None and (is_last or (step + 1) % spec.evaluation.every == 0):
-            if evaluator is not None:
-                values = evaluator.values()
-            history.add({"step": step + 1, "values": values})
+            values |= {name: evaluator.values() for name, evaluator in evaluators.items()}
+            found = {name: each for name, each in values.items() if each or name == VALUES}
+            history.add({"step": step + 1, **found})
         if is_last or (step + 1) % spec.training.checkpoint_every == 0:
             if ranks.rank == 0:
                 checkpoints.save(
@@ -145,15 +147,46 @@ def train(
                 )
             ranks.wait()
             newest = checkpoints.latest(out / CHECKPOINTS)
-    facts: dict[str, Any] = {"steps": num_steps, "loss": loss, "rows": len(rows), "values": values}
+    facts: dict[str, Any] = {"steps": num_steps, "loss": loss, "rows": len(rows), VALUES: values[VALUES]}
+    if values[LINEARIZED]:
+        facts[LINEARIZED] = values[LINEARIZED]
     if weights_loss is not None:
         facts["weights_loss"] = weights_loss
     if fitted is not None:
         facts["noise"] = asdict(fitted)
     if ranks.rank == 0:
-        write_expert(spec, base, model.module, out / EXPERT, facts=facts, values=values)
+        write_expert(spec, base, model.module, out / EXPERT, facts=facts, values=values[VALUES])
     ranks.wait()
     return facts
+
+
+def _evaluators(
+    spec: FinetuneSpec, base: Path, model: TrainedModel, *, access: FileAccess | None
+) -> dict[str, Evaluator]:
+    """What scores the evaluation's tasks, by the name of the values in the history: nothing without an evaluation.
+
+    An expert of the tangent space is scored twice: as the model with its weights, which is what is exported, and as the
+    linearized model that was trained.
+    """
+    if spec.evaluation is None:
+        return {}
+    from workers.training.finetuning.evaluation import Evaluator
+
+    tangent = model.forward if isinstance(model.forward, TangentModel) else None
+    scored = {VALUES: None} | ({} if tangent is None else {LINEARIZED: LinearizedModel(tangent)})
+    return {
+        name: Evaluator(
+            spec.evaluation,
+            base,
+            model.module,
+            max_length=spec.data.max_length,
+            seed=spec.seed,
+            chat_template=writes_chats(spec),
+            linearized=linearized,
+            access=access,
+        )
+        for name, linearized in scored.items()
+    }
 
 
 def noise_seed(spec: FinetuneSpec) -> int:

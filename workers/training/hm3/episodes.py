@@ -17,6 +17,7 @@ from workers.training.hm3.actions import Action, step_logits
 from workers.training.hm3.networks import Networks
 from workers.training.hm3.pool import allowed_steps, stop_of
 from workers.training.hm3.ppo import log_density
+from workers.training.hm3.scalarisation import scalarised
 from workers.training.hm3.wolpertinger import choose, nearest
 
 __all__ = ["Episode", "Role", "generator_of", "play"]
@@ -67,14 +68,21 @@ def generator_of(seed: int | str, number: int) -> torch.Generator:
 
 @torch.no_grad()
 def play(
-    networks: Networks, roles: Sequence[Role], *, seed: int | str, k: int, action: Action = Action.WOLPERTINGER
+    networks: Networks,
+    roles: Sequence[Role],
+    *,
+    seed: int | str,
+    k: int,
+    action: Action = Action.WOLPERTINGER,
+    ideal: Tensor | None = None,
 ) -> list[Episode]:
     """Build several layer paths with a policy, side by side; each path is an episode, built as its role says.
 
     With the action WOLPERTINGER the policy draws, for each step, a proto-action: a point in the space of the steps'
     embeddings. The `k` nearest allowed steps are the candidates, of which the one with the best expected outcome is
-    taken. With the probability `exploration` of the role a candidate is drawn at random instead. The role's `noise`
-    multiplies the deviation of proto-actions. If both are 0, the path is the one that the policy prefers.
+    taken, by Tchebycheff's function if its `ideal` point is given. With the probability `exploration` of the role a
+    candidate is drawn at random instead. The role's `noise` multiplies the deviation of proto-actions. If both are 0,
+    the path is the one that the policy prefers.
 
     With CATEGORICAL the policy draws one of the allowed steps. With the probability `exploration` all of them have the
     same probability. The role's `noise` is the temperature, and `k` is not used.
@@ -115,7 +123,7 @@ def play(
             if role.path is not None:
                 candidates[row] = [*role.path, stop_of(paths)][min(at, len(role.path))]
         after, hiddens = _after(networks, hidden, table[candidates])
-        outcomes = (networks.outcomes(after, weights[:, None]) * weights[:, None]).sum(dim=2)
+        outcomes = scalarised(networks.outcomes(after, weights[:, None]), weights[:, None], ideal)
         places = choose(outcomes, is_candidate, explores_B=explores, draws_B=draws_BTE[:, at, 1])
         taken = table[candidates[rows, places]]
         proto = torch.where(is_given[:, None], taken, proto)

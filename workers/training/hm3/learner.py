@@ -21,6 +21,7 @@ from workers.training.hm3.actions import Action, LegalSteps, distribution
 from workers.training.hm3.episodes import Episode, generator_of
 from workers.training.hm3.networks import NetworkOptions, Networks
 from workers.training.hm3.ppo import gae, surrogate
+from workers.training.hm3.scalarisation import Scalarisation, scalarised
 
 __all__ = [
     "BaseLearner",
@@ -60,6 +61,7 @@ class LearnerOptions:
     max_gradient_norm: float = 0.5
     target_kl: float = 0.02
     action: Action = Action.WOLPERTINGER
+    scalarisation: Scalarisation = Scalarisation.WEIGHTED_SUM
 
 
 @dataclass(frozen=True)
@@ -115,11 +117,24 @@ class BaseLearner:
         """The number of episodes, from the last iteration and earlier ones, that the value network learns from."""
         return 0 if self._memory is None else len(self._memory.lengths)
 
+    @property
+    def ideal(self) -> Tensor | None:
+        """The point [objectives] from which Tchebycheff's function measures; None if outcomes are weighted sums.
+
+        It has the best outcome of the remembered episodes in each objective, or 1, the best possible one, if there are
+        none.
+        """
+        if self.options.scalarisation is Scalarisation.WEIGHTED_SUM:
+            return None
+        if self._memory is None:
+            return torch.ones(self.networks.options.num_objectives)
+        return self._memory.outcomes.amax(dim=0)
+
     def update(self, episodes: Sequence[Episode], outcomes_BK: Tensor) -> UpdateStatistics:
         """Update the networks by the episodes of one iteration.
 
         `outcomes_BK` [episodes, objectives] are the parts of each episode's outcome R by objective, less the price of
-        the path's length. R is the sum of these parts weighted by the episode's preference. Raises TrainingFailed if an
+        the path's length. R is the scalarisation of these parts by the episode's preference. Raises TrainingFailed if an
         outcome, a loss or a number in the networks is NaN or infinite; the learner cannot be used further then.
         """
         batch = EpisodeBatch.of(episodes, outcomes_BK)
@@ -339,8 +354,8 @@ class Learner(BaseLearner):
         """
         options = self.options
         found = self.networks.outcomes(self.networks.states(batch.steps), batch.preferences[:, None])
-        values = (found * batch.preferences[:, None]).sum(dim=-1)
-        outcomes = (batch.outcomes * batch.preferences).sum(dim=-1)
+        values = scalarised(found, batch.preferences[:, None], self.ideal)
+        outcomes = scalarised(batch.outcomes, batch.preferences, self.ideal)
         advantages = torch.zeros(batch.steps.shape)
         for row, length in enumerate(batch.lengths):
             rewards = torch.zeros(length)

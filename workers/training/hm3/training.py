@@ -23,7 +23,7 @@ from search_spaces.spaces.layer_paths import LayerPaths, Path
 from workers.training.hm3.episodes import Episode, Role, generator_of, play
 from workers.training.hm3.first_learner import FirstLearner
 from workers.training.hm3.learner import BaseLearner, Learner, LearnerOptions, UpdateStatistics
-from workers.training.hm3.networks import NetworkOptions, Networks
+from workers.training.hm3.networks import NetworkOptions
 
 __all__ = ["PolicyTraining", "PolicyTrainingOptions"]
 
@@ -57,7 +57,7 @@ class PolicyTrainingOptions:
     draws_paths: bool = False
     is_conditioned: bool = False
     learns: bool = True
-    version: int = 2
+    version: int = 3
     learner: LearnerOptions = field(default_factory=LearnerOptions)
     networks: NetworkOptions = field(default_factory=NetworkOptions)
 
@@ -185,17 +185,17 @@ class PolicyTraining:
         is_warm_up = not self._start and not self.is_learned_from(iteration)
         k = self.paths.num_steps + 1 if is_warm_up else self.options.k
         if self.options.learns:
-            networks = self._learner(self.policy_of(iteration), source).networks
+            learner = self._learner(self.policy_of(iteration), source)
             roles = [self._learning(number) for number in numbers]
             if paths is not None:
                 roles = [replace(role, path=path) for role, path in zip(roles, paths, strict=True)]
-            return {each.number: each for each in self._built(networks, roles, k=k)}
+            return {each.number: each for each in self._built(learner, roles, k=k)}
         found: dict[int, Episode] = {}
         for policy in range(self.num_policies):
             roles = [self._without_learning(number) for number in numbers if number % self.num_policies == policy]
             if roles:
-                networks = self._learner(policy, None).networks
-                found |= {each.number: each for each in self._built(networks, roles, k=k)}
+                learner = self._learner(policy, None)
+                found |= {each.number: each for each in self._built(learner, roles, k=k)}
         return found
 
     def _learning(self, number: int) -> Role:
@@ -203,10 +203,8 @@ class PolicyTraining:
         preference, least = self.preference_of(number), self.options.exploration
         if not self.options.draws_paths:
             return Role(number, preference, exploration)
-        if self.options.version == 1:
-            rng = np.random.default_rng((self._seed, number))
-        else:
-            rng = np.random.default_rng(generator_of(self._stream("drawn paths"), number).initial_seed())
+        first = (self._seed, number) if self.options.version == 1 else self.seed_of("drawn paths", number)
+        rng = np.random.default_rng(first)
         is_drawn = rng.random() * (1 - least) < exploration - least
         return Role(number, preference, least, path=self.paths.path(self.paths.sample(rng)) if is_drawn else None)
 
@@ -251,14 +249,19 @@ class PolicyTraining:
         others = [Role(number, preference, self.options.exploration) for number in range(1, TRIES * count)]
         for start in range(0, len(others) + 1, count):
             roles = [best, *others][start : start + count]
-            for played in self._built(learner.networks, roles, k=self.options.k, stream="proposals"):
+            for played in self._built(learner, roles, k=self.options.k, stream="proposals"):
                 found[played.path] = None
             if len(found) >= count:
                 break
         return list(found)[:count]
 
-    def _built(self, networks: Networks, roles: Sequence[Role], *, k: int, stream: str = "episodes") -> list[Episode]:
-        return play(networks, roles, seed=self._stream(stream), k=k, action=self.options.learner.action)
+    def _built(self, learner: BaseLearner, roles: Sequence[Role], *, k: int, stream: str = "episodes") -> list[Episode]:
+        seed, action = self._stream(stream), self.options.learner.action
+        return play(learner.networks, roles, seed=seed, k=k, action=action, ideal=learner.ideal)
+
+    def seed_of(self, stream: str, number: int) -> int:
+        """The seed of the random numbers of an episode that no other episode, stream or search has."""
+        return generator_of(self._stream(stream), number).initial_seed()
 
     def _stream(self, name: str) -> int | str:
         """The seed of a stream of random numbers, which no other stream of this search or another one has."""

@@ -141,6 +141,34 @@ def test_auto_explains_unused_preferences(tasks: Any) -> None:
     assert "smac does not use preference vectors, and auto is smac here as gradients cannot be used" in problem.message
 
 
+@pytest.mark.parametrize(
+    ("search", "warned"),
+    [
+        # The 15 policies of the authors' setting play 4 iterations of 16 each: 0, 0, 10 and 20 % by the policy.
+        ({"max_trials": 960, "hm3": {"elite_share": 0.0}}, "its 15 policies would choose 72 of 960 trials, and 888 would"),
+        ({"max_trials": 960, "hm3": {"elite_share": 0.5}}, "its 15 policies would choose 36 of 960 trials, and 564 would"),
+        ({"max_trials": 960, "hm3": {"policy": "conditioned", "explored": 10, "episodes": 30}}, ""),
+        ({"max_trials": 320, "hm3": {"policy": "conditioned", "explored": 19}}, "its policy would choose 72 of 320"),
+        ({"max_trials": 960, "hm3": {"start": {"dir": "/runs/first"}}}, ""),
+    ],
+)
+def test_policies_that_choose_few_trials_are_warned_of(tasks: Any, search: dict[str, Any], warned: str) -> None:
+    given = {"preferences": {"vectors": [{"sums": n / 14, "choices": 1 - n / 14} for n in range(15)]}, **search}
+    found, problems = chosen("hm3", space("hm3"), tasks, **given)
+    assert problems == []
+    assert ("; warning: " in found.reason) == bool(warned)
+    assert warned in found.reason
+
+
+def test_distances_have_no_discount(tasks: Any) -> None:
+    for gamma in (None, 1.0):
+        given = {"hm3": {"scalarisation": "tchebycheff", "gamma": gamma}}
+        assert chosen("hm3", space("hm3"), tasks, **given)[1] == []
+    _, (problem,) = chosen("hm3", space("hm3"), tasks, hm3={"scalarisation": "tchebycheff", "gamma": 0.99})
+    assert problem.field == "search.hm3.gamma"
+    assert problem.message.startswith("0.99: with scalarisation: tchebycheff outcomes are distances")
+
+
 @pytest.mark.parametrize(("preferences", "most"), [(None, 16), ({"lattice": 2}, 32), ({"lattice": 4}, 64)])
 def test_a_policy_learns_in_time(tasks: Any, preferences: dict[str, Any] | None, most: int) -> None:
     """Proposals of policies may run ahead only as far as results are known when a policy needs them."""

@@ -35,7 +35,7 @@ def training(
     draws_paths: bool = False,
     is_conditioned: bool = False,
     learns: bool = True,
-    version: int = 2,
+    version: int = 3,
 ) -> PolicyTraining:
     options = PolicyTrainingOptions(
         episodes=episodes,
@@ -111,13 +111,13 @@ def test_searches_of_version_1_continue_as_they_began(is_conditioned: bool) -> N
         assert found == PATHS_OF_VERSION_1[is_conditioned, draws_paths]
 
 
-def first_numbers(*, seed: int, policy: int, version: int = 2) -> tuple[float, ...]:
+def first_numbers(*, seed: int, policy: int, version: int = 3) -> tuple[float, ...]:
     """The first numbers of the networks of a policy, of its episodes and of its drawn paths."""
     own = training(draws_paths=True, version=version)
     own = PolicyTraining(PATHS, own.options, seed=seed, preferences=VECTORS)
     built = own._new(policy).networks.start[0].item()
-    noise = own._built(own._new(0).networks, [Role(0, VECTORS[0], 1.0)], k=9)[0].protos[0, 0].item()
-    proposed = own._built(own._new(0).networks, [Role(0, VECTORS[0], 1.0)], k=9, stream="proposals")[0]
+    noise = own._built(own._new(0), [Role(0, VECTORS[0], 1.0)], k=9)[0].protos[0, 0].item()
+    proposed = own._built(own._new(0), [Role(0, VECTORS[0], 1.0)], k=9, stream="proposals")[0]
     return built, noise, proposed.protos[0, 0].item()
 
 

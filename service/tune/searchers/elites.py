@@ -1,0 +1,82 @@
+"""Elites of HM3: mutants of the best known layer paths, and paths in place of those that are known already.
+
+A policy learns slowly and repeats itself, so a share of a search's paths are mutants of the best that are known. Each
+preference vector has an archive of its own: the paths with the best outcomes for it, whichever vector they were
+proposed for. This module knows no policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from search_spaces.preferences import augmented_chebyshev
+from search_spaces.spaces.layer_paths import LayerPaths, Path
+
+__all__ = ["KnownPaths", "archive", "outcomes_of", "unseen_near"]
+
+# Used instead of a weight of 0, as MOEA/D does: the objective still breaks ties.
+_SMALLEST_WEIGHT = 1e-6
+
+# Mutants that are drawn for a proposal; the later half have up to twice as many changes.
+_NUM_MUTANTS = 32
+
+# The largest number of changes of a mutant at first.
+_MOST_CHANGES = 3
+
+
+class KnownPaths:
+    """The configurations of layer paths that need not be proposed again."""
+
+    def __init__(self, configurations: Iterable[Mapping[str, Any]]) -> None:
+        self._known = {frozenset(configuration.items()) for configuration in configurations}
+
+    def __contains__(self, configuration: Mapping[str, Any]) -> bool:
+        return frozenset(configuration.items()) in self._known
+
+
+def outcomes_of(
+    values: NDArray[np.float64], preference: tuple[float, ...], scalarisation: str
+) -> NDArray[np.float64]:
+    """The outcome [num_paths] of each path for a preference vector, from its `values` [num_paths, num_objectives].
+
+    It is the weighted sum or, with the scalarisation "tchebycheff", the largest weighted distance from the best values,
+    negated.
+    """
+    weights = np.array(preference)
+    if scalarisation == "weighted_sum":
+        return values @ weights
+    return -augmented_chebyshev(values.max(axis=0) - values, np.maximum(weights, _SMALLEST_WEIGHT), rho=0.0)
+
+
+def archive(
+    configurations: Sequence[Mapping[str, Any]], outcomes: NDArray[np.float64], *, size: int
+) -> list[Mapping[str, Any]]:
+    """At most `size` different configurations with the largest outcomes, the best first.
+
+    `outcomes` has the outcome of each configuration; of equal outcomes the earlier one is the better.
+    """
+    found: dict[frozenset[Any], Mapping[str, Any]] = {}
+    for index in np.argsort(-outcomes, kind="stable"):
+        found.setdefault(frozenset(configurations[index].items()), configurations[index])
+        if len(found) == size:
+            break
+    return list(found.values())
+
+
+def unseen_near(
+    paths: LayerPaths, path: Path, known: KnownPaths, rng: np.random.Generator, *, preference: int
+) -> dict[str, Any] | None:
+    """The configuration of a mutant of `path` that is not known yet; None if all mutants that are drawn are known.
+
+    `preference` is the number of the preference vector by which merged layers of the mutant are merged.
+    """
+    for drawn in range(_NUM_MUTANTS):
+        most = _MOST_CHANGES * (1 + 2 * drawn // _NUM_MUTANTS)
+        found = paths.configuration(paths.mutant(path, rng, most=most), preference=preference)
+        if found not in known:
+            return found
+    return None

@@ -1,0 +1,203 @@
+"""Fronts that `hm3` and other searchers find on made-up layer paths, by the share of mutants among the episodes.
+
+The paths are those of the shipped family: three models of 8 layers, 6 to 10 layers a path, `max_jump: 1`. A made-up
+score takes the place of engines. Each objective has 30 search samples and 1,000 judge samples; a path answers a sample
+right if the sum of the path's gains is above 0. Each layer has a gain of its own, and each pair of layers that follow
+each other has one; a layer's gain also differs from sample to sample. As in a search, all paths have the same search
+samples, so that the best of many paths is partly lucky on them.
+
+Every search has 960 episodes. Hypervolumes after 480 and 960 are those of search samples, and that of the last front on
+judge samples is given too. Every search of a seed is an arm that is kept.
+
+    make bench ONLY=hm3_paths
+    HM3_PATHS_ARMS=random,es HM3_PATHS_SEEDS=0-1 make bench ONLY=hm3_paths
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from search_spaces.objectives import hypervolume, non_dominated
+from search_spaces.parameters import Parameters
+from search_spaces.searchers import SEARCHERS
+from search_spaces.searchers.base import Feature
+from search_spaces.spaces.layer_paths import LayerPaths, Path
+from search_spaces.study.search import Search
+from service.store.steps import Step, UpdateRequest, step_of
+from service.tune.searchers import get_searcher
+from service.tune.searchers.base import LearningSearcher, Observation, ProposalContext, SearchSetting
+from tests.benchmarks.arms import kept
+from tests.benchmarks.bench_search import seeds_of
+from tests.benchmarks.code_digests import code_digest
+
+BENCHMARK = "hm3_paths"
+OBJECTIVES = ("math", "text", "lookup")
+MODELS, LAYERS = OBJECTIVES, 8
+PATHS = LayerPaths(MODELS, LAYERS, min_length=6, max_length=10, max_jump=1)
+EPISODES, TRIALS, HALF = 30, 960, 480
+SEARCHED, JUDGED = 30, 1000
+SEEDS = range(5)
+
+# 15 vectors of three objectives each; 12 of the first have a weight of 0, and none of the second.
+LATTICE, INTERIOR = {"lattice": 4}, {"lattice": 7, "interior": True}
+POLICY = {"policy": "conditioned", "episodes": EPISODES, "explored": TRIALS // EPISODES // 3}
+
+
+def policy(vectors: Mapping[str, Any] = LATTICE, **options: Any) -> dict[str, Any]:
+    return {"algorithm": "hm3", "preferences": vectors, "hm3": {**POLICY, **options}}
+
+
+ARMS: Mapping[str, Mapping[str, Any]] = {
+    "random": {"algorithm": "random"},
+    "es": {"algorithm": "es"},
+    "moead": {"algorithm": "moead"},
+    "version 2": {**policy(), "version": 2},
+    "t 0.5": policy(scalarisation="tchebycheff", elite_share=0.5),
+    "ti 0.5": policy(INTERIOR, scalarisation="tchebycheff", elite_share=0.5),
+    "i 0.5": policy(INTERIOR, elite_share=0.5),
+    "ti 0": policy(INTERIOR, scalarisation="tchebycheff", elite_share=0.0),
+    "ti 1": policy(INTERIOR, scalarisation="tchebycheff", elite_share=1.0),
+    "share 0": policy(elite_share=0.0),
+    "share 0.25": policy(elite_share=0.25),
+    "share 0.5": policy(elite_share=0.5),
+    "share 0.75": policy(elite_share=0.75),
+    "share 1": policy(elite_share=1.0),
+    "m1": policy(elite_share=0.5, archive=1),
+    "m2": policy(elite_share=0.5, archive=2),
+    "m8": policy(elite_share=0.5, archive=8),
+    "m16": policy(elite_share=0.5, archive=16),
+}
+
+
+class MadeUpScores:
+    """The made-up answers of all paths to the samples of three objectives, a function of the seed.
+
+    Sums of gains begin at -2. The layers of an objective's own expert add 3.5 to it in their own order. Gains of other
+    layers are normal with the mean 0.1 and the deviation 0.45; each sample changes them with the deviation 0.3, and its
+    difficulty has the deviation 1. Layers that follow each other, but are not neighbours in one model, cost something.
+    """
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng((seed, 0))
+        size, items = PATHS.num_steps, SEARCHED + JUDGED
+        self._layers = rng.normal(0.1, 0.45, (len(OBJECTIVES), size))
+        for objective, gains in enumerate(self._layers):
+            own = gains[objective * LAYERS : (objective + 1) * LAYERS]
+            own += (3.5 - own.sum()) / LAYERS
+        self._samples = rng.normal(0.0, 0.3, (len(OBJECTIVES), items, size))
+        self._difficulties = rng.normal(0.0, 1.0, (len(OBJECTIVES), items))
+        steps = np.arange(size)
+        jumps = np.abs(steps[None] % LAYERS - steps[:, None] % LAYERS - 1)
+        self._pairs = -np.abs(rng.normal(0.0, 0.3, (len(OBJECTIVES), size, size))) - 0.5 * jumps
+        for step in steps[steps % LAYERS < LAYERS - 1]:
+            self._pairs[:, step, step + 1] = 0.0
+        self._known: dict[Path, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+
+    def of(self, path: Path) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The shares of each objective's search samples and of its judge samples that a path answers right."""
+        if path not in self._known:
+            steps = list(path)
+            gains = self._layers[:, steps].sum(axis=1) + self._pairs[:, steps[:-1], steps[1:]].sum(axis=1)
+            is_right = self._samples[:, :, steps].sum(axis=2) - self._difficulties + gains[:, None] - 2.0 > 0
+            self._known[path] = is_right[:, :SEARCHED].mean(axis=1), is_right[:, SEARCHED:].mean(axis=1)
+        return self._known[path]
+
+
+def proposed(section: Mapping[str, Any], scores: MadeUpScores, *, seed: int, trials: int = TRIALS) -> list[Path]:
+    """The paths that a searcher proposes, with all results before each.
+
+    `section` is a study's section `search`; its key `version` is the version of the searcher.
+    """
+    given = {name: value for name, value in section.items() if name != "version"}
+    options = Search.model_validate({**given, "max_trials": trials})
+    name = options.algorithm
+    searcher, num_objectives = get_searcher(name), _num_objectives(name)
+    goals = OBJECTIVES[:num_objectives]
+    vectors = () if options.preferences is None else options.preferences.weights(goals, seed=seed)
+    setting = SearchSetting(
+        objectives=goals,
+        num_samples=dict.fromkeys(goals, SEARCHED),
+        options=options,
+        preferences=vectors,
+        version=section.get("version", SEARCHERS[name].version),
+    )
+    parameters = Parameters(PATHS.parameters(), structure=PATHS)
+    found: list[Path] = []
+    observations: list[Observation] = []
+    steps: list[Step] = []
+    checkpoints: dict[int, bytes] = {}
+    while len(found) < trials:
+        context = ProposalContext(
+            parameters,
+            number=len(found),
+            seed=seed,
+            observations=observations,
+            steps=steps,
+            setting=setting,
+            checkpoints=checkpoints,
+        )
+        answer = searcher.advance(context)
+        if isinstance(answer, UpdateRequest):
+            assert isinstance(searcher, LearningSearcher)
+            result, content = searcher.learn(context, iteration=answer.iteration)
+            checkpoints |= {} if content is None else {answer.iteration: content}
+            steps.append(step_of(len(steps), len(found), answer, result))
+            continue
+        assert isinstance(answer, dict)
+        found.append(PATHS.path(answer))
+        values = scores.of(found[-1])[0]
+        costs = tuple(1 - values) if num_objectives > 1 else (1 - float(values.mean()),)
+        observations.append(Observation(answer, 1.0, costs, number=len(observations), rung=0))
+    return found
+
+
+def _num_objectives(name: str) -> int:
+    """All objectives, or 1 for searchers that have one: they search the mean."""
+    return len(OBJECTIVES) if Feature.OBJECTIVES in SEARCHERS[name].handles else 1
+
+
+def figures(section: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """What one search found: hypervolumes, different paths, and the mean value of the last third of all episodes."""
+    scores = MadeUpScores(seed)
+    paths = proposed(section, scores, seed=seed)
+    searched = np.array([scores.of(path)[0] for path in paths])
+    judged = np.array([scores.of(path)[1] for path in paths])
+    is_best = non_dominated([tuple(row) for row in 1 - searched])
+    return {
+        "half": volume(searched[:HALF]),
+        "all": volume(searched),
+        "judge": volume(judged[np.array(is_best)]),
+        "last third": float(searched[-TRIALS // 3 :].mean()),
+        "different": len(set(paths)),
+    }
+
+
+def volume(values: NDArray[np.float64]) -> float:
+    return hypervolume([tuple(row) for row in 1 - values])
+
+
+def run() -> dict[str, Any]:
+    torch.set_num_threads(1)  # a seed's figure depends on rounding
+    asked = os.environ.get("HM3_PATHS_ARMS", ",".join(ARMS)).split(",")
+    seeds = seeds_of("HM3_PATHS_SEEDS")
+    return {"arms": {name: [arm(name, seed) for seed in seeds] for name in asked}}
+
+
+def arm(name: str, seed: int) -> dict[str, Any]:
+    section = ARMS[name]
+    modules = [f"service.tune.searchers.{section['algorithm']}"]
+    modules += ["workers.training.hm3.training"] if section["algorithm"] == "hm3" else []
+    return kept(
+        BENCHMARK,
+        f"{slug(name)}-{seed}",
+        {"seed": seed, "search": section, "trials": TRIALS, "samples": [SEARCHED, JUDGED]},
+        lambda: figures(section, seed),
+        depends=lambda: {"code": code_digest(*modules)},
+    )

@@ -1,0 +1,34 @@
+"""Scalarisation: how the values of several objectives become the one outcome that a policy learns to raise.
+
+Miettinen, "Nonlinear Multiobjective Optimization" (1998), sections 3.1 (weighted sum) and 3.4 (Tchebycheff).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from torch import Tensor
+
+__all__ = ["Scalarisation", "scalarised"]
+
+# Used instead of a weight of 0, as MOEA/D does: the objective still breaks ties.
+SMALLEST_WEIGHT = 1e-6
+
+
+class Scalarisation(StrEnum):
+    """The function of an episode's outcomes by objective and its preference vector that is the outcome R."""
+
+    WEIGHTED_SUM = "weighted_sum"
+    TCHEBYCHEFF = "tchebycheff"
+
+
+def scalarised(outcomes: Tensor, preferences: Tensor, ideal_K: Tensor | None) -> Tensor:
+    """The outcome R [...] of outcomes by objective [..., K] under preference vectors [..., K]; larger is better.
+
+    With `ideal_K` None it is the weighted sum. Otherwise it is Tchebycheff's function, negated: the largest of the
+    weighted distances from `ideal_K`, the best known outcome in each of the K objectives. A weighted sum is never largest
+    at a point where the front is not convex, and Tchebycheff's function is so for some weights at every point.
+    """
+    if ideal_K is None:
+        return (outcomes * preferences).sum(dim=-1)
+    return -(preferences.clamp(min=SMALLEST_WEIGHT) * (ideal_K - outcomes)).amax(dim=-1)
