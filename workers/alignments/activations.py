@@ -1,7 +1,8 @@
 """The input of each layer of a model, recorded while the model reads prompts.
 
-The first token of each text is kept apart. In trained models its activations are larger than all others by orders of
-magnitude (Sun et al., "Massive Activations in Large Language Models", 2024), so they would dominate the alignment.
+The activations of the first token of each text are stored separately. In trained models they are larger than all others
+by orders of magnitude (Sun et al., "Massive Activations in Large Language Models", 2024), so they would dominate the
+alignment.
 
 Axes: L layers, N tokens, D channels of the residual stream.
 """
@@ -49,8 +50,9 @@ class Activations:
 def read_activations(model: Any, prompts: Sequence[Sequence[int]]) -> Activations:
     """Run a transformers model on prompts, and return the activations of its layers.
 
-    `prompts` are lists of token ids. At most about MAX_ROWS tokens are used beside the first ones, spread evenly over
-    all prompts. Every fifth prompt is held out. Raises InvalidModel if the model has no list of decoder layers.
+    `prompts` are lists of token ids. Besides the first token of each prompt, at most about MAX_ROWS tokens are used,
+    spread evenly over all prompts. Every fifth prompt is held out. Raises InvalidModel if the model has no list of
+    decoder layers.
     """
     layers = getattr(getattr(model, model.base_model_prefix), "layers", None)
     if layers is None or len(layers) != model.config.num_hidden_layers:

@@ -163,10 +163,10 @@ def train(
 def _evaluators(
     spec: FinetuneSpec, base: Path, model: TrainedModel, *, access: FileAccess | None
 ) -> dict[str, Evaluator]:
-    """What scores the evaluation's tasks, by the name of the values in the history: nothing without an evaluation.
+    """The evaluators of the specification's tasks, by the name of their values in the history; empty without tasks.
 
-    An expert of the tangent space is scored twice: as the model with its weights, which is what is exported, and as the
-    linearized model that was trained.
+    With the method tangent, two models are scored: the model with the exported weights, and the linearized model that
+    was trained.
     """
     if spec.evaluation is None:
         return {}
