@@ -456,7 +456,7 @@ class Store:
         return max(len(failures), job.submissions - job.attempt)
 
     def consecutive_waits(self, job_id: str) -> int:
-        """Number of a job's drivers since its last result that ended to wait for something that was missing.
+        """Number of a job's drivers, since its last result, that ended because something was missing for now.
 
         The method `consecutive_failures` defines results. The number is 0 if the last driver ended for another reason.
         """

@@ -32,8 +32,8 @@ MAX_ROWS, MAX_TOKENS = 4096, 16_384
 class Activations:
     """Activations of a model with L layers: the residual stream before each layer and after the last, in float32.
 
-    `before` [L + 1, N tokens, D channels] has the input of each layer, then the output of the last layer, without
-    the first token of each text. `first` [L + 1, texts, D] has the same of these first tokens. `is_held_out` [N] is
+    `before` [L + 1, N tokens, D channels] has the input of each layer, then the output of the last layer, without the
+    first token of each text. `first` [L + 1, texts, D] has the activations of these first tokens. `is_held_out` [N] is
     true for the tokens of held-out texts: alignments are not learned from these tokens, but the quality of alignments
     is measured on them.
     """

@@ -108,8 +108,8 @@ class TieOrder:
     def lowest(self, threshold: Threshold) -> Threshold:
         """The lowest threshold at which the same elements are kept as at `threshold`.
 
-        Usually it is `threshold` itself. With `keeps_equal`, when all elements of equal magnitude have the same rank,
-        it is the magnitude of `threshold` with the lowest tie-breaking mark, 0.
+        Usually the result is `threshold` itself. With `keeps_equal`, when all elements of equal magnitude have the same
+        rank, the result is the magnitude of `threshold` with the lowest tie-breaking mark, 0.
         """
         return Threshold(threshold.magnitude, 0) if self.keeps_equal else threshold
 
