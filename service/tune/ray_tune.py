@@ -41,6 +41,9 @@ SEARCHER_SOON_S = 0.03
 CPU_WAIT_S = 10.0
 ACTOR_START_S = 60.0
 
+# Seconds that an idle trial actor is kept for a new evaluation before it takes over one whose own actor still starts.
+IDLE_S = 3.0
+
 # Seconds that a run that is to end waits for the chunks that are being scored.
 CHUNK_GRACE_S = 60.0
 
@@ -186,9 +189,10 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
 
     An evaluation stops when the coordinator has all its samples. The scheduler also keeps Tune from starting and
     killing a process for almost every evaluation. Without it, Tune ends an idle actor unless a trial waits for one.
-    Tune also gives an idle actor to a trial whose own actor is still starting, and then kills the starting actor.
-    Therefore the scheduler keeps idle actors. It lets chunks wait until all actors run, or until no further actor is
-    expected soon, because on a busy cluster an actor may never start.
+    Tune also gives an idle actor to a trial whose own actor is still starting, and then kills the starting actor;
+    the next trial needs another one, so that missing actors would never come while chunks are quick. Therefore the
+    scheduler keeps idle actors for new trials (`_IdleActors`). It lets chunks wait until all actors run, or until no
+    further actor is expected soon, because on a busy cluster an actor may never start.
     """
 
     def __init__(
@@ -218,6 +222,7 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
             controller = tune_controller._tune_controller
             controller._actor_cache.increase_max(trial.placement_group_factory, by=self._num_actors)
             _count_memory_kills_as_deaths(controller._actor_manager)
+            _IdleActors(controller).install()
 
     def choose_trial_to_run(self, tune_controller: Any) -> Any:
         """Choose the next trial, and stop waiting for trial actors that are late.
@@ -269,6 +274,34 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
         held_back, self._held_back = self._held_back, []
         for trial in held_back:
             tune_controller._tune_controller._execute_action(trial, self._next(trial))
+
+
+class _IdleActors:
+    """Rule for the idle actors of a Tune `controller`: they serve trials that have no actor of their own.
+
+    A trial whose own actor is still starting gets an idle one only after some actor was idle for IDLE_S seconds, which
+    means that no new trial needs it, or that the starting actor lacks a CPU.
+    """
+
+    def __init__(self, controller: Any) -> None:
+        self._controller = controller
+        self._reuse = controller._maybe_reuse_cached_actor
+        self._idle_since: float | None = None
+
+    def install(self) -> None:
+        self._controller._maybe_reuse_cached_actor = self.give
+
+    def give(self, trial: Any) -> bool:
+        """Give an idle actor to `trial` if the rule allows it; returns whether the trial has one now."""
+        is_idle = self._controller._actor_cache.has_cached_object(trial.placement_group_factory)
+        if not is_idle:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = time.monotonic()
+        idle_s = time.monotonic() - (self._idle_since or 0.0)
+        if is_idle and idle_s < IDLE_S and trial in self._controller._trial_to_actor:
+            return False
+        return bool(self._reuse(trial))
 
 
 def _count_memory_kills_as_deaths(actor_manager: Any) -> None:

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import ray
 import sqlalchemy as sa
+from ray._private import state
 from ray.train._internal import storage
 
 from service.errors import StudyFailed
@@ -153,6 +155,30 @@ def test_the_driver_starts_with_the_trial_actors_that_it_gets(ray_cluster: None,
     missing = events(store, study, "actors")[-1]
     assert (missing["running"], missing["wanted"]) == (1, CONCURRENCY)
     assert missing["reason"].startswith("1 of 3 trial actors run; the others wait for CPUs (0.05 each, 0.03 of")
+
+
+def num_actors() -> int:
+    """Trial actors that Ray was ever asked for, dead ones too."""
+    return sum(actor["ActorClassName"] == "EvaluationTrainable" for actor in state.actors().values())
+
+
+@pytest.mark.slow
+def test_a_trial_actor_that_starts_is_not_killed(ray_cluster: None, tmp_path: Path) -> None:
+    """After the death of a trial actor a single new one starts, although the others are idle again and again."""
+
+    class DiesOnce(FakeScorer):
+        def score(self, request: Any) -> Any:
+            time.sleep(0.3)
+            with suppress(FileExistsError):
+                (tmp_path / "died").touch(exist_ok=False)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().score(request)
+
+    store, study = new_study(tmp_path)
+    before = num_actors()
+    assert run(store, study, DiesOnce(), tmp_path) == ""
+    assert (tmp_path / "died").exists()
+    assert num_actors() - before == CONCURRENCY + 1
 
 
 @pytest.mark.slow
