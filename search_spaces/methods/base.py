@@ -38,9 +38,9 @@ class Range:
     """The range [low, high] in which a coefficient is searched.
 
     With `per_expert` there is one parameter for each expert that is merged; otherwise there is one for all experts.
-    With `on_simplex` the numbers are divided by their sum before they are stored in a recipe. A configuration that
-    selects no experts merges all of them and has no parameter for a single expert; in this case each number is
-    `default`.
+    With `on_simplex` the experts' coefficients are divided by their sum before they are stored in a recipe. If a
+    configuration selects no experts, all experts are merged; the parameters per expert do not exist then, and each
+    expert's coefficient is `default`.
     """
 
     low: float

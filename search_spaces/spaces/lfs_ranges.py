@@ -78,14 +78,17 @@ class RangedMethod:
         return values
 
     def _encode_model(self, cell: ComponentGroup, operands: tuple[str, ...], model: str) -> dict[str, Any] | None:
-        """Parameter values of `cell` with which the method returns the model `model` unchanged; None if there are none.
+        """Values of the method's parameters in `cell` with which the merge is the model `model`; None if none exist.
 
-        `operands` are the aliases of the merged models. There are such values in three cases:
+        `cell` is a layer group or a component of one; `operands` are the aliases of the models that are merged in it.
+        There are such values in three cases:
 
-        - `model` is the base, and the method returns the base if some coefficient is 0, which must be in the searched
-          range.
-        - `model` is the first operand, and the method returns it if the coefficient `first_at_zero` is 0.
-        - `model` is the only operand, and the method returns a single source unchanged, or needs several sources.
+        - `model` is the base, the method has a coefficient with which it returns the base at the value 0, and 0 is in
+          the searched range of this coefficient.
+        - `model` is the first operand, and the method has a coefficient (its `first_at_zero`) with which it returns the
+          first operand at the value 0.
+        - `model` is the only operand, and the method returns a single source unchanged. A method that needs several
+          sources counts as such, because a single operand is copied then.
         """
         method = self.method
         leaves_base = (method.base_at_zero, None if method.is_itself_alone else method.drops_zeros)

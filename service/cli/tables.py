@@ -60,7 +60,7 @@ ID_DIGITS = 8
 
 
 def pareto_table(document: ParetoDocument) -> Table:
-    """Table of the Pareto front, best mean first: for each objective the value and its standard error."""
+    """Table of the Pareto front: the value and standard error of each objective; best mean over objectives first."""
     table = titled("Pareto front")
     table.add_column("trial", justify="right")
     table.add_column("label", overflow="fold")

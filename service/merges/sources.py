@@ -131,8 +131,8 @@ def check_own_tokens(
 ) -> None:
     """Check the tokens that a mergekit configuration lists without a source model.
 
-    `warn` is called if every model has an embedding row for the token, because the entry has no effect then. Raises
-    InvalidRecipe if a model has no row for the token.
+    Such an entry is never applied. If every model has an embedding row for the token, the entry has no effect, and
+    `warn` is called with a message. If any model has no row for it, InvalidRecipe is raised.
     """
     problems = []
     for token in configuration.own_tokens:

@@ -148,9 +148,9 @@ def held_out_results(
 
 
 def _exact_values(trials: Iterable[TrialResult], objectives: Sequence[Objective]) -> dict[int, dict[str, float]]:
-    """Values of the objectives that are costs of the recipe, by trial number and objective.
+    """Values of the objectives that need no samples, by trial number and objective.
 
-    Such a cost is the merged model's number of layers or parameters, which is exact and needs no samples.
+    They are the merged model's numbers of layers or parameters, which follow from the recipe and are exact.
     """
     costs = [objective.name for objective in objectives if objective.cost_of_recipe is not None]
     return {trial.number: {name: trial.values[name] for name in costs if name in trial.values} for trial in trials}

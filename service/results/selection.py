@@ -150,7 +150,7 @@ def candidates(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tupl
 def _violations(trials: Sequence[TrialResult], objectives: Sequence[Objective]) -> dict[int, float]:
     """Total constraint violation of each trial, by trial number: 0 if all constraints hold.
 
-    All `trials` must be at full budget, and contain the source models to which bounds are relative.
+    Every trial must be at full budget. The trials of the source models to which bounds are relative must be among them.
     """
     if not has_constraints(objectives):
         return dict.fromkeys((trial.number for trial in trials), 0.0)

@@ -377,10 +377,10 @@ class Bank:
         return tuple(norms[source] for source in sources)
 
     def order(self, key: Key) -> TieOrder:
-        """The order of elements of equal magnitude in a tensor's task vector.
+        """The rule that breaks ties among elements of equal magnitude in the task vector of a tensor.
 
-        For a tensor of the base, the result is the order of elements of equal variance between task vectors. `key` is
-        (alias, name). The order depends on the model's content and on the tensor's name.
+        `key` is the tensor's (alias, name). If the alias is that of the base, the rule breaks ties among elements whose
+        variance across the task vectors is equal (SCE). It depends on the model's content and the tensor's name.
         """
         order = self._orders.get(key)
         if order is None:

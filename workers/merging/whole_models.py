@@ -105,9 +105,10 @@ class WholeTaskVector:
         return 0 if self._first is None else self._first.nbytes
 
     def of_tensor(self, name: str, order: TieOrder, ranks: Iterable[int]) -> ModelMagnitudes:
-        """The thresholds of the tensor `name` at which the whole task vector keeps its `rank` largest elements.
+        """Thresholds for the tensor `name` with which the model's task vector keeps its largest elements.
 
-        `ranks` are the numbers of elements, from 1. `order` orders the tensor's elements of equal magnitude.
+        There is one threshold for each number in `ranks`, which is the number of elements, at least 1, that are kept in
+        all tensors together. `order` orders the tensor's elements of equal magnitude.
         """
         return ModelMagnitudes(self.num_elements, {rank: self._trim(name, order, rank) for rank in ranks})
 

@@ -38,17 +38,17 @@ def prepared(
     note: Callable[[str], None] = logger.info,
     **options: Any,
 ) -> PreflightResult:
-    """Prepare a study to run: export its sources that are merges of other studies, then run every check.
+    """Export the sources of a study that are merges of other studies, then run every check, and return its result.
 
     Args:
         study: The study file.
         open_study: Opens the other studies, whose merges, policies or results the study uses.
         directory: Directory of the run or of the server, to which merges of other studies are exported.
-        artifacts_in: Location of the artifacts, such as policies of other studies; None is a directory in `directory`.
-            If it is an object store, merges of other studies are stored there.
-        before: For a study that continues, the record that was stored when it was created, so that hub models keep
-            their commits. None for a new study.
-        access: The files that may be read besides the exported merges; None for all.
+        artifacts_in: Location of the artifacts, such as policies of other studies. By default they are in a directory
+            below `directory`. If it is an object store, merges of other studies are stored there.
+        before: For a study that continues, the resolved study that was stored when the study was created, with the
+            commits of its hub models. None for a new study.
+        access: The files that may be read besides the exported merges; None means all files.
         note: Called with messages about the progress.
         **options: Further arguments of `service.studies.preflight.examine.examine`.
 

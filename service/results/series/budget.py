@@ -35,7 +35,7 @@ class BudgetPlot:
 
 @chart(place=5)
 def budget(run: RunRecord) -> BudgetPlot:
-    """Rungs that the searched trials reached, and their cost compared with scoring everything in full."""
+    """How many searched trials reached each rung, and the samples scored, compared with scoring every trial in full."""
     sizes: dict[int, list[int]] = {}
     for trial in run.trials:
         if trial.origin is Origin.SEARCH:

@@ -124,10 +124,9 @@ def _spread(by: rules.Comparison, low: Threshold, high: Threshold, order: TieOrd
 
 
 def shared_counts(epsilon: float, tensors: Tensors, base: torch.Tensor) -> list[tuple[int, int]]:
-    """For each source, the number of elements that it changes by more than epsilon, and that no other source changes.
+    """For each source, how many elements it changes by more than epsilon, and how many of these no other source does.
 
-    The result has two numbers for each source: all elements that it changes, and those that only this source changes. A
-    change is the magnitude of the difference from `base`; `tensors` are the sources.
+    A change is the magnitude of the difference from `base`; `tensors` are the sources.
     """
     b, xs = as_array(base), as_arrays(tensors)
     parts = pieces(b.size, BLOCK)

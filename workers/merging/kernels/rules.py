@@ -235,12 +235,12 @@ class WeightedMean(NamedTuple):
 
 
 class Interpolation(NamedTuple):
-    """Rule: the base plus lambda times the weighted mean of the task vectors that have the elected sign.
+    """Rule of `m3_ties`: the base plus lambda times the weighted mean of the task vectors that have the elected sign.
 
     This is computed for each element of the task vectors after the sparsification `sparse`. The elected sign is that of
     the sum of all task vectors; where the sum is zero, the result is the base. The weights are divided by the sum of
-    the weights of the task vectors that have this sign. If only one task vector has this sign, it takes the place of
-    the mean.
+    the weights of the task vectors that have this sign. If only one task vector has this sign, it is used instead of
+    the mean, also if its weight is 0.
     """
 
     sparse: Sparsity

@@ -4,7 +4,7 @@ With the action WOLPERTINGER, a policy draws a proto-action, a point in the spac
 normal distribution. `wolpertinger` chooses a step near it. With CATEGORICAL, it draws one of the allowed steps; the
 logit of a step is the product of the policy network's output with the step's embedding.
 
-Axes: T steps, A steps of the pool with the end, D dimensions of an embedding, H of a state.
+Axes: T steps of a path, A possible steps (the pool's layers, and the end), D dimensions of an embedding, H of a state.
 """
 
 from __future__ import annotations

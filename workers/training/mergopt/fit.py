@@ -95,6 +95,6 @@ def _spaced(base: Checkpoint, directory: Path, num_elements: int) -> torch.Tenso
 
 
 def _is_changed(origin: torch.Tensor, own: torch.Tensor) -> bool:
-    """Whether an expert's tensor is another one than the base's, up to the rounding of the coarser dtype."""
+    """Whether an expert's tensor differs from the base's after both are rounded to the coarser of their dtypes."""
     coarser = min(own.dtype, origin.dtype, key=lambda dtype: dtype.itemsize)
     return not torch.equal(own.to(coarser), origin.to(coarser))
