@@ -10,7 +10,7 @@ from rich.text import Text
 
 from service.cli.tables import id_digits, job_table, local_time, state_text, titled
 from service.results.format import duration
-from service.results.training.pictures import merge_text, num_experts
+from service.results.training.pictures import has_values, merge_text, num_experts, vectors_of
 
 if TYPE_CHECKING:
     from service.schemas.api import AnalysisDocument, ExpertDocument, FinetuneDocument
@@ -49,11 +49,12 @@ def analysis_tables(document: AnalysisDocument) -> list[Table]:
     for name in ("scale", "distance", "log-likelihood", "share of 0"):
         fits.add_column(name, justify="right")
     for fleet in document["fleets"]:
-        for vector in fleet["task_vectors"]:
+        for vector in vectors_of(fleet):
             for fit in vector["fits"]:
                 numbers = (f"{number:.3f}" for number in (fit["distance"], fit["log_likelihood"], fit["zeros"]))
                 fits.add_row(vector["expert"], fleet["name"], fit["distribution"], f"{fit['scale']:.2e}", *numbers)
-    merges = titled("Mean loss of merges")
+    is_metric = has_values(document)
+    merges = titled("Merges" if is_metric else "Mean loss of merges")
     merges.add_column("merge method", no_wrap=True)
     merges.add_column("experts", justify="right")
     for fleet in document["fleets"]:
@@ -62,8 +63,9 @@ def analysis_tables(document: AnalysisDocument) -> list[Table]:
         count = num_experts(document["fleets"][0], rows[0])
         merges.add_row(rows[0]["method"], str(count), *map(merge_text, rows))
     merges.caption = (
-        f"nats per token of the reference answers, mean over the merged experts' tasks ({document['samples']} "
-        "samples each), at the best coefficient"
+        ("metric, and loss in " if is_metric else "")
+        + f"nats per token of the reference answers, mean over the merged experts' tasks ({document['samples']} "
+        "samples each), at the best coefficient" + (", chosen on as many other samples" if is_metric else "")
     )
     return [fits, merges] if merges.row_count else [fits]
 
