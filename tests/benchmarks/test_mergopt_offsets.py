@@ -1,4 +1,4 @@
-"""Arithmetic of the comparison of offsets: what differs between arms, what the pilot decides, and tables of made-up arms."""
+"""Arithmetic of the comparison of offsets: what differs between arms, what the pilot decides, and the tables."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from search_spaces.recipe import Merge
 from tests.benchmarks import arms, search_intervals
 from tests.benchmarks import bench_mergopt_offsets as bench
 from tests.benchmarks.arms import NotKept, files_alone
+from tests.benchmarks.bench_mergopt_quality import DEFAULT_RATES
 from workers.training.mergopt.fit import Fit
 
 SHIPPED = bench.EXPERIMENTS["shipped"]
@@ -51,7 +52,7 @@ def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bench.Experim
 def test_the_pilot_chooses_rate_and_scale(experiment: bench.Experiment) -> None:
     """The rate is that with the best task arithmetic on search items; b is the scale at that rate, of two digits."""
     assert (experiment.rate, experiment.scale) == (RATE, 0.0023)
-    assert [each["rate"] for each in experiment.pilot()["rates"]] == list(bench.DEFAULT_RATES)
+    assert [each["rate"] for each in experiment.pilot()["rates"]] == list(DEFAULT_RATES)
 
 
 def test_arms_differ_in_the_offset_alone(experiment: bench.Experiment) -> None:
@@ -66,10 +67,9 @@ def test_arms_differ_in_the_offset_alone(experiment: bench.Experiment) -> None:
         assert specs[bench.LAPLACE].method.noise == "laplace"
         resampled, merges = specs[bench.RESAMPLED].method, specs[bench.ORACLE].method
         assert (resampled.noise, merges.noise) == ("task_vectors", "merges")
-        numbers = [experiment.skills.index(other) for other in experiment.skills]
-        pilot = [f"/experts/{s}-{100 * bench.PILOT_SEED + n}/model" for s, n in zip(experiment.skills, numbers)]
+        pilot = [f"/experts/{s}-{100 * bench.PILOT_SEED + n}/model" for n, s in enumerate(experiment.skills)]
         assert list(resampled.fit_to) == pilot
-        same_seed = [f"/experts/{s}-{300 + n}/model" for s, n in zip(experiment.skills, numbers) if s != skill]
+        same_seed = [f"/experts/{s}-{300 + n}/model" for n, s in enumerate(experiment.skills) if s != skill]
         assert list(merges.fit_to) == same_seed
     seeds = {spec.seed for experts in of.values() for spec in experts.values()}
     assert len(seeds) == len(experiment.skills), "each expert has a seed of its own, the same in all arms"
