@@ -262,6 +262,13 @@ class FleetAnalysisDocument(TypedDict):
     ]
 
 
+class MixedDocument(TypedDict):
+    """Merges of two experts, each of another one of two trainings: means over pairs and over which is of which."""
+
+    fleets: Annotated[list[str], Field(description="Names of the two trainings.")]
+    merges: list[MergeLossDocument]
+
+
 class AnalysisDocument(TypedDict):
     """Statistics of trained experts and losses of their merges, for one or several trainings of the same experts."""
 
@@ -270,6 +277,12 @@ class AnalysisDocument(TypedDict):
         Field(description="Samples of each evaluation task that coefficients are chosen by; as many are reported."),
     ]
     fleets: list[FleetAnalysisDocument]
+    mixed: NotRequired[
+        Annotated[
+            list[MixedDocument],
+            Field(description="Merges of experts of the first training and of another; on the command line only."),
+        ]
+    ]
 
 
 class TrialsDocument(TypedDict):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from search_spaces.errors import Problem
 from service.errors import Conflict
-from service.schemas.api import AnalysisDocument, FleetAnalysisDocument
+from service.schemas.api import AnalysisDocument, FleetAnalysisDocument, MixedDocument
 from service.store import Store
 from service.types import EventKind
 from workers.file_access import FileAccess
@@ -37,6 +37,9 @@ ANALYSIS_FILE = "analysis.json"
 
 # After the name of a fleet of tangent experts, where these are evaluated as they were trained.
 LINEARIZED = ", linearized"
+
+# After the alias of an expert of another fleet, where experts of two fleets are merged.
+OTHER = ".other"
 
 
 def analyse(
@@ -93,14 +96,57 @@ def analyse(
             losses = losses_of_experts(first, models, samples=samples, is_linearized=is_linearized, access=access)
             measured = _measured(losses, list(models), wudi=wudi, draws=not is_linearized, progressed=progressed)
             found.append(cast("FleetAnalysisDocument", _finite({**document, **measured})))
-    return {"samples": samples, "fleets": found}
+    analysis: AnalysisDocument = {"samples": samples, "fleets": found}
+    if len(fleets) > 1 and len(first) > 1:
+        names = _names([experts for experts, _ in fleets])
+        analysis["mixed"] = [
+            cast(
+                "MixedDocument",
+                _finite(
+                    {
+                        "fleets": [names[0], name],
+                        "merges": _mixed(
+                            fleets[0], places, samples=samples, wudi=wudi, progressed=progressed, access=access
+                        ),
+                    }
+                ),
+            )
+            for name, (_, places) in zip(names[1:], fleets[1:], strict=True)
+        ]
+    return analysis
 
 
-def _measured(
-    losses: MergeLosses, aliases: Sequence[str], *, wudi: bool, draws: bool, progressed: Callable[[], None]
-) -> dict[str, Any]:
-    """The table of merges of the experts `aliases`, and with `draws` the landscapes, as parts of an analysis."""
-    from workers.training.finetuning.merge_losses import landscapes, merge_table
+def _mixed(
+    first: tuple[Mapping[str, FinetuneSpec], Mapping[str, Path]],
+    places: Mapping[str, Path],
+    *,
+    samples: int,
+    wudi: bool,
+    progressed: Callable[[], None],
+    access: FileAccess | None,
+) -> list[dict[str, Any]]:
+    """Rows of merges of an expert of the `first` fleet and one of the fleet in `places`, as exported."""
+    from workers.training.finetuning.merge_losses import losses_of_experts, mixed_table
+
+    experts, own = first
+    others = {alias: f"{alias}{OTHER}" for alias in experts}
+    losses = losses_of_experts(
+        {**experts, **{others[alias]: spec for alias, spec in experts.items()}},
+        {
+            **{alias: place / EXPERT for alias, place in own.items()},
+            **{others[alias]: places[alias] / EXPERT for alias in experts},
+        },
+        samples=samples,
+        access=access,
+    )
+    measure, report = _measures(losses, progressed)
+    return [_row(row) for row in mixed_table(measure, others, report=report, wudi=wudi)]
+
+
+def _measures(
+    losses: MergeLosses, progressed: Callable[[], None]
+) -> tuple[Callable[[Merge], Mapping[str, float]], Callable[[Merge], Report]]:
+    """The measures by which coefficients are chosen, and of what is reported, which call `progressed` first."""
 
     def measure(merge: Merge) -> Mapping[str, float]:
         progressed()
@@ -110,6 +156,16 @@ def _measured(
         progressed()
         return losses.report(merge)
 
+    return measure, report
+
+
+def _measured(
+    losses: MergeLosses, aliases: Sequence[str], *, wudi: bool, draws: bool, progressed: Callable[[], None]
+) -> dict[str, Any]:
+    """The table of merges of the experts `aliases`, and with `draws` the landscapes, as parts of an analysis."""
+    from workers.training.finetuning.merge_losses import landscapes, merge_table
+
+    measure, report = _measures(losses, progressed)
     drawn = [asdict(each) for each in landscapes(measure, aliases)] if draws else []
     rows = merge_table(measure, aliases, report=report, wudi=wudi)
     return {"landscape": drawn[0] if drawn else None, "landscapes": drawn, "merges": [_row(row) for row in rows]}

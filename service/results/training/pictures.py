@@ -18,7 +18,7 @@ from service.schemas.api import (
     TaskVectorDocument,
 )
 
-__all__ = ["analysis_context", "has_values", "merge_text", "num_experts", "vectors_of"]
+__all__ = ["analysis_context", "has_values", "merge_columns", "merge_rows", "merge_text", "vectors_of"]
 
 # Height of a cell of a heatmap, in pixels.
 CELL = 22
@@ -66,7 +66,7 @@ def analysis_context(document: AnalysisDocument) -> dict[str, Any]:
         ],
         "low": number_text(min(losses)),
         "high": number_text(max(losses)),
-        "fleets": [fleet["name"] for fleet in fleets],
+        "columns": [name for name, _ in merge_columns(document)],
         "has_values": has_values(document),
         "curves": _curves(fleets),
         "curve_legend": legend(
@@ -76,14 +76,34 @@ def analysis_context(document: AnalysisDocument) -> dict[str, Any]:
             ]
         ),
         "merges": [
-            {
-                "method": rows[0]["method"],
-                "experts": num_experts(fleets[0], rows[0]),
-                "cells": [merge_text(row) for row in rows],
-            }
-            for rows in zip(*(fleet["merges"] for fleet in fleets), strict=True)
+            {"method": method, "experts": experts, "cells": cells} for method, experts, cells in merge_rows(document)
         ],
     }
+
+
+def merge_columns(document: AnalysisDocument) -> list[tuple[str, list[MergeLossDocument | None]]]:
+    """Columns of the table of merges, with names: one for each fleet, and then one for each mixture of two fleets.
+
+    Rows are those of the first fleet; a mixture has None in those of more than two experts.
+    """
+    first = document["fleets"][0]
+    columns: list[tuple[str, list[MergeLossDocument | None]]] = [
+        (fleet["name"], list(fleet["merges"])) for fleet in document["fleets"]
+    ]
+    for mixed in document.get("mixed", []):
+        by_method = {row["method"]: row for row in mixed["merges"]}
+        rows = [by_method.get(row["method"]) if num_experts(first, row) == 2 else None for row in first["merges"]]
+        columns.append((" with ".join(mixed["fleets"]), rows))
+    return columns
+
+
+def merge_rows(document: AnalysisDocument) -> list[tuple[str, int, list[str]]]:
+    """Rows of the table of merges: the method, the number of merged experts, and a text for each column."""
+    first, columns = document["fleets"][0], merge_columns(document)
+    texts = zip(*(["" if row is None else merge_text(row) for row in rows] for _, rows in columns), strict=True)
+    return [
+        (row["method"], num_experts(first, row), list(cells)) for row, cells in zip(first["merges"], texts, strict=True)
+    ]
 
 
 def has_values(document: AnalysisDocument) -> bool:

@@ -89,7 +89,12 @@ def test_an_analysis_is_printed_kept_and_in_the_report(
         assert row["values"].keys() == {"math", "text"}
         assert 0 <= row["value"] <= 1
         assert len(row["tried"]) == 10
+    (mixed,) = found["mixed"]
+    assert mixed["fleets"] == ["mergopt", "tangent"]
+    assert [row["method"] for row in mixed["merges"]] == ["weight averaging", "task arithmetic", "TIES", "DARE"]
+    assert mixed["merges"][0]["losses"].keys() == {"math", "text"}
     page = (tmp_path / "out" / "report.html").read_text()
+    assert "mergopt with tangent" in page
     for heading in ("Task vectors", "Joint loss", "Merges"):
         assert f"<h2>{heading}</h2>" in page
     assert "chosen by the loss on other samples" in page

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +48,7 @@ __all__ = [
     "landscapes",
     "losses_of_experts",
     "merge_table",
+    "mixed_table",
 ]
 
 # The coefficients of both experts in figure 2.
@@ -364,6 +365,34 @@ def merge_table(
         sets.insert(0, list(combinations(experts[:IN_PAIRS], 2)))
     reported = report or (lambda merge: Report(measure(merge), {}))
     return tuple(row for together in sets for row in _rows(measure, reported, together, seed=seed, wudi=wudi))
+
+
+def mixed_table(
+    measure: Callable[[Merge], Mapping[str, float]],
+    experts: Mapping[str, str],
+    *,
+    report: Callable[[Merge], Report],
+    seed: int = 0,
+    wudi: bool = False,
+) -> tuple[MergeLoss, ...]:
+    """Measure merges of two experts of which one was trained otherwise: a row for each method (MergOPT, table 19).
+
+    `experts` has the alias of an expert and that of the one that was trained otherwise for the same tasks. Merged are
+    all pairs of the first IN_PAIRS, with either of the two trained otherwise. The other arguments are those of
+    `merge_table`. Losses and metrics of the rows are by the aliases that are keys of `experts`.
+    """
+    pairs = list(combinations(list(experts)[:IN_PAIRS], 2))
+    mixed = [pair for one, two in pairs for pair in ((one, experts[two]), (experts[one], two))]
+    names = {other: alias for alias, other in experts.items()}
+
+    def renamed(numbers: Mapping[str, float]) -> dict[str, float]:
+        by_alias: dict[str, list[float]] = {}
+        for alias, number in numbers.items():
+            by_alias.setdefault(names.get(alias, alias), []).append(number)
+        return {alias: _mean(each) for alias, each in by_alias.items()}
+
+    rows = _rows(measure, report, mixed, seed=seed, wudi=wudi)
+    return tuple(replace(row, losses=renamed(row.losses), values=renamed(row.values)) for row in rows)
 
 
 def _rows(

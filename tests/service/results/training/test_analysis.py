@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from service.cli.finetune_tables import analysis_tables
 from service.errors import Conflict
 from service.results.training.analysis import analyse, joined
 from service.results.training.pictures import analysis_context, merge_text
@@ -16,6 +17,7 @@ from service.schemas.api import (
     FleetAnalysisDocument,
     LandscapeDocument,
     MergeLossDocument,
+    MixedDocument,
     TaskVectorDocument,
     TriedDocument,
 )
@@ -102,6 +104,19 @@ def test_curves_and_landscapes_are_drawn() -> None:
     ]
     assert found["high"] == "8.000"
     assert "sum of all, mergopt" in [each["name"] for each in found["histograms"]]
+
+
+def test_mixtures_of_trainings_are_columns_of_pairs() -> None:
+    first, other = fleet("mergopt", 1, 2, 3, 4), fleet("adamw", 2, 3, 4, 5)
+    every: MergeLossDocument = {**first["merges"][1], "num_experts": 3}
+    both = [{**each, "merges": [*each["merges"], every]} for each in (first, other)]
+    mixed: MixedDocument = {"fleets": ["mergopt", "adamw"], "merges": [{**first["merges"][1], "mean": 9.0}]}
+    document: AnalysisDocument = {"samples": 1, "fleets": both, "mixed": [mixed]}  # type: ignore[typeddict-item]
+    found = analysis_context(document)
+    assert found["columns"] == ["mergopt", "adamw", "mergopt with adamw"]
+    assert [row["cells"][2] for row in found["merges"]] == ["", "9.000 at 0.5", ""]
+    printed = analysis_tables(document)[1]
+    assert [column.header for column in printed.columns][2:] == found["columns"]
 
 
 def test_analyses_with_other_methods_are_refused() -> None:

@@ -29,6 +29,7 @@ from workers.training.finetuning.merge_losses import (
     landscapes,
     losses_of_experts,
     merge_table,
+    mixed_table,
 )
 from workers.training.finetuning.spec import FinetuneSpec, parse_spec, task_of
 from workers.training.finetuning.task_vectors import accumulated_vector, task_vector
@@ -245,6 +246,26 @@ def test_what_is_reported_is_measured_apart() -> None:
     assert [coefficient for coefficient, _ in row.tried] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
     assert min(row.tried, key=lambda each: each[1])[0] == 0.5
     assert rows["WUDI"].coefficient == 1.0
+
+
+def test_pairs_are_mixed_of_two_trainings() -> None:
+    """Every pair is merged twice, with the one or the other expert of the second training."""
+    merged = set()
+
+    def measure(merge: Merge) -> Mapping[str, float]:
+        merged.add(tuple(source.model for source in merge.sources))
+        return {source.model: float(source.model.endswith("2")) for source in merge.sources}
+
+    def report(merge: Merge) -> Report:
+        return Report(measure(merge), {source.model: 10.0 for source in merge.sources})
+
+    rows = mixed_table(measure, {"a": "a2", "b": "b2", "c": "c2"}, report=report)
+    assert merged == {("a", "b2"), ("a2", "b"), ("a", "c2"), ("a2", "c"), ("b", "c2"), ("b2", "c")}
+    assert [row.method for row in rows] == ["weight averaging", "task arithmetic", "TIES", "DARE"]
+    for row in rows:
+        assert row.losses == {"a": 0.5, "b": 0.5, "c": 0.5}
+        assert row.values == {"a": 10.0, "b": 10.0, "c": 10.0}
+        assert row.num_experts == 2
 
 
 def test_a_table_has_each_methods_best_coefficient() -> None:
