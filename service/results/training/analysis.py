@@ -100,16 +100,8 @@ def analyse(
     if len(fleets) > 1 and len(first) > 1:
         names = _names([experts for experts, _ in fleets])
         analysis["mixed"] = [
-            cast(
-                "MixedDocument",
-                _finite(
-                    {
-                        "fleets": [names[0], name],
-                        "merges": _mixed(
-                            fleets[0], places, samples=samples, wudi=wudi, progressed=progressed, access=access
-                        ),
-                    }
-                ),
+            _mixed(
+                (names[0], name), fleets[0], places, samples=samples, wudi=wudi, progressed=progressed, access=access
             )
             for name, (_, places) in zip(names[1:], fleets[1:], strict=True)
         ]
@@ -117,6 +109,7 @@ def analyse(
 
 
 def _mixed(
+    names: tuple[str, str],
     first: tuple[Mapping[str, FinetuneSpec], Mapping[str, Path]],
     places: Mapping[str, Path],
     *,
@@ -124,8 +117,11 @@ def _mixed(
     wudi: bool,
     progressed: Callable[[], None],
     access: FileAccess | None,
-) -> list[dict[str, Any]]:
-    """Rows of merges of an expert of the `first` fleet and one of the fleet in `places`, as exported."""
+) -> MixedDocument:
+    """Measure merges of an expert of the `first` fleet and one of the fleet in `places`, as they were exported.
+
+    `names` are those of the two fleets.
+    """
     from workers.training.finetuning.merge_losses import losses_of_experts, mixed_table
 
     experts, own = first
@@ -140,7 +136,8 @@ def _mixed(
         access=access,
     )
     measure, report = _measures(losses, progressed)
-    return [_row(row) for row in mixed_table(measure, others, report=report, wudi=wudi)]
+    rows = [_row(row) for row in mixed_table(measure, others, report=report, wudi=wudi)]
+    return cast("MixedDocument", _finite({"fleets": list(names), "merges": rows}))
 
 
 def _measures(
