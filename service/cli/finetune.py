@@ -74,8 +74,9 @@ def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], in
         raise
     if analysed:
         fleets = [(pipeline.experts, places), *map(trained_fleet, options.analyse or ())]
-        samples = options.samples or (pipeline.analysis or Analysis()).samples
-        found = analyse(fleets, samples=samples, note=_quiet if options.json else _note)
+        wanted = pipeline.analysis or Analysis()
+        samples = options.samples or wanted.samples
+        found = analyse(fleets, samples=samples, wudi=wanted.wudi, note=_quiet if options.json else _note)
         (out / ANALYSIS_FILE).write_text(json.dumps(found, indent=1) + "\n")
     written = report(JobState.COMPLETE)
     study = pipeline.study_of({alias: place / EXPERT_DIR for alias, place in places.items()})
@@ -93,7 +94,11 @@ def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], in
 
 
 def _line(alias: str, summary: dict[str, Any], expert: Path) -> str:
-    values = "".join(f", {name} {value:.3f}" for name, value in summary["values"].items())
+    linearized = summary.get("linearized_values", {})
+    values = "".join(
+        f", {name} {value:.3f}" + (f" ({linearized[name]:.3f} linearized)" if name in linearized else "")
+        for name, value in summary["values"].items()
+    )
     return f"{alias}: {summary['steps']} steps, last loss {summary['loss']:.4f}{values}; expert: {expert}"
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from service.cli.tables import id_digits, job_table, local_time, state_text, titled
 from service.results.format import duration
-from service.results.training.pictures import merge_text, num_experts
+from service.results.training.pictures import has_values, merge_columns, merge_rows, vectors_of
 
 if TYPE_CHECKING:
     from service.schemas.api import AnalysisDocument, ExpertDocument, FinetuneDocument
@@ -49,21 +49,22 @@ def analysis_tables(document: AnalysisDocument) -> list[Table]:
     for name in ("scale", "distance", "log-likelihood", "share of 0"):
         fits.add_column(name, justify="right")
     for fleet in document["fleets"]:
-        for vector in fleet["task_vectors"]:
+        for vector in vectors_of(fleet):
             for fit in vector["fits"]:
                 numbers = (f"{number:.3f}" for number in (fit["distance"], fit["log_likelihood"], fit["zeros"]))
                 fits.add_row(vector["expert"], fleet["name"], fit["distribution"], f"{fit['scale']:.2e}", *numbers)
-    merges = titled("Mean loss of merges")
+    is_metric = has_values(document)
+    merges = titled("Merges" if is_metric else "Mean loss of merges")
     merges.add_column("merge method", no_wrap=True)
     merges.add_column("experts", justify="right")
-    for fleet in document["fleets"]:
-        merges.add_column(fleet["name"], justify="right")
-    for rows in zip(*(fleet["merges"] for fleet in document["fleets"]), strict=True):
-        count = num_experts(document["fleets"][0], rows[0])
-        merges.add_row(rows[0]["method"], str(count), *map(merge_text, rows))
+    for name, _ in merge_columns(document):
+        merges.add_column(name, justify="right")
+    for method, experts, cells in merge_rows(document):
+        merges.add_row(method, str(experts), *cells)
     merges.caption = (
-        f"nats per token of the reference answers, mean over the merged experts' tasks ({document['samples']} "
-        "samples each), at the best coefficient"
+        ("metric, and loss in " if is_metric else "")
+        + f"nats per token of the reference answers, mean over the merged experts' tasks ({document['samples']} "
+        "samples each), at the best coefficient" + (", chosen on as many other samples" if is_metric else "")
     )
     return [fits, merges] if merges.row_count else [fits]
 

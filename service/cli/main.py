@@ -313,7 +313,7 @@ def _parser() -> argparse.ArgumentParser:
         "--samples",
         type=_count,
         metavar="N",
-        help="samples of each evaluation task that the analysis uses (default 100)",
+        help="samples of each evaluation task that coefficients are chosen by; as many are reported (default 100)",
     )
 
     command = server_verb("trials", verbs.trials, "List a run's trials.")

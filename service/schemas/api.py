@@ -210,8 +210,18 @@ class LandscapeDocument(TypedDict):
     ]
 
 
+class TriedDocument(TypedDict):
+    """Coefficient of a merge method that was tried, with the mean loss by which the best one is chosen."""
+
+    coefficient: float | None
+    mean: Loss
+
+
 class MergeLossDocument(TypedDict):
-    """Losses of merges of `num_experts` experts by one method, at the best coefficient that was tried."""
+    """Losses and metrics of merges of `num_experts` experts by one method, at the best coefficient that was tried.
+
+    If there are `values`, the coefficient was chosen on other samples than are reported.
+    """
 
     method: str
     num_experts: NotRequired[
@@ -226,6 +236,11 @@ class MergeLossDocument(TypedDict):
     losses: Annotated[dict[str, Loss], Field(description="Loss on each expert's own tasks, by expert.")]
     mean: Loss
     spread: Annotated[Loss, Field(description="Standard deviation, over all coefficients, of the mean loss.")]
+    values: NotRequired[
+        Annotated[dict[str, Loss], Field(description="Mean metric of each expert's own tasks, by expert.")]
+    ]
+    value: NotRequired[Annotated[Loss, Field(description="Mean of `values`.")]]
+    tried: NotRequired[list[TriedDocument]]
 
 
 class FleetAnalysisDocument(TypedDict):
@@ -239,15 +254,35 @@ class FleetAnalysisDocument(TypedDict):
         LandscapeDocument | None, Field(description="Losses of merges of the first two experts; null with one expert.")
     ]
     merges: Annotated[list[MergeLossDocument], Field(description="Losses of merges, by number of experts and method.")]
+    landscapes: NotRequired[
+        Annotated[list[LandscapeDocument], Field(description="Losses of merges of up to four pairs of experts.")]
+    ]
+    accumulated: NotRequired[
+        Annotated[TaskVectorDocument, Field(description="The sum of the task vectors of all experts.")]
+    ]
+
+
+class MixedDocument(TypedDict):
+    """Merges of two experts, each of another one of two trainings: means over pairs and over which is of which."""
+
+    fleets: Annotated[list[str], Field(description="Names of the two trainings.")]
+    merges: list[MergeLossDocument]
 
 
 class AnalysisDocument(TypedDict):
     """Statistics of trained experts and losses of their merges, for one or several trainings of the same experts."""
 
     samples: Annotated[
-        int, Field(description="Samples of each evaluation task, on whose reference answers losses are computed.")
+        int,
+        Field(description="Samples of each evaluation task that coefficients are chosen by; as many are reported."),
     ]
     fleets: list[FleetAnalysisDocument]
+    mixed: NotRequired[
+        Annotated[
+            list[MixedDocument],
+            Field(description="Merges of experts of the first training and of another; on the command line only."),
+        ]
+    ]
 
 
 class TrialsDocument(TypedDict):

@@ -490,4 +490,6 @@ def resemblance_table(experiment: Experiment) -> str:
 
 
 # Of parts that were not measured yet there is no table in docs.
-TABLES: dict[str, Callable[[], str]] = {}
+TABLES: dict[str, Callable[[], str]] = {
+    "shipped-resemblance": lambda: resemblance_table(EXPERIMENTS["shipped"]),
+}

@@ -39,6 +39,7 @@ def store_analysis(
         found = analyse(
             [(pipeline.experts, places)],
             samples=pipeline.analysis.samples,
+            wudi=pipeline.analysis.wudi,
             note=note,
             progressed=heartbeat.progressed,
             access=access,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from search_spaces.errors import Problem
 from service.errors import Conflict
-from service.schemas.api import AnalysisDocument, FleetAnalysisDocument
+from service.schemas.api import AnalysisDocument, FleetAnalysisDocument, MixedDocument
 from service.store import Store
 from service.types import EventKind
 from workers.file_access import FileAccess
@@ -22,7 +22,7 @@ from workers.training.finetuning.spec import FinetuneSpec
 
 if TYPE_CHECKING:
     from search_spaces.recipe import Merge
-    from workers.training.finetuning.merge_losses import MergeLosses
+    from workers.training.finetuning.merge_losses import MergeLoss, MergeLosses, Report
 
 __all__ = [
     "ANALYSIS_FILE",
@@ -35,11 +35,18 @@ __all__ = [
 
 ANALYSIS_FILE = "analysis.json"
 
+# After the name of a fleet of tangent experts, where these are evaluated as they were trained.
+LINEARIZED = ", linearized"
+
+# After the alias of an expert of another fleet, where experts of two fleets are merged.
+OTHER = ".other"
+
 
 def analyse(
     fleets: Sequence[tuple[Mapping[str, FinetuneSpec], Mapping[str, Path]]],
     *,
     samples: int,
+    wudi: bool = False,
     note: Callable[[str], None] = lambda _: None,
     progressed: Callable[[], None] = lambda: None,
     access: FileAccess | None = None,
@@ -48,8 +55,10 @@ def analyse(
 
     Args:
         fleets: For each fleet the specifications and the directories of its experts, by alias. The first fleet is shown
-            first, and all losses are on its tasks.
-        samples: Number of samples of each evaluation task.
+            first, and all losses are on its tasks. A fleet whose experts were all trained by tangent is analysed twice: as
+            its experts were exported, and linearized, as they were trained; the latter without landscapes.
+        samples: Number of samples of each evaluation task that coefficients are chosen by; as many are reported.
+        wudi: Whether WUDI-Merging is among the merge methods.
         note: Called with a line of progress.
         progressed: Called after every merge.
         access: Limits the files that tasks may read; None is no limit.
@@ -59,8 +68,8 @@ def analyse(
         InvalidTask: A task has no reference answers.
         InvalidModel: A model cannot be read.
     """
-    from workers.training.finetuning.merge_losses import landscape, losses_of_experts, merge_table
-    from workers.training.finetuning.task_vectors import task_vector
+    from workers.training.finetuning.merge_losses import losses_of_experts
+    from workers.training.finetuning.task_vectors import accumulated_vector, task_vector
 
     (first, _), *_ = fleets
     for experts, places in fleets:
@@ -72,22 +81,96 @@ def analyse(
         base = locate(next(iter(experts.values())).base)
         try:
             vectors = [asdict(task_vector(alias, base, model)) for alias, model in models.items()]
+            fleet: dict[str, Any] = {"name": name, "task_vectors": vectors, "landscape": None, "merges": []}
+            if len(models) == 1:
+                found.append(cast("FleetAnalysisDocument", _finite(fleet)))
+                continue
+            fleet["accumulated"] = asdict(accumulated_vector(base, list(models.values())))
         except ValueError as error:
             raise Conflict(f"analysis of {name}: {error}") from error
-        fleet: dict[str, Any] = {"name": name, "task_vectors": vectors, "landscape": None, "merges": []}
-        if len(models) > 1:
+        is_tangent = all(spec.method.kind == "tangent" for spec in experts.values())
+        linearized = {"name": f"{name}{LINEARIZED}", "task_vectors": []}
+        variants: list[tuple[dict[str, Any], bool]] = [(fleet, False), *([(linearized, True)] if is_tangent else [])]
+        for document, is_linearized in variants:
             # All fleets are scored on the samples of the first one.
-            losses = losses_of_experts(first, models, samples=samples, access=access)
+            losses = losses_of_experts(first, models, samples=samples, is_linearized=is_linearized, access=access)
+            measured = _measured(losses, list(models), wudi=wudi, draws=not is_linearized, progressed=progressed)
+            found.append(cast("FleetAnalysisDocument", _finite({**document, **measured})))
+    analysis: AnalysisDocument = {"samples": samples, "fleets": found}
+    if len(fleets) > 1 and len(first) > 1:
+        names = _names([experts for experts, _ in fleets])
+        analysis["mixed"] = [
+            _mixed(
+                (names[0], name), fleets[0], places, samples=samples, wudi=wudi, progressed=progressed, access=access
+            )
+            for name, (_, places) in zip(names[1:], fleets[1:], strict=True)
+        ]
+    return analysis
 
-            def measure(merge: Merge, losses: MergeLosses = losses) -> Mapping[str, float]:
-                progressed()
-                return losses.of(merge)
 
-            one, other, *_ = models
-            fleet["landscape"] = asdict(landscape(measure, (one, other)))
-            fleet["merges"] = [asdict(row) for row in merge_table(measure, list(models))]
-        found.append(cast("FleetAnalysisDocument", _finite(fleet)))
-    return {"samples": samples, "fleets": found}
+def _mixed(
+    names: tuple[str, str],
+    first: tuple[Mapping[str, FinetuneSpec], Mapping[str, Path]],
+    places: Mapping[str, Path],
+    *,
+    samples: int,
+    wudi: bool,
+    progressed: Callable[[], None],
+    access: FileAccess | None,
+) -> MixedDocument:
+    """Measure merges of an expert of the `first` fleet and one of the fleet in `places`, as they were exported.
+
+    `names` are those of the two fleets.
+    """
+    from workers.training.finetuning.merge_losses import losses_of_experts, mixed_table
+
+    experts, own = first
+    others = {alias: f"{alias}{OTHER}" for alias in experts}
+    losses = losses_of_experts(
+        {**experts, **{others[alias]: spec for alias, spec in experts.items()}},
+        {
+            **{alias: place / EXPERT for alias, place in own.items()},
+            **{others[alias]: places[alias] / EXPERT for alias in experts},
+        },
+        samples=samples,
+        access=access,
+    )
+    measure, report = _measures(losses, progressed)
+    rows = [_row(row) for row in mixed_table(measure, others, report=report, wudi=wudi)]
+    return cast("MixedDocument", _finite({"fleets": list(names), "merges": rows}))
+
+
+def _measures(
+    losses: MergeLosses, progressed: Callable[[], None]
+) -> tuple[Callable[[Merge], Mapping[str, float]], Callable[[Merge], Report]]:
+    """The measures by which coefficients are chosen, and of what is reported, which call `progressed` first."""
+
+    def measure(merge: Merge) -> Mapping[str, float]:
+        progressed()
+        return losses.of(merge)
+
+    def report(merge: Merge) -> Report:
+        progressed()
+        return losses.report(merge)
+
+    return measure, report
+
+
+def _measured(
+    losses: MergeLosses, aliases: Sequence[str], *, wudi: bool, draws: bool, progressed: Callable[[], None]
+) -> dict[str, Any]:
+    """The table of merges of the experts `aliases`, and with `draws` the landscapes, as parts of an analysis."""
+    from workers.training.finetuning.merge_losses import landscapes, merge_table
+
+    measure, report = _measures(losses, progressed)
+    drawn = [asdict(each) for each in landscapes(measure, aliases)] if draws else []
+    rows = merge_table(measure, aliases, report=report, wudi=wudi)
+    return {"landscape": drawn[0] if drawn else None, "landscapes": drawn, "merges": [_row(row) for row in rows]}
+
+
+def _row(row: MergeLoss) -> dict[str, Any]:
+    tried = [{"coefficient": coefficient, "mean": mean} for coefficient, mean in row.tried]
+    return {**asdict(row), "tried": tried}
 
 
 def lack_of_losses(pipeline: Pipeline, *, access: FileAccess | None = None) -> tuple[Problem, ...]:
@@ -111,9 +194,12 @@ def joined(analyses: Mapping[str, tuple[Pipeline, AnalysisDocument]]) -> Analysi
     """
     names = list(analyses)
     (first, _), *_ = analyses.values()
-    samples = next(iter(analyses.values()))[1]["samples"]
+    samples, merges = next((each["samples"], each["fleets"][0]["merges"]) for _, each in analyses.values())
     for name, (pipeline, document) in analyses.items():
         _check_same(first.experts, pipeline.experts, name)
+        methods = {(row["method"], row.get("num_experts")) for row in document["fleets"][0]["merges"]}
+        if methods != {(row["method"], row.get("num_experts")) for row in merges}:
+            raise Conflict(f"{name}: has merges by other methods than {names[0]}; it must have the same analysis.wudi")
         if document["samples"] != samples or any(
             (spec.evaluation and spec.evaluation.objectives, spec.seed, spec.data.max_length)
             != (own.evaluation and own.evaluation.objectives, own.seed, own.data.max_length)
@@ -124,8 +210,12 @@ def joined(analyses: Mapping[str, tuple[Pipeline, AnalysisDocument]]) -> Analysi
                 "analysis.samples, evaluation.objectives, data.max_length and seed"
             )
     labels = _names([pipeline.experts for pipeline, _ in analyses.values()])
-    fleets = [document["fleets"][0] for _, document in analyses.values()]
-    return {"samples": samples, "fleets": [{**fleet, "name": n} for n, fleet in zip(labels, fleets, strict=True)]}
+    fleets: list[FleetAnalysisDocument] = []
+    for label, (_, document) in zip(labels, analyses.values(), strict=True):
+        for fleet in document["fleets"]:
+            is_linearized = fleet["name"].endswith(LINEARIZED)
+            fleets.append({**fleet, "name": label + LINEARIZED if is_linearized else label})
+    return {"samples": samples, "fleets": fleets}
 
 
 def stored_analysis(store: Store, study_id: str) -> AnalysisDocument | None:

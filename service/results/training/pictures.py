@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from service.results.report.charts import Cell, Legend, Plot, heatmap, legend
 from service.results.report.scales import Scale, nice_scale
 from service.results.report.texts import number_text
-from service.schemas.api import AnalysisDocument, FleetAnalysisDocument, MergeLossDocument
+from service.schemas.api import (
+    AnalysisDocument,
+    FleetAnalysisDocument,
+    LandscapeDocument,
+    MergeLossDocument,
+    TaskVectorDocument,
+)
 
-__all__ = ["analysis_context", "merge_text", "num_experts"]
+__all__ = ["analysis_context", "has_values", "merge_columns", "merge_rows", "merge_text", "vectors_of"]
 
 # Height of a cell of a heatmap, in pixels.
 CELL = 22
@@ -23,14 +29,15 @@ LEAST = 1e-6
 def analysis_context(document: AnalysisDocument) -> dict[str, Any]:
     """Build the data from which the report's template draws the analysis of trained fleets."""
     fleets = document["fleets"]
-    every = [loss for fleet in fleets if fleet["landscape"] for row in fleet["landscape"]["losses"] for loss in row]
+    drawn = [(fleet["name"], found) for fleet in fleets for found in _landscapes(fleet)]
+    every = [loss for _, found in drawn for row in found["losses"] for loss in row]
     losses = [max(loss, LEAST) for loss in every if loss is not None and math.isfinite(loss)] or [1.0]
     return {
         "samples": document["samples"],
         "histograms": [
             {"name": f"{vector['expert']}, {fleet['name']}", "svg": _histogram(vector)}
             for fleet in fleets
-            for vector in fleet["task_vectors"]
+            for vector in vectors_of(fleet)
         ],
         "legend": legend(
             [
@@ -47,32 +54,108 @@ def analysis_context(document: AnalysisDocument) -> dict[str, Any]:
                 "scale": f"{fitted['scale']:.2e}",
             }
             for fleet in fleets
-            for vector in fleet["task_vectors"]
+            for vector in vectors_of(fleet)
             for fitted in vector["fits"]
         ],
         "landscapes": [
-            {"name": fleet["name"], "svg": _landscape(fleet["landscape"], min(losses), max(losses))}
-            for fleet in fleets
-            if fleet["landscape"]
+            {
+                "name": f"{' and '.join(found['experts'])}, {name}",
+                "svg": _landscape(found, min(losses), max(losses)),
+            }
+            for name, found in drawn
         ],
         "low": number_text(min(losses)),
         "high": number_text(max(losses)),
-        "fleets": [fleet["name"] for fleet in fleets],
+        "columns": [name for name, _ in merge_columns(document)],
+        "has_values": has_values(document),
+        "curves": _curves(fleets),
+        "curve_legend": legend(
+            [
+                Legend(fleet["name"], "loss", "line", style=f"stroke:var(--c{index})")
+                for index, fleet in enumerate(fleets)
+            ]
+        ),
         "merges": [
-            {
-                "method": rows[0]["method"],
-                "experts": num_experts(fleets[0], rows[0]),
-                "cells": [merge_text(row) for row in rows],
-            }
-            for rows in zip(*(fleet["merges"] for fleet in fleets), strict=True)
+            {"method": method, "experts": experts, "cells": cells} for method, experts, cells in merge_rows(document)
         ],
     }
 
 
+def merge_columns(document: AnalysisDocument) -> list[tuple[str, list[MergeLossDocument | None]]]:
+    """Columns of the table of merges, with names: one for each fleet, and then one for each mixture of two fleets.
+
+    Rows are those of the first fleet; a mixture has None in those of more than two experts.
+    """
+    first = document["fleets"][0]
+    columns: list[tuple[str, list[MergeLossDocument | None]]] = [
+        (fleet["name"], list(fleet["merges"])) for fleet in document["fleets"]
+    ]
+    for mixed in document.get("mixed", []):
+        by_method = {row["method"]: row for row in mixed["merges"]}
+        rows = [by_method.get(row["method"]) if num_experts(first, row) == 2 else None for row in first["merges"]]
+        columns.append((" with ".join(mixed["fleets"]), rows))
+    return columns
+
+
+def merge_rows(document: AnalysisDocument) -> list[tuple[str, int, list[str]]]:
+    """Rows of the table of merges: the method, the number of merged experts, and a text for each column."""
+    first, columns = document["fleets"][0], merge_columns(document)
+    texts = zip(*(["" if row is None else merge_text(row) for row in rows] for _, rows in columns), strict=True)
+    return [
+        (row["method"], num_experts(first, row), list(cells)) for row, cells in zip(first["merges"], texts, strict=True)
+    ]
+
+
+def has_values(document: AnalysisDocument) -> bool:
+    """Whether merges have metrics, and coefficients were chosen on other samples; analyses of old versions do not."""
+    return any(row.get("value") is not None for fleet in document["fleets"] for row in fleet["merges"])
+
+
 def merge_text(row: MergeLossDocument) -> str:
-    """Format the loss of a merge as text, with the coefficient at which the merge has this loss."""
+    """Format the metric and the loss of a merge as text, with the coefficient at which the merge has them."""
     at = "" if row["coefficient"] is None else f" at {row['coefficient']:g}"
-    return f"{_loss_text(row['mean'])}{at}"
+    loss, value = _loss_text(row["mean"]), row.get("value")
+    return f"{loss}{at}" if value is None else f"{number_text(value)} (loss {loss}){at}"
+
+
+def vectors_of(fleet: FleetAnalysisDocument) -> list[TaskVectorDocument]:
+    """The task vectors of a fleet's experts and their sum, where it was analysed."""
+    return [*fleet["task_vectors"], *([fleet["accumulated"]] if "accumulated" in fleet else [])]
+
+
+def _landscapes(fleet: FleetAnalysisDocument) -> list[LandscapeDocument]:
+    """The landscapes of a fleet; analyses of old versions have one."""
+    return fleet.get("landscapes", [fleet["landscape"]] if fleet["landscape"] else [])
+
+
+def _curves(fleets: Sequence[FleetAnalysisDocument]) -> list[dict[str, Any]]:
+    """Draw the mean loss of merges of all experts by their coefficient, a chart for each method with several of them.
+
+    A chart has a line for each fleet. Losses are those by which coefficients are chosen.
+    """
+    charts = []
+    for rows in zip(*(fleet["merges"] for fleet in fleets), strict=True):
+        lines = [_points(row) for row in rows]
+        losses = [loss for line in lines for _, loss in line]
+        if num_experts(fleets[0], rows[0]) < len(fleets[0]["task_vectors"]) or max(map(len, lines)) < 2:
+            continue
+        plot = Plot(
+            nice_scale([x for line in lines for x, _ in line], count=5),
+            nice_scale(losses, count=4),
+            label=f"Mean loss of merges by {rows[0]['method']}, by the coefficient",
+            x_title="coefficient",
+            y_title="mean loss",
+            height=210,
+        )
+        for index, line in enumerate(lines):
+            plot.curve(line, css="loss", style=f"stroke:var(--c{index})")
+        charts.append({"name": rows[0]["method"], "svg": plot.render()})
+    return charts
+
+
+def _points(row: MergeLossDocument) -> list[tuple[float, float]]:
+    tried = ((each["coefficient"], each["mean"]) for each in row.get("tried", []))
+    return [(x, y) for x, y in tried if x is not None and y is not None and math.isfinite(y)]
 
 
 def _loss_text(loss: float | None) -> str:

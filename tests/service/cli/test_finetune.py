@@ -67,20 +67,38 @@ def test_an_analysis_is_printed_kept_and_in_the_report(
     assert "experts.math.evaluation: has no evaluation; losses of merges" in capsys.readouterr().err
     assert not (tmp_path / "out").exists(), "told before anything is trained"
     fleet = changed(fleet, evaluation={"objectives": [objective], "samples": 1}, analysis={"samples": 2})
-    write(tmp_path / "sgd.yaml", {**yaml.safe_load(fleet.read_text()), "method": {"kind": "sgd"}, "analysis": None})
-    assert main(["finetune", str(tmp_path / "sgd.yaml"), "--out", str(tmp_path / "sgd")]) == 0
+    tangent = {**yaml.safe_load(fleet.read_text()), "method": {"kind": "tangent"}, "analysis": None}
+    write(tmp_path / "tangent.yaml", tangent)
+    assert main(["finetune", str(tmp_path / "tangent.yaml"), "--out", str(tmp_path / "tangent")]) == 0
     call = ["finetune", str(fleet), *out, "--analyse"]
     capsys.readouterr()
-    assert main([*call, str(tmp_path / "sgd")]) == 0
+    assert main([*call, str(tmp_path / "tangent")]) == 0
     printed = capsys.readouterr().out
-    for word in ("Task vectors", "laplace", "gaussian", "Mean loss of merges", "weight averaging", "TIES"):
+    for word in ("Task vectors", "laplace", "gaussian", "Merges", "sum of all", "weight averaging", "TIES", "loss"):
         assert word in printed
     found = json.loads((tmp_path / "out" / "analysis.json").read_text())
-    assert ([each["name"] for each in found["fleets"]], found["samples"]) == (["mergopt", "sgd"], 2)
-    assert [len(each["landscape"]["losses"]) for each in found["fleets"]] == [11, 11]
+    assert ([each["name"] for each in found["fleets"]], found["samples"]) == (
+        ["mergopt", "tangent", "tangent, linearized"],
+        2,
+    )
+    assert [len(each["landscape"]["losses"]) for each in found["fleets"][:2]] == [11, 11]
+    assert [each.get("accumulated", {}).get("expert") for each in found["fleets"]] == ["sum of all"] * 2 + [None]
+    for each in found["fleets"]:
+        assert each["landscapes"] == ([each["landscape"]] if each["landscape"] else [])
+        row = each["merges"][1]
+        assert row["values"].keys() == {"math", "text"}
+        assert 0 <= row["value"] <= 1
+        assert len(row["tried"]) == 10
+    (mixed,) = found["mixed"]
+    assert mixed["fleets"] == ["mergopt", "tangent"]
+    assert [row["method"] for row in mixed["merges"]] == ["weight averaging", "task arithmetic", "TIES", "DARE"]
+    assert mixed["merges"][0]["losses"].keys() == {"math", "text"}
     page = (tmp_path / "out" / "report.html").read_text()
+    assert "mergopt with tangent" in page
     for heading in ("Task vectors", "Joint loss", "Merges"):
         assert f"<h2>{heading}</h2>" in page
+    assert "chosen by the loss on other samples" in page
+    assert "Mean loss of merges by task arithmetic, by the coefficient" in page
     changed(fleet, analysis=None)
     assert main(call[:-1]) == 0, "a report that is written again keeps it"
     assert "<h2>Joint loss</h2>" in (tmp_path / "out" / "report.html").read_text()

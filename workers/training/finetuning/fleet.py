@@ -54,7 +54,10 @@ class Analysis(Section):
     """Options of the analysis of trained experts: the distribution of task vectors, and the losses of merges."""
 
     samples: Annotated[int, Field(ge=1)] = 100
-    """The number of samples of each evaluation task, whose reference answers give the losses."""
+    """The number of samples of each evaluation task that coefficients of merges are chosen by, and of those after them
+    that merges are reported on."""
+    wudi: bool = False
+    """Whether WUDI-Merging is among the merge methods, which takes several hundred matrix products for each matrix."""
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,19 @@
-"""The losses of merges of trained experts.
+"""Losses and task metrics of merges of trained experts.
 
 Paper: "MergOPT: A merge-aware optimizer for robust model merging", figure 2 (the joint loss over two coefficients),
-table 1 (merge methods by optimizer). Losses are computed on the reference answers of the experts' evaluation tasks, in
-nats per token of an answer, in float32.
+tables 1, 3, 20 and 21 (merge methods by optimizer and number of experts). Losses are those of the reference answers of
+the experts' evaluation tasks, in nats per token of an answer, in float32. Coefficients are chosen by the losses on some
+samples of each task; what is reported of a merge is measured on other samples.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,21 +29,26 @@ from workers.merging.materialize import merge_into
 from workers.models.family import open_family
 from workers.models.remote import locate
 from workers.training.finetuning.data import writes_chats
+from workers.training.finetuning.evaluation import TaskScorer
 from workers.training.finetuning.spec import FinetuneSpec, task_of
-from workers.training.losses import minibatches, sample_losses
+from workers.training.losses import ModelOfLogits, minibatches, sample_losses
+from workers.training.mergopt.tangent import LinearizedModel, TangentModel
 from workers.training.model import TrainableModel
-from workers.types import Placement, TaskSpec
+from workers.types import Placement, Span, TaskSpec
 
 __all__ = [
     "Candidate",
     "Landscape",
     "MergeLoss",
     "MergeLosses",
+    "Report",
     "candidates",
     "lack_of_losses",
     "landscape",
+    "landscapes",
     "losses_of_experts",
     "merge_table",
+    "mixed_table",
 ]
 
 # The coefficients of both experts in figure 2.
@@ -53,8 +59,9 @@ TIES_KEEP = 0.2
 DARE_DENSITY = 0.5
 WUDI_SCALE = 1.0
 
-# The number of a fleet's first experts of which all pairs are merged too.
+# The number of a fleet's first experts of which all pairs are merged too, and the number of landscapes (figure 2).
 IN_PAIRS = 4
+NUM_LANDSCAPES = 4
 
 MAX_TOKENS = 4096  # in one forward pass
 
@@ -92,8 +99,12 @@ class MergeLoss:
 
     - `losses`: the loss on each expert's evaluation tasks, by the expert's alias
     - `mean`: the mean of `losses`
-    - `spread`: the standard deviation of `mean` over the coefficients that were tried for the method
+    - `spread`: the standard deviation, over the coefficients that were tried for the method, of the mean loss by which
+      the best one is chosen
     - `coefficient`: the best coefficient, or None for a method without a coefficient
+    - `values`: the mean metric over each expert's evaluation tasks, by alias; empty if not measured
+    - `value`: the mean of `values`, or None if they were not measured
+    - `tried`: each coefficient that was tried, with the mean loss by which the best one is chosen
     """
 
     method: str
@@ -102,15 +113,27 @@ class MergeLoss:
     losses: Mapping[str, float]
     mean: float
     spread: float
+    values: Mapping[str, float] = field(default_factory=dict)
+    value: float | None = None
+    tried: tuple[tuple[float | None, float], ...] = ()
+
+
+class Report(NamedTuple):
+    """What is reported of a merge: the loss on each merged expert's tasks and their metrics, by alias."""
+
+    losses: Mapping[str, float]
+    values: Mapping[str, float]
 
 
 class MergeLosses:
-    """Measures the losses of merges of trained experts, on each expert's tasks.
+    """Measures merges of trained experts on each expert's tasks.
 
-    The first `samples` samples of each task are used. `directories` and `tasks` have each expert's directory and tasks,
-    by alias. `chats` are the aliases of the experts on whose tasks prompts are formatted with the chat template.
-    `max_length` is the largest number of tokens in a text. Raises InvalidModel if a model cannot be used, and
-    InvalidTask for a sample without a reference answer.
+    Coefficients are chosen on the first `samples` samples of each task, and merges are reported on as many after them;
+    a task with fewer than twice as many gives half of them to each. `directories` and `tasks` have each expert's
+    directory and tasks, by alias. `chats` are the aliases of the experts on whose tasks prompts are formatted with the
+    chat template. `max_length` is the largest number of tokens in a text. With `is_linearized`, a merge is the
+    linearization of the base at the merged weights, as experts of the method tangent are trained. Raises InvalidModel
+    if a model cannot be used, and InvalidTask for a sample without a reference answer and a task with a single sample.
     """
 
     def __init__(
@@ -122,43 +145,101 @@ class MergeLosses:
         samples: int,
         max_length: int,
         chats: Container[str] = (),
+        is_linearized: bool = False,
     ) -> None:
         family = open_family(base, directories)
         self._bank = Bank(family, Placement.MAPPED)
         self._model = TrainableModel(self._bank, torch.float32, device=self._bank.device)
+        module = self._model.module
+        self._scored: ModelOfLogits = self._model
+        self._called: Any = module
+        if is_linearized:
+            module.set_attn_implementation("eager")  # fused kernels have no forward derivative
+            self._called = LinearizedModel(TangentModel(module))
+            self._scored = _Linearized(self._called, self._model.device)
         self._base = self._bank.sources.base_alias
         self._num_layers = self._bank.view(self._base).layout.num_layers
         self._fingerprints = {model.alias: model.fingerprint for model in family.models}
-        self._targets: dict[str, list[tuple[Target, ...]]] = {}
-        self._units = {}
+        self._tasks: dict[str, list[_TaskSamples]] = {}
+        self._scorers: dict[str, TaskScorer] = {}
         for alias, own in tasks.items():
             options = EngineOptions(max_model_len=max_length, chat_template=alias in chats)
             references = References(TaskEvaluator(None, Prompts(self._bank.sources.result_dir, options)))
-            self._targets[alias] = [references.targets(task)[:samples] for task in own]
-            self._units[alias] = [references.unit(task) for task in own]
+            self._tasks[alias] = [_TaskSamples.of(task, references, samples) for task in own]
+            self._scorers[alias] = TaskScorer(str(self._bank.sources.result_dir), options, self._called)
 
     def of(self, merge: Merge) -> dict[str, float]:
-        """The mean loss of a merge on the tasks of each merged expert, by the expert's alias."""
-        recipe = Recipe.uniform(
-            merge, models=self._fingerprints, base=self._base, num_layers=self._num_layers
-        ).canonical()
-        return self._of_recipe(recipe, [source.model for source in merge.sources])
+        """The mean loss of a merge on the tasks of each merged expert, by alias, on the samples to choose by."""
+        self._hold(merge)
+        return {source.model: self._loss(source.model, is_reported=False) for source in merge.sources}
 
-    @torch.inference_mode()
-    def _of_recipe(self, recipe: Recipe, experts: Sequence[str]) -> dict[str, float]:
-        merge_into(recipe, self._bank, self._model.memory)
-        found = {}
-        for alias in experts:
-            tasks = zip(self._targets[alias], self._units[alias], strict=True)
-            means = [self._mean(targets) / unit for targets, unit in tasks if targets]
-            found[alias] = sum(means) / len(means)
-        return found
+    def report(self, merge: Merge) -> Report:
+        """The mean loss and the metrics of a merge on the tasks of each merged expert, on the samples to report."""
+        self._hold(merge)
+        aliases = [source.model for source in merge.sources]
+        losses = {alias: self._loss(alias, is_reported=True) for alias in aliases}
+        return Report(losses, {alias: self._value(alias) for alias in aliases})
+
+    @torch.no_grad()
+    def _hold(self, merge: Merge) -> None:
+        recipe = Recipe.uniform(merge, models=self._fingerprints, base=self._base, num_layers=self._num_layers)
+        merge_into(recipe.canonical(), self._bank, self._model.memory)
+
+    @torch.no_grad()
+    def _loss(self, alias: str, *, is_reported: bool) -> float:
+        return _mean(
+            self._mean(task.reported if is_reported else task.chosen_by) / task.unit for task in self._tasks[alias]
+        )
+
+    def _value(self, alias: str) -> float:
+        tasks = self._tasks[alias]
+        spans = [Span(str(number), task.task, *task.span) for number, task in enumerate(tasks)]
+        return _mean(self._scorers[alias].values(spans).values())
 
     def _mean(self, targets: Sequence[Target]) -> float:
         total = 0.0
         for indices in minibatches(targets, MAX_TOKENS):
-            total += float(sample_losses(self._model, [targets[i] for i in indices]).sum())
+            total += float(sample_losses(self._scored, [targets[i] for i in indices]).sum())
         return total / len(targets)
+
+
+@dataclass(frozen=True)
+class _TaskSamples:
+    """A task's samples: those that coefficients are chosen by, and those that are reported, with their positions.
+
+    Losses are divided by `unit`.
+    """
+
+    task: TaskSpec
+    chosen_by: tuple[Target, ...]
+    reported: tuple[Target, ...]
+    span: tuple[int, int]
+    unit: float
+
+    @classmethod
+    def of(cls, task: TaskSpec, references: References, samples: int) -> _TaskSamples:
+        """Split a task's samples. Raises InvalidTask if there is only one."""
+        targets = tuple(references.targets(task))
+        if len(targets) < 2:
+            name = task.task.get("file") if isinstance(task.task, Mapping) else task.task
+            raise InvalidTask(
+                f"{name}: has {len(targets)} samples; expected at least 2, because coefficients of merges "
+                "are chosen on other samples than are reported"
+            )
+        middle = min(samples, len(targets) // 2)
+        stop = min(middle + samples, len(targets))
+        return cls(task, targets[:middle], targets[middle:stop], (middle, stop), references.unit(task))
+
+
+class _Linearized:
+    """A linearized model, as the losses of samples take it."""
+
+    def __init__(self, model: LinearizedModel, device: torch.device) -> None:
+        self._model, self.device = model, device
+
+    def logits(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
+        found: torch.Tensor = self._model(input_ids=tokens).logits[:, -last:]
+        return found
 
 
 def lack_of_losses(
@@ -190,13 +271,15 @@ def losses_of_experts(
     directories: Mapping[str, Path],
     *,
     samples: int,
+    is_linearized: bool = False,
     access: FileAccess | None = None,
 ) -> MergeLosses:
-    """Prepare to measure the losses of merges of a fleet's trained experts.
+    """Prepare to measure merges of a fleet's trained experts.
 
-    `directories` has the directory of each trained expert by alias. The losses are on the first `samples` samples of
-    each task of an expert's evaluation. `access` limits the files that tasks may use, or is None for no limit. Raises
-    InvalidTask if an expert has no evaluation, and the errors of `MergeLosses`.
+    `directories` has the directory of each trained expert by alias. `samples` of each task of an expert's evaluation
+    choose coefficients, and as many are reported. `is_linearized` is that of `MergeLosses`. `access` limits the files
+    that tasks may use, or is None for no limit. Raises InvalidTask if an expert has no evaluation, and the errors of
+    `MergeLosses`.
     """
     tasks = {}
     for alias, spec in experts.items():
@@ -206,7 +289,15 @@ def losses_of_experts(
     first = next(iter(experts.values()))
     longest = max(spec.data.max_length for spec in experts.values())
     chats = [alias for alias, spec in experts.items() if writes_chats(spec)]
-    return MergeLosses(locate(first.base), directories, tasks, samples=samples, max_length=longest, chats=chats)
+    return MergeLosses(
+        locate(first.base),
+        directories,
+        tasks,
+        samples=samples,
+        max_length=longest,
+        chats=chats,
+        is_linearized=is_linearized,
+    )
 
 
 def landscape(
@@ -225,6 +316,14 @@ def landscape(
 
     rows = tuple(tuple(joint(first, second) for second in grid) for first in grid)
     return Landscape(experts, tuple(grid), rows)
+
+
+def landscapes(
+    measure: Callable[[Merge], Mapping[str, float]], experts: Sequence[str], *, grid: Sequence[float] = GRID
+) -> tuple[Landscape, ...]:
+    """The landscapes of the first NUM_LANDSCAPES pairs of experts; `measure` and `grid` are those of `landscape`."""
+    pairs = list(combinations(experts[:IN_PAIRS], 2))[:NUM_LANDSCAPES]
+    return tuple(landscape(measure, pair, grid=grid) for pair in pairs)
 
 
 def candidates(experts: Sequence[str], *, seed: int = 0, wudi: bool = False) -> Iterator[Candidate]:
@@ -247,38 +346,93 @@ def candidates(experts: Sequence[str], *, seed: int = 0, wudi: bool = False) -> 
 
 
 def merge_table(
-    measure: Callable[[Merge], Mapping[str, float]], experts: Sequence[str], *, seed: int = 0
+    measure: Callable[[Merge], Mapping[str, float]],
+    experts: Sequence[str],
+    *,
+    report: Callable[[Merge], Report] | None = None,
+    seed: int = 0,
+    wudi: bool = False,
 ) -> tuple[MergeLoss, ...]:
     """Measure merges of experts: a row for each method and number of experts.
 
     With more than two experts, the first rows are for all pairs of the first IN_PAIRS experts. The other rows are for
-    all experts together. `measure` returns a merge's loss on each expert's tasks, by alias. `seed` determines the
-    random masks of DARE.
+    all experts together. `measure` returns the loss by which coefficients are chosen, on each expert's tasks, by alias.
+    `report` returns what is reported of the best merge, by default the same losses. `seed` determines the random masks
+    of DARE; with `wudi`, WUDI is one of the methods.
     """
     sets = [[tuple(experts)]]
     if len(experts) > 2:
         sets.insert(0, list(combinations(experts[:IN_PAIRS], 2)))
-    return tuple(row for together in sets for row in _rows(measure, together, seed=seed))
+    reported = report or (lambda merge: Report(measure(merge), {}))
+    return tuple(row for together in sets for row in _rows(measure, reported, together, seed=seed, wudi=wudi))
+
+
+def mixed_table(
+    measure: Callable[[Merge], Mapping[str, float]],
+    experts: Mapping[str, str],
+    *,
+    report: Callable[[Merge], Report],
+    seed: int = 0,
+    wudi: bool = False,
+) -> tuple[MergeLoss, ...]:
+    """Measure merges of two experts of which one was trained otherwise: a row for each method (MergOPT, table 19).
+
+    `experts` has the alias of an expert and that of the one that was trained otherwise for the same tasks. Merged are
+    all pairs of the first IN_PAIRS, with either of the two trained otherwise. The other arguments are those of
+    `merge_table`. Losses and metrics of the rows are by the aliases that are keys of `experts`.
+    """
+    pairs = list(combinations(list(experts)[:IN_PAIRS], 2))
+    mixed = [pair for one, two in pairs for pair in ((one, experts[two]), (experts[one], two))]
+    names = {other: alias for alias, other in experts.items()}
+
+    def renamed(numbers: Mapping[str, float]) -> dict[str, float]:
+        by_alias: dict[str, list[float]] = {}
+        for alias, number in numbers.items():
+            by_alias.setdefault(names.get(alias, alias), []).append(number)
+        return {alias: _mean(each) for alias, each in by_alias.items()}
+
+    rows = _rows(measure, report, mixed, seed=seed, wudi=wudi)
+    return tuple(replace(row, losses=renamed(row.losses), values=renamed(row.values)) for row in rows)
 
 
 def _rows(
-    measure: Callable[[Merge], Mapping[str, float]], sets: Sequence[tuple[str, ...]], *, seed: int
+    measure: Callable[[Merge], Mapping[str, float]],
+    report: Callable[[Merge], Report],
+    sets: Sequence[tuple[str, ...]],
+    *,
+    seed: int,
+    wudi: bool,
 ) -> Iterator[MergeLoss]:
-    """Yield the losses of merges by each method, as means over `sets` of experts, all of one size.
+    """Yield a row for each method, of means over `sets` of experts, all of one size.
 
-    `measure` returns a merge's loss on each expert's tasks, by alias. `seed` determines the random masks of DARE.
+    The other arguments are those of `merge_table`.
     """
-    found: dict[str, list[tuple[float | None, Mapping[str, float], float]]] = {}
-    for same in zip(*(candidates(experts, seed=seed) for experts in sets), strict=True):
-        measured = [measure(candidate.merge) for candidate in same]
-        mean = _mean(value for losses in measured for value in losses.values())
-        aliases = dict.fromkeys(alias for losses in measured for alias in losses)
-        by_expert = {alias: _mean(losses[alias] for losses in measured if alias in losses) for alias in aliases}
-        found.setdefault(same[0].method, []).append((same[0].coefficient, by_expert, mean))
+    found: dict[str, list[tuple[float, tuple[Candidate, ...]]]] = {}
+    for same in zip(*(candidates(experts, seed=seed, wudi=wudi) for experts in sets), strict=True):
+        mean = _mean(loss for candidate in same for loss in measure(candidate.merge).values())
+        found.setdefault(same[0].method, []).append((mean, same))
     for method, tried in found.items():
-        means = torch.tensor([mean for *_, mean in tried], dtype=torch.float64)
-        coefficient, best, mean = min(tried, key=lambda each: math.inf if math.isnan(each[2]) else each[2])
-        yield MergeLoss(method, len(sets[0]), coefficient, best, mean, float(means.std(correction=0)))
+        means = torch.tensor([mean for mean, _ in tried], dtype=torch.float64)
+        _, best = min(tried, key=lambda each: math.inf if math.isnan(each[0]) else each[0])
+        reports = [report(candidate.merge) for candidate in best]
+        values = [value for each in reports for value in each.values.values()]
+        yield MergeLoss(
+            method,
+            len(sets[0]),
+            best[0].coefficient,
+            _by_expert([each.losses for each in reports]),
+            _mean(loss for each in reports for loss in each.losses.values()),
+            float(means.std(correction=0)),
+            _by_expert([each.values for each in reports]),
+            _mean(values) if values else None,
+            tuple((same[0].coefficient, mean) for mean, same in tried),
+        )
+
+
+def _by_expert(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each expert's numbers over the merges that it is in."""
+    aliases = dict.fromkeys(alias for numbers in each for alias in numbers)
+    return {alias: _mean(numbers[alias] for numbers in each if alias in numbers) for alias in aliases}
 
 
 def _mean(values: Iterable[float]) -> float:

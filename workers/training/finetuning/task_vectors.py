@@ -1,18 +1,24 @@
 """The distribution of a trained expert's task vector, and how well Laplace's and Gauss' distributions fit it.
 
-Paper: "MergOPT: A merge-aware optimizer for robust model merging", table 10.
+Paper: "MergOPT: A merge-aware optimizer for robust model merging", table 10, and figure 1 for the sum of all experts'.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from workers.training.mergopt.fit import Fit, fit, sample_of
+from workers.models.checkpoints import open_checkpoint, read_expert
+from workers.training.mergopt.fit import SAMPLE, Fit, fit, sample_of
 
-__all__ = ["TaskVector", "task_vector"]
+__all__ = ["ACCUMULATED", "TaskVector", "accumulated_vector", "task_vector"]
+
+# The name of the sum of all experts' task vectors, in place of an expert's alias.
+ACCUMULATED = "sum of all"
 
 BINS = 61
 
@@ -40,7 +46,30 @@ def task_vector(alias: str, base: Path, expert: Path) -> TaskVector:
 
     Raises InvalidModel, and ValueError if the task vector is 0.
     """
-    elements = sample_of(base, [expert])
+    return _distribution(alias, sample_of(base, [expert]))
+
+
+def accumulated_vector(base: Path, experts: Sequence[Path]) -> TaskVector:
+    """Measure the distribution of the sum of the experts' task vectors, from about a million of its elements.
+
+    The elements are evenly spaced in the tensors that any expert changes. Raises InvalidModel, and ValueError if all
+    task vectors are 0.
+    """
+    origin = open_checkpoint(base)
+    opened = [each for expert in experts if (each := read_expert(expert, origin)) is not None]
+    shared = [name for name in origin.tensors if all(name in each.tensors for each in opened)]
+    every = max(1, sum(math.prod(origin.tensors[name].shape) for name in shared) // SAMPLE)
+    parts = []
+    for name in shared:
+        start = origin.read(name).flatten()[::every].float()
+        total = torch.stack([each.read(name).flatten()[::every].float() - start for each in opened]).sum(dim=0)
+        if total.any():
+            parts.append(total)
+    return _distribution(ACCUMULATED, torch.cat(parts) if parts else torch.zeros(1))
+
+
+def _distribution(alias: str, elements: torch.Tensor) -> TaskVector:
+    """The distribution of `elements` of a task vector. Raises ValueError if all are 0."""
     changed = elements[elements != 0].double()
     fits = (fit(elements, "laplace"), fit(elements, "gaussian"))
     reach = REACH * (float(changed.abs().mean()) if len(changed) else 1.0)

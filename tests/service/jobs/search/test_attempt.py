@@ -18,15 +18,23 @@ import torch
 from search_spaces.errors import InvalidRecipe
 from search_spaces.spaces.base import AlignedSpace, LayerPair
 from search_spaces.study.file import load_study, parse_study
+from search_spaces.study.search import GradientOptions, PolicyOptions, Search
 from service.errors import StudyFailed, StudyUnusable
 from service.jobs.heartbeat import Heartbeat
-from service.jobs.search.attempt import _reason_to_fail, execute, stored_alignments, with_alignments
+from service.jobs.search.attempt import (
+    _planned_steps,
+    _reason_to_fail,
+    execute,
+    stored_alignments,
+    with_alignments,
+)
 from service.resolved_study import ResolvedStudy
 from service.store import Store
 from service.store.artifacts import ArtifactStore
 from service.store.documents import ALIGNMENT_COST, read_alignment_cost
 from service.studies.preflight.examine import examine
 from service.studies.preflight.result import PreflightResult
+from service.tune.searchers.base import SearchSetting
 from service.types import EventKind, JobRecord, JobState
 from tests.builders import tiny_family
 from tests.end_to_end.studies import undisturbed, write_small_study
@@ -242,3 +250,20 @@ def test_alignments_reach_every_machine(
 def test_a_space_without_alignments_is_left_as_it_is(record: JobRecord, preflight: PreflightResult) -> None:
     store: Any = None  # nothing is read or written
     assert with_alignments(preflight, store, store, directory=Path(), artifacts=store, note=print) is preflight
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "max_trials", "expected"),
+    [
+        ("gradient", 9, 48),  # a descent of 48 steps with 4 points, and points that need no gradients
+        ("gradient", 2, 24),
+        ("hm3", 64, 3),  # iterations of 16 episodes; none learns from the last
+        ("hm3", 65, 4),
+        ("random", 64, 0),
+    ],
+)
+def test_planned_steps_are_those_of_the_searcher(algorithm: str, max_trials: int, expected: int) -> None:
+    options = Search(
+        max_trials=max_trials, gradient=GradientOptions(steps=48, points=4), hm3=PolicyOptions(episodes=16)
+    )
+    assert _planned_steps(algorithm, SearchSetting(objectives=("a", "b"), options=options)) == expected
