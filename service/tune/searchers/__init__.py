@@ -4,6 +4,7 @@ Importing this package does not import the libraries that propose: SMAC, scikit-
 
 - `base`: the interface, and all that a searcher may know
 - `descents`: the descents of a search by gradients, in their order
+- `elites`: the best known layer paths of each preference vector, and mutants of them
 - `encoding`: configurations as rows of numbers
 - `history`: each trial at its highest rung, and which of two is better
 - `loss_comparison`: whether a search uses gradients
