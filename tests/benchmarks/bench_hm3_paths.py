@@ -242,4 +242,3 @@ def mean(arms: Sequence[Mapping[str, Any]], key: str) -> float:
 
 def show(result: dict[str, Any]) -> None:
     print(table(result["rows"]))
-

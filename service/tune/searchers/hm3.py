@@ -293,7 +293,7 @@ def _scored(context: ProposalContext, *, num_iterations: int) -> tuple[list[Obse
     end = setting.num_baselines + num_iterations * options.episodes
     found = sorted((o for o in context.observations if o.number < end and o.costs is not None), key=lambda o: o.number)
     lengths = np.array([o.configuration[LENGTH] for o in found], dtype=np.float64)
-    values = 1 - np.array([o.costs for o in found], dtype=np.float64).reshape(len(found), -1)
+    values = 1 - np.array([o.costs for o in found], dtype=np.float64).reshape(len(found), len(setting.objectives))
     return found, values - options.length_penalty * lengths[:, None]
 
 

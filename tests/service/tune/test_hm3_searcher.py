@@ -24,7 +24,7 @@ from service.tune.coordinator import Coordinator
 from service.tune.proposing.checkpoints import PolicyCheckpoints
 from service.tune.proposing.searcher_state import SearcherState
 from service.tune.searchers import get_searcher
-from service.tune.searchers.base import LearningSearcher, Observation, SearchSetting
+from service.tune.searchers.base import LearningSearcher, Observation, ProposalContext, SearchSetting
 from service.tune.searchers.hm3 import Hm3Searcher, paths_of
 from service.types import Origin
 from tests.search_spaces.spaces.families import models, space
@@ -254,6 +254,19 @@ def test_no_path_is_proposed_twice(tmp_path: Path) -> None:
     plain = setting(options=with_policy(avoids_repeats=False, elite_share=0.0))
     same = Search(tmp_path / "plain", told=plain, max_jump=0).run(max_trials=14)
     assert proposed_in(same) == proposed_in(repeating)
+
+
+def test_a_search_without_results_yet_has_no_mutants() -> None:
+    """The first trials of a study without baselines are drawn; no two of them are equal."""
+    told = replace(setting(options=with_policy(elite_share=1.0)), num_baselines=0)
+    parameters = paths_space().parameters
+    found: list[dict[str, Any]] = []
+    for number in range(2 * POLICY.episodes):
+        context = ProposalContext(parameters, number=number, seed=0, pending=tuple(found), setting=told)
+        proposed = Hm3Searcher().advance(context)
+        assert isinstance(proposed, dict)
+        assert proposed not in found
+        found.append(proposed)
 
 
 class EqualScorer(FakeScorer):
